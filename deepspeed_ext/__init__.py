@@ -1,0 +1,7 @@
+"""A pipeline with token slices, on DeepSpeed.
+
+`deepspeed_ext.plan` says in what order a pipeline works and is pure; `deepspeed_ext.runtime` runs that order
+on DeepSpeed. Importing this package imports neither torch nor deepspeed.
+"""
+
+__version__ = "0.1.0"

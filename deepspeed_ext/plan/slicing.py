@@ -1,0 +1,131 @@
+"""How a sequence is cut into token slices."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import sqrt
+
+from deepspeed_ext.plan.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSlices:
+    """Lengths of the token slices of every sequence, first to last.
+
+    Example:
+        >>> cut = TokenSlices((704, 688, 656))
+        >>> cut.seq_length, cut.prefix_len(2), list(cut.bounds())
+        (2048, 1392, [(0, 704), (704, 1392), (1392, 2048)])
+
+    Raises:
+        PlanError: if there is no token slice, or one without tokens.
+    """
+
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check every length."""
+        if not self.lengths or any(length < 1 for length in self.lengths):
+            raise PlanError(
+                f"token slices {','.join(map(str, self.lengths)) or '(none)'}: "
+                "there must be at least one, each of at least one token"
+            )
+
+    def __len__(self) -> int:
+        """Number of token slices."""
+        return len(self.lengths)
+
+    def __str__(self) -> str:
+        """The lengths as `--token-slices` takes them."""
+        return ",".join(map(str, self.lengths))
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of the whole sequence."""
+        return sum(self.lengths)
+
+    def prefix_len(self, token_slice: int) -> int:
+        """Tokens before a token slice: the length of the keys and values it finds cached."""
+        return sum(self.lengths[:token_slice])
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """First position and end of each token slice."""
+        return pairwise(accumulate(self.lengths, initial=0))
+
+    def covering(self, seq_length: int) -> "TokenSlices":
+        """Return this cut, once it is known to cover a sequence of `seq_length` tokens.
+
+        Raises:
+            PlanError: if it does not.
+        """
+        if self.seq_length != seq_length:
+            raise PlanError(
+                f"token slices {self} sum to {self.seq_length}, but the sequence has {seq_length} tokens: "
+                f"change one of them by {seq_length - self.seq_length:+d}"
+            )
+        return self
+
+    @classmethod
+    def parse(cls, text: str) -> "TokenSlices":
+        """Read `704,688,656`.
+
+        Raises:
+            PlanError: if it is not a list of whole numbers.
+        """
+        try:
+            lengths = tuple(int(part) for part in text.split(","))
+        except ValueError:
+            raise PlanError(
+                f"token slices {text!r} are not whole numbers with commas between them: write them as 704,688,656"
+            ) from None
+        return cls(lengths)
+
+    @classmethod
+    def uniform(cls, seq_length: int, num_token_slices: int) -> "TokenSlices":
+        """Cut as evenly as whole tokens allow; the first token slices take the tokens left over.
+
+        Raises:
+            PlanError: if there are more token slices than tokens.
+        """
+        _check_count(seq_length, num_token_slices)
+        length, longer = divmod(seq_length, num_token_slices)
+        return cls(tuple(length + (index < longer) for index in range(num_token_slices)))
+
+    @classmethod
+    def balanced(
+        cls, seq_length: int, num_token_slices: int, *, linear_cost: float, attention_cost: float
+    ) -> "TokenSlices":
+        """Cut so that every token slice costs the same, up to whole tokens.
+
+        A token at position x costs `linear_cost + attention_cost * x`: its matrix products, and its attention to
+        the x tokens before it. The first e tokens then cost a*e + b*e^2/2, and cut j of S lies where that is j/S
+        of the whole (the closed form of Seq1F1B's quadratic, arXiv 2406.03488 section 3.3).
+
+        Args:
+            seq_length: tokens of the sequence.
+            num_token_slices: token slices wanted.
+            linear_cost: cost of a token whatever its position, in any unit.
+            attention_cost: cost per token of prefix, in the same unit.
+
+        Raises:
+            PlanError: if there are more token slices than tokens, or a cost is negative.
+        """
+        _check_count(seq_length, num_token_slices)
+        if linear_cost < 0 or attention_cost < 0 or linear_cost + attention_cost == 0:
+            raise PlanError(f"costs {linear_cost}, {attention_cost} of a token must be positive")
+        total = linear_cost * seq_length + attention_cost * seq_length**2 / 2
+        ends = [0]
+        for index in range(1, num_token_slices):
+            cost = total * index / num_token_slices
+            # The stable root of a*e + b*e^2/2 = cost; it also holds for b = 0.
+            end = 2 * cost / (linear_cost + sqrt(linear_cost**2 + 2 * attention_cost * cost))
+            room_left = seq_length - (num_token_slices - index)
+            ends.append(min(max(round(end), ends[-1] + 1), room_left))
+        return cls(tuple(end - start for start, end in pairwise([*ends, seq_length])))
+
+
+def _check_count(seq_length: int, num_token_slices: int) -> None:
+    if not 1 <= num_token_slices <= seq_length:
+        raise PlanError(
+            f"{num_token_slices} token slices of {seq_length} tokens: give between 1 and {seq_length} token slices"
+        )
