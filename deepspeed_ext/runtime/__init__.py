@@ -1,0 +1,4 @@
+"""Runs a plan on DeepSpeed: topology, module, state between token slices, communication, engine.
+
+Knows nothing of any particular model. Start with `initialize`, then `engine`.
+"""

@@ -1,0 +1,101 @@
+"""Attention of a token slice to itself and to the token slices before it, with exact gradients.
+
+The chain rule across token slices, with one backward per token slice, last to first:
+
+    K, V   [ slice 0 | slice 1 | slice 2 ]        written once, at each forward
+    dK, dV [  += 2   |  += 2   |         ]  <- backward of 2: adds to those before, returns its own
+           [  += 1   |         |         ]  <- backward of 1: its own = what 2 added + what 1 finds
+           [         |         |         ]  <- backward of 0: now everyone has added to its own
+
+When the backward of a token slice runs, all later ones have run, so the gradients of its keys and values are complete
+and flow on into the layer's projections like any other gradient: no surrogate loss, no retained graph.
+"""
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.runtime.attention_kernels import Attended, Gradients, kernel_for
+
+
+class KeyValueState:
+    """Keys and values of one layer for one micro-batch, and the gradients that later token slices owe to earlier ones.
+
+    Args:
+        seq_length: tokens of the whole sequence.
+    """
+
+    def __init__(self, seq_length: int) -> None:
+        self.seq_length = seq_length
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        # Each [B, E, G, D] of the tokens before the last token slice that ran backward, in at least fp32.
+        self._owed: tuple[Tensor, Tensor] | None = None
+
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Store the keys and values [B, N, G, D] of tokens start .. start + N.
+
+        Writing the same tokens again changes nothing, so recomputing a forward is safe.
+        """
+        if self._keys is None or self._values is None:
+            shape = (key.shape[0], self.seq_length, *key.shape[2:])
+            self._keys, self._values = key.new_empty(shape), value.new_empty(shape)
+        self._keys[:, start : start + key.shape[1]] = key
+        self._values[:, start : start + key.shape[1]] = value
+
+    def read(self, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens 0 .. end: views, never copies."""
+        assert self._keys is not None and self._values is not None, "read before any write"
+        return self._keys[:, :end], self._values[:, :end]
+
+    def settle(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
+        """Keep what a token slice owes to those before it, and return the complete gradients of its own.
+
+        Args:
+            gradients: what its attention's backward found.
+
+        Returns:
+            Gradients [B, N, G, D] of the token slice's own keys and values.
+        """
+        prefix_len = gradients.prefix[0].shape[1]
+        own_key, own_value = gradients.own
+        if self._owed is None:
+            at_least_fp32 = torch.promote_types(own_key.dtype, torch.float32)
+            owed_key, owed_value = (gradient.to(at_least_fp32) for gradient in gradients.prefix)
+        else:
+            owed_key, owed_value = self._owed
+            assert owed_key.shape[1] == prefix_len + own_key.shape[1], "token slices must run backward last to first"
+            own_key = (own_key + owed_key[:, prefix_len:]).to(own_key.dtype)
+            own_value = (own_value + owed_value[:, prefix_len:]).to(own_value.dtype)
+            owed_key, owed_value = owed_key[:, :prefix_len], owed_value[:, :prefix_len]
+            owed_key += gradients.prefix[0]
+            owed_value += gradients.prefix[1]
+        self._owed = (owed_key, owed_value) if prefix_len else None
+        return own_key, own_value
+
+
+class TokenSliceAttention(torch.autograd.Function):
+    """Attention over prefix and diagonal. The graph keeps queries, output and log-sum-exp; never keys or values.
+
+    Keys and values live in their `KeyValueState`, outside autograd: views of a buffer that later token slices write
+    must not be saved for backward.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, state: KeyValueState, start: int, scale: float):  # noqa: D102
+        # A query cut from a fused projection would keep the keys and values beside it alive: copy it out.
+        query = query.contiguous()
+        state.write(key, value, start)
+        attended = kernel_for(query).forward(query, *state.read(start + query.shape[1]), scale)
+        ctx.save_for_backward(query, *attended)
+        ctx.state, ctx.start, ctx.scale = state, start, scale
+        return attended.output
+
+    @staticmethod
+    def backward(ctx, output_gradient):  # noqa: D102
+        query, output, log_sum_exp = ctx.saved_tensors
+        key, value = ctx.state.read(ctx.start + query.shape[1])
+        gradients = kernel_for(query).backward(
+            output_gradient, query, key, value, Attended(output, log_sum_exp), ctx.scale
+        )
+        own_key, own_value = ctx.state.settle(gradients)
+        return gradients.query, own_key, own_value, None, None, None

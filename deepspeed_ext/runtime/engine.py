@@ -1,0 +1,408 @@
+"""Runs a schedule of token slices on DeepSpeed's pipeline engine.
+
+The engine is a table from instruction to method: a schedule is lowered to this stage's program, and each instruction
+of the program calls the method of its name below. Everything else - optimizers, ZeRO, precision, checkpoints,
+reductions over data-parallel ranks - is DeepSpeed's own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule as deepspeed_schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.lowering import InstructionKind, lower
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.schedules import Schedule, forward_order
+from deepspeed_ext.plan.timeline import Timeline
+from deepspeed_ext.runtime.batch import TokenSliceBatch
+from deepspeed_ext.runtime.channels import MessageSpec
+from deepspeed_ext.runtime.grad_norm import global_grad_norm
+from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.op_clock import OpClock
+from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.stage_links import StageLinks
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Tensors of one live token slice.
+
+    Attributes:
+        inputs: what the stage before sent; empty on the first stage.
+        outputs: what goes to the stage after, until it is sent.
+        roots: where backward starts: the loss on the last stage, else the outputs that need gradients, as edges of the
+            graph, so that the tensors themselves can go once they are sent.
+    """
+
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    roots: tuple[Tensor | GradientEdge, ...] = ()
+
+
+class TokenSlicePipelineEngine(PipelineEngine):
+    """DeepSpeed's pipeline engine with token slices. Made by `deepspeed_ext.runtime.initialize`.
+
+    Args:
+        schedule: order of the ops when training.
+        timeout: how long a transfer between stages may take.
+
+    Other arguments are those of `PipelineEngine`.
+    """
+
+    def __init__(self, *arguments: Any, schedule: Schedule, timeout: timedelta, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        assert isinstance(self.module, TokenSlicePipelineModule), "made for a TokenSlicePipelineModule"
+        if self.fp16_enabled() and not self.zero_optimization():
+            raise UserError(
+                "fp16 with ZeRO stage 0: DeepSpeed divides a pipeline's gradients by a loss scale it never applied; "
+                "use ZeRO stage 1, or bf16"
+            )
+        self._schedule = schedule
+        self._programs: dict[tuple[bool, int], ProgramSchedule] = {}
+        self._rows = {"train": self.micro_batch_size, "eval": self.micro_batch_size}
+        self._phase = "train"
+        self._links = StageLinks(
+            self.module.topology(),
+            self.global_rank,
+            self.device,
+            timeout=timeout,
+            activation_rule=self._activation_shape if self.module.activation_spec else None,
+            dynamic_shape=self.dynamic_shape,
+        )
+        self._clock: OpClock | None = None
+        self._forget_batch()
+
+    # ------------------------------------------------------------------ what a user calls
+
+    @property
+    def num_messages(self) -> int:
+        """Tensors this rank has sent to its neighbours so far, headers included."""
+        return self._links.num_messages
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on one batch.
+
+        Args:
+            data_iter: yields micro-batches; read on the first and the last stage.
+
+        Returns:
+            Mean loss over micro-batches and data-parallel ranks, on every rank.
+        """
+        self._begin("train")
+        return super().train_batch(data_iter)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> Any:
+        """Evaluate one batch, forward only, with the same token slices.
+
+        Args:
+            data_iter: yields micro-batches; read on the first and the last stage.
+            return_logits: also return the last layer's outputs, of all micro-batches, on the last stage.
+            compute_loss: compute the loss.
+            reduce_output: `avg` for the mean over micro-batches and replicas, None for a list by micro-batch.
+            bcast_loss: give the mean to every stage; otherwise only the last one has it.
+            num_micro_batches: micro-batches to evaluate; those of training if None.
+            micro_batch_size: rows of a micro-batch; those of training if None.
+
+        Returns:
+            The loss, or `(loss, outputs)`; outputs are a list of tensors by micro-batch, None on other stages.
+
+        Raises:
+            UserError: if `reduce_output` is something else.
+        """
+        if reduce_output not in ("avg", None):
+            raise UserError(f"reduce_output={reduce_output!r}: give 'avg', or None for one loss per micro-batch")
+        num_micro_batches = num_micro_batches or self.micro_batches
+        self._begin("eval", micro_batch_size or self.micro_batch_size)
+        self.eval_return_logits, self._compute_loss = return_logits, compute_loss
+        self.module.eval()
+        train_iterator = self.data_iterator
+        self.set_dataiterator(data_iter)
+        with torch.no_grad():
+            self._exec_schedule(self._inference_schedule(num_micro_batches))
+        self.set_dataiterator(train_iterator)
+
+        losses = [self._losses[micro_batch] for micro_batch in sorted(self._losses)]
+        outputs = None
+        if return_logits and self.is_last_stage():
+            outputs = [torch.cat(self._logits[micro_batch], dim=1) for micro_batch in sorted(self._logits)]
+        self._forget_batch()
+        result: Any = losses or None
+        if compute_loss and reduce_output == "avg":
+            result = self._mean_over_replicas(sum(losses) / num_micro_batches if losses else None, bcast_loss)
+        return (result, outputs) if return_logits else result
+
+    def reset_activation_shape(self) -> None:
+        """Let the next batch have other shapes; call it on every rank."""
+        super().reset_activation_shape()
+        self._links.forget_shapes()
+
+    @contextmanager
+    def timeline(self) -> Iterator[list[Timeline]]:
+        """Measure the ops of the batches run inside; on leaving, the list yielded holds their timeline.
+
+        All ranks must enter and leave together. Stages start their clocks at a barrier.
+        """
+        timelines: list[Timeline] = []
+        dist.barrier()
+        self._clock = OpClock()
+        shape = self._shape(self.micro_batches)
+        yield timelines
+        spans = self._clock.spans()
+        self._clock = None
+        stages: list[Any] = [None] * self.num_stages
+        dist.all_gather_object(stages, spans, group=self.grid.get_pipe_parallel_group())
+        timelines.append(Timeline(shape, tuple(tuple(stage) for stage in stages), unit="s"))
+
+    # ------------------------------------------------------------------ schedules
+
+    def _train_schedule(self) -> ProgramSchedule:
+        return self._program(self._schedule, self.micro_batches, training=True)
+
+    def _inference_schedule(self, micro_batches: int) -> ProgramSchedule:
+        return self._program(forward_order, micro_batches, training=False)
+
+    def _program(self, schedule: Schedule, num_micro_batches: int, *, training: bool) -> ProgramSchedule:
+        key = (training, num_micro_batches)
+        if key not in self._programs:
+            program = lower(schedule, self._shape(num_micro_batches))[self.stage_id]
+            self._programs[key] = ProgramSchedule(
+                program, num_micro_batches=num_micro_batches, num_stages=self.num_stages, training=training
+            )
+        return self._programs[key]
+
+    def _shape(self, num_micro_batches: int) -> PipelineShape:
+        return PipelineShape(self.num_stages, num_micro_batches, len(self.module.token_slices))
+
+    def _begin(self, phase: str, micro_batch_size: int | None = None) -> None:
+        self._phase = phase
+        if micro_batch_size not in (None, self._rows[phase]):
+            self._rows[phase] = micro_batch_size
+            self._links.forget_shapes()
+        self._links.begin(phase)
+        self._forget_batch()
+
+    def _forget_batch(self) -> None:
+        self._batches: dict[int, list[TokenSliceBatch]] = {}
+        self._states: dict[int, SequenceState] = {}
+        self._buffers: dict[int, _Buffer] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._logits: dict[int, list[Tensor]] = {}
+
+    def _activation_shape(self, token_slice: int) -> MessageSpec:
+        dtype = next(self.module.parameters()).dtype
+        return self.module.activation_spec(
+            self._rows[self._phase], self.module.token_slices.lengths[token_slice], dtype
+        )
+
+    # ------------------------------------------------------------------ instructions
+
+    def _exec_load(self, micro_batch: int, **_: int) -> None:
+        try:
+            batch = self._next_batch()
+        except StopIteration:
+            raise UserError(
+                f"the data iterator ended at micro-batch {micro_batch} of a batch of {self.micro_batches}: "
+                "give one that does not end, such as deepspeed.utils.RepeatingLoader"
+            ) from None
+        self._batches[micro_batch] = self.module.split_batch(batch, self.module.token_slices)
+
+    def _exec_forward(self, micro_batch: int, token_slice: int, buffer: int) -> None:
+        held = self._buffers.setdefault(buffer, _Buffer())
+        if self.is_first_stage():
+            inputs = self._to_device(self._batches[micro_batch][token_slice].inputs)
+        else:
+            held.inputs = self._links.activation((micro_batch, token_slice))
+            inputs = held.inputs[0] if len(held.inputs) == 1 else held.inputs
+        if micro_batch not in self._states:
+            self._states[micro_batch] = SequenceState(self.module.token_slices)
+        state = self._states[micro_batch]
+        with self._measured(OpKind.FORWARD, micro_batch, token_slice, FORWARD_MICRO_TIMER):
+            outputs = self.module(inputs, state, token_slice)
+            if self.is_last_stage():
+                held.roots = self._exec_loss(outputs, micro_batch, token_slice)
+            else:
+                held.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                held.roots = tuple(get_gradient_edge(tensor) for tensor in held.outputs if tensor.requires_grad)
+        if not torch.is_grad_enabled() and token_slice == len(self.module.token_slices) - 1:
+            self._forget_micro_batch(micro_batch)
+
+    def _exec_loss(self, outputs: Any, micro_batch: int, token_slice: int) -> tuple[Tensor, ...]:
+        """Add a token slice's share of the loss up, and return what backward starts from."""
+        if not torch.is_grad_enabled() and self.eval_return_logits:
+            self._logits.setdefault(micro_batch, []).append(outputs)
+        if not self._compute_loss:
+            return ()
+        part = self._batches[micro_batch][token_slice]
+        loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, self._to_device(part.labels))
+        weight = part.loss_weight
+        loss = loss * (weight.to(loss.device) if torch.is_tensor(weight) else weight)
+        self._losses[micro_batch] = self._losses.get(micro_batch, 0.0) + loss.detach()
+        return (loss,) if loss.requires_grad else ()
+
+    def _exec_send_activation(self, micro_batch: int, token_slice: int, buffer: int) -> None:
+        self._links.send_activation((micro_batch, token_slice), self._buffers[buffer].outputs)
+        self._buffers[buffer].outputs = ()
+
+    def _exec_backward(self, micro_batch: int, token_slice: int, buffer: int) -> None:
+        roots = self._buffers[buffer].roots
+        if self.is_last_stage():
+            # Mean over micro-batches; token slices already weigh what they should. Only fp16 scales on top.
+            roots = tuple(root / self.micro_batches for root in roots)
+            roots = tuple(self.optimizer.scale_if_loss(root) for root in roots) if self.fp16_enabled() else roots
+            gradients = tuple(torch.ones_like(root) for root in roots)
+        else:
+            gradients = self._links.gradient((micro_batch, token_slice))
+        with self._measured(OpKind.BACKWARD, micro_batch, token_slice, BACKWARD_MICRO_TIMER), self._accumulation():
+            if roots:
+                torch.autograd.backward(roots, gradients)
+        self._buffers[buffer].roots = ()
+        if token_slice == 0:
+            self._forget_micro_batch(micro_batch)
+
+    def _exec_send_gradient(self, micro_batch: int, token_slice: int, buffer: int) -> None:
+        gradients = tuple(
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in self._buffers[buffer].inputs
+            if tensor.requires_grad
+        )
+        self._links.send_gradient((micro_batch, token_slice), gradients)
+
+    def _exec_post_activation(self, micro_batch: int, token_slice: int, buffer: int) -> None:
+        self._links.post_activation((micro_batch, token_slice))
+
+    def _exec_post_gradient(self, micro_batch: int, token_slice: int, buffer: int) -> None:
+        self._links.post_gradient((micro_batch, token_slice))
+
+    def _exec_complete_activation(self, micro_batch: int, token_slice: int, buffer: int) -> None:
+        self._links.complete_activation((micro_batch, token_slice))
+
+    def _exec_complete_gradient(self, micro_batch: int, token_slice: int, buffer: int) -> None:
+        self._links.complete_gradient((micro_batch, token_slice))
+
+    def _exec_free(self, micro_batch: int, token_slice: int, buffer: int) -> None:
+        del self._buffers[buffer]
+
+    # ------------------------------------------------------------------ end of the batch
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Sum the gradients of tied weights over their stages, wherever DeepSpeed accumulates them."""
+        for weight, group in self.module.get_tied_weights_and_groups():
+            dist.all_reduce(self._accumulated_gradient(weight), group=group)
+
+    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        if not (self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()):
+            # The other optimizers of DeepSpeed compute the norm themselves.
+            norm = global_grad_norm(
+                self.module.parameters(),
+                self.grid.get_model_parallel_group(),
+                tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
+            )
+            self._global_grad_norm = norm.item()
+        super()._exec_optimizer_step(lr_kwargs)
+
+    def clip_fp32_gradients(self) -> None:
+        """Scale the gradients so that the norm of the whole model's is at most the configured one."""
+        coefficient = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
+        if coefficient < 1:
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(coefficient)
+
+    def _aggregate_total_loss(self) -> Tensor:
+        losses = self._losses.values()
+        loss = self._mean_over_replicas(sum(losses) / self.micro_batches if losses else None)
+        self._forget_batch()
+        return loss
+
+    # ------------------------------------------------------------------ parts of the above
+
+    def _mean_over_replicas(self, loss: Tensor | None, broadcast: bool = True) -> Tensor | None:
+        """Mean over data-parallel ranks of a scalar of the last stage, given to every stage in its own precision."""
+        if loss is None:
+            dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
+            loss = torch.zeros((), dtype=dtype, device=self.device)
+        loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        if self.is_last_stage():
+            dist.all_reduce(loss, group=self.grid.get_data_parallel_group())
+            loss /= self.dp_world_size
+        if not broadcast:
+            return loss if self.is_last_stage() else None
+        if self.is_pipe_parallel:
+            dist.broadcast(loss, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
+        return loss
+
+    def _forget_micro_batch(self, micro_batch: int) -> None:
+        del self._states[micro_batch]
+        self._batches.pop(micro_batch, None)
+
+    def _to_device(self, tensors: Any) -> Any:
+        if torch.is_tensor(tensors):
+            return tensors.to(self.device, non_blocking=True)
+        return tuple(self._to_device(tensor) for tensor in tensors)
+
+    def _accumulated_gradient(self, weight: torch.nn.Parameter) -> Tensor:
+        """Where the gradient of a weight adds up; zeros on a stage that found none, so that every rank can join in."""
+        for attribute in ("_hp_grad", "grad_accum", "grad"):
+            if getattr(weight, attribute, None) is not None:
+                return getattr(weight, attribute)
+        weight.grad = torch.zeros_like(weight)
+        return weight.grad
+
+    @contextmanager
+    def _accumulation(self) -> Iterator[None]:
+        """Around one backward: add the token slice's bf16 gradients to the fp32 ones that `BF16_Optimizer` keeps."""
+        separate = self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update
+        if separate:
+            self.optimizer.clear_lp_grads()
+        yield
+        if separate:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
+
+    @contextmanager
+    def _measured(self, kind: OpKind, micro_batch: int, token_slice: int, timer: str) -> Iterator[None]:
+        if self.wall_clock_breakdown():
+            self.timers(timer).start()
+        if self._clock is None:
+            yield
+        else:
+            with self._clock.measure(Op(kind, self.stage_id, micro_batch, token_slice)):
+                yield
+        if self.wall_clock_breakdown():
+            self.timers(timer).stop()
+
+    # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
+    _INSTRUCTION_MAP = {  # noqa: RUF012
+        **PipelineEngine._INSTRUCTION_MAP,
+        deepspeed_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        deepspeed_schedule.OptimizerStep: _exec_optimizer_step,
+        INSTRUCTION_CLASSES[InstructionKind.LOAD_MICRO_BATCH]: _exec_load,
+        INSTRUCTION_CLASSES[InstructionKind.RECEIVE_ACTIVATION]: _exec_post_activation,
+        INSTRUCTION_CLASSES[InstructionKind.FORWARD]: _exec_forward,
+        INSTRUCTION_CLASSES[InstructionKind.SEND_ACTIVATION]: _exec_send_activation,
+        INSTRUCTION_CLASSES[InstructionKind.RECEIVE_GRADIENT]: _exec_post_gradient,
+        INSTRUCTION_CLASSES[InstructionKind.BACKWARD]: _exec_backward,
+        INSTRUCTION_CLASSES[InstructionKind.SEND_GRADIENT]: _exec_send_gradient,
+        INSTRUCTION_CLASSES[InstructionKind.COMPLETE_ACTIVATION]: _exec_complete_activation,
+        INSTRUCTION_CLASSES[InstructionKind.COMPLETE_GRADIENT]: _exec_complete_gradient,
+        INSTRUCTION_CLASSES[InstructionKind.FREE]: _exec_free,
+    }

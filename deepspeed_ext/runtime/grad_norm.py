@@ -1,0 +1,45 @@
+"""The norm of a gradient that lies on many ranks, each part counted once."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import Tensor, nn
+
+
+def global_grad_norm(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, tensor_parallel_rank: int
+) -> Tensor:
+    """2-norm of the gradients of a whole model.
+
+    Counted once are tied weights, which stand on several stages, and parameters that every tensor-parallel rank holds.
+    DeepSpeed's own norm for fp32 without ZeRO counts the first stage alone.
+
+    Args:
+        parameters: of this rank.
+        group: all ranks of one replica of the model.
+        tensor_parallel_rank: this rank's place on the tensor axis.
+
+    Returns:
+        A scalar, in at least fp32.
+    """
+    counted = [
+        parameter.grad
+        for parameter in parameters
+        if parameter.grad is not None
+        and not getattr(parameter, "ds_pipe_replicated", False)
+        and (tensor_parallel_rank == 0 or is_model_parallel_parameter(parameter))
+    ]
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        for gradient in counted
+    ]
+    # Every rank takes part in the sum, also one that owns none of the counted gradients; fp64 holds any of them.
+    squares = (
+        torch.stack([norm.double() ** 2 for norm in norms]).sum() if norms else torch.zeros((), dtype=torch.double)
+    )
+    device = next((gradient.device for gradient in counted), None)
+    squares = squares.to(device) if device is not None else squares
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()

@@ -1,0 +1,85 @@
+"""Makes an engine: the one place that gates DeepSpeed's version and names our engine class to DeepSpeed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+from packaging.specifiers import SpecifierSet
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.schedules import Schedule, schedule_named
+from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+
+SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.8,<0.20")
+"""0.19.8 brought the schedule hooks this engine overrides; before 0.19.3 gradients of pipelines were wrong."""
+
+
+def initialize(
+    model: TokenSlicePipelineModule,
+    config: dict[str, Any] | str,
+    *,
+    schedule: str | Schedule = "1f1b",
+    timeout: timedelta = timedelta(minutes=30),
+    **keywords: Any,
+) -> tuple[TokenSlicePipelineEngine, Any, Any, Any]:
+    """Make the engine of a model, as `deepspeed.initialize` does.
+
+    Args:
+        model: the module of this stage.
+        config: DeepSpeed configuration, or the file of one.
+        schedule: order of the ops: a name of `plan.schedules.SCHEDULES`, or a generator of your own.
+        timeout: how long a transfer between stages may take before it counts as lost.
+        **keywords: others of `deepspeed.initialize`, such as `optimizer`, `model_parameters` or `lr_scheduler`.
+
+    Returns:
+        `(engine, optimizer, dataloader, lr_scheduler)`, as `deepspeed.initialize`.
+
+    Raises:
+        UserError: if DeepSpeed has another version, or the configuration asks for what pipelines cannot do.
+    """
+    check_deepspeed_version()
+    if isinstance(schedule, str):
+        schedule = schedule_named(schedule)
+    with _engine_class(partial(TokenSlicePipelineEngine, schedule=schedule, timeout=timeout)):
+        return deepspeed.initialize(model=model, config=config, **keywords)
+
+
+def init_distributed(**keywords: Any) -> None:
+    """Join the process group as `deepspeed.init_distributed` does, without compiling an op.
+
+    On CPUs DeepSpeed would first build its shared-memory collectives with a C++ compiler; gloo does without.
+    """
+    check_deepspeed_version()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(**keywords)
+
+
+def check_deepspeed_version() -> None:
+    """Refuse the versions of DeepSpeed that this engine was not written against.
+
+    Raises:
+        UserError: if another version is installed.
+    """
+    installed = version("deepspeed")
+    if installed not in SUPPORTED_DEEPSPEED:
+        raise UserError(
+            f"deepspeed {installed} is installed, and the token-slice engine needs {SUPPORTED_DEEPSPEED}: "
+            f"pip install 'deepspeed{SUPPORTED_DEEPSPEED}'"
+        )
+
+
+@contextmanager
+def _engine_class(engine_class: Any) -> Iterator[None]:
+    """Let `deepspeed.initialize` make an engine of another class: it looks the class up in its own module."""
+    original = deepspeed.PipelineEngine
+    deepspeed.PipelineEngine = engine_class
+    try:
+        yield
+    finally:
+        deepspeed.PipelineEngine = original

@@ -1,0 +1,139 @@
+"""What a field of a section tells its flag, and the checks that sections share.
+
+A section is a frozen dataclass. The name of a field is its flag, its type is the type of the flag, and the docstring
+under it is the help text. `option` adds the little that these cannot say.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from itertools import pairwise
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megatron_terapipe.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """What a flag needs beyond the name, type, default and docstring of its field."""
+
+    derived: str = ""
+    """How the default follows from other fields; empty if it does not."""
+
+    choices: tuple[str, ...] = ()
+    """Values accepted, where the type cannot list them."""
+
+    metavar: str = ""
+    """Name of the value in the help text; empty = by type."""
+
+    aliases: tuple[str, ...] = ()
+    """Other spellings of the flag."""
+
+    shorthands: Mapping[str, str] = field(default_factory=dict)
+    """Flags without a value, and the value of this field that each stands for."""
+
+    translations: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    """Flags of other projects with words of their own, and what each word means here."""
+
+
+def option(default: Any = MISSING, **settings: Any) -> Any:
+    """Declare a field whose flag needs more than name, type and default.
+
+    A field with `derived` may be left out; its section then computes it, so readers never meet None. It returns
+    `Any`, as `dataclasses.field` does, so that the field keeps the type it is annotated with.
+
+    Args:
+        default: default of the field; left out, the flag is required, unless it is derived.
+        settings: fields of `Option`.
+    """
+    details = Option(**settings)
+    if details.derived and default is MISSING:
+        default = None
+    return field(default=default, metadata={"option": details})
+
+
+def option_of(declared: Field[Any]) -> Option:
+    """Return what `option` said of a field."""
+    details = declared.metadata.get("option", Option())
+    assert isinstance(details, Option)
+    return details
+
+
+def choices_of(section: type[Any], declared: Field[Any]) -> tuple[str | int, ...]:
+    """Return the values that a field accepts; empty if any of its type."""
+    hint = get_type_hints(section)[declared.name]
+    literals = [hint, *get_args(hint)] if get_origin(hint) is not Literal else [hint]
+    listed = [value for part in literals if get_origin(part) is Literal for value in get_args(part)]
+    return option_of(declared).choices or tuple(listed)
+
+
+def field_help(section: type[Any]) -> dict[str, str]:
+    """Return the docstring under each field of a section, as one line."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        statement.target.id: " ".join(following.value.value.split())
+        for statement, following in pairwise(definition.body)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+        and isinstance(following.value.value, str)
+    }
+
+
+def flag(name: str) -> str:
+    """Return the flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def resolve(section: Any, name: str, value: object) -> None:
+    """Give a derived field its value, unless it has one; only for `__post_init__` of a frozen section."""
+    if getattr(section, name) is None:
+        object.__setattr__(section, name, value)
+
+
+def check_choices(section: Any) -> None:
+    """Check each field of a section against the values that it accepts.
+
+    Raises:
+        ConfigError: if a value is not among them.
+    """
+    for declared in fields(section):
+        choices = choices_of(type(section), declared)
+        value = getattr(section, declared.name)
+        if choices and value is not None and value not in choices:
+            raise ConfigError(f"{flag(declared.name)} {value} is not known: choose {one_of(choices)}")
+
+
+def check_positive(section: Any, *names: str) -> None:
+    """Check that fields, where set, are above zero and finite.
+
+    Raises:
+        ConfigError: if one is not.
+    """
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not 0 < value < float("inf"):
+            least = "1 or more" if isinstance(value, int) else "a number above 0"
+            raise ConfigError(f"{flag(name)} {value} is not positive: give {least}")
+
+
+def check_not_negative(section: Any, *names: str) -> None:
+    """Check that fields, where set, are zero or above and finite.
+
+    Raises:
+        ConfigError: if one is not.
+    """
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"{flag(name)} {value} is out of range: give 0 or more")
+
+
+def one_of(values: Sequence[object]) -> str:
+    """Return values as words: `gpipe or 1f1b`."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last

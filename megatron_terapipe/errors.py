@@ -1,0 +1,15 @@
+"""The faults of a user's configuration, data or checkpoint, as the command lines report them."""
+
+from deepspeed_ext.plan.errors import UserError
+
+
+class ConfigError(UserError):
+    """An option or a combination of options that cannot be trained."""
+
+
+class DataError(UserError):
+    """A corpus, a tokenizer file or an indexed dataset that cannot be used as it is."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, incomplete, or of another model."""

@@ -1,0 +1,143 @@
+"""Parameters, FLOPs and activation bytes of the model: the one set of formulas.
+
+Metrics, the cost model of the search and the balanced cut into token slices all count with these. Sources:
+
+    SC'21        Narayanan et al., Efficient Large-Scale Language Model Training, arXiv 2104.04473
+    Korthikanti  Korthikanti et al., Reducing Activation Recomputation, arXiv 2205.05198
+
+FLOPs count a multiplication and an addition as two, and only matrix products, as both papers do. A backward takes
+twice its forward. Bytes and FLOPs are of the whole model, before any parallelism divides them.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # The configuration calls this module, so at run time the arrow must not go back.
+    from megatron_terapipe.config.model import ModelConfig
+
+BACKWARD_PER_FORWARD = 2
+"""A backward computes the gradient of the input and of the weight: two products for each of the forward."""
+
+LOG_SUM_EXP_BYTES = 4
+"""Attention keeps one fp32 number per head and token, instead of a row of probabilities."""
+
+
+def block_weights(model: "ModelConfig") -> int:
+    """Count the entries of the weight matrices of a block: query, key, value, projection, and the MLP's two."""
+    query_size = model.num_attention_heads * model.kv_channels
+    key_value_size = 2 * model.num_key_value_heads * model.kv_channels
+    attention = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
+    return attention + 2 * model.hidden_size * model.ffn_hidden_size
+
+
+def block_parameters(model: "ModelConfig") -> int:
+    """Count the parameters of a block: matrices, their biases, and two LayerNorms (SC'21 equation 2: 12h^2 + 13h)."""
+    query_size = model.num_attention_heads * model.kv_channels
+    key_value_size = 2 * model.num_key_value_heads * model.kv_channels
+    biases = query_size + key_value_size + model.ffn_hidden_size + 2 * model.hidden_size
+    return block_weights(model) + biases + 2 * norm_parameters(model)
+
+
+def norm_parameters(model: "ModelConfig") -> int:
+    """Count the parameters of one LayerNorm: a weight and a bias."""
+    return 2 * model.hidden_size
+
+
+def embedding_parameters(model: "ModelConfig") -> int:
+    """Count the word embedding, padded, and the learned positions (SC'21 equation 2: (V + s)h)."""
+    rows = model.padded_vocab_size() + model.max_position_embeddings
+    return rows * model.hidden_size
+
+
+def output_parameters(model: "ModelConfig") -> int:
+    """Count the parameters that only the output layer has: none while it is tied to the word embedding."""
+    tied = not model.untie_embeddings_and_output_weights
+    return 0 if tied else model.padded_vocab_size() * model.hidden_size
+
+
+def model_parameters(model: "ModelConfig") -> int:
+    """Count all parameters, tied ones once."""
+    blocks = model.num_layers * block_parameters(model)
+    return embedding_parameters(model) + blocks + norm_parameters(model) + output_parameters(model)
+
+
+def linear_flops_per_token(model: "ModelConfig") -> int:
+    """Forward FLOPs of a token in the matrix products of one block, the same at every position."""
+    return 2 * block_weights(model)
+
+
+def attention_flops_per_position(model: "ModelConfig") -> int:
+    """Forward FLOPs of a token in one block for each position that it attends to: one score and one weighted value."""
+    return 4 * model.num_attention_heads * model.kv_channels
+
+
+def token_forward_flops(model: "ModelConfig", prefix_len: int) -> int:
+    """Forward FLOPs in one block of a token with `prefix_len` tokens before it; it attends to them and itself."""
+    positions = prefix_len + 1
+    return linear_flops_per_token(model) + attention_flops_per_position(model) * positions
+
+
+def block_forward_flops(model: "ModelConfig", num_tokens: int, prefix_len: int = 0) -> int:
+    """Forward FLOPs in one block of a token slice, causal attention counted exactly.
+
+    The sum of `token_forward_flops` over its tokens.
+
+    Args:
+        model: shape of the model.
+        num_tokens: length of the token slice.
+        prefix_len: tokens before it.
+    """
+    positions = num_tokens * prefix_len + num_tokens * (num_tokens + 1) // 2
+    linear = num_tokens * linear_flops_per_token(model)
+    return linear + attention_flops_per_position(model) * positions
+
+
+def logits_flops_per_token(model: "ModelConfig") -> int:
+    """Forward FLOPs of a token in the output layer."""
+    return 2 * model.hidden_size * model.padded_vocab_size()
+
+
+def iteration_flops(model: "ModelConfig", num_sequences: int, *, causal: bool = False, recompute: bool = False) -> int:
+    """FLOPs of one optimizer step: forward and backward of `num_sequences` sequences.
+
+    Without options these are the model FLOPs of Korthikanti appendix A, 72BLsh^2(1 + s/6h + V/12hL): every token
+    counted as if it attended to the whole sequence, as published utilizations are. With `recompute` these are the
+    hardware FLOPs of SC'21 equation 3, 96BLsh^2(1 + s/6h + V/16Lh).
+
+    Args:
+        model: shape of the model.
+        num_sequences: global batch size B, in sequences of `model.seq_length` tokens.
+        causal: count only positions that a token does attend to.
+        recompute: count the second forward of every block that full recomputation runs.
+    """
+    seq_length = model.seq_length
+    if causal:
+        block = block_forward_flops(model, seq_length)
+    else:
+        block = seq_length * token_forward_flops(model, seq_length - 1)
+    passes = 1 + BACKWARD_PER_FORWARD
+    blocks = (passes + recompute) * model.num_layers * block
+    return num_sequences * (blocks + passes * seq_length * logits_flops_per_token(model))
+
+
+def key_value_bytes_per_token(model: "ModelConfig", element_bytes: int) -> int:
+    """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed."""
+    return 2 * model.num_key_value_heads * model.kv_channels * element_bytes
+
+
+def block_activation_bytes_per_token(model: "ModelConfig", element_bytes: int) -> int:
+    """Bytes that one block keeps of a token from its forward to its backward, nothing recomputed.
+
+    Counted are the inputs of both LayerNorms, of the query-key-value product, of the projection (which is also
+    the output that attention saves), of the MLP's first product, of GELU and of the MLP's second product; query,
+    key and value; and the log-sum-exp of each head. That is Korthikanti equation 1, sbh(34 + 5as/h), less the two
+    dropout masks (2sbh) and the s x s scores, masks and probabilities (5as^2b) that a flash kernel never stores.
+    Not counted are the two numbers that a LayerNorm keeps of a token.
+
+    Args:
+        model: shape of the model.
+        element_bytes: bytes of one activation: 2 in fp16 and bf16, 4 in fp32.
+    """
+    query_size = model.num_attention_heads * model.kv_channels
+    elements = 4 * model.hidden_size + 2 * query_size + 2 * model.ffn_hidden_size
+    kept = elements * element_bytes + key_value_bytes_per_token(model, element_bytes)
+    return kept + LOG_SUM_EXP_BYTES * model.num_attention_heads

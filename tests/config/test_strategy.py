@@ -1,0 +1,114 @@
+"""Strategies: their JSON is the contract between the search and the trainer."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as draw
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.strategy import SETTINGS, Strategy
+
+FIELDS = [
+    "data_parallel_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "num_token_slices",
+    "token_slices",
+    "micro_batch_size",
+    "global_batch_size",
+    "schedule",
+    "num_model_chunks",
+    "recompute",
+    "zero_stage",
+    "stage_partition",
+    "placement",
+]
+
+
+@draw.composite
+def any_strategy(drawn: draw.DrawFn) -> Strategy:
+    size = draw.integers(1, 8)
+    lengths = drawn(draw.none() | draw.lists(size, min_size=1, max_size=8).map(tuple))
+    micro, data = drawn(size), drawn(size)
+    batches = drawn(draw.none() | size)
+    return Strategy(
+        data_parallel_size=data,
+        tensor_parallel_size=drawn(size),
+        pipeline_parallel_size=drawn(size),
+        num_token_slices=len(lengths) if lengths else drawn(size),
+        token_slices=lengths,
+        micro_batch_size=micro,
+        global_batch_size=batches and batches * micro * data,
+        num_model_chunks=drawn(size),
+        zero_stage=drawn(draw.integers(0, 3)),
+        stage_partition=drawn(draw.just("parameters") | draw.lists(size).map(tuple)),
+        placement=drawn(draw.none() | draw.lists(size).map(tuple)),
+    )
+
+
+@given(any_strategy())
+def test_json_and_back(strategy: Strategy) -> None:
+    document = json.loads(json.dumps(strategy.to_json()))
+    assert list(document) == FIELDS
+    assert Strategy.from_json(document) == strategy
+
+
+def test_what_is_left_out_has_a_default() -> None:
+    assert Strategy.from_json({}) == Strategy()
+    assert Strategy().num_micro_batches == 1
+    strategy = Strategy(data_parallel_size=2, pipeline_parallel_size=4, micro_batch_size=2, global_batch_size=16)
+    assert (strategy.world_size, strategy.num_micro_batches) == (8, 4)
+
+
+def test_cut() -> None:
+    assert Strategy(num_token_slices=2).cut(5).lengths == (3, 2)
+    assert Strategy(num_token_slices=2, token_slices=(1, 4)).cut(5).lengths == (1, 4)
+    with pytest.raises(ConfigError, match=r"strategy: token slices 1,4 sum to 5, but .* 6 tokens"):
+        Strategy(num_token_slices=2, token_slices=(1, 4)).cut(6)
+
+
+@pytest.mark.parametrize(
+    ("document", "line"),
+    [
+        ([], "strategy: [] is not a JSON object: write one"),
+        ({"pp": 2}, "strategy: field 'pp' is not known: choose among data_parallel_size, "),
+        ({"micro_batch_size": 0}, "strategy: micro_batch_size 0 is not a whole number from 1: give one"),
+        ({"zero_stage": True}, "strategy: zero_stage true is not a whole number from 0: give one"),
+        ({"token_slices": "1,2"}, 'strategy: token_slices "1,2" is not a list: write it as [1, 2]'),
+        ({"token_slices": [1, 2]}, "strategy: num_token_slices 1 contradicts token_slices, which lists 2: make"),
+        (
+            {"global_batch_size": 7, "micro_batch_size": 2},
+            "strategy: global_batch_size 7 is not a multiple of micro_batch_size x data_parallel_size = 2: change",
+        ),
+    ],
+)
+def test_wrong_documents_end_in_one_line(document: object, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Strategy.from_json(document)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "line"),
+    [
+        ({"tensor_parallel_size": 2}, "strategy: tensor_parallel_size 2 cannot be trained yet: use 1"),
+        ({"num_model_chunks": 2}, "strategy: num_model_chunks 2 cannot be trained yet: use 1"),
+        ({"schedule": "dual"}, 'strategy: schedule "dual" cannot be trained yet: use "gpipe" or "1f1b"'),
+        ({"recompute": "selective"}, 'strategy: recompute "selective" cannot be trained yet: use "none" or "full"'),
+        ({"zero_stage": 2}, "strategy: zero_stage 2 cannot be trained yet: use 0 or 1"),
+        ({"placement": [1, 0]}, "strategy: placement [1, 0] cannot be trained yet: use null"),
+    ],
+)
+def test_what_the_trainer_cannot_run_is_named(document: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Strategy.from_json(document).settings()
+    assert str(caught.value) == line
+
+
+def test_settings() -> None:
+    settings = Strategy(num_token_slices=2, token_slices=(3, 2), stage_partition=(0, 1), zero_stage=0).settings()
+    assert set(settings) == set(SETTINGS.values())
+    assert (settings["token_slices"], settings["stage_partition"], settings["zero_stage"]) == ("3,2", "0,1", 0)
+    assert settings["tensor_model_parallel_size"] == 1

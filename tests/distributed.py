@@ -1,0 +1,94 @@
+"""Runs a function on several ranks, each a process, over gloo."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+# Children are forked from a server that has imported the heavy packages once.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.preloaded"])
+
+TIMEOUT_S = 240
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+def run_distributed(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """Call `function(*arguments)` on every rank of a process group.
+
+    Args:
+        function: importable by name; may use `torch.distributed` and `deepspeed` at once.
+        world_size: number of ranks.
+        *arguments: sent to every rank.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        RankFailed: if a rank raised, died or took longer than `TIMEOUT_S`; the others are killed.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = _context.Pipe(duplex=False)
+        process = _context.Process(
+            target=_rank, args=(sender, rank, world_size, port, function, arguments), daemon=True
+        )
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    try:
+        return _collect(pipes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: list[Connection]) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout=TIMEOUT_S)
+        if not ready:
+            raise RankFailed(f"ranks {sorted(set(range(len(pipes))) - results.keys())} said nothing for {TIMEOUT_S} s")
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                raise RankFailed(f"rank {rank} died without a word") from None
+            if not ok:
+                raise RankFailed(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank(
+    sender: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    try:
+        import torch
+
+        from deepspeed_ext.runtime.initialize import init_distributed
+
+        torch.set_num_threads(1)
+        init_distributed(dist_backend="gloo")
+        sender.send((True, function(*arguments)))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
+    finally:
+        sender.close()
+        # The parent has what it needs; leaving without the interpreter's shutdown keeps gloo's threads quiet.
+        os._exit(0)
