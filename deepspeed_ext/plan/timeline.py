@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 from deepspeed_ext.plan.errors import PlanError
@@ -90,7 +91,12 @@ class Timeline:
                 tuple(Span(Op.parse(op), float(start), float(end)) for op, start, end in stage)
                 for stage in fields["spans"]
             )
-            timeline = cls(shape, spans, fields["unit"])
+            timeline = cls(shape, spans, str(fields["unit"]))
+            for stage, row in enumerate(spans):
+                for op, start, end in row:
+                    inside = op.micro_batch < shape.num_micro_batches and op.token_slice < shape.num_token_slices
+                    if op.stage != stage or not inside or not -inf < start <= end < inf:
+                        raise PlanError(f"op {op} from {start} to {end} on stage {stage} of {shape}")
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"not a timeline ({error}): give a file written by --json or by the trainer") from None
         if not any(spans) or len(spans) != shape.num_stages:

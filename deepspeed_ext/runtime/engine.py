@@ -210,9 +210,10 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     def _activation_shape(self, token_slice: int) -> MessageSpec:
         dtype = next(self.module.parameters()).dtype
-        return self.module.activation_spec(
-            self._rows[self._phase], self.module.token_slices.lengths[token_slice], dtype
-        )
+        length = self.module.token_slices.lengths[token_slice]
+        spec = self.module.activation_spec(self._rows[self._phase], length, dtype)
+        training = self._phase == "train"
+        return tuple(entry._replace(requires_grad=entry.requires_grad and training) for entry in spec)
 
     # ------------------------------------------------------------------ instructions
 
