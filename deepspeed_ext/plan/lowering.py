@@ -29,7 +29,7 @@ from deepspeed_ext.plan.dependencies import prerequisites, transferred
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import Schedule, stage_orders
-from deepspeed_ext.plan.simulate import describe_deadlock, simulate
+from deepspeed_ext.plan.simulate import simulate
 
 
 class InstructionKind(StrEnum):
@@ -212,26 +212,37 @@ def check_programs(programs: Sequence[Program], shape: PipelineShape) -> None:
     positions = [0] * len(programs)
     computed: set[Op] = set()
     receiving: set[Op] = set()
+
+    def missing(kind: InstructionKind, op: Op) -> list[str]:
+        """What an instruction still waits for."""
+        if kind in _COMPUTE.values():
+            return [str(needed) for needed in prerequisites(op, shape) if needed not in computed]
+        if kind in _COMPLETE.values() and _receiver(op) not in receiving:
+            return [f"the receive for {_receiver(op)}"]
+        return []
+
     progress = True
     while progress:
         progress = False
         for program in programs:
             while (position := positions[program.stage]) < len(program.instructions):
                 kind, op = _serves(program.instructions[position], program.stage)
+                if missing(kind, op):
+                    break
                 if kind in _COMPUTE.values():
-                    if not computed.issuperset(prerequisites(op, shape)):
-                        break
                     computed.add(op)
                 elif kind in _RECEIVE.values():
                     receiving.add(op)
-                elif kind in _COMPLETE.values() and _receiver(op) not in receiving:
-                    break
                 positions[program.stage] += 1
                 progress = True
-    if any(positions[program.stage] < len(program.instructions) for program in programs):
-        orders = [list(program.ops()) for program in programs]
-        reached = [sum(op in computed for op in order) for order in orders]
-        raise ScheduleDeadlock(describe_deadlock(orders, reached, shape, computed))
+    stuck = [
+        f"stage {program.stage} at '{instruction}' waits for "
+        + " and ".join(missing(*_serves(instruction, program.stage)))
+        for program in programs
+        for instruction in program.instructions[positions[program.stage] :][:1]
+    ]
+    if stuck:
+        raise ScheduleDeadlock(f"the programs deadlock: {'; '.join(stuck)}; reorder these instructions")
 
 
 def _check_channels(programs: Sequence[Program]) -> None:
@@ -247,9 +258,9 @@ def _check_channels(programs: Sequence[Program]) -> None:
                 received[op.stage, op.kind].append(op)
     for end in sorted(sent.keys() | received.keys()):
         if sent[end] != received[end]:
+            messages, receives = (", ".join(map(str, ops[end])) or "nothing" for ops in (sent, received))
             raise ScheduleDeadlock(
-                f"stage {end[0]} is sent {', '.join(map(str, sent[end]))} but receives "
-                f"{', '.join(map(str, received[end]))}: both ends of a channel must keep one order"
+                f"stage {end[0]} is sent {messages} but receives {receives}: both ends of a channel must keep one order"
             )
 
 

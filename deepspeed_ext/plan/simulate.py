@@ -1,7 +1,7 @@
 """Plays the op orders of all stages against the clock, or says why they cannot be played."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.dependencies import prerequisites
@@ -48,7 +48,7 @@ def simulate(orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCost
             done.append(Span(op, start, clock))
             runnable.extend(waiting.pop(op, ()))
     if waiting:
-        raise ScheduleDeadlock(describe_deadlock(orders, [len(done) for done in spans], shape, end.keys()))
+        raise ScheduleDeadlock(_describe_deadlock(orders, [len(done) for done in spans], shape, end))
     return Timeline(shape, tuple(tuple(stage) for stage in spans))
 
 
@@ -71,14 +71,14 @@ def check_orders(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
             seen.add(op)
 
 
-def describe_deadlock(
-    orders: Sequence[Sequence[Op]], positions: Sequence[int], shape: PipelineShape, done: object
+def _describe_deadlock(
+    orders: Sequence[Sequence[Op]], positions: Sequence[int], shape: PipelineShape, done: Container[Op]
 ) -> str:
     """Say for every stage that is not done which op it is at, and which op it waits for."""
     stuck = []
     for stage, (order, position) in enumerate(zip(orders, positions, strict=True)):
         if position < len(order):
             op = order[position]
-            missing = [str(needed) for needed in prerequisites(op, shape) if needed not in done]  # type: ignore[operator]
+            missing = [str(needed) for needed in prerequisites(op, shape) if needed not in done]
             stuck.append(f"stage {stage} at {op} waits for {' and '.join(missing)}")
     return f"the schedule deadlocks: {'; '.join(stuck)}; reorder these ops"

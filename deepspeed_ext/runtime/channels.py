@@ -154,8 +154,8 @@ def _header(spec: MessageSpec) -> Tensor:
         numbers += [_DTYPES.index(entry.dtype), int(entry.requires_grad), len(entry.shape), *entry.shape]
     if len(numbers) > _HEADER_LENGTH:
         raise UserError(
-            f"{len(spec)} tensors between two stages take a header of {len(numbers)} numbers, of which {_HEADER_LENGTH} "
-            "fit: pass fewer tensors, or give the module an activation_spec"
+            f"{len(spec)} tensors between two stages take a header of {len(numbers)} numbers, "
+            f"and {_HEADER_LENGTH} fit: pass fewer tensors, or give the module an activation_spec"
         )
     return torch.tensor(numbers + [0] * (_HEADER_LENGTH - len(numbers)))
 
