@@ -1,0 +1,137 @@
+"""The model and the engines that the benchmarks compare, on CPUs, one thread a rank."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.channels import TensorSpec
+from deepspeed_ext.runtime.initialize import init_distributed, initialize
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
+from megatron_terapipe.training.cpu_affinity import settle_on_cores
+from megatron_terapipe.training.token_slice_batch import split_batch
+
+SEQ_LENGTH = 2048
+"""Tokens of a sequence."""
+
+
+def benchmark_model(num_layers: int = 8) -> ModelConfig:
+    """The model of the benchmarks: hidden size 512, byte-sized vocabulary, so that the output layer weighs little."""
+    return ModelConfig(
+        num_layers=num_layers, hidden_size=512, num_attention_heads=8, seq_length=SEQ_LENGTH, vocab_size=256
+    )
+
+
+def join() -> None:
+    """Join the other ranks, each on its own core with one thread."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    settle_on_cores(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_SIZE", "1")))
+    init_distributed(dist_backend="gloo", timeout=timedelta(minutes=5), verbose=False)
+
+
+class WholeSequence:
+    """What a layer sees as its past when nothing is cut: torch's own causal attention."""
+
+    prefix_len = 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention."""
+        heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+
+
+class Unsliced(nn.Module):
+    """A layer of ours for DeepSpeed's own pipeline, which calls layers with one argument."""
+
+    def __init__(self, layer_class: type[nn.Module], *arguments: Any) -> None:
+        super().__init__()
+        self.layer = layer_class(*arguments)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Run the layer on a whole sequence."""
+        return self.layer(hidden, past=WholeSequence())
+
+
+def settings(num_micro_batches: int) -> dict[str, Any]:
+    """DeepSpeed's configuration of every engine: fp32, ZeRO 0, no clipping."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": num_micro_batches,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,
+    }
+
+
+def our_engine(
+    model: ModelConfig, token_slices: TokenSlices, num_micro_batches: int, *, num_stages: int, schedule: str = "1f1b"
+) -> Any:
+    """The token-slice engine."""
+    layout = ParallelLayout(pipeline_parallel_size=num_stages, num_token_slices=len(token_slices))
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        module = TokenSlicePipelineModule(
+            gpt_layers(model),
+            layout=layout,
+            token_slices=token_slices,
+            loss_fn=gpt_loss,
+            partition=pipeline_partition(_uniform(model, num_stages)),
+            split_batch=split_batch,
+            activation_spec=lambda rows, length, dtype: (TensorSpec((rows, length, model.hidden_size), dtype, True),),
+        )
+        engine, *_ = initialize(module, settings(num_micro_batches), schedule=schedule, optimizer=_sgd(module))
+    return engine
+
+
+def deepspeed_engine(model: ModelConfig, num_micro_batches: int, *, num_stages: int) -> Any:
+    """DeepSpeed's own pipeline engine on the same layers."""
+    layers = [
+        LayerSpec(Unsliced, spec.typename, *spec.module_args)
+        if type(spec) is LayerSpec and spec.typename is not nn.LayerNorm
+        else spec
+        for spec in gpt_layers(model)
+    ]
+    bounds = pipeline_partition(_uniform(model, num_stages)).bounds
+
+    class FixedPartition(PipelineModule):
+        """DeepSpeed's module, with the partition of ours."""
+
+        def _partition_layers(self, method: str = "") -> None:
+            self.parts = list(bounds)
+            self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        module = FixedPartition(layers, num_stages=num_stages, loss_fn=gpt_loss, seed_layers=False)
+        engine, *_ = deepspeed.initialize(model=module, config=settings(num_micro_batches), optimizer=_sgd(module))
+    return engine
+
+
+def _uniform(model: ModelConfig, num_stages: int) -> Any:
+    from deepspeed_ext.plan.partition import StagePartition
+
+    return StagePartition.uniform(model.num_layers, num_stages)
+
+
+def _sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=1e-3)
+
+
+def batches(model: ModelConfig, *, for_deepspeed: bool) -> Iterator[Any]:
+    """The same micro-batch for ever, as each engine takes it."""
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randint(0, model.vocab_size, (1, model.seq_length + 1), generator=generator)
+    batch = Batch.from_samples(samples)
+    while True:
+        yield batch.as_pipeline_batch() if for_deepspeed else batch

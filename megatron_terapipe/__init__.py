@@ -1,0 +1,1 @@
+"""A Megatron-style GPT trainer with token slices: the model, its data, its training, and the search for a strategy."""

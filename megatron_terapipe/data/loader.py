@@ -1,0 +1,111 @@
+"""Micro-batches for one data-parallel rank, in an order that only the samples consumed decide."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+
+from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.blended_dataset import SampleDataset
+from megatron_terapipe.data.map_ahead import map_ahead
+from megatron_terapipe.errors import ConfigError
+
+_BATCHES_AHEAD_PER_WORKER = 4
+
+
+class MicroBatchLoader(Iterator[Batch]):
+    """Endless micro-batches of one data-parallel rank, prepared in the background.
+
+    After `consumed_samples`, the dataset's samples go to micro-batch 0 of rank 0, of rank 1, ...,
+    then to micro-batch 1 of rank 0, and so on. So a global batch is a run of consecutive samples,
+    the same under every data-parallel size, and a resumed run goes on where it stopped. After the
+    last sample the first follows again.
+
+    Example:
+        >>> with MicroBatchLoader(train, 2, rank, ranks, consumed_samples=0) as micro_batches:
+        ...     batch = next(micro_batches)
+
+    An exception while a batch is prepared is raised by `next` in that batch's place, and ends the
+    iteration.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        consumed_samples: int = 0,
+        num_workers: int = 1,
+        masked_eod: int | None = None,
+    ) -> None:
+        """Begin after the samples consumed.
+
+        Args:
+            dataset: samples in the order of training.
+            micro_batch_size: samples per micro-batch and rank.
+            data_parallel_rank: which rank of them.
+            data_parallel_size: how many ranks share the samples.
+            consumed_samples: samples that all ranks together have taken before, over all runs.
+            num_workers: threads that prepare batches ahead; 0 prepares each when it is asked for.
+            masked_eod: see `Batch.from_samples`.
+
+        Raises:
+            ConfigError: the rank is outside the data-parallel size, or a size makes no sense.
+        """
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ConfigError(
+                f"data-parallel rank {data_parallel_rank} is not in [0, {data_parallel_size}): "
+                "launch as many processes as the layout has ranks"
+            )
+        if micro_batch_size < 1 or consumed_samples < 0 or num_workers < 0 or not len(dataset):
+            raise ConfigError(
+                f"micro_batch_size {micro_batch_size}, consumed_samples {consumed_samples}, "
+                f"num_workers {num_workers} and {len(dataset)} samples must be at least "
+                "1, 0, 0 and 1: raise what is below"
+            )
+        self._dataset = dataset
+        self._micro_batch_size = micro_batch_size
+        self._masked_eod = masked_eod
+        self._executor = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
+        starts = count(
+            consumed_samples + data_parallel_rank * micro_batch_size,
+            micro_batch_size * data_parallel_size,
+        )
+        self._batches: Iterator[Batch] = (
+            map_ahead(self._executor, self._load, starts, _BATCHES_AHEAD_PER_WORKER * num_workers)
+            if self._executor
+            else map(self._load, starts)
+        )
+
+    def _load(self, start: int) -> Batch:
+        numbers = range(start, start + self._micro_batch_size)
+        samples = [self._dataset[number % len(self._dataset)] for number in numbers]
+        return Batch.from_samples(torch.from_numpy(np.stack(samples)), self._masked_eod)
+
+    def __next__(self) -> Batch:
+        """Return the next micro-batch of this rank."""
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Stop preparing batches and end the threads; there is no next batch after this."""
+        self._batches = iter(())
+        if self._executor:
+            self._executor.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        """Return the loader."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the loader."""
+        self.close()

@@ -1,0 +1,279 @@
+"""JSON lines to indexed datasets.
+
+    python -m megatron_terapipe.data.preprocess --input corpus.jsonl --output-prefix corpus \
+        --tokenizer-type byte --append-eod --workers 2
+
+writes `corpus_text_document.bin` and `.idx`, which Megatron reads too.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
+from megatron_terapipe.data.map_ahead import map_ahead
+from megatron_terapipe.data.tokenizer import TOKENIZERS, build_tokenizer
+from megatron_terapipe.data.worker_processes import WorkerProcesses
+from megatron_terapipe.errors import DataError
+
+_BATCH_BYTES = 1 << 17  # enough work per task that handing it over costs nothing beside it
+
+_tokenizer = functools.cache(build_tokenizer)  # one per process: GPT-2's takes 0.2 s to read
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Consecutive lines of the input.
+
+    Attributes:
+        first: number of the first, from 1.
+        lines: UTF-8, with their line ends.
+    """
+
+    first: int
+    lines: list[bytes]
+
+
+@dataclass(frozen=True)
+class EncodedLines:
+    """The documents of some lines.
+
+    Attributes:
+        num_bytes: size of the lines.
+        documents: per JSON key the documents' ids, each [length]; a text without ids has none.
+        num_empty: texts without ids.
+    """
+
+    num_bytes: int
+    documents: list[list[NDArray[np.integer[Any]]]]
+    num_empty: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineEncoder:
+    """From lines to ids; a description that each process turns into its own tokenizer.
+
+    Attributes:
+        source: the input's name, for messages.
+        json_keys: which texts of each object are encoded.
+        append_eod: whether every document ends with the end-of-document id.
+        tokenizer_type: see `build_tokenizer`, as the files.
+        vocab_file: vocabulary, or None.
+        merge_file: merge rules, or None.
+    """
+
+    source: Path
+    json_keys: tuple[str, ...]
+    append_eod: bool
+    tokenizer_type: str
+    vocab_file: Path | None
+    merge_file: Path | None
+
+    def vocab_size(self) -> int:
+        """Return the tokenizer's number of ids.
+
+        Raises:
+            DataError: there is no such tokenizer, or its files are missing or malformed.
+        """
+        return _tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file).vocab_size
+
+    def __call__(self, lines: Lines) -> EncodedLines:
+        """Encode every document of the lines.
+
+        Raises:
+            DataError: a line is no JSON object with the keys.
+        """
+        tokenizer = _tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
+        dtype = token_dtype(tokenizer.vocab_size)
+        documents: list[list[NDArray[np.integer[Any]]]] = [[] for _ in self.json_keys]
+        num_empty = 0
+        for number, line in enumerate(lines.lines, start=lines.first):
+            if line.isspace():
+                continue
+            for of_key, text in zip(documents, self._texts(number, line), strict=True):
+                ids = tokenizer.encode(text)
+                if not ids:
+                    num_empty += 1
+                    continue
+                if self.append_eod:
+                    ids.append(tokenizer.eod)
+                of_key.append(np.array(ids, dtype))
+        return EncodedLines(sum(map(len, lines.lines)), documents, num_empty)
+
+    def _texts(self, number: int, line: bytes) -> list[str]:
+        place = f"{self.source}:{number}"
+        try:
+            document = json.loads(line)
+        except ValueError as error:  # JSON or UTF-8
+            raise DataError(
+                f"{place}: not JSON ({error}): every line is one object such as "
+                '{"text": "..."}; repair or remove the line'
+            ) from None
+        if not isinstance(document, dict):
+            raise DataError(
+                f'{place}: JSON but no object: every line is one such as {{"text": "..."}}'
+            )
+        for key in self.json_keys:
+            if not isinstance(document.get(key), str):
+                raise DataError(
+                    f"{place}: no text under the key {key!r}, only the keys {sorted(document)}: "
+                    "choose with --json-keys, or repair the line"
+                )
+        return [document[key] for key in self.json_keys]
+
+
+def read_lines(path: Path) -> Iterator[Lines]:
+    """Yield the file's lines in runs of about `_BATCH_BYTES`.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            first = 1
+            while lines := file.readlines(_BATCH_BYTES):
+                yield Lines(first, lines)
+                first += len(lines)
+    except OSError as error:
+        raise DataError(
+            f"cannot read --input {path} ({error.strerror}): give a file of JSON lines"
+        ) from None
+
+
+def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
+    """Encode the encoder's source and write one indexed dataset per JSON key.
+
+    Documents keep their order, so the files do not depend on the number of workers. Empty texts are
+    left out.
+
+    Args:
+        encoder: what to read and how to encode it.
+        output_prefix: files are named `PREFIX_KEY_document`.
+        workers: processes that encode; 1 encodes in this one.
+
+    Returns:
+        One line that sums up what was written.
+
+    Raises:
+        DataError: the input or the tokenizer's files are missing or malformed, nothing was in them,
+            or a worker died.
+    """
+    if not encoder.source.is_file():
+        raise DataError(f"--input {encoder.source} is no file: give a file of JSON lines")
+    began = time.perf_counter()
+    vocab_size = encoder.vocab_size()
+    names = [f"{output_prefix}_{key}_document" for key in encoder.json_keys]
+    output_prefix.parent.mkdir(parents=True, exist_ok=True)
+    num_bytes = num_empty = 0
+    with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedDatasetWriter(name, vocab_size)) for name in names]
+        batches: Iterator[EncodedLines]
+        if workers == 1:
+            batches = map(encoder, read_lines(encoder.source))
+        else:
+            encode = stack.enter_context(WorkerProcesses(encoder, workers))
+            threads = stack.enter_context(ThreadPoolExecutor(workers))
+            batches = map_ahead(threads, encode, read_lines(encoder.source), 4 * workers)
+        progress = stack.enter_context(
+            tqdm(
+                total=encoder.source.stat().st_size,
+                desc="tokenize",
+                unit="B",
+                unit_scale=True,
+                file=sys.stderr,
+                disable=None,  # silent when nobody watches
+            )
+        )
+        for batch in batches:
+            for writer, documents in zip(writers, batch.documents, strict=True):
+                for ids in documents:
+                    writer.add_document(ids)
+            num_bytes += batch.num_bytes
+            num_empty += batch.num_empty
+            progress.update(batch.num_bytes)
+        if not all(writer.num_documents for writer in writers):
+            raise DataError(f"--input {encoder.source} holds no text: give at least one document")
+    seconds = time.perf_counter() - began
+    return (
+        f"wrote {', '.join(names)} (.bin and .idx): "
+        f"{sum(writer.num_documents for writer in writers):,} documents"
+        f"{f' and {num_empty:,} empty texts left out' if num_empty else ''}, "
+        f"{sum(writer.num_tokens for writer in writers):,} tokens, {num_bytes / 1e6:.1f} MB "
+        f"in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)"
+    )
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes from 1")
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, or 2 after one line that says what is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_terapipe.data.preprocess",
+        description="Tokenize a file of JSON lines into Megatron's indexed dataset: "
+        "PREFIX_KEY_document.bin and .idx for each JSON key. An existing dataset is replaced, "
+        "once the whole one is written.",
+    )
+    parser.add_argument(
+        "--input", type=Path, required=True, help="JSON lines: one object a document"
+    )
+    parser.add_argument(
+        "--output-prefix", type=Path, required=True, help="path that the files' names begin with"
+    )
+    parser.add_argument(
+        "--tokenizer-type", default="byte", choices=TOKENIZERS, help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="texts of each object to tokenize, one dataset each (default: text)",
+    )
+    parser.add_argument(
+        "--vocab-file", type=Path, help="encoder.json or vocab.json of GPT2BPETokenizer"
+    )
+    parser.add_argument(
+        "--merge-file", type=Path, help="vocab.bpe or merges.txt of GPT2BPETokenizer"
+    )
+    parser.add_argument(
+        "--append-eod", action="store_true", help="end every document with the end-of-document id"
+    )
+    parser.add_argument(
+        "--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)"
+    )
+    options = parser.parse_args(argv)
+    encoder = LineEncoder(
+        source=options.input,
+        json_keys=tuple(options.json_keys),
+        append_eod=options.append_eod,
+        tokenizer_type=options.tokenizer_type,
+        vocab_file=options.vocab_file,
+        merge_file=options.merge_file,
+    )
+    try:
+        print(preprocess(encoder, options.output_prefix, options.workers))
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

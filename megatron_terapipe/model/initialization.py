@@ -1,0 +1,31 @@
+"""How weights start."""
+
+from collections.abc import Callable
+from math import sqrt
+
+from torch import Tensor, nn
+
+Initializer = Callable[[Tensor], object]
+"""Fills a weight in place."""
+
+
+def normal(std: float) -> Initializer:
+    """Draw from a normal distribution around 0 (GPT-2: 0.02)."""
+    return lambda weight: nn.init.normal_(weight, mean=0.0, std=std)
+
+
+def scaled_normal(std: float, num_layers: int) -> Initializer:
+    """As `normal`, but divided by sqrt(2 L): for weights whose output is added to the residual, twice in each layer.
+
+    Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), section 2.3.
+    """
+    return normal(std / sqrt(2 * num_layers))
+
+
+def linear(in_features: int, out_features: int, initialize: Initializer, *, bias: bool = True) -> nn.Linear:
+    """A linear layer with a weight of ours and no bias to start with."""
+    layer = nn.Linear(in_features, out_features, bias=bias)
+    initialize(layer.weight)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer

@@ -1,0 +1,22 @@
+"""The feed-forward part of a layer."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.model.initialization import linear, normal, scaled_normal
+
+
+class MLP(nn.Module):
+    """Up, GELU, down. The GELU is the tanh form of GPT-2."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.up = linear(model.hidden_size, model.ffn_hidden_size, normal(model.init_method_std))
+        self.down = linear(
+            model.ffn_hidden_size, model.hidden_size, scaled_normal(model.init_method_std, model.num_layers)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, N, hidden] in, the same out."""
+        return self.down(F.gelu(self.up(hidden), approximate="tanh"))

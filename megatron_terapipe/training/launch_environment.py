@@ -1,0 +1,76 @@
+"""Who this process is, as its launcher says: deepspeed, torchrun, mpirun or srun."""
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from megatron_terapipe.errors import ConfigError
+
+_VARIABLES = {
+    "RANK": ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),
+    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"),
+    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"),
+    "LOCAL_SIZE": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"),
+}
+"""Our names for each number, which torch and deepspeed read too, and what other launchers call it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchEnvironment:
+    """Place of this process among all that were launched.
+
+    Attributes:
+        rank: among all processes.
+        world_size: number of processes.
+        local_rank: among those of this host.
+        local_size: number of processes on this host.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ, *, local_rank: int | None = None) -> "LaunchEnvironment":
+        """Read the variables of whichever launcher set them; alone without any.
+
+        Args:
+            environment: variables.
+            local_rank: what `--local_rank` said, for launchers that pass it as a flag.
+
+        Raises:
+            ConfigError: if only some are set, or one is no number.
+        """
+        found = {name: _find(environment, name, others) for name, others in _VARIABLES.items()}
+        rank, world_size = found["RANK"], found["WORLD_SIZE"]
+        if rank is None and world_size is None:
+            return cls(rank=0, world_size=1, local_rank=0, local_size=1)
+        if rank is None or world_size is None:
+            missing = "RANK" if rank is None else "WORLD_SIZE"
+            raise ConfigError(f"{missing} is not set, but its counterpart is: start with deepspeed or torchrun")
+        on_this_host = found["LOCAL_RANK"] if found["LOCAL_RANK"] is not None else local_rank
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=on_this_host or 0,
+            local_size=found["LOCAL_SIZE"] or 1,
+        )
+
+    def export(self, environment: MutableMapping[str, str] = os.environ) -> None:
+        """Set the variables that torch and deepspeed read; alone, also a place to meet."""
+        environment["RANK"], environment["WORLD_SIZE"] = str(self.rank), str(self.world_size)
+        environment["LOCAL_RANK"], environment["LOCAL_SIZE"] = str(self.local_rank), str(self.local_size)
+        if self.world_size == 1:
+            environment.setdefault("MASTER_ADDR", "127.0.0.1")
+            environment.setdefault("MASTER_PORT", "29500")
+
+
+def _find(environment: Mapping[str, str], name: str, others: tuple[str, ...]) -> int | None:
+    for variable in (name, *others):
+        if variable in environment:
+            try:
+                return int(environment[variable])
+            except ValueError:
+                raise ConfigError(f"{variable}={environment[variable]!r} is not a number: set it as a rank") from None
+    return None

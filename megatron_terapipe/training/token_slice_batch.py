@@ -1,0 +1,22 @@
+"""Cuts a micro-batch of the data loader into what each token slice reads."""
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.batch import TokenSliceBatch
+from megatron_terapipe.data.batch import Batch
+
+
+def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch]:
+    """Cut tokens, labels and loss mask along the sequence.
+
+    A token slice's loss is the mean over its own loss-bearing tokens, so it weighs as much as it has of the
+    micro-batch's: then the weighted sum is the mean over all of them, however they lie.
+    """
+    loss_bearing = batch.loss_mask.sum().clamp(min=1)
+    return [
+        TokenSliceBatch(
+            inputs=batch.tokens[:, start:end],
+            labels=(batch.labels[:, start:end], batch.loss_mask[:, start:end]),
+            loss_weight=batch.loss_mask[:, start:end].sum() / loss_bearing,
+        )
+        for start, end in token_slices.bounds()
+    ]

@@ -1,0 +1,34 @@
+"""Pretrain a GPT with data, pipeline and token-slice parallelism, on DeepSpeed."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.training.launch_environment import LaunchEnvironment
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, prepare, build, train. Returns the exit code: 2 for bad input, said in one line."""
+    try:
+        config = parse_arguments(argv)
+        launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank)
+        # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
+        from megatron_terapipe.training.engine import build_engine, process_group
+        from megatron_terapipe.training.run import prepare
+        from megatron_terapipe.training.trainer import Trainer
+
+        run = prepare(config, launch)
+        with process_group(run):
+            Trainer(run, build_engine(run)).run()
+    except UserError as error:
+        # Every rank of a host meets the same error; one of them says it.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Megatron's file format: round trips, exchange with megatron-core, and damaged files."""
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_terapipe.data.indexed_dataset import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    data_file,
+    index_file,
+    token_dtype,
+)
+from megatron_terapipe.errors import DataError
+
+DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8], [65_000]]
+
+
+def write(prefix: Path, documents: list[list[int]], vocab_size: int = 65_100) -> Path:
+    with IndexedDatasetWriter(prefix, vocab_size) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return prefix
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    documents=st.lists(st.lists(st.integers(0, 300), max_size=9), max_size=9),
+    vocab_size=st.sampled_from([301, 100_000]),
+)
+def test_what_is_written_is_read(
+    documents: list[list[int]], vocab_size: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    dataset = IndexedDataset(write(tmp_path_factory.mktemp("d") / "d", documents, vocab_size))
+    assert [dataset.get(number).tolist() for number in range(len(dataset))] == documents
+    assert dataset.sequence_lengths.tolist() == [len(document) for document in documents]
+    assert dataset.document_indices.tolist() == list(range(len(documents) + 1))
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(257, np.uint16), (65_499, np.uint16), (65_500, np.int32)]
+)
+def test_ids_take_the_type_megatron_chooses(vocab_size: int, dtype: type, tmp_path: Path) -> None:
+    assert token_dtype(vocab_size) is dtype
+    assert IndexedDataset(write(tmp_path / "d", [[1]], vocab_size)).dtype == dtype
+
+
+def test_get_returns_a_run_and_refuses_one_outside_the_sequence(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "d", DOCUMENTS))
+    assert dataset.get(2, offset=1, length=2).tolist() == [6, 7]
+    assert dataset.get(2, offset=3).tolist() == [8]
+    with pytest.raises(IndexError, match=r"tokens \[1, 4\) are not inside sequence 0 of 3"):
+        dataset.get(0, offset=1, length=3)
+
+
+def test_megatron_reads_our_files(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    dataset = theirs.IndexedDataset(str(write(tmp_path / "d", DOCUMENTS)))
+    assert [dataset[number].tolist() for number in range(len(dataset))] == DOCUMENTS
+    assert dataset.document_indices.tolist() == [0, 1, 2, 3, 4]
+    assert dataset.get(2, offset=1, length=2).tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_we_write_the_bytes_megatron_writes_and_read_its_files(tmp_path: Path, dtype: type) -> None:
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    prefix = tmp_path / "theirs"
+    builder = theirs.IndexedDatasetBuilder(str(data_file(prefix)), dtype=dtype)
+    for document in DOCUMENTS:
+        builder.add_document(document, [len(document)])
+    builder.finalize(str(index_file(prefix)))
+
+    dataset = IndexedDataset(prefix)
+    assert [dataset.get(number).tolist() for number in range(len(dataset))] == DOCUMENTS
+    ours = write(tmp_path / "ours", DOCUMENTS, 65_100 if dtype is np.uint16 else 65_500)
+    assert data_file(ours).read_bytes() == data_file(prefix).read_bytes()
+    assert index_file(ours).read_bytes() == index_file(prefix).read_bytes()
+
+
+def test_megatron_documents_of_several_sequences_are_read(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    prefix = tmp_path / "theirs"
+    builder = theirs.IndexedDatasetBuilder(str(data_file(prefix)), dtype=np.uint16)
+    builder.add_document([1, 2, 3], [2, 1])
+    builder.add_document([4], [1])
+    builder.finalize(str(index_file(prefix)))
+    dataset = IndexedDataset(prefix)
+    assert [dataset.get(number).tolist() for number in range(3)] == [[1, 2], [3], [4]]
+    assert dataset.document_indices.tolist() == [0, 2, 3]
+
+
+def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(tmp_path / "d", 300) as writer:
+        writer.add_document([1])
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_writer_leaves_the_older_dataset(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", DOCUMENTS)
+    with pytest.raises(RuntimeError), IndexedDatasetWriter(prefix, 300) as writer:
+        writer.add_document([9])
+        raise RuntimeError
+    assert IndexedDataset(prefix).get(2).tolist() == DOCUMENTS[2]
+
+
+def test_nothing_appears_under_the_name_before_all_is_written(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "d", 300) as writer:
+        writer.add_document([1])
+        assert not data_file(tmp_path / "d").exists()
+        assert not index_file(tmp_path / "d").exists()
+    assert len(IndexedDataset(tmp_path / "d")) == 1
+
+
+def test_an_id_too_large_for_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OverflowError), IndexedDatasetWriter(tmp_path / "d", 300) as writer:
+        writer.add_document([1 << 16])
+
+
+def keep(count: int):
+    return lambda content: content[:count]
+
+
+def replace(offset: int, value: bytes):
+    return lambda content: content[:offset] + value + content[offset + len(value) :]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        (index_file, keep(20), "truncated: 20 bytes, and its header alone has 34"),
+        (index_file, keep(-1), "truncated: 121 bytes, and 4 sequences and 5 .* take 122"),
+        (index_file, lambda content: content + b"?", "overlong: 123 bytes"),
+        (index_file, replace(0, b"TNTIDX"), r"no index of Megatron's: it begins with b'TNTIDX"),
+        (index_file, replace(9, struct.pack("<Q", 2)), "format version 2, and only 1"),
+        (index_file, replace(17, b"\x63"), "token type code 99"),
+        (index_file, replace(114, struct.pack("<q", 3)), "bounds do not run from 0 to its 4"),
+        (data_file, keep(-2), r"truncated: 16 bytes, and .*d\.idx describes 18"),
+        (data_file, lambda content: content + b"??", "not of its index: 20 bytes"),
+    ],
+)
+def test_damage_is_named_with_the_file_and_the_remedy(
+    tmp_path: Path, file, damage, message: str
+) -> None:
+    path = file(write(tmp_path / "d", DOCUMENTS))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=message) as error:
+        IndexedDataset(tmp_path / "d")
+    assert str(path) in str(error.value)
+    assert "write the dataset again" in str(error.value)
+
+
+@pytest.mark.parametrize("file", [index_file, data_file])
+def test_a_missing_file_is_named_with_both_looked_for(tmp_path: Path, file) -> None:
+    prefix = write(tmp_path / "d", DOCUMENTS)
+    file(prefix).unlink()
+    with pytest.raises(DataError, match=rf"{file(prefix).name} not found .*d\.bin and .*d\.idx"):
+        IndexedDataset(prefix)
+
+
+def test_text_to_datasets_needs_no_torch() -> None:
+    program = "import sys, megatron_terapipe.data.preprocess; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,134 @@
+"""The order of micro-batches: independent of ranks, resumable, and safe in the background."""
+
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from megatron_terapipe.data.loader import MicroBatchLoader
+from megatron_terapipe.errors import ConfigError
+
+
+class Numbers:
+    """Sample n is the tokens n, n + 1, n + 2."""
+
+    def __init__(self, size: int, fails_at: int | None = None) -> None:
+        self.size = size
+        self.fails_at = fails_at
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
+        self.num_read += 1
+        if sample == self.fails_at:
+            raise OSError(f"sample {sample} cannot be read")
+        return np.arange(sample, sample + 3)
+
+
+def samples_of(count: int, *shape: int, size: int = 1000, num_workers: int = 0) -> list[list[int]]:
+    """Return the samples' numbers in the first micro-batches; shape: the loader's four integers."""
+    with MicroBatchLoader(Numbers(size), *shape, num_workers=num_workers) as batches:
+        return [batch.tokens[:, 0].tolist() for batch in islice(batches, count)]
+
+
+def test_ranks_take_turns() -> None:
+    #        micro-batch 0     1
+    assert samples_of(2, 2, 0, 2) == [[0, 1], [4, 5]]
+    assert samples_of(2, 2, 1, 2) == [[2, 3], [6, 7]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    micro_batch_size=st.integers(1, 3),
+    data_parallel_size=st.sampled_from([1, 2, 3, 4, 6]),
+    consumed=st.integers(0, 50),
+    num_workers=st.integers(0, 2),
+)
+def test_a_global_batch_is_the_same_samples_under_every_data_parallel_size(
+    micro_batch_size: int, data_parallel_size: int, consumed: int, num_workers: int
+) -> None:
+    global_batch_size = 36 * micro_batch_size
+    per_rank = global_batch_size // (micro_batch_size * data_parallel_size)
+    batches = [
+        samples_of(
+            2 * per_rank,
+            micro_batch_size,
+            rank,
+            data_parallel_size,
+            consumed,
+            num_workers=num_workers,
+        )
+        for rank in range(data_parallel_size)
+    ]
+    for step in range(2):
+        start = consumed + step * global_batch_size
+        seen = [
+            sample
+            for of_rank in batches
+            for batch in of_rank[step * per_rank : (step + 1) * per_rank]
+            for sample in batch
+        ]
+        assert sorted(seen) == list(range(start, start + global_batch_size))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_resumed_run_goes_on_where_it_stopped(num_workers: int) -> None:
+    whole = samples_of(10, 2, 1, 2, 0, num_workers=num_workers)
+    resumed = samples_of(6, 2, 1, 2, 4 * 2 * 2, num_workers=num_workers)
+    assert whole[4:] == resumed
+
+
+def test_after_the_last_sample_comes_the_first() -> None:
+    assert samples_of(3, 2, 0, 1, 3, size=5) == [[3, 4], [0, 1], [2, 3]]
+
+
+def test_batches_are_tensors_of_inputs_labels_and_loss_mask() -> None:
+    with MicroBatchLoader(Numbers(9), 2, 0, 1, masked_eod=2) as batches:
+        batch = next(batches)
+    assert batch.tokens.tolist() == [[0, 1], [1, 2]]
+    assert batch.labels.tolist() == [[1, 2], [2, 3]]
+    assert batch.loss_mask.tolist() == [[1.0, 1.0], [1.0, 0.0]]
+    assert (batch.tokens.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_an_exception_in_the_background_is_raised_in_its_place(num_workers: int) -> None:
+    with MicroBatchLoader(Numbers(9, fails_at=5), 2, 0, 1, 0, num_workers) as batches:
+        assert next(batches).tokens[:, 0].tolist() == [0, 1]
+        assert next(batches).tokens[:, 0].tolist() == [2, 3]
+        with pytest.raises(OSError, match="sample 5 cannot be read"):
+            next(batches)
+
+
+def test_the_background_stays_a_few_batches_ahead_and_ends_on_close() -> None:
+    dataset = Numbers(1000)
+    before = threading.active_count()
+    batches = MicroBatchLoader(dataset, 1, 0, 1, num_workers=1)
+    next(batches)
+    assert threading.active_count() == before + 1
+    batches.close()
+    batches.close()
+    assert threading.active_count() == before
+    assert dataset.num_read <= 10
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 2, 2, 0), r"rank 2 is not in \[0, 2\)"),
+        ((0, 0, 1, 0), "micro_batch_size 0"),
+        ((1, 0, 1, -1), "consumed_samples -1"),
+    ],
+)
+def test_senseless_sizes_are_refused(shape: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MicroBatchLoader(Numbers(9), *shape)

