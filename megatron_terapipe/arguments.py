@@ -10,11 +10,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.options import Option, choices_of, field_help, flag, option_of
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.refused_flags import REFUSED_FLAGS
@@ -101,8 +99,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Config:
     parser, known = _parser()
     _check_flags(words, known)
     given = vars(parser.parse_args(words))
-    if given.get("stage_partition"):
-        given["stage_partition"] = _read_partition(given["stage_partition"])
     if given.get("strategy"):
         _overlay(given, read_strategy_settings(given["strategy"]), given["strategy"])
     return build_config(given)
@@ -247,16 +243,6 @@ def _overlay(given: dict[str, Any], strategy: Mapping[str, Any], path: str) -> N
 
 def _comparable(value: object) -> object:
     return value.replace(" ", "") if isinstance(value, str) else value
-
-
-def _read_partition(text: str) -> str:
-    """Replace the path of a JSON list by the list, so that the configuration says all by itself."""
-    if not Path(text).is_file():
-        return text
-    bounds = read_json(text, "--stage-partition")
-    if not isinstance(bounds, list) or not all(type(bound) is int for bound in bounds):
-        raise ConfigError(f"--stage-partition {text} does not hold a list of whole numbers: write it as [0, 5, 12]")
-    return ",".join(map(str, bounds))
 
 
 def _with_dashes(word: str) -> str:

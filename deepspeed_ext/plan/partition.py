@@ -80,9 +80,10 @@ class StagePartition:
             try:
                 fields = json.loads(Path(text).read_text())
             except (OSError, json.JSONDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
                 raise PlanError(
-                    f"stage partition {text!r} is neither {', '.join(METHODS)}, nor a list such as 0,5,12, "
-                    f"nor a JSON file of one ({error}): give one of these"
+                    f"stage partition {text!r} is neither {' nor '.join(METHODS)}, nor a list, nor a file of one "
+                    f"({reason}): give one of these, a list as 0,5,12"
                 ) from None
         if not isinstance(fields, list) or not all(type(bound) is int for bound in fields):
             raise PlanError(f"stage partition file {text!r} does not hold a list of whole numbers: write [0, 5, 12]")

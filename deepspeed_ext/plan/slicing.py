@@ -93,9 +93,15 @@ class TokenSlices:
 
     @classmethod
     def balanced(
-        cls, seq_length: int, num_token_slices: int, *, linear_cost: float, attention_cost: float
+        cls,
+        seq_length: int,
+        num_token_slices: int,
+        *,
+        linear_cost: float,
+        attention_cost: float,
+        granularity: int = 1,
     ) -> "TokenSlices":
-        """Cut so that every token slice costs the same, up to whole tokens.
+        """Cut so that every token slice costs the same, up to `granularity` tokens.
 
         A token at position x costs `linear_cost + attention_cost * x`: its matrix products, and its attention to
         the x tokens before it. The first e tokens then cost a*e + b*e^2/2, and cut j of S lies where that is j/S
@@ -106,11 +112,12 @@ class TokenSlices:
             num_token_slices: token slices wanted.
             linear_cost: cost of a token whatever its position, in any unit.
             attention_cost: cost per token of prefix, in the same unit.
+            granularity: cut at multiples of this, as kernels that work in tiles like it.
 
         Raises:
-            PlanError: if there are more token slices than tokens, or a cost is negative.
+            PlanError: if there are more token slices than multiples of `granularity`, or a cost is negative.
         """
-        _check_count(seq_length, num_token_slices)
+        _check_count(seq_length // granularity, num_token_slices)
         if linear_cost < 0 or attention_cost < 0 or linear_cost + attention_cost == 0:
             raise PlanError(f"costs {linear_cost}, {attention_cost} of a token must be positive")
         total = linear_cost * seq_length + attention_cost * seq_length**2 / 2
@@ -119,8 +126,8 @@ class TokenSlices:
             cost = total * index / num_token_slices
             # The stable root of a*e + b*e^2/2 = cost; it also holds for b = 0.
             end = 2 * cost / (linear_cost + sqrt(linear_cost**2 + 2 * attention_cost * cost))
-            room_left = seq_length - (num_token_slices - index)
-            ends.append(min(max(round(end), ends[-1] + 1), room_left))
+            room_left = (seq_length // granularity - (num_token_slices - index)) * granularity
+            ends.append(min(max(round(end / granularity) * granularity, ends[-1] + granularity), room_left))
         return cls(tuple(end - start for start, end in pairwise([*ends, seq_length])))
 
 

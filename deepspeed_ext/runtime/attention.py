@@ -28,6 +28,7 @@ class KeyValueState:
         self.seq_length = seq_length
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+        self._end = 0  # of the tokens written
         # Each [B, E, G, D] of the tokens before the last token slice that ran backward, in at least fp32.
         self._owed: tuple[Tensor, Tensor] | None = None
 
@@ -41,6 +42,7 @@ class KeyValueState:
             self._keys, self._values = key.new_empty(shape), value.new_empty(shape)
         self._keys[:, start : start + key.shape[1]] = key
         self._values[:, start : start + key.shape[1]] = value
+        self._end = max(self._end, start + key.shape[1])
 
     def read(self, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens 0 .. end: views, never copies."""
@@ -58,12 +60,13 @@ class KeyValueState:
         """
         prefix_len = gradients.prefix[0].shape[1]
         own_key, own_value = gradients.own
+        due = self._end if self._owed is None else self._owed[0].shape[1]
+        assert prefix_len + own_key.shape[1] == due, "token slices must run backward last to first"
         if self._owed is None:
             at_least_fp32 = torch.promote_types(own_key.dtype, torch.float32)
             owed_key, owed_value = (gradient.to(at_least_fp32) for gradient in gradients.prefix)
         else:
             owed_key, owed_value = self._owed
-            assert owed_key.shape[1] == prefix_len + own_key.shape[1], "token slices must run backward last to first"
             own_key = (own_key + owed_key[:, prefix_len:]).to(own_key.dtype)
             own_value = (own_value + owed_value[:, prefix_len:]).to(own_value.dtype)
             owed_key, owed_value = owed_key[:, :prefix_len], owed_value[:, :prefix_len]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER
+from deepspeed.utils.timer import BACKWARD_MICRO_TIMER
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -237,7 +237,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         if micro_batch not in self._states:
             self._states[micro_batch] = SequenceState(self.module.token_slices)
         state = self._states[micro_batch]
-        with self._measured(OpKind.FORWARD, micro_batch, token_slice, FORWARD_MICRO_TIMER):
+        with self._measured(OpKind.FORWARD, micro_batch, token_slice):
             outputs = self.module(inputs, state, token_slice)
             if self.is_last_stage():
                 held.roots = self._exec_loss(outputs, micro_batch, token_slice)
@@ -273,7 +273,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             gradients = tuple(torch.ones_like(root) for root in roots)
         else:
             gradients = self._links.gradient((micro_batch, token_slice))
-        with self._measured(OpKind.BACKWARD, micro_batch, token_slice, BACKWARD_MICRO_TIMER), self._accumulation():
+        with self._measured(OpKind.BACKWARD, micro_batch, token_slice), self._accumulation():
             if roots:
                 torch.autograd.backward(roots, gradients)
         self._buffers[buffer].roots = ()
@@ -309,6 +309,11 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """Sum the gradients of tied weights over their stages, wherever DeepSpeed accumulates them."""
         for weight, group in self.module.get_tied_weights_and_groups():
             dist.all_reduce(self._accumulated_gradient(weight), group=group)
+
+    def _exec_reduce_grads(self) -> None:
+        # DeepSpeed would flatten and copy every gradient even where there is no other replica to reduce with.
+        if self.is_data_parallel or self.zero_optimization():
+            super()._exec_reduce_grads()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         if not (self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()):
@@ -380,21 +385,24 @@ class TokenSlicePipelineEngine(PipelineEngine):
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 
     @contextmanager
-    def _measured(self, kind: OpKind, micro_batch: int, token_slice: int, timer: str) -> Iterator[None]:
-        if self.wall_clock_breakdown():
-            self.timers(timer).start()
+    def _measured(self, kind: OpKind, micro_batch: int, token_slice: int) -> Iterator[None]:
+        # Forwards are timed by the hooks that DeepSpeed puts on the module.
+        timed = self.wall_clock_breakdown() and kind is OpKind.BACKWARD
+        if timed:
+            self.timers(BACKWARD_MICRO_TIMER).start()
         if self._clock is None:
             yield
         else:
             with self._clock.measure(Op(kind, self.stage_id, micro_batch, token_slice)):
                 yield
-        if self.wall_clock_breakdown():
-            self.timers(timer).stop()
+        if timed:
+            self.timers(BACKWARD_MICRO_TIMER).stop()
 
     # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
     _INSTRUCTION_MAP = {  # noqa: RUF012
         **PipelineEngine._INSTRUCTION_MAP,
         deepspeed_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        deepspeed_schedule.ReduceGrads: _exec_reduce_grads,
         deepspeed_schedule.OptimizerStep: _exec_optimizer_step,
         INSTRUCTION_CLASSES[InstructionKind.LOAD_MICRO_BATCH]: _exec_load,
         INSTRUCTION_CLASSES[InstructionKind.RECEIVE_ACTIVATION]: _exec_post_activation,

@@ -41,17 +41,19 @@ class StageLinks:
         self._dynamic_shape = dynamic_shape
         self._phase = ""
         rule = None if activation_rule is None or dynamic_shape else (lambda kind: activation_rule(kind[1]))
-        self._activations, self._gradients = ShapeBook(rule), ShapeBook()
+        # One book for each channel: both of its ends learn from the same messages, and from no others.
+        self._activations_in, self._activations_out = ShapeBook(rule), ShapeBook(rule)
+        self._gradients_in, self._gradients_out = ShapeBook(), ShapeBook()
         downstream, upstream = _pipe_groups(topology, rank, timeout) if last_stage else (None, None)
         self._from_previous = self._to_previous = self._from_next = self._to_next = None
         if coordinate.pipe > 0:
             previous = topology.get_rank(**coordinate._replace(pipe=coordinate.pipe - 1)._asdict())
-            self._from_previous = Incoming(previous, downstream, self._activations, device)
-            self._to_previous = Outgoing(previous, upstream, self._gradients)
+            self._from_previous = Incoming(previous, downstream, self._activations_in, device)
+            self._to_previous = Outgoing(previous, upstream, self._gradients_out)
         if coordinate.pipe < last_stage:
             following = topology.get_rank(**coordinate._replace(pipe=coordinate.pipe + 1)._asdict())
-            self._to_next = Outgoing(following, downstream, self._activations)
-            self._from_next = Incoming(following, upstream, self._gradients, device)
+            self._to_next = Outgoing(following, downstream, self._activations_out)
+            self._from_next = Incoming(following, upstream, self._gradients_in, device)
 
     @property
     def num_messages(self) -> int:
@@ -66,8 +68,8 @@ class StageLinks:
 
     def forget_shapes(self) -> None:
         """Let the next batch have other shapes."""
-        self._activations.clear()
-        self._gradients.clear()
+        for book in (self._activations_in, self._activations_out, self._gradients_in, self._gradients_out):
+            book.clear()
 
     def post_activation(self, unit: Unit) -> None:
         """Expect the activation of a token slice from the stage before."""
@@ -76,12 +78,12 @@ class StageLinks:
     def activation(self, unit: Unit) -> tuple[Tensor, ...]:
         """Wait for an activation; what needs a gradient arrives as a leaf."""
         tensors = self._from_previous.wait(unit)
-        self._gradients.learn(self._kind(unit), _gradients_of(tensors))
+        self._gradients_out.learn(self._kind(unit), _gradients_of(tensors))
         return tensors
 
     def send_activation(self, unit: Unit, tensors: tuple[Tensor, ...]) -> None:
         """Post an activation to the stage after."""
-        self._gradients.learn(self._kind(unit), _gradients_of(tensors))
+        self._gradients_in.learn(self._kind(unit), _gradients_of(tensors))
         self._to_next.send(unit, self._kind(unit), tensors)
 
     def complete_activation(self, unit: Unit) -> None:

@@ -21,6 +21,9 @@ from megatron_terapipe.config.training import (
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model import flops
 
+TILE = 16
+"""Tokens that `--token-slices balanced` rounds to."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
@@ -70,7 +73,15 @@ class Config:
             attention_cost = flops.attention_flops_per_position(self.model)
             # Every token attends to itself as well, whatever its prefix.
             linear_cost = flops.linear_flops_per_token(self.model) + attention_cost
-            return TokenSlices.balanced(seq_length, count, linear_cost=linear_cost, attention_cost=attention_cost)
+            # Kernels work in tiles: a few tokens more or less cost nothing, an odd length costs a tile.
+            granularity = TILE if seq_length >= 4 * TILE * count else 1
+            return TokenSlices.balanced(
+                seq_length,
+                count,
+                linear_cost=linear_cost,
+                attention_cost=attention_cost,
+                granularity=granularity,
+            )
         return TokenSlices.uniform(seq_length, count)
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
@@ -98,9 +109,9 @@ class Config:
                 f"give {num_layers} stages or less"
             )
         bounds = self.parallel.stage_bounds()
-        if bounds is not None and bounds[-1] != num_layers:
+        if bounds is not None and bounds.num_layers != num_layers:
             raise ConfigError(
-                f"--stage-partition {self.parallel.stage_partition} ends at {bounds[-1]}, but "
+                f"--stage-partition {self.parallel.stage_partition} ends at {bounds.num_layers}, but "
                 f"--num-layers is {num_layers}: end it with {num_layers}"
             )
 
@@ -109,19 +120,10 @@ class Config:
         # DeepSpeed 0.19 leaves the loss unscaled here, yet divides the gradients by the scale.
         if precision.fp16 and zero_stage == 0:
             raise ConfigError("--fp16 with --zero-stage 0 would train on wrongly scaled gradients: use --zero-stage 1")
-        if not precision.accumulate_allreduce_grads_in_fp32:
-            return
-        if precision.bf16 and zero_stage == 0:
+        if precision.accumulate_allreduce_grads_in_fp32 and precision.bf16 and zero_stage == 0:
             raise ConfigError(
                 "--accumulate-allreduce-grads-in-fp32 with --bf16 and --zero-stage 0 is not in DeepSpeed: "
                 "use --zero-stage 1"
-            )
-        # DeepSpeed 0.19 then skips the reduction of tied weights, and the copies drift apart.
-        tied = not self.model.untie_embeddings_and_output_weights
-        if precision.fp16 and tied and self.parallel.pipeline_model_parallel_size > 1:
-            raise ConfigError(
-                "--accumulate-allreduce-grads-in-fp32 with --fp16 lets tied embeddings drift apart between "
-                "stages: use --bf16, or --untie-embeddings-and-output-weights"
             )
 
     def _check_iterations(self) -> None:

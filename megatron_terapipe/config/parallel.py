@@ -1,11 +1,11 @@
 """The section that says how the work is laid out: over ranks, and over time."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.partition import METHODS, StagePartition
 from deepspeed_ext.plan.schedules import SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.options import (
@@ -126,32 +126,23 @@ class ParallelConfig:
         except PlanError as error:
             raise ConfigError(f"--token-slices: {error}") from None
 
-    def stage_bounds(self) -> tuple[int, ...] | None:
-        """Return the first layer of each stage and the end of the last; None if a rule deals the layers.
+    def stage_bounds(self) -> StagePartition | None:
+        """Return the transformer layers of each stage; None if a rule deals them.
 
         Raises:
             ConfigError: if the bounds do not give every stage a layer.
         """
-        if self.stage_partition in ("uniform", "parameters"):
+        if self.stage_partition in METHODS:
             return None
         try:
-            bounds = tuple(int(part) for part in self.stage_partition.split(","))
-        except ValueError:
-            raise ConfigError(
-                f"--stage-partition {self.stage_partition} is not known: choose uniform, parameters, "
-                "bounds such as 0,5,12, or a JSON file that holds them"
-            ) from None
+            bounds = StagePartition.parse(self.stage_partition)
+        except PlanError as error:
+            raise ConfigError(f"--stage-partition: {error}") from None
         num_stages = self.pipeline_model_parallel_size
-        if len(bounds) != num_stages + 1:
+        if bounds.num_stages != num_stages:
             raise ConfigError(
-                f"--stage-partition {self.stage_partition} has {len(bounds)} bounds, but "
-                f"--pipeline-model-parallel-size {num_stages} needs {num_stages + 1}: give the first layer of each "
-                "stage, and the end"
-            )
-        if bounds[0] != 0 or any(end <= start for start, end in pairwise(bounds)):
-            raise ConfigError(
-                f"--stage-partition {self.stage_partition} does not rise from 0: start with 0 and give "
-                "every stage at least one layer"
+                f"--stage-partition {bounds} has {bounds.num_stages} stages, but --pipeline-model-parallel-size is "
+                f"{num_stages}: give {num_stages + 1} bounds, the first layer of each stage and the end"
             )
         return bounds
 

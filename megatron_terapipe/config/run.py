@@ -55,6 +55,8 @@ class DataConfig:
             ConfigError: if there is no prefix, or not all have a positive weight.
         """
         words = self.data_path
+        if len(words) == 1:  # A prefix may look like a number, as 2024 does.
+            return ((None, words[0]),)
         weights = [_number(word) for word in words]
         if words and not any(weight is not None for weight in weights):
             return tuple((None, prefix) for prefix in words)

@@ -10,9 +10,7 @@ import regex
 
 from megatron_terapipe.errors import DataError
 
-WORD_PATTERN = regex.compile(
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-)
+WORD_PATTERN = regex.compile(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 """Cuts text into the words within which bytes are merged (the ids of GPT-2's own pattern)."""
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -48,9 +46,7 @@ class GPT2BPETokenizer:
         byte_ids = [vocabulary[symbol] for symbol in alphabet]
         rules = _read_merges(merge_file, vocabulary)
         self._words = _WordCache(
-            lambda word: merge(
-                [byte_ids[byte] for byte in word.encode("utf-8", errors="replace")], rules
-            )
+            lambda word: merge([byte_ids[byte] for byte in word.encode("utf-8", errors="replace")], rules)
         )
         byte_of = {symbol: byte for byte, symbol in enumerate(alphabet)}
         self._bytes_of = {
@@ -99,9 +95,7 @@ def merge(ids: Sequence[int], rules: MergeRules) -> list[int]:
     symbols = [*ids, _NO_TOKEN]
     following = [*range(1, len(symbols)), len(ids)]
     preceding = list(range(-1, len(symbols) - 1))
-    candidates = [
-        (rules[pair][0], left) for left, pair in enumerate(pairwise(symbols)) if pair in rules
-    ]
+    candidates = [(rules[pair][0], left) for left, pair in enumerate(pairwise(symbols)) if pair in rules]
     heapq.heapify(candidates)
     while candidates:
         rank, left = heapq.heappop(candidates)
@@ -188,8 +182,7 @@ def _read_merges(path: Path, vocabulary: dict[str, int]) -> MergeRules:
         symbols = line.split()
         if len(symbols) != 2:
             raise DataError(
-                f"{path}:{number}: a merge rule is two tokens, not {line!r}: "
-                "--merge-file takes vocab.bpe or merges.txt"
+                f"{path}:{number}: a merge rule is two tokens, not {line!r}: --merge-file takes vocab.bpe or merges.txt"
             )
         left, right = symbols
         if not {left, right, left + right} <= vocabulary.keys():

@@ -6,7 +6,6 @@ last token of a sample is the first of the next, once as a label and once as an 
 are then shuffled within their epoch.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.config import DataConfig
 from megatron_terapipe.data.blended_dataset import BlendedDataset, SampleDataset, interleave
 from megatron_terapipe.data.indexed_dataset import IndexedDataset
 from megatron_terapipe.errors import DataError
@@ -122,72 +122,26 @@ class DatasetSplits:
     test: SampleDataset | None
 
 
-def split_ranges(split: str, num_documents: int) -> tuple[range, range, range]:
-    """Divide documents into training, validation and test in the proportions of `--split`.
+def split_ranges(shares: Sequence[float], num_documents: int) -> tuple[range, range, range]:
+    """Divide documents into training, validation and test.
 
     Args:
-        split: up to three numbers in any unit, such as `969,30,1`; those left out are 0.
+        shares: of each part; they sum to 1.
         num_documents: how many to divide.
 
     Returns:
         Three ranges that follow one another and cover all documents.
-
-    Raises:
-        DataError: the text is not up to three non-negative numbers with a positive sum.
     """
-    parts = split.split(",")
-    if len(parts) > 3 or not all(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", part) for part in parts):
-        raise DataError(
-            f"--split {split!r} is not up to three non-negative numbers: write for example 969,30,1"
-        )
-    weights = np.array([float(part) for part in parts] + [0.0] * (3 - len(parts)))
-    if weights.sum() == 0:
-        raise DataError(f"--split {split!r} sums to 0: give one part a share, as in 969,30,1")
     # Rounded like Megatron, so that the same documents are held out.
-    train, valid, test = weights / weights.sum()
+    train, valid, test = shares
     ends = (train, train + valid, train + valid + test)
     first, second, third = (round(float(end) * num_documents) for end in ends)
     return range(first), range(first, second), range(second, third)
 
 
-def parse_data_path(data_path: Sequence[str]) -> list[tuple[float | None, str]]:
-    """Read `--data-path`: one prefix, several, or a weight before each.
-
-    Returns:
-        (weight, prefix) each; the weight is None where none is given.
-
-    Raises:
-        DataError: no prefix, weights before some prefixes only, or a weight that is not positive.
-    """
-    if not data_path:
-        raise DataError("--data-path is empty: give a path without .bin and .idx")
-    numbers = [_number(value) for value in data_path]
-    if len(data_path) == 1 or all(number is None for number in numbers):
-        return [(None, prefix) for prefix in data_path]
-    weights, prefixes = numbers[::2], data_path[1::2]
-    if len(weights) != len(prefixes) or None in weights:
-        raise DataError(
-            f"--data-path {' '.join(data_path)}: with weights, every prefix has one before it, "
-            "as in 0.7 corpus_text_document 0.3 code_text_document"
-        )
-    for weight in weights:
-        if weight is not None and not 0 < weight < float("inf"):
-            raise DataError(
-                f"--data-path has weight {weight}, and a weight is positive: drop its prefix"
-            )
-    return list(zip(weights, prefixes, strict=True))
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def build_datasets(
-    data_path: Sequence[str],
-    split: str,
+    data: DataConfig,
+    *,
     seq_length: int,
     num_samples: tuple[int, int, int],
     seed: int,
@@ -195,9 +149,7 @@ def build_datasets(
     """Build the training, validation and test samples.
 
     Args:
-        data_path: prefixes of indexed datasets, each with a weight before it or none. Without
-            weights each has the share of its tokens.
-        split: proportions of the documents of every prefix, see `split_ranges`.
+        data: the data section. Without weights each prefix has the share of its tokens; every prefix is split alike.
         seq_length: tokens the model sees per sample.
         num_samples: samples of training, validation and test; 0 builds none.
         seed: of every shuffle.
@@ -205,9 +157,9 @@ def build_datasets(
     Raises:
         DataError: a dataset is missing or damaged, or a part that is needed has too little text.
     """
-    weighted = parse_data_path(data_path)
+    weighted = data.weighted_prefixes()
     indexed = [IndexedDataset(prefix) for _, prefix in weighted]
-    ranges = [split_ranges(split, len(dataset)) for dataset in indexed]
+    ranges = [split_ranges(data.split_shares(), len(dataset)) for dataset in indexed]
 
     def part(number: int, name: str) -> SampleDataset | None:
         wanted = num_samples[number]
@@ -217,7 +169,7 @@ def build_datasets(
         for dataset, chosen in zip(indexed, documents, strict=True):
             if not chosen:
                 raise DataError(
-                    f"--split {split} leaves no document of the {len(dataset)} in {dataset.prefix} "
+                    f"--split {data.split} leaves no document of the {len(dataset)} in {dataset.prefix} "
                     f"for {name}, which needs {wanted} samples: raise its share, or ask for none"
                 )
         weights = [
@@ -232,6 +184,4 @@ def build_datasets(
         ]
         return BlendedDataset(datasets, order) if len(datasets) > 1 else datasets[0]
 
-    return DatasetSplits(
-        train=part(0, "training"), valid=part(1, "validation"), test=part(2, "testing")
-    )
+    return DatasetSplits(train=part(0, "training"), valid=part(1, "validation"), test=part(2, "testing"))

@@ -158,25 +158,15 @@ class IndexedDataset:
     def _open_index(self, path: Path) -> np.dtype[np.number[Any]]:
         size = path.stat().st_size
         if size < _HEADER.size:
-            raise DataError(
-                f"{path} is truncated: {size} bytes, and its header alone has {_HEADER.size}: "
-                f"{_REMEDY}"
-            )
+            raise DataError(f"{path} is truncated: {size} bytes, and its header alone has {_HEADER.size}: {_REMEDY}")
         with path.open("rb") as file:
             magic, version, code, sequences, documents = _HEADER.unpack(file.read(_HEADER.size))
         if magic != _MAGIC:
-            raise DataError(
-                f"{path} is no index of Megatron's: it begins with {magic!r}, not {_MAGIC!r}: "
-                f"{_REMEDY}"
-            )
+            raise DataError(f"{path} is no index of Megatron's: it begins with {magic!r}, not {_MAGIC!r}: {_REMEDY}")
         if version != _VERSION:
-            raise DataError(
-                f"{path} has format version {version}, and only {_VERSION} is known: {_REMEDY}"
-            )
+            raise DataError(f"{path} has format version {version}, and only {_VERSION} is known: {_REMEDY}")
         if code not in _DTYPES:
-            raise DataError(
-                f"{path} has token type code {code}, not one of {sorted(_DTYPES)}: {_REMEDY}"
-            )
+            raise DataError(f"{path} has token type code {code}, not one of {sorted(_DTYPES)}: {_REMEDY}")
         expected = _HEADER.size + 12 * sequences + 8 * documents
         if size != expected:
             raise DataError(
@@ -189,13 +179,10 @@ class IndexedDataset:
 
         self.sequence_lengths: NDArray[np.int32] = column("<i4", _HEADER.size, sequences)
         self._offsets: NDArray[np.int64] = column("<i8", _HEADER.size + 4 * sequences, sequences)
-        self.document_indices: NDArray[np.int64] = column(
-            "<i8", _HEADER.size + 12 * sequences, documents
-        )
+        self.document_indices: NDArray[np.int64] = column("<i8", _HEADER.size + 12 * sequences, documents)
         if not documents or self.document_indices[0] != 0 or self.document_indices[-1] != sequences:
             raise DataError(
-                f"{path} is damaged: its document bounds do not run from 0 to its {sequences} "
-                f"sequences: {_REMEDY}"
+                f"{path} is damaged: its document bounds do not run from 0 to its {sequences} sequences: {_REMEDY}"
             )
         return np.dtype(_DTYPES[code]).newbyteorder("<")
 

@@ -123,9 +123,7 @@ class LineEncoder:
                 '{"text": "..."}; repair or remove the line'
             ) from None
         if not isinstance(document, dict):
-            raise DataError(
-                f'{place}: JSON but no object: every line is one such as {{"text": "..."}}'
-            )
+            raise DataError(f'{place}: JSON but no object: every line is one such as {{"text": "..."}}')
         for key in self.json_keys:
             if not isinstance(document.get(key), str):
                 raise DataError(
@@ -148,9 +146,7 @@ def read_lines(path: Path) -> Iterator[Lines]:
                 yield Lines(first, lines)
                 first += len(lines)
     except OSError as error:
-        raise DataError(
-            f"cannot read --input {path} ({error.strerror}): give a file of JSON lines"
-        ) from None
+        raise DataError(f"cannot read --input {path} ({error.strerror}): give a file of JSON lines") from None
 
 
 def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
@@ -230,15 +226,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "PREFIX_KEY_document.bin and .idx for each JSON key. An existing dataset is replaced, "
         "once the whole one is written.",
     )
-    parser.add_argument(
-        "--input", type=Path, required=True, help="JSON lines: one object a document"
-    )
-    parser.add_argument(
-        "--output-prefix", type=Path, required=True, help="path that the files' names begin with"
-    )
-    parser.add_argument(
-        "--tokenizer-type", default="byte", choices=TOKENIZERS, help="(default: %(default)s)"
-    )
+    parser.add_argument("--input", type=Path, required=True, help="JSON lines: one object a document")
+    parser.add_argument("--output-prefix", type=Path, required=True, help="path that the files' names begin with")
+    parser.add_argument("--tokenizer-type", default="byte", choices=TOKENIZERS, help="(default: %(default)s)")
     parser.add_argument(
         "--json-keys",
         nargs="+",
@@ -246,18 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="KEY",
         help="texts of each object to tokenize, one dataset each (default: text)",
     )
-    parser.add_argument(
-        "--vocab-file", type=Path, help="encoder.json or vocab.json of GPT2BPETokenizer"
-    )
-    parser.add_argument(
-        "--merge-file", type=Path, help="vocab.bpe or merges.txt of GPT2BPETokenizer"
-    )
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end every document with the end-of-document id"
-    )
-    parser.add_argument(
-        "--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)"
-    )
+    parser.add_argument("--vocab-file", type=Path, help="encoder.json or vocab.json of GPT2BPETokenizer")
+    parser.add_argument("--merge-file", type=Path, help="vocab.bpe or merges.txt of GPT2BPETokenizer")
+    parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    parser.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)")
     options = parser.parse_args(argv)
     encoder = LineEncoder(
         source=options.input,

@@ -89,9 +89,7 @@ TOKENIZERS: dict[str, Callable[[Path | None, Path | None], Tokenizer]] = {
 """Every tokenizer by its `--tokenizer-type`: a function of the vocabulary and the merge file."""
 
 
-def build_tokenizer(
-    tokenizer_type: str, vocab_file: Path | None = None, merge_file: Path | None = None
-) -> Tokenizer:
+def build_tokenizer(tokenizer_type: str, vocab_file: Path | None = None, merge_file: Path | None = None) -> Tokenizer:
     """Build the tokenizer of that name.
 
     Args:
@@ -103,22 +101,5 @@ def build_tokenizer(
         DataError: the name is unknown, or the files are missing, malformed or superfluous.
     """
     if tokenizer_type not in TOKENIZERS:
-        raise DataError(
-            f"unknown tokenizer type {tokenizer_type!r}: choose one of {', '.join(TOKENIZERS)}"
-        )
+        raise DataError(f"unknown tokenizer type {tokenizer_type!r}: choose one of {', '.join(TOKENIZERS)}")
     return TOKENIZERS[tokenizer_type](vocab_file, merge_file)
-
-
-def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel_size: int) -> int:
-    """Round the vocabulary up so that every tensor-parallel rank holds equally many, aligned rows.
-
-    Args:
-        vocab_size: ids of the tokenizer.
-        make_divisible_by: rows per rank are a multiple of this, for fast matrix products.
-        tensor_parallel_size: ranks that share the embedding.
-
-    Returns:
-        The smallest multiple of `make_divisible_by * tensor_parallel_size` that fits `vocab_size`.
-    """
-    multiple = make_divisible_by * tensor_parallel_size
-    return -(-vocab_size // multiple) * multiple

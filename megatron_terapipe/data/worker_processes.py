@@ -66,8 +66,7 @@ class WorkerProcesses(Generic[Item, Result]):
             result, error = connection.recv()
         except (EOFError, OSError):
             raise DataError(
-                f"one of {self._size} workers was killed, perhaps for want of memory: "
-                "use fewer --workers"
+                f"one of {self._size} workers was killed, perhaps for want of memory: use fewer --workers"
             ) from None
         finally:
             # A dead process is put back too, so that no other call waits for it in vain.

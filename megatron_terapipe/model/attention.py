@@ -5,7 +5,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model.initialization import linear, normal, scaled_normal
+from megatron_terapipe.model.initialization import normal, scaled_normal
+from megatron_terapipe.model.linear import Linear
 
 
 class Past(Protocol):
@@ -27,12 +28,8 @@ class SelfAttention(nn.Module):
         self.num_heads, self.num_groups = model.num_attention_heads, model.num_key_value_heads
         self.head_size = model.kv_channels
         query_size, key_value_size = self.num_heads * self.head_size, self.num_groups * self.head_size
-        self.query_key_value = linear(
-            model.hidden_size, query_size + 2 * key_value_size, normal(model.init_method_std)
-        )
-        self.projection = linear(
-            query_size, model.hidden_size, scaled_normal(model.init_method_std, model.num_layers)
-        )
+        self.query_key_value = Linear(model.hidden_size, query_size + 2 * key_value_size, normal(model.init_method_std))
+        self.projection = Linear(query_size, model.hidden_size, scaled_normal(model.init_method_std, model.num_layers))
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
         """Attend: [B, N, hidden] in, the same out."""

@@ -2,11 +2,12 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.model import accumulation
 from megatron_terapipe.model.attention import Past
-from megatron_terapipe.model.initialization import linear, normal
+from megatron_terapipe.model.initialization import normal
+from megatron_terapipe.model.linear import Linear
 
 
 class WordEmbedding(nn.Module):
@@ -23,7 +24,7 @@ class WordEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [B, N] in, [B, N, hidden] out."""
-        return F.embedding(tokens, self.weight)
+        return accumulation.embedding(tokens, self.weight)
 
 
 class PositionEmbedding(nn.Module):
@@ -41,7 +42,7 @@ class PositionEmbedding(nn.Module):
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
     """Logits [B, N, vocabulary] from the word embedding's own weight."""
-    return F.linear(hidden, embedding.weight)
+    return accumulation.linear(hidden, embedding.weight)
 
 
 class OutputLayer(nn.Module):
@@ -49,7 +50,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.linear = linear(model.hidden_size, model.padded_vocab_size(), normal(model.init_method_std), bias=False)
+        self.linear = Linear(model.hidden_size, model.padded_vocab_size(), normal(model.init_method_std), bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [B, N, vocabulary]."""

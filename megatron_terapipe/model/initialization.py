@@ -20,12 +20,3 @@ def scaled_normal(std: float, num_layers: int) -> Initializer:
     Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), section 2.3.
     """
     return normal(std / sqrt(2 * num_layers))
-
-
-def linear(in_features: int, out_features: int, initialize: Initializer, *, bias: bool = True) -> nn.Linear:
-    """A linear layer with a weight of ours and no bias to start with."""
-    layer = nn.Linear(in_features, out_features, bias=bias)
-    initialize(layer.weight)
-    if bias:
-        nn.init.zeros_(layer.bias)
-    return layer

@@ -4,7 +4,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model.initialization import linear, normal, scaled_normal
+from megatron_terapipe.model.initialization import normal, scaled_normal
+from megatron_terapipe.model.linear import Linear
 
 
 class MLP(nn.Module):
@@ -12,8 +13,8 @@ class MLP(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.up = linear(model.hidden_size, model.ffn_hidden_size, normal(model.init_method_std))
-        self.down = linear(
+        self.up = Linear(model.hidden_size, model.ffn_hidden_size, normal(model.init_method_std))
+        self.down = Linear(
             model.ffn_hidden_size, model.hidden_size, scaled_normal(model.init_method_std, model.num_layers)
         )
 

@@ -1,9 +1,9 @@
 """Checkpoints: DeepSpeed's files, and beside them what the run was.
 
-    CHECKPOINTS/latest                       tag of the newest whole checkpoint, written last
-    CHECKPOINTS/global_step100/run.json      iteration, model, layout, tokenizer: read before any process group
-    CHECKPOINTS/global_step100/layer_00-...  weights, a file per layer, whatever stage it was on
-    CHECKPOINTS/global_step100/...           optimizer state
+CHECKPOINTS/latest                       tag of the newest whole checkpoint, written last
+CHECKPOINTS/global_step100/run.json      iteration, model, layout, tokenizer: read before any process group
+CHECKPOINTS/global_step100/layer_00-...  weights, a file per layer, whatever stage it was on
+CHECKPOINTS/global_step100/...           optimizer state
 """
 
 import json
@@ -82,7 +82,7 @@ class CheckpointInfo:
             if getattr(layout, axis) != self.layout[axis]:
                 raise CheckpointError(
                     f"the checkpoint's optimizer state is cut for {axis} {self.layout[axis]}, this run has "
-                    f"{getattr(layout, axis)}: launch it as it was saved, or load the weights alone with --no-load-optim"
+                    f"{getattr(layout, axis)}: launch as it was saved, or load the weights alone with --no-load-optim"
                 )
         if zero_stage != self.zero_stage:
             raise CheckpointError(

@@ -80,7 +80,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     check_deepspeed_version()
     layout = config.parallel.layout(launch.world_size)
     data = config.data
-    tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+    tokenizer = build_tokenizer(data.tokenizer_type, _path(data.vocab_file), _path(data.merge_file))
     vocab_size = config.model.vocab_size
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
@@ -110,3 +110,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,
     )
+
+
+def _path(name: str | None) -> Path | None:
+    return None if name is None else Path(name)

@@ -43,7 +43,9 @@ class Trainer:
         """Train until the last iteration, or the exit interval."""
         training = self.config.training
         with ExitStack() as cleanup:
-            batches = self._loader(cleanup, self._run.datasets.train, self._run.consumed_samples(self._run.start_iteration))
+            batches = self._loader(
+                cleanup, self._run.datasets.train, self._run.consumed_samples(self._run.start_iteration)
+            )
             bar = cleanup.enter_context(
                 tqdm(
                     total=training.train_iters,

@@ -33,12 +33,8 @@ def test_speeches_come_oldest_first(package: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.jsonl", "site"]
 
 
-@pytest.mark.parametrize(
-    ("limit", "count"), [("1", 3), ("0.00002", 2), ("0.000019", 1), ("0.000001", 1)]
-)
-def test_a_limit_keeps_whole_speeches(
-    package: Path, tmp_path: Path, limit: str, count: int
-) -> None:
+@pytest.mark.parametrize(("limit", "count"), [("1", 3), ("0.00002", 2), ("0.000019", 1), ("0.000001", 1)])
+def test_a_limit_keeps_whole_speeches(package: Path, tmp_path: Path, limit: str, count: int) -> None:
     output = tmp_path / "c.jsonl"
     assert corpus.main(["--output", str(output), "--limit-megabytes", limit]) == 0
     assert len(texts(output)) == count

@@ -43,9 +43,7 @@ def test_what_is_written_is_read(
     assert dataset.document_indices.tolist() == list(range(len(documents) + 1))
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [(257, np.uint16), (65_499, np.uint16), (65_500, np.int32)]
-)
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, np.uint16), (65_499, np.uint16), (65_500, np.int32)])
 def test_ids_take_the_type_megatron_chooses(vocab_size: int, dtype: type, tmp_path: Path) -> None:
     assert token_dtype(vocab_size) is dtype
     assert IndexedDataset(write(tmp_path / "d", [[1]], vocab_size)).dtype == dtype
@@ -145,9 +143,7 @@ def replace(offset: int, value: bytes):
         (data_file, lambda content: content + b"??", "not of its index: 20 bytes"),
     ],
 )
-def test_damage_is_named_with_the_file_and_the_remedy(
-    tmp_path: Path, file, damage, message: str
-) -> None:
+def test_damage_is_named_with_the_file_and_the_remedy(tmp_path: Path, file, damage, message: str) -> None:
     path = file(write(tmp_path / "d", DOCUMENTS))
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=message) as error:

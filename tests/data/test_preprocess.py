@@ -32,9 +32,7 @@ def texts_of(prefix: Path) -> list[str]:
     return [tokenizer.decode(dataset.get(number).tolist()) for number in range(len(dataset))]
 
 
-def test_two_workers_write_the_bytes_of_one(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_workers_write_the_bytes_of_one(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     assert run(corpus, one, "--append-eod") == 0
     assert run(corpus, two, "--append-eod", "--workers", "2") == 0
@@ -58,9 +56,7 @@ def test_each_json_key_has_its_dataset(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "deeper" / "c_text_document") == ["first", "second"]
 
 
-def test_blank_lines_and_empty_texts_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_blank_lines_and_empty_texts_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = ['{"text": "a"}', "", '{"text": ""}', '{"text": "b"}']
     assert run(write_lines(tmp_path / "c.jsonl", *lines), tmp_path / "c", "--append-eod") == 0
     assert texts_of(tmp_path / "c_text_document") == ["a", "b"]
@@ -109,9 +105,7 @@ def test_input_that_cannot_be_used_is_one_clear_line(
     assert message in error
 
 
-def test_missing_files_are_one_clear_line(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_files_are_one_clear_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path / "absent.jsonl", tmp_path / "c") == 2
     assert "absent.jsonl is no file" in capsys.readouterr().err
     assert run(corpus, tmp_path / "c", "--tokenizer-type", "GPT2BPETokenizer") == 2

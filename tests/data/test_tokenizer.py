@@ -15,7 +15,6 @@ from megatron_terapipe.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
     build_tokenizer,
-    padded_vocab_size,
 )
 from megatron_terapipe.errors import DataError
 
@@ -82,9 +81,7 @@ def test_best_rules_are_merged_first_within_words(tiny: Tokenizer) -> None:
 
 @given(text=st.text())
 @settings(max_examples=50, deadline=None)
-def test_any_text_round_trips_through_tiny_rules(
-    text: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_text_round_trips_through_tiny_rules(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     tokenizer = GPT2BPETokenizer(*write_tiny(tmp_path_factory.mktemp("bpe"), ["l o"]))
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -102,9 +99,7 @@ def trained_rules(draw: st.DrawFn) -> MergeRules:
 @given(rules=trained_rules(), word=st.lists(st.integers(0, 2), max_size=30))
 def test_merge_equals_the_plain_rescan(rules: MergeRules, word: list[int]) -> None:
     expected = list(word)
-    while best := min(
-        ((*rules[pair], pair) for pair in pairwise(expected) if pair in rules), default=None
-    ):
+    while best := min(((*rules[pair], pair) for pair in pairwise(expected) if pair in rules), default=None):
         _, merged, pair = best
         at = 0
         while at < len(expected) - 1:
@@ -177,9 +172,7 @@ def test_files_are_asked_for_and_refused_where_they_do_not_belong(tmp_path: Path
         ("tiny", "l o\no w\n", r"vocab\.bpe:2: the vocabulary lacks"),
     ],
 )
-def test_malformed_files_are_named(
-    tmp_path: Path, vocabulary: str | None, merges: str | None, message: str
-) -> None:
+def test_malformed_files_are_named(tmp_path: Path, vocabulary: str | None, merges: str | None, message: str) -> None:
     vocab_file, merge_file = write_tiny(tmp_path, ["l o"])
     for path, content in ((vocab_file, vocabulary), (merge_file, merges)):
         if content is None:
@@ -188,13 +181,3 @@ def test_malformed_files_are_named(
             path.write_text(content)
     with pytest.raises(DataError, match=message):
         GPT2BPETokenizer(vocab_file, merge_file)
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "tensor_parallel_size", "padded"),
-    [(50257, 1, 50304), (50257, 2, 50432), (50257, 8, 51200), (257, 1, 384), (256, 2, 256)],
-)
-def test_the_vocabulary_is_padded_as_in_megatron(
-    vocab_size: int, tensor_parallel_size: int, padded: int
-) -> None:
-    assert padded_vocab_size(vocab_size, 128, tensor_parallel_size) == padded

@@ -30,9 +30,7 @@ def test_results_come_in_the_order_of_the_items_however_large() -> None:
     assert results(items) == [item.upper() for item in items]
 
 
-@pytest.mark.parametrize(
-    ("item", "message"), [("fail", "this item cannot"), ("die", "one of 2 workers was killed")]
-)
+@pytest.mark.parametrize(("item", "message"), [("fail", "this item cannot"), ("die", "one of 2 workers was killed")])
 def test_a_failure_or_a_death_is_raised(item: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         results(["a"] * 5 + [item] + ["b" * (1 << 20)] * 20)
