@@ -88,7 +88,7 @@ class TokenSlicePipelineModule(PipelineModule):
         self.token_slices = token_slices
         self.split_batch = split_batch
         self.activation_spec = activation_spec
-        self._takes_past = [_takes_past(function) for function in self.forward_funcs]
+        self._takes_past = [takes_past(function) for function in self.forward_funcs]
 
     def _partition_layers(self, method: str = "") -> None:
         self.parts = list(self._stage_partition.bounds)
@@ -162,6 +162,7 @@ def _trainable_parameters(layer: Any) -> int:
     return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
 
 
-def _takes_past(function: Callable[..., Any]) -> bool:
+def takes_past(function: Callable[..., Any]) -> bool:
+    """Whether a layer wants to see what came before its token slice: it then has an argument named `past`."""
     forward = function.forward if isinstance(function, nn.Module) else function
     return "past" in inspect.signature(forward).parameters

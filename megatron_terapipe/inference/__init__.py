@@ -1,0 +1,1 @@
+"""Runs a trained model on one process."""

@@ -1,0 +1,68 @@
+"""Continues a text, one token after the other, on the keys and values that training keeps for token slices."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.sequence_state import SequenceState
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.inference.whole_model import WholeModel
+
+
+@torch.no_grad()
+def generate(
+    model: WholeModel,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    max_positions: int,
+    vocab_size: int,
+    eod: int | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Yield new tokens until `eod`, or as many as asked for.
+
+    A growing text is a cut of its own: the prompt is the first token slice, each new token one more.
+
+    Args:
+        model: the model.
+        prompt: token ids, at least one.
+        max_new_tokens: most tokens to yield.
+        max_positions: longest sequence the model can see.
+        vocab_size: tokens of the tokenizer; the padding of the vocabulary is never drawn.
+        eod: id that ends the text; None to go on for ever.
+        temperature: divides the logits; 0 takes the likeliest token always.
+        top_k: draw from the k likeliest tokens; 0 from all.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: if prompt and new tokens are more than `max_positions`, or there is no prompt.
+    """
+    if not prompt:
+        raise ConfigError("the prompt is empty: give at least one character")
+    if len(prompt) + max_new_tokens > max_positions:
+        raise ConfigError(
+            f"{len(prompt)} tokens of prompt and {max_new_tokens} new ones are more than the {max_positions} positions "
+            f"of the model: shorten the prompt, or ask for {max(0, max_positions - len(prompt))} new tokens or fewer"
+        )
+    draws = torch.Generator().manual_seed(seed)
+    state = SequenceState(TokenSlices((len(prompt),) + (1,) * max_new_tokens))
+    tokens = torch.tensor([list(prompt)])
+    for token_slice in range(max_new_tokens):
+        logits = model(tokens, state, token_slice)[0, -1, :vocab_size].float()
+        token = _draw(logits, temperature, top_k, draws)
+        if token == eod:
+            return
+        yield token
+        tokens = torch.tensor([[token]])
+
+
+def _draw(logits: torch.Tensor, temperature: float, top_k: int, draws: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws))

@@ -1,0 +1,68 @@
+"""GPT with all its layers on one process: to generate with, and to hold pipelines against."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from deepspeed.pipe import TiedLayerSpec
+from torch import Tensor, nn
+
+from deepspeed_ext.runtime.module import takes_past
+from deepspeed_ext.runtime.sequence_state import SequenceState
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.model.gpt import gpt_layers
+
+
+class WholeModel(nn.Module):
+    """The layers of `gpt_layers`, one after the other.
+
+    Args:
+        model: the model section, with its vocabulary size known.
+        base_seed: layer i starts from seed `base_seed + i`, as on the ranks of a pipeline.
+    """
+
+    def __init__(self, model: ModelConfig, base_seed: int = 1234) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        """By index in the pipeline; a tied layer stands where it is built first."""
+        self._functions: list[Callable[..., Tensor]] = []
+        tied: dict[str, nn.Module] = {}
+        for index, spec in enumerate(gpt_layers(model)):
+            if isinstance(spec, TiedLayerSpec) and spec.key in tied:
+                self._functions.append(partial(spec.forward_fn, tied[spec.key]))
+                continue
+            torch.manual_seed(base_seed + index)
+            layer = self.layers[str(index)] = spec.build()
+            self._functions.append(layer)
+            if isinstance(spec, TiedLayerSpec):
+                tied[spec.key] = layer
+
+    def forward(self, tokens: Tensor, state: SequenceState, token_slice: int = 0) -> Tensor:
+        """Logits [B, N, vocabulary] of the tokens [B, N] of a token slice, after those that `state` has seen."""
+        hidden = tokens
+        for index, function in enumerate(self._functions):
+            if takes_past(function):
+                hidden = function(hidden, past=state.past(index, token_slice))
+            else:
+                hidden = function(hidden)
+        return hidden
+
+    def load(self, directory: Path) -> "WholeModel":
+        """Load the weights of a checkpoint, whatever stages it was saved on.
+
+        Args:
+            directory: of one checkpoint, such as `CHECKPOINTS/global_step100`.
+
+        Raises:
+            CheckpointError: if a layer's file is missing or broken.
+        """
+        for index, layer in self.layers.items():
+            path = directory / f"layer_{int(index):02d}-model_00-model_states.pt"
+            try:
+                layer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+            except (OSError, RuntimeError, EOFError, ValueError) as error:
+                reason = str(error).splitlines()[0]
+                raise CheckpointError(f"cannot load layer {index} from {path} ({reason}): save it again") from None
+        return self
