@@ -11,20 +11,23 @@ from megatron_terapipe.training.launch_environment import LaunchEnvironment
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, prepare, build, train. Returns the exit code: 2 for bad input, said in one line."""
+    # Up to the process group every rank of a host meets the same error, and one of them says it.
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         config = parse_arguments(argv)
         launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank)
+        speaks = launch.local_rank == 0
         # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
         from megatron_terapipe.training.engine import build_engine, process_group
         from megatron_terapipe.training.run import prepare
         from megatron_terapipe.training.trainer import Trainer
 
         run = prepare(config, launch)
+        speaks = True
         with process_group(run):
             Trainer(run, build_engine(run)).run()
     except UserError as error:
-        # Every rank of a host meets the same error; one of them says it.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if speaks:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     return 0

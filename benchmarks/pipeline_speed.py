@@ -1,75 +1,138 @@
-"""Times this engine against DeepSpeed's own on two ranks: `deepspeed --num_accelerators 2 -m ...`."""
+"""This engine beside DeepSpeed's own pipeline engine: the same model, ranks and data, in one run.
 
-import argparse, json, time, sys
-from statistics import median
-import torch, torch.distributed as dist
-from benchmarks.workload import *
+    deepspeed --num_accelerators 2 --module benchmarks.pipeline_speed [--micro-batches 1 4] [--token-slices 8]
+
+Engines take turns, step by step, so that a machine that slows down slows all of them; the medians are compared.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.workload import SEQ_LENGTH, balanced, batches, benchmark_model, deepspeed_engine, join, our_engine
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.ops import OpKind
+from deepspeed_ext.plan.schedules import SCHEDULES, stage_orders
+from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.timeline import Timeline
 
 
-def timed(engine, data):
+@dataclass(frozen=True)
+class Result:
+    """One engine's step.
+
+    Attributes:
+        engine: what ran.
+        median_s: of the rounds.
+        rounds_s: every round.
+        speedup: over DeepSpeed's engine.
+        bubble_ratio: measured in one step, if the engine can.
+        eta: makespan simulated from that step's mean op times, over the measured one.
+    """
+
+    engine: str
+    median_s: float
+    rounds_s: list[float]
+    speedup: float
+    bubble_ratio: float | None = None
+    eta: float | None = None
+
+
+def step_time(engine: Any, data: Iterator[Any]) -> float:
+    """Seconds of one step, all ranks together."""
     dist.barrier()
-    t = time.perf_counter()
+    start = time.perf_counter()
     engine.train_batch(data)
     dist.barrier()
-    return time.perf_counter() - t
+    return time.perf_counter() - start
 
 
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("--local_rank")
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--micro-batches", type=int, default=1)
-    p.add_argument("--layers", type=int, default=8)
-    p.add_argument("--cuts", nargs="*", default=["uniform8"])
-    o = p.parse_args()
-    join()
-    model = benchmark_model(o.layers)
-    n = dist.get_world_size()
-    from megatron_terapipe.model import flops
+def simulated_makespan(timeline: Timeline, schedule: str) -> float:
+    """Makespan of the schedule with the mean time of each op of the timeline, and transfers for nothing."""
+    shape = timeline.shape
 
-    a = flops.attention_flops_per_position(model)
-    l = flops.linear_flops_per_token(model) + a
-    E = (
-        {"deepspeed": (deepspeed_engine(model, o.micro_batches, num_stages=n), batches(model, for_deepspeed=True))}
-        if n > 1
-        else {}
-    )
-    for c in o.cuts:
-        k = "".join(x for x in c if x.isdigit() or x == ",")
-        cut = (
-            TokenSlices.parse(k)
-            if "," in k
-            else TokenSlices.uniform(SEQ_LENGTH, int(k))
-            if c.startswith("u")
-            else TokenSlices.balanced(SEQ_LENGTH, int(k), linear_cost=l, attention_cost=a * 1.5)
+    def table(kind: OpKind) -> tuple[tuple[float, ...], ...]:
+        return tuple(
+            tuple(
+                mean(end - start for op, start, end in stage if (op.kind, op.token_slice) == (kind, token_slice))
+                for token_slice in range(shape.num_token_slices)
+            )
+            for stage in timeline.spans
         )
-        E[c] = (our_engine(model, cut, o.micro_batches, num_stages=n), batches(model, for_deepspeed=False))
+
+    costs = OpCosts(table(OpKind.FORWARD), table(OpKind.BACKWARD))
+    return simulate(stage_orders(SCHEDULES[schedule], shape), shape, costs).makespan
+
+
+def compare(num_micro_batches: int, cuts: dict[str, TokenSlices], *, rounds: int, num_layers: int) -> list[Result]:
+    """Time DeepSpeed's engine and ours with each cut, in turn."""
+    model, stages = benchmark_model(num_layers), dist.get_world_size()
+    engines: dict[str, tuple[Any, Iterator[Any]]] = {
+        "DeepSpeed PipelineEngine": (
+            deepspeed_engine(model, num_micro_batches, num_stages=stages),
+            batches(model, for_deepspeed=True),
+        )
+    }
+    for name, cut in cuts.items():
+        engine = our_engine(model, cut, num_micro_batches, num_stages=stages)
+        engines[name] = (engine, batches(model, for_deepspeed=False))
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(rounds + 1):
+        for name, (engine, data) in engines.items():
+            seconds = step_time(engine, data)
+            if turn:  # the first one warms up
+                times[name].append(seconds)
+    base = median(next(iter(times.values())))
+    results = []
+    for name, (engine, data) in engines.items():
+        bubble = eta = None
+        if name in cuts:
+            with engine.timeline() as timelines:
+                engine.train_batch(data)
+            bubble = timelines[0].bubble_ratio
+            eta = simulated_makespan(timelines[0], "1f1b") / timelines[0].makespan
+        middle = median(times[name])
+        results.append(Result(name, middle, times[name], base / middle, bubble, eta))
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local_rank", help="set by the launcher")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], metavar="M")
+    parser.add_argument("--token-slices", type=int, default=8, metavar="S")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--json", metavar="FILE", help="write the results to a file as well")
+    options = parser.parse_args(argv)
+    join()
+    cuts = {
+        "ours, 1 token slice": TokenSlices.uniform(SEQ_LENGTH, 1),
+        f"ours, {options.token_slices} uniform token slices": TokenSlices.uniform(SEQ_LENGTH, options.token_slices),
+        f"ours, {options.token_slices} balanced token slices": balanced(benchmark_model(), options.token_slices),
+    }
+    document = {}
+    for count in options.micro_batches:
+        results = compare(count, cuts, rounds=options.rounds, num_layers=options.layers)
+        document[f"micro_batches_{count}"] = [asdict(result) for result in results]
         if dist.get_rank() == 0:
-            print(c, cut)
-    times = {k: [] for k in E}
-    for r in range(o.rounds + 1):
-        for k, (e, d) in E.items():
-            t = timed(e, d)
-            if r:
-                times[k].append(t)
-    if dist.get_rank() == 0:
-        for k, v in times.items():
-            print(k, "median %.3f" % median(v), "min %.3f" % min(v), ["%.2f" % x for x in v])
-    for k, (e, d) in E.items():
-        if k != "deepspeed":
-            with e.timeline() as tl:
-                e.train_batch(d)
-            t = tl[0]
-            if dist.get_rank() == 0:
-                print(
-                    k,
-                    "bubble",
-                    round(t.bubble_ratio, 4),
-                    "makespan",
-                    round(t.makespan, 3),
-                    "busy",
-                    [round(b, 3) for b in t.busy],
-                )
+            print(f"\n{dist.get_world_size()} stages, {count} micro-batches of 1 x {SEQ_LENGTH} tokens, fp32")
+            print(f"{'':34} {'median s':>9} {'speed-up':>9} {'bubble':>7} {'eta':>6}")
+            for result in results:
+                measured = "" if result.bubble_ratio is None else f"{result.bubble_ratio:>7.1%} {result.eta:>6.3f}"
+                print(f"{result.engine:34} {result.median_s:>9.3f} {result.speedup:>9.2f} {measured}", flush=True)
+    if options.json and dist.get_rank() == 0:
+        Path(options.json).write_text(json.dumps(document, indent=2) + "\n")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

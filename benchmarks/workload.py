@@ -1,25 +1,27 @@
 """The model and the engines that the benchmarks compare, on CPUs, one thread a rank."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from datetime import timedelta
-from statistics import median
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.config import TILE
 from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.model import flops
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.token_slice_batch import split_batch
@@ -118,9 +120,19 @@ def deepspeed_engine(model: ModelConfig, num_micro_batches: int, *, num_stages: 
     return engine
 
 
-def _uniform(model: ModelConfig, num_stages: int) -> Any:
-    from deepspeed_ext.plan.partition import StagePartition
+def balanced(model: ModelConfig, num_token_slices: int) -> TokenSlices:
+    """The cut of `--token-slices balanced`."""
+    attention_cost = flops.attention_flops_per_position(model)
+    return TokenSlices.balanced(
+        model.seq_length,
+        num_token_slices,
+        linear_cost=flops.linear_flops_per_token(model) + attention_cost,
+        attention_cost=attention_cost,
+        granularity=TILE,
+    )
 
+
+def _uniform(model: ModelConfig, num_stages: int) -> StagePartition:
     return StagePartition.uniform(model.num_layers, num_stages)
 
 

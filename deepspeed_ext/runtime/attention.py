@@ -89,9 +89,11 @@ class TokenSliceAttention(torch.autograd.Function):
         query = query.contiguous()
         state.write(key, value, start)
         attended = kernel_for(query).forward(query, *state.read(start + query.shape[1]), scale)
-        ctx.save_for_backward(query, *attended)
+        # Kernels leave the heads before the tokens; the next layer wants them after, and would keep a copy of its own.
+        output = attended.output.contiguous()
+        ctx.save_for_backward(query, output, attended.log_sum_exp)
         ctx.state, ctx.start, ctx.scale = state, start, scale
-        return attended.output
+        return output
 
     @staticmethod
     def backward(ctx, output_gradient):  # noqa: D102

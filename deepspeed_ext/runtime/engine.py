@@ -7,7 +7,6 @@ reductions over data-parallel ranks - is DeepSpeed's own.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,37 +16,20 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.timer import BACKWARD_MICRO_TIMER
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.lowering import InstructionKind, lower
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import Schedule, forward_order
 from deepspeed_ext.plan.timeline import Timeline
-from deepspeed_ext.runtime.batch import TokenSliceBatch
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.grad_norm import global_grad_norm
 from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
+from deepspeed_ext.runtime.live_batch import LiveBatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.op_clock import OpClock
-from deepspeed_ext.runtime.sequence_state import SequenceState
 from deepspeed_ext.runtime.stage_links import StageLinks
-
-
-@dataclass(slots=True)
-class _Buffer:
-    """Tensors of one live token slice.
-
-    Attributes:
-        inputs: what the stage before sent; empty on the first stage.
-        outputs: what goes to the stage after, until it is sent.
-        roots: where backward starts: the loss on the last stage, else the outputs that need gradients, as edges of the
-            graph, so that the tensors themselves can go once they are sent.
-    """
-
-    inputs: tuple[Tensor, ...] = ()
-    outputs: tuple[Tensor, ...] = ()
-    roots: tuple[Tensor | GradientEdge, ...] = ()
 
 
 class TokenSlicePipelineEngine(PipelineEngine):
@@ -68,6 +50,11 @@ class TokenSlicePipelineEngine(PipelineEngine):
                 "fp16 with ZeRO stage 0: DeepSpeed divides a pipeline's gradients by a loss scale it never applied; "
                 "use ZeRO stage 1, or bf16"
             )
+        if self.torch_autocast_enabled():
+            raise UserError(
+                "torch_autocast is set, under which layers compute in one dtype and keep keys, values and gradients in "
+                "another: use the bf16 or fp16 section instead"
+            )
         self._schedule = schedule
         self._programs: dict[tuple[bool, int], ProgramSchedule] = {}
         self._rows = {"train": self.micro_batch_size, "eval": self.micro_batch_size}
@@ -81,7 +68,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             dynamic_shape=self.dynamic_shape,
         )
         self._clock: OpClock | None = None
-        self._forget_batch()
+        self._live = LiveBatch(self.module.token_slices)
 
     # ------------------------------------------------------------------ what a user calls
 
@@ -141,11 +128,11 @@ class TokenSlicePipelineEngine(PipelineEngine):
             self._exec_schedule(self._inference_schedule(num_micro_batches))
         self.set_dataiterator(train_iterator)
 
-        losses = [self._losses[micro_batch] for micro_batch in sorted(self._losses)]
+        losses = [loss for _, loss in sorted(self._live.losses.items())]
         outputs = None
         if return_logits and self.is_last_stage():
-            outputs = [torch.cat(self._logits[micro_batch], dim=1) for micro_batch in sorted(self._logits)]
-        self._forget_batch()
+            outputs = [torch.cat(parts, dim=1) for _, parts in sorted(self._live.outputs.items())]
+        self._live = LiveBatch(self.module.token_slices)
         result: Any = losses or None
         if compute_loss and reduce_output == "avg":
             result = self._mean_over_replicas(sum(losses) / num_micro_batches if losses else None, bcast_loss)
@@ -199,14 +186,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             self._rows[phase] = micro_batch_size
             self._links.forget_shapes()
         self._links.begin(phase)
-        self._forget_batch()
-
-    def _forget_batch(self) -> None:
-        self._batches: dict[int, list[TokenSliceBatch]] = {}
-        self._states: dict[int, SequenceState] = {}
-        self._buffers: dict[int, _Buffer] = {}
-        self._losses: dict[int, Tensor] = {}
-        self._logits: dict[int, list[Tensor]] = {}
+        self._live = LiveBatch(self.module.token_slices)
 
     def _activation_shape(self, token_slice: int) -> MessageSpec:
         dtype = next(self.module.parameters()).dtype
@@ -225,47 +205,49 @@ class TokenSlicePipelineEngine(PipelineEngine):
                 f"the data iterator ended at micro-batch {micro_batch} of a batch of {self.micro_batches}: "
                 "give one that does not end, such as deepspeed.utils.RepeatingLoader"
             ) from None
-        self._batches[micro_batch] = self.module.split_batch(batch, self.module.token_slices)
+        self._live.parts[micro_batch] = self.module.split_batch(batch, self.module.token_slices)
 
     def _exec_forward(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        held = self._buffers.setdefault(buffer, _Buffer())
+        held = self._live.buffers[buffer]
         if self.is_first_stage():
-            inputs = self._to_device(self._batches[micro_batch][token_slice].inputs)
+            inputs = self._to_device(self._live.parts[micro_batch][token_slice].inputs)
         else:
             held.inputs = self._links.activation((micro_batch, token_slice))
             inputs = held.inputs[0] if len(held.inputs) == 1 else held.inputs
-        if micro_batch not in self._states:
-            self._states[micro_batch] = SequenceState(self.module.token_slices)
-        state = self._states[micro_batch]
         with self._measured(OpKind.FORWARD, micro_batch, token_slice):
-            outputs = self.module(inputs, state, token_slice)
+            outputs = self.module(inputs, self._live.states[micro_batch], token_slice)
             if self.is_last_stage():
                 held.roots = self._exec_loss(outputs, micro_batch, token_slice)
             else:
                 held.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
                 held.roots = tuple(get_gradient_edge(tensor) for tensor in held.outputs if tensor.requires_grad)
         if not torch.is_grad_enabled() and token_slice == len(self.module.token_slices) - 1:
-            self._forget_micro_batch(micro_batch)
+            self._live.forget(micro_batch)
 
     def _exec_loss(self, outputs: Any, micro_batch: int, token_slice: int) -> tuple[Tensor, ...]:
         """Add a token slice's share of the loss up, and return what backward starts from."""
         if not torch.is_grad_enabled() and self.eval_return_logits:
-            self._logits.setdefault(micro_batch, []).append(outputs)
+            self._live.outputs[micro_batch].append(outputs)
         if not self._compute_loss:
             return ()
-        part = self._batches[micro_batch][token_slice]
+        part = self._live.parts[micro_batch][token_slice]
         loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, self._to_device(part.labels))
         weight = part.loss_weight
         loss = loss * (weight.to(loss.device) if torch.is_tensor(weight) else weight)
-        self._losses[micro_batch] = self._losses.get(micro_batch, 0.0) + loss.detach()
-        return (loss,) if loss.requires_grad else ()
+        self._live.add_loss(micro_batch, loss)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise UserError(
+                f"the loss of token slice {token_slice} depends on no weight, so later token slices could not pass "
+                "gradients back through it: where no token counts, return outputs.sum() * 0"
+            )
+        return (loss,)
 
     def _exec_send_activation(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        self._links.send_activation((micro_batch, token_slice), self._buffers[buffer].outputs)
-        self._buffers[buffer].outputs = ()
+        self._links.send_activation((micro_batch, token_slice), self._live.buffers[buffer].outputs)
+        self._live.buffers[buffer].outputs = ()
 
     def _exec_backward(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        roots = self._buffers[buffer].roots
+        roots = self._live.buffers[buffer].roots
         if self.is_last_stage():
             # Mean over micro-batches; token slices already weigh what they should. Only fp16 scales on top.
             roots = tuple(root / self.micro_batches for root in roots)
@@ -276,14 +258,14 @@ class TokenSlicePipelineEngine(PipelineEngine):
         with self._measured(OpKind.BACKWARD, micro_batch, token_slice), self._accumulation():
             if roots:
                 torch.autograd.backward(roots, gradients)
-        self._buffers[buffer].roots = ()
+        self._live.buffers[buffer].roots = ()
         if token_slice == 0:
-            self._forget_micro_batch(micro_batch)
+            self._live.forget(micro_batch)
 
     def _exec_send_gradient(self, micro_batch: int, token_slice: int, buffer: int) -> None:
         gradients = tuple(
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for tensor in self._buffers[buffer].inputs
+            for tensor in self._live.buffers[buffer].inputs
             if tensor.requires_grad
         )
         self._links.send_gradient((micro_batch, token_slice), gradients)
@@ -301,7 +283,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         self._links.complete_gradient((micro_batch, token_slice))
 
     def _exec_free(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        del self._buffers[buffer]
+        del self._live.buffers[buffer]
 
     # ------------------------------------------------------------------ end of the batch
 
@@ -335,9 +317,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
                     parameter.grad.mul_(coefficient)
 
     def _aggregate_total_loss(self) -> Tensor:
-        losses = self._losses.values()
+        losses = self._live.losses.values()
         loss = self._mean_over_replicas(sum(losses) / self.micro_batches if losses else None)
-        self._forget_batch()
+        self._live = LiveBatch(self.module.token_slices)
         return loss
 
     # ------------------------------------------------------------------ parts of the above
@@ -356,10 +338,6 @@ class TokenSlicePipelineEngine(PipelineEngine):
         if self.is_pipe_parallel:
             dist.broadcast(loss, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
         return loss
-
-    def _forget_micro_batch(self, micro_batch: int) -> None:
-        del self._states[micro_batch]
-        self._batches.pop(micro_batch, None)
 
     def _to_device(self, tensors: Any) -> Any:
         if torch.is_tensor(tensors):

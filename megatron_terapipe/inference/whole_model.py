@@ -62,7 +62,7 @@ class WholeModel(nn.Module):
             path = directory / f"layer_{int(index):02d}-model_00-model_states.pt"
             try:
                 layer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-            except (OSError, RuntimeError, EOFError, ValueError) as error:
-                reason = str(error).splitlines()[0]
+            except Exception as error:  # On a damaged file an unpickler may raise anything.
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise CheckpointError(f"cannot load layer {index} from {path} ({reason}): save it again") from None
         return self

@@ -74,6 +74,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, output_gradient):
         tokens, weight = ctx.saved_tensors
-        gradient = weight.grad if _accumulates_in_place(weight) else torch.zeros_like(weight)
+        in_place = _accumulates_in_place(weight)
+        gradient = weight.grad if in_place else torch.zeros_like(weight)
         gradient.index_add_(0, tokens.flatten(), output_gradient.flatten(0, -2))
-        return None, None if gradient is weight.grad else gradient
+        return None, None if in_place else gradient

@@ -51,7 +51,7 @@ class CheckpointInfo:
         try:
             found = json.loads(path.read_text())
             return cls(**{field.name: found[field.name] for field in fields(cls)})
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"checkpoint {directory} has no readable run.json ({error}): load one that this trainer saved whole"
             ) from None
@@ -122,20 +122,53 @@ def find_checkpoint(
             raise CheckpointError(f"--load {config.load} holds no checkpoint: give a directory that does")
         return None
     info = CheckpointInfo.read(directory)
-    info.check(model, layout, zero_stage, weights_only=config.finetune or config.no_load_optim)
+    weights_only = config.finetune or config.no_load_optim
+    info.check(model, layout, zero_stage, weights_only=weights_only)
+    _check_files(directory, info, model, weights_only=weights_only)
     return directory, info
 
 
+def _check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> None:
+    """See that every file is there: without its optimizer's, DeepSpeed would go on with a fresh optimizer."""
+    num_layers = model.num_layers + (4 if model.untie_embeddings_and_output_weights else 3)  # a tied one is there once
+    stages = range(info.layout["pipeline_parallel_size"])
+    patterns = [f"layer_{layer:02d}-model_00-model_states.pt" for layer in range(num_layers)]
+    patterns += [f"mp_rank_{stage:02d}_model_states.pt" for stage in stages]
+    if info.zero_stage and not weights_only:
+        replicas = range(info.layout["data_parallel_size"])
+        # In bf16 the names start with bf16_.
+        patterns += [
+            f"*zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt" for replica in replicas for stage in stages
+        ]
+    for pattern in patterns:
+        if not any(directory.glob(pattern)):
+            raise CheckpointError(
+                f"checkpoint {directory} lacks {pattern.removeprefix('*')}: put the file back, or let "
+                f"{directory.parent / 'latest'} name another checkpoint"
+            )
+
+
 def load_checkpoint(engine: TokenSlicePipelineEngine, directory: Path, config: CheckpointConfig) -> None:
-    """Load a checkpoint that `find_checkpoint` found, on every rank."""
+    """Load a checkpoint that `find_checkpoint` found, on every rank.
+
+    Raises:
+        CheckpointError: if a file is broken.
+    """
     weights_only = config.finetune or config.no_load_optim
-    engine.load_checkpoint(
-        str(directory.parent),
-        tag=directory.name,
-        load_module_only=weights_only,
-        load_optimizer_states=not weights_only,
-        load_lr_scheduler_states=False,
-    )
+    try:
+        engine.load_checkpoint(
+            str(directory.parent),
+            tag=directory.name,
+            load_module_only=weights_only,
+            load_optimizer_states=not weights_only,
+            load_lr_scheduler_states=False,
+        )
+    except Exception as error:  # On a damaged file an unpickler may raise anything.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"rank {engine.global_rank} cannot load checkpoint {directory} ({reason}): let "
+            f"{directory.parent / 'latest'} name another one"
+        ) from error
 
 
 def save_checkpoint(engine: TokenSlicePipelineEngine, save: str, info: CheckpointInfo) -> Path:

@@ -90,8 +90,6 @@ def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:
         "bf16": {"enabled": precision.bf16},
         "fp16": _fp16(precision),
         "data_types": {"grad_accum_dtype": _accumulation_dtype(config)},
-        # DeepSpeed 0.19's timers fail inside its pipelines; --timeline shows where the time goes.
-        "wall_clock_breakdown": False,
         "pipeline": {
             "token_slices": list(config.token_slices().lengths),
             "schedule": config.parallel.pipeline_schedule,
@@ -104,8 +102,22 @@ def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:
 
 def _preferred(config: Config) -> dict[str, Any]:
     """Return defaults of ours that a file may change."""
-    buckets = {"reduce_bucket_size": BUCKET_ELEMENTS, "allgather_bucket_size": BUCKET_ELEMENTS}
-    return {"steps_per_print": NEVER, "zero_optimization": buckets if config.optimizer.zero_stage else {}}
+    zero = {
+        "reduce_bucket_size": BUCKET_ELEMENTS,
+        "allgather_bucket_size": BUCKET_ELEMENTS,
+        # With it DeepSpeed asks to be called for every gradient of every token slice, and weight gradients could not
+        # add up inside their products.
+        "contiguous_gradients": False,
+    }
+    preferred: dict[str, Any] = {
+        "steps_per_print": NEVER,
+        "wall_clock_breakdown": False,
+        "zero_optimization": zero if config.optimizer.zero_stage else {},
+    }
+    if config.precision.bf16 and _accumulation_dtype(config) == "fp32":
+        # DeepSpeed would round gradients that were added up in fp32 to bf16 to reduce them over replicas.
+        preferred["communication_data_type"] = "fp32"
+    return preferred
 
 
 def _fp16(precision: PrecisionConfig) -> dict[str, Any]:

@@ -25,12 +25,12 @@ from megatron_terapipe.training.token_slice_batch import split_batch
 @contextmanager
 def process_group(run: Run) -> Iterator[None]:
     """Join the other ranks, each on its own device or cores; leave when done."""
+    run.launch.export()
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         settle_on_cores(run.launch.local_rank, run.launch.local_size)
     else:
         accelerator.set_device(run.launch.local_rank)
-    run.launch.export()
     init_distributed(
         dist_backend=run.config.parallel.distributed_backend or accelerator.communication_backend_name(),
         timeout=_timeout(run),

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from megatron_terapipe.errors import ConfigError
 
@@ -40,7 +41,7 @@ class LaunchEnvironment:
             local_rank: what `--local_rank` said, for launchers that pass it as a flag.
 
         Raises:
-            ConfigError: if only some are set, or one is no number.
+            ConfigError: if only some are set, or one is no number, or the rank is not one of them.
         """
         found = {name: _find(environment, name, others) for name, others in _VARIABLES.items()}
         rank, world_size = found["RANK"], found["WORLD_SIZE"]
@@ -49,21 +50,34 @@ class LaunchEnvironment:
         if rank is None or world_size is None:
             missing = "RANK" if rank is None else "WORLD_SIZE"
             raise ConfigError(f"{missing} is not set, but its counterpart is: start with deepspeed or torchrun")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"RANK {rank} is not below WORLD_SIZE {world_size}: start with deepspeed or torchrun")
         on_this_host = found["LOCAL_RANK"] if found["LOCAL_RANK"] is not None else local_rank
         return cls(
             rank=rank,
             world_size=world_size,
             local_rank=on_this_host or 0,
-            local_size=found["LOCAL_SIZE"] or 1,
+            # Where the launcher does not say: the most there can be, so that no two ranks share a core.
+            local_size=found["LOCAL_SIZE"] or world_size,
         )
 
     def export(self, environment: MutableMapping[str, str] = os.environ) -> None:
-        """Set the variables that torch and deepspeed read; alone, also a place to meet."""
+        """Set the variables that torch and deepspeed read; alone, also a place to meet.
+
+        Raises:
+            ConfigError: if nobody said where the ranks meet.
+        """
         environment["RANK"], environment["WORLD_SIZE"] = str(self.rank), str(self.world_size)
         environment["LOCAL_RANK"], environment["LOCAL_SIZE"] = str(self.local_rank), str(self.local_size)
         if self.world_size == 1:
             environment.setdefault("MASTER_ADDR", "127.0.0.1")
             environment.setdefault("MASTER_PORT", "29500")
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+        if missing and find_spec("mpi4py") is None:  # With it, DeepSpeed asks MPI.
+            raise ConfigError(
+                f"{' and '.join(missing)} not set, so the {self.world_size} ranks cannot meet: set them to the first "
+                "host and a free port there, or start with deepspeed or torchrun"
+            )
 
 
 def _find(environment: Mapping[str, str], name: str, others: tuple[str, ...]) -> int | None:

@@ -1,5 +1,6 @@
 """A run, prepared: all that can be wrong with it is found here, before any process group exists."""
 
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         )
     config = replace(config, model=replace(config.model, vocab_size=vocab_size or tokenizer.vocab_size))
     global_batch_size = config.global_batch_size(layout.data_parallel_size)
+    _check_outputs(config)
     checkpoint = find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.zero_stage)
     has_validation = config.logging.eval_iters > 0 and config.data.split_shares()[1] > 0
     datasets = build_datasets(
@@ -110,6 +112,29 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,
     )
+
+
+def _check_outputs(config: Config) -> None:
+    """Find out now that an output cannot be written, and not when the first checkpoint is due."""
+    outputs = {
+        "--save": config.checkpoint.save,
+        "--metrics-file": config.logging.metrics_file,
+        "--timeline": config.logging.timeline,
+    }
+    for flag, name in outputs.items():
+        if name is None:
+            continue
+        path = Path(name).absolute()
+        above = next(parent for parent in path.parents if parent.exists())
+        if not above.is_dir():
+            reason = f"{above} is not a directory"
+        elif path.exists() and path.is_dir() == (flag == "--metrics-file"):
+            reason = "it is a directory" if path.is_dir() else "it is a file"
+        elif not os.access(path if path.exists() else above, os.W_OK):
+            reason = f"{path if path.exists() else above} does not let you write"
+        else:
+            continue
+        raise ConfigError(f"{flag} {name} cannot be written, because {reason}: name another")
 
 
 def _path(name: str | None) -> Path | None:

@@ -90,7 +90,7 @@ REFUSALS = [
     ({"num_token_slices": 0}, "--num-token-slices 0 is not positive", "give 1 or more"),
     (
         {"stage_partition": "type:transformer"},
-        "'type:transformer' is neither uniform nor parameters, nor a list",
+        "--stage-partition: stage partition 'type:transformer' is neither uniform nor parameters, nor a list",
         "a list as 0,5,12",
     ),
     (
@@ -100,7 +100,7 @@ REFUSALS = [
     ),
     (
         {"stage_partition": "0,3,3", "pipeline_model_parallel_size": 2},
-        "stage partition 0,3,3 does not rise from 0",
+        "--stage-partition: stage partition 0,3,3 does not rise from 0",
         "give the first layer of each stage",
     ),
     (

@@ -47,7 +47,12 @@ def test_plain_run() -> None:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000},
+        "zero_optimization": {
+            "stage": 1,
+            "reduce_bucket_size": 50_000_000,
+            "allgather_bucket_size": 50_000_000,
+            "contiguous_gradients": False,
+        },
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
@@ -110,7 +115,12 @@ def test_file_passes_through_where_we_have_no_opinion(tmp_path: Path) -> None:
     )
     assert result["comms_logger"] == {"enabled": True}
     assert result["steps_per_print"] == 5
-    assert result["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 7, "allgather_bucket_size": 50_000_000}
+    assert result["zero_optimization"] == {
+        "stage": 1,
+        "reduce_bucket_size": 7,
+        "allgather_bucket_size": 50_000_000,
+        "contiguous_gradients": False,
+    }
     assert result["train_batch_size"] == 16
     assert result["fp16"] == {"enabled": False, "loss_scale_window": 5}
     assert "reduce_bucket_size" not in settings("--zero-stage 0")["zero_optimization"]
@@ -133,8 +143,9 @@ def test_file_passes_through_where_we_have_no_opinion(tmp_path: Path) -> None:
         ({"bfloat16": {"enabled": True}}, "--deepspeed-config FILE sets bf16.enabled to true, but --bf16 makes it"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "--deepspeed-config FILE sets data_types.grad_accum_dtype to"),
         (
-            {"wall_clock_breakdown": True},
-            "--deepspeed-config FILE sets wall_clock_breakdown to true, but it must be false: remove it from the file",
+            {"pipeline": {"pipe_partitioned": True}},
+            "--deepspeed-config FILE sets pipeline.pipe_partitioned to true, but it must be false: remove it from the "
+            "file",
         ),
         (
             {"optimizer": {"type": "Adam"}},

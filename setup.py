@@ -1,0 +1,35 @@
+"""Packaging. Tool settings are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megatron-terapipe",
+    version="0.1.0",
+    description="Pipeline parallelism inside a sequence: token slices for DeepSpeed and Megatron-style GPT training",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["deepspeed_ext*", "megatron_terapipe*"]),
+    package_data={"deepspeed_ext": ["py.typed"], "megatron_terapipe": ["py.typed"]},
+    py_modules=["pretrain_gpt"],
+    install_requires=[
+        "torch>=2.8",
+        # The hooks of the engine are those of 0.19.8; see deepspeed_ext/runtime/initialize.py.
+        "deepspeed>=0.19.8,<0.20",
+        "numpy>=1.26",
+        "packaging",
+        "regex",
+        "tqdm",
+    ],
+    extras_require={
+        # NVIDIA apex is not on PyPI: what is called apex there is another package.
+        "test": ["hypothesis", "pytest"],
+        "dev": ["hypothesis", "mypy", "pre-commit", "pytest", "ruff"],
+        # Megatron's own readers, to hold our data files against.
+        "interchange": ["megatron-core==0.16.1"],
+    },
+    classifiers=["License :: OSI Approved :: Apache Software License", "Programming Language :: Python :: 3"],
+)

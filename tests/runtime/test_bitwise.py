@@ -1,0 +1,69 @@
+"""With the same cut, neither the schedule nor the number of stages changes a single bit of any gradient.
+
+Gradients add up in one order whatever the schedule: micro-batches first to last, token slices last to first.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tests.distributed import run_distributed
+from tests.runtime.training import Setup, gradients_of_all
+
+CUT = (9, 1, 8, 6)
+SETUPS = [
+    Setup(pp=pp, cut=CUT, micro_batches=3, schedule=schedule, tied=tied)
+    for pp in (1, 2, 4)
+    for schedule in ("gpipe", "1f1b")
+    for tied in (False, True)
+]
+
+
+@cache
+def _trained(world_size: int) -> dict[Setup, tuple[float, dict[str, np.ndarray]]]:
+    """Per setup of a world size, the loss and the gradients of all stages together, those of tied copies by rank."""
+    setups = [setup for setup in SETUPS if setup.world_size == world_size]
+    by_rank = run_distributed(gradients_of_all, world_size, setups)
+    merged = {}
+    for setup, ranks in zip(setups, zip(*by_rank, strict=True), strict=True):
+        (loss,) = {loss for loss, _ in ranks}
+        merged[setup] = (
+            loss,
+            {
+                f"{name} of rank {rank}" if "tied" in name else name: gradient
+                for rank, (_, found) in enumerate(ranks)
+                for name, gradient in found.items()
+            },
+        )
+    return merged
+
+
+def _assert_same_bits(setup: Setup, other: Setup) -> None:
+    loss, found = _trained(setup.world_size)[setup]
+    other_loss, other_found = _trained(other.world_size)[other]
+    assert loss == other_loss
+    assert found.keys() == other_found.keys()
+    different = [name for name in found if found[name].tobytes() != other_found[name].tobytes()]
+    assert not different
+
+
+@pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup.schedule == "gpipe"], ids=str)
+def test_schedules_agree_bit_for_bit(setup: Setup) -> None:
+    _assert_same_bits(setup, replace(setup, schedule="1f1b"))
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_any_number_of_stages_agrees_bit_for_bit(schedule: str, pp: int) -> None:
+    # Tied weights are left out: their two gradients add up in one tensor on one stage, and in two on two.
+    one_stage = Setup(pp=1, cut=CUT, micro_batches=3, schedule=schedule, tied=False)
+    _assert_same_bits(one_stage, replace(one_stage, pp=pp))
+
+
+def test_another_cut_does_change_bits() -> None:
+    # Otherwise the tests above would compare what cannot differ.
+    uneven, whole = Setup(cut=CUT), Setup()
+    by_setup = run_distributed(gradients_of_all, 1, [uneven, whole])[0]
+    assert any(by_setup[0][1][name].tobytes() != by_setup[1][1][name].tobytes() for name in by_setup[0][1])

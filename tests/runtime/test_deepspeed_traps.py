@@ -1,0 +1,255 @@
+"""What goes wrong in DeepSpeed 0.19.8's pipeline engine, and does not in ours. Most tests run both."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec
+from deepspeed.utils.timer import BACKWARD_MICRO_TIMER, FORWARD_MICRO_TIMER
+from torch import Tensor, nn
+
+from deepspeed_ext.plan.errors import UserError
+from tests.distributed import RankFailed, run_distributed
+from tests.runtime import stock
+from tests.runtime.reference import reference_gradients
+from tests.runtime.training import Setup, build, feed, losses, weights
+
+CUT = (9, 1, 8, 6)
+DENSE = Setup(pp=2, cut=(3, 2, 1))
+"""Our engine on the layers of `stock`, in three token slices."""
+
+
+def ours(setup: Setup, layers: list[Any], config: dict[str, Any] | None = None, *, lr: float = 1.0, **keywords: Any):
+    keywords.setdefault("loss_fn", stock.squared_error)
+    return build(
+        setup,
+        layers=layers,
+        config=config,
+        activation_spec=None,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+        **keywords,
+    )
+
+
+def norm_of_all(ranks: list[dict[str, np.ndarray]]) -> float:
+    """2-norm over all stages, each tied weight counted once."""
+    merged = {name: value for rank in ranks for name, value in rank.items()}
+    return float(np.sqrt(sum(np.square(value.astype(np.float64)).sum() for value in merged.values())))
+
+
+# ---------------------------------------------------------------------- clipping counts one stage (U1)
+
+CLIP = 0.01
+
+
+def _update(engine: Any, batch: Any) -> dict[str, np.ndarray]:
+    before = weights(engine)
+    engine.train_batch(batch)
+    after = weights(engine)
+    return {name: before[name] - after[name] for name in before}
+
+
+def _clipped_updates(tied: bool) -> tuple[dict, dict, float, float]:
+    config = {"gradient_clipping": CLIP}
+    theirs = _update(stock.stock_engine(stock.dense_layers(tied=tied), config, stages=2), iter(stock.pairs(2)))
+    engine = ours(DENSE, stock.dense_layers(tied=tied), config, partition="uniform")
+    mine = _update(engine, iter(stock.pairs(2)))
+    free = ours(DENSE, stock.dense_layers(tied=tied), partition="uniform")
+    whole = _update(free, iter(stock.pairs(2)))
+    return theirs, mine, whole, [engine.get_global_grad_norm(), free.get_global_grad_norm()]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_clipping_counts_every_stage_and_every_tied_weight_once(tied: bool) -> None:
+    theirs, mine, whole, norms = zip(*run_distributed(_clipped_updates, 2, tied), strict=True)
+    assert norm_of_all(theirs) > 1.02 * CLIP, "DeepSpeed now clips pipelines rightly: drop our clipping"
+    assert norm_of_all(mine) == pytest.approx(CLIP, rel=1e-3)  # weights of 0.5 know a step of 0.01 to so many digits
+    true_norm = norm_of_all(whole)
+    for reported in norms:
+        assert reported == pytest.approx([true_norm, true_norm], rel=1e-4), "before clipping, on every rank"
+
+
+def _reported_norms(setups: list[Setup]) -> list[float]:
+    reported = []
+    for setup in setups:
+        engine = build(setup)
+        engine.train_batch(feed(engine, setup))
+        reported.append(float(engine.get_global_grad_norm()))
+    return reported
+
+
+def test_gradient_norm_is_that_of_the_whole_model_in_every_mode() -> None:
+    setups = [
+        Setup(pp=2, dp=2, cut=CUT),
+        Setup(pp=2, dp=2, cut=CUT, tied=False),
+        Setup(pp=2, dp=2, cut=CUT, zero=1),
+        Setup(pp=4, cut=CUT),
+    ]
+    by_rank = run_distributed(_reported_norms, 4, setups)
+    for index, setup in enumerate(setups):
+        _, gradients = reference_gradients(setup)
+        for reported in by_rank:
+            assert reported[index] == pytest.approx(norm_of_all([gradients]), rel=1e-6), str(setup)
+
+
+# ---------------------------------------------------------------------- tied weights part (U2)
+
+FP16 = {
+    "fp16": {"enabled": True, "initial_scale_power": 8},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**5, "allgather_bucket_size": 10**5},
+}
+
+
+def _tied_copies_in_fp16() -> tuple[np.ndarray, np.ndarray, float]:
+    # DeepSpeed asks for a CPU with fast fp16; slow will do.
+    get_accelerator().is_fp16_supported = lambda: True
+    copies = []
+    for make in (
+        lambda layers: stock.stock_engine(layers, FP16, stages=2, lr=0.1),
+        lambda layers: ours(DENSE, layers, FP16, lr=0.1, partition="uniform"),
+    ):
+        engine = make(stock.dense_layers(tied=True))
+        for step in range(3):
+            engine.train_batch(iter(stock.pairs(2, dtype=torch.float16, seed=step)))
+        copies.append(weights(engine)["tied_modules.square.weight"])
+    return *copies, float(engine.optimizer.cur_scale)
+
+
+def test_tied_weights_stay_equal_in_fp16_with_fp32_accumulation() -> None:
+    (their_first, first, _), (their_last, last, scale) = run_distributed(_tied_copies_in_fp16, 2)
+    assert not np.array_equal(their_first, their_last), "DeepSpeed now reduces these: drop our reduction"
+    assert np.array_equal(first, last)
+    assert scale == 2.0**8, "no step may have been skipped for overflow"
+
+
+# ---------------------------------------------------------------------- fp16 without ZeRO is scaled down (U3)
+
+
+def _refusal() -> str:
+    get_accelerator().is_fp16_supported = lambda: True
+    with pytest.raises(UserError) as refused:
+        ours(Setup(), stock.dense_layers(), {"fp16": {"enabled": True}})
+    return str(refused.value)
+
+
+def test_fp16_without_zero_is_refused_in_one_line() -> None:
+    (message,) = run_distributed(_refusal, 1)
+    assert message.startswith("fp16 with ZeRO stage 0")
+    assert "use ZeRO stage 1" in message
+    assert "\n" not in message
+
+
+# ---------------------------------------------------------------------- wall_clock_breakdown crashes (U4)
+
+
+BREAKDOWN = {"wall_clock_breakdown": True}
+
+
+def _stock_breakdown() -> str:
+    engine = stock.stock_engine(stock.dense_layers(), BREAKDOWN, stages=2)
+    try:
+        engine.train_batch(iter(stock.pairs(2)))
+    except Exception as error:  # the other rank loses its neighbour
+        return str(error)
+    return ""
+
+
+def _breakdown(setup: Setup) -> tuple[list[float], float, float]:
+    engine = build(setup, config=BREAKDOWN)
+    found = losses(engine, setup, 2)
+    return found, *(engine.timers(name).elapsed(reset=False) for name in (FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER))
+
+
+def test_wall_clock_breakdown_trains_and_measures() -> None:
+    assert "already been started" in run_distributed(_stock_breakdown, 2)[0], "DeepSpeed now trains with it"
+    for found, forward_ms, backward_ms in run_distributed(_breakdown, 2, Setup(pp=2, cut=CUT)):
+        assert len(found) == 2
+        assert forward_ms > 0
+        assert backward_ms > 0
+
+
+# ---------------------------------------------------------------------- tensors without gradients between stages (U5)
+
+
+class Widen(nn.Module):
+    """Beside the hidden state, passes on a float mask, a tensor that nobody will use, and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(stock.WIDTH, stock.WIDTH)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        hidden, mask = inputs
+        hidden = self.linear(hidden)
+        return hidden, mask, hidden * 2.0, torch.arange(hidden.shape[1])
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(stock.WIDTH, stock.WIDTH)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        hidden, mask, _, positions = inputs
+        assert positions.dtype == torch.int64
+        assert not mask.requires_grad
+        return self.linear(hidden * mask.unsqueeze(-1)) * (1.0 + positions.unsqueeze(-1))
+
+
+def masked_pairs(count: int) -> list[Any]:
+    torch.manual_seed(3)
+    return [((inputs, torch.rand(inputs.shape[:2])), labels) for inputs, labels in stock.pairs(count)]
+
+
+def _stock_step_with_a_mask() -> None:
+    engine = stock.stock_engine([LayerSpec(Widen), LayerSpec(Masked)], {}, stages=2)
+    engine.train_batch(iter(masked_pairs(2)))
+
+
+def _step_with_a_mask(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
+    engine = ours(setup, [LayerSpec(Widen), LayerSpec(Masked), LayerSpec(stock.Dense)], partition="uniform")
+    return engine.train_batch(iter(masked_pairs(2))).item(), weights(engine)
+
+
+def test_tensors_without_a_gradient_pass_between_stages() -> None:
+    # One token slice: positions start at 0 in each.
+    ((loss, expected),) = run_distributed(_step_with_a_mask, 1, Setup(cut=(stock.TOKENS,)))
+    # The middle stage takes four tensors and gives one, so what it learns of one side must not leak to the other.
+    for found_loss, found in run_distributed(_step_with_a_mask, 3, Setup(pp=3, cut=(stock.TOKENS,))):
+        assert found_loss == loss
+        for name, weight in found.items():
+            np.testing.assert_array_equal(weight, expected[name])
+
+
+def test_deepspeed_wants_a_gradient_of_every_float_tensor() -> None:
+    with pytest.raises(RankFailed):
+        run_distributed(_stock_step_with_a_mask, 2)
+
+
+# ---------------------------------------------------------------------- recomputing an embedding (U6)
+
+
+def _recompute_lookup() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    layers = [LayerSpec(stock.Lookup), LayerSpec(stock.Dense)]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, stock.WIDTH, (2, stock.ROWS, stock.TOKENS), generator=generator)
+    batches = [(row, labels) for row, (_, labels) in zip(tokens, stock.pairs(2), strict=True)]
+    theirs = stock.stock_engine(layers, {}, stages=1, activation_checkpoint_interval=1)
+    with pytest.raises(AssertionError, match="loss must be"):  # one without a graph
+        theirs.train_batch(iter(batches))
+    setup = Setup(cut=(3, 2, 1))
+    updates = [
+        _update(ours(setup, layers, activation_checkpoint_interval=interval), iter(batches)) for interval in (1, 0)
+    ]
+    return tuple(updates)
+
+
+def test_recompute_reaches_the_embedding() -> None:
+    ((recomputed, stored),) = run_distributed(_recompute_lookup, 1)
+    assert np.abs(stored["0.weight"]).max() > 0
+    assert recomputed.keys() == stored.keys()
+    for name in stored:
+        np.testing.assert_array_equal(recomputed[name], stored[name])

@@ -1,0 +1,110 @@
+"""The equivalence ladder: token slices, stages and replicas change neither the loss nor any gradient.
+
+Each setup trains one step and is held against plain autograd in fp64, on one process, without token slices. Setups of
+one world size share a launch. An error is the norm of a tensor's difference over the norm of the tensor.
+"""
+
+import random
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tests.distributed import run_distributed
+from tests.runtime.models import SEQ
+from tests.runtime.reference import reference_gradients, relative_error
+from tests.runtime.training import Setup, gradients_of_all
+
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 3e-2}
+"""Of every gradient. bf16 has 8 bits, so each product is off by up to 2^-9 = 2e-3, and some ten of them add up."""
+LOSS_TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 1e-2}
+
+
+def random_cut(seed: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    ends = [0, *sorted(draw.sample(range(1, SEQ), draw.randint(1, 7))), SEQ]
+    return tuple(end - start for start, end in pairwise(ends))
+
+
+UNIFORM, UNEVEN, SINGLES = (8, 8, 8), (11, 1, 7, 5), (1,) * 6 + (SEQ - 6,)
+
+SETUPS = [
+    Setup(),
+    Setup(cut=UNEVEN),
+    Setup(cut=UNEVEN, tied=False, dtype="fp64"),
+    Setup(cut=UNIFORM, dtype="fp64", recompute=1),
+    Setup(cut=random_cut(0), zero=1, schedule="gpipe"),
+    Setup(cut=UNEVEN, dtype="bf16"),
+    Setup(cut=UNEVEN, dtype="bf16", zero=1, accumulate="fp32"),
+    # Two stages.
+    Setup(pp=2),
+    Setup(pp=2, dtype="fp64", cut=UNEVEN, micro_batches=3),
+    Setup(pp=2, dtype="fp64", cut=UNIFORM, schedule="gpipe", tied=False),
+    Setup(pp=2, dtype="fp64", cut=SINGLES, micro_batches=1),  # fewer micro-batches than stages, more token slices
+    Setup(pp=2, cut=random_cut(1), recompute=1, schedule="gpipe"),
+    Setup(pp=2, cut=UNEVEN, recompute=2, tied=False),
+    Setup(pp=2, cut=UNEVEN, zero=1),
+    Setup(pp=2, cut=random_cut(2), zero=1, recompute=1, micro_batches=3),
+    Setup(pp=2, cut=UNEVEN, dtype="bf16"),
+    Setup(pp=2, cut=UNIFORM, dtype="bf16", zero=1, accumulate="fp32", schedule="gpipe"),
+    Setup(pp=2, cut=UNIFORM, dtype="bf16", zero=1, tied=False),
+    # Two replicas.
+    Setup(dp=2, dtype="fp64", cut=UNEVEN),
+    Setup(dp=2, cut=UNIFORM, zero=1, schedule="gpipe"),
+    Setup(dp=2, cut=UNIFORM, dtype="bf16", zero=1, accumulate="fp32"),
+    # Four stages, and two stages of two replicas.
+    Setup(pp=4, dtype="fp64", cut=UNEVEN, micro_batches=2),
+    Setup(pp=4, dtype="fp64", cut=random_cut(3), schedule="gpipe", tied=False, recompute=1),
+    Setup(pp=4, dtype="fp64", cut=SINGLES, micro_batches=1, tied=False),
+    Setup(pp=4, dtype="fp64", cut=(13, 11), micro_batches=5),
+    Setup(pp=4, cut=UNIFORM, zero=1, micro_batches=3),
+    Setup(pp=4, cut=UNEVEN, recompute=1, micro_batches=6),
+    Setup(pp=2, dp=2, dtype="fp64", cut=UNEVEN),
+    Setup(pp=2, dp=2, dtype="fp64", cut=random_cut(4), schedule="gpipe", tied=False),
+    Setup(pp=2, dp=2, cut=UNIFORM, zero=1, recompute=1),
+    Setup(pp=2, dp=2, cut=UNEVEN, dtype="bf16", zero=1, accumulate="fp32"),
+    Setup(pp=2, dp=2, cut=UNEVEN, dtype="bf16"),
+]
+
+
+@cache
+def _trained(world_size: int) -> dict[Setup, list[tuple[float, dict[str, np.ndarray]]]]:
+    """Per setup of a world size, what each rank found."""
+    setups = [setup for setup in SETUPS if setup.world_size == world_size]
+    by_rank = run_distributed(gradients_of_all, world_size, setups)
+    return dict(zip(setups, zip(*by_rank, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_loss_and_every_gradient_equal_plain_autograd(setup: Setup) -> None:
+    expected_loss, expected = reference_gradients(setup)
+    seen = set()
+    for rank, (loss, found) in enumerate(_trained(setup.world_size)[setup]):
+        assert loss == pytest.approx(expected_loss, rel=LOSS_TOLERANCE[setup.dtype])
+        for name, gradient in found.items():
+            if _is_unused_copy(name, rank, setup):
+                assert not gradient.any()
+                continue
+            seen.add(name)
+            error = relative_error(gradient, expected[name])
+            assert error <= TOLERANCE[setup.dtype], f"{name} on rank {rank} is off by {error:.1e}"
+    assert seen == expected.keys()
+
+
+def _is_unused_copy(name: str, rank: int, setup: Setup) -> bool:
+    """The head's copy of the embedding has positions of its own, which nothing reads."""
+    return name == "tied_modules.embedding.position" and rank >= setup.dp
+
+
+def test_setups_cover_every_value_of_every_axis() -> None:
+    for axis, values in {
+        "pp": {1, 2, 4}, "dp": {1, 2}, "schedule": {"gpipe", "1f1b"}, "tied": {True, False}, "zero": {0, 1},
+        "recompute": {0, 1}, "dtype": {"fp64", "fp32", "bf16"},
+    }.items():  # fmt: skip
+        for dtype in ("fp64", "fp32"):
+            reached = {getattr(setup, axis) for setup in SETUPS if setup.dtype == dtype or axis == "dtype"}
+            if (axis, dtype) != ("zero", "fp64"):  # ZeRO keeps its masters in fp32
+                assert values <= reached, f"{axis} in {dtype}"
+    assert any(setup.micro_batches < setup.pp for setup in SETUPS)
+    assert any(len(setup.cut) > setup.pp > 1 for setup in SETUPS)

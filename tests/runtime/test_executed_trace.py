@@ -1,0 +1,69 @@
+"""What the engine ran, measured by its own clock, is what the schedule says: the picture cannot lie."""
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from deepspeed_ext.plan.dependencies import prerequisites
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import SCHEDULES, stage_orders
+from deepspeed_ext.plan.timeline import Timeline, executed_order
+from tests.distributed import run_distributed
+from tests.runtime.training import Setup, build, feed
+
+CLOCK_RESOLUTION_S = 1e-6
+"""Rounding of a difference of two readings of the host's clock."""
+
+SETUPS = [
+    Setup(pp=pp, cut=cut, micro_batches=micro_batches, schedule=schedule)
+    for pp in (1, 2, 4)
+    for schedule in sorted(SCHEDULES)
+    for cut, micro_batches in (((9, 1, 8, 6), 3), ((24,), 5), ((12, 12), 1))
+]
+
+
+def _timelines(setups: list[Setup]) -> list[tuple[str, float]]:
+    """Per setup, the timeline, and when this rank's clock started by the clock that all ranks of a host share."""
+    measured = []
+    for setup in setups:
+        engine = build(setup)
+        engine.train_batch(feed(engine, setup))
+        with engine.timeline() as timelines:
+            started = engine._clock._origin
+            engine.train_batch(feed(engine, setup))
+        (timeline,) = timelines
+        measured.append((timeline.to_json(), started))
+    return measured
+
+
+@cache
+def _measured(pp: int) -> dict[Setup, tuple[Timeline, list[float]]]:
+    setups = [setup for setup in SETUPS if setup.pp == pp]
+    measured = {}
+    for setup, ranks in zip(setups, zip(*run_distributed(_timelines, pp, setups), strict=True), strict=True):
+        (text,) = {text for text, _ in ranks}  # every rank gets the whole timeline
+        measured[setup] = Timeline.from_json(text), [started for _, started in ranks]
+    return measured
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_executed_order_is_the_schedule(setup: Setup) -> None:
+    timeline, _ = _measured(setup.pp)[setup]
+    shape = PipelineShape(setup.pp, setup.micro_batches, len(setup.cut))
+    assert timeline.shape == shape
+    assert timeline.unit == "s"
+    assert executed_order(timeline) == stage_orders(SCHEDULES[setup.schedule], shape)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_spans_do_not_overlap_and_keep_dependencies(setup: Setup) -> None:
+    timeline, started = _measured(setup.pp)[setup]
+    spans = {span.op: span for stage in timeline.spans for span in stage}
+    for stage in timeline.spans:
+        assert all(span.start < span.end for span in stage)
+        assert all(earlier.end <= later.start for earlier, later in pairwise(stage))
+    for op, span in spans.items():
+        for needed in prerequisites(op, timeline.shape):
+            done = started[needed.stage] + spans[needed].end
+            assert done <= started[op.stage] + span.start + CLOCK_RESOLUTION_S, f"{op} ran before {needed} was done"

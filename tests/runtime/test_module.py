@@ -1,0 +1,192 @@
+"""Stages of a model: which layers they hold, how they are initialised, and what they refuse."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule, stage_partition, takes_past
+from deepspeed_ext.runtime.sequence_state import Past, SequenceState
+from tests.distributed import run_distributed
+from tests.runtime import models
+from tests.runtime.reference import Reference
+from tests.runtime.training import as_numpy
+
+CUT = TokenSlices((9, 1, 8, 6))
+
+
+def module(layers: list[Any] | None = None, *, stages: int = 1, **keywords: Any) -> TokenSlicePipelineModule:
+    return TokenSlicePipelineModule(
+        models.layers() if layers is None else layers,
+        layout=ParallelLayout(pipeline_parallel_size=stages, num_token_slices=len(CUT)),
+        token_slices=CUT,
+        **keywords,
+    )
+
+
+# ---------------------------------------------------------------------- partitions
+
+
+def _bounds(settings: list[Any]) -> list[list[int]]:
+    return [module(stages=2, partition=setting).parts for setting in settings]
+
+
+def test_layers_go_where_the_partition_says(tmp_path) -> None:
+    path = tmp_path / "partition.json"
+    path.write_text(json.dumps([0, 5, 6]))
+    settings = ["uniform", "parameters", "0,1,6", str(path), StagePartition((0, 4, 6))]
+    # Embedding and head have 896 parameters each, a block has 1936.
+    expected = [[0, 3, 6], [0, 3, 6], [0, 1, 6], [0, 5, 6], [0, 4, 6]]
+    assert run_distributed(_bounds, 2, settings) == [expected, expected]
+
+
+def test_parameters_balance_the_stages() -> None:
+    assert stage_partition("parameters", [10.0, 1.0, 1.0, 1.0], 2) == StagePartition((0, 1, 4))
+    assert stage_partition("uniform", [10.0, 1.0, 1.0, 1.0], 2) == StagePartition((0, 2, 4))
+    assert stage_partition("0,3,4", [10.0, 1.0, 1.0, 1.0], 2) == StagePartition((0, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [("0,2,5", "give 3 bounds, the last one 6"), ("0,2,4,6", "give 3 bounds"), ("type:block", "neither uniform")],
+)
+def test_a_partition_that_does_not_fit_is_refused(partition: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        stage_partition(partition, [1.0] * 6, 2)
+
+
+def test_a_stage_with_nothing_to_train_is_refused_before_any_rank_waits() -> None:
+    def double(hidden: Tensor) -> Tensor:
+        return hidden * 2.0
+
+    layers = [LayerSpec(nn.Linear, 4, 4), double, LayerSpec(nn.ReLU)]
+    with pytest.raises(UserError, match=r"stage 1 of the partition 0,1,3 has no parameters to train"):
+        module(layers, stages=2, partition="0,1,3")
+
+
+def test_layout_and_cut_must_have_as_many_token_slices() -> None:
+    with pytest.raises(UserError, match="give the layout num_token_slices=4"):
+        TokenSlicePipelineModule(
+            models.layers(), layout=ParallelLayout(num_token_slices=3), token_slices=CUT, partition="uniform"
+        )
+
+
+class Counted(nn.Linear):
+    built = 0
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        assert self.weight.device.type == "meta"
+        Counted.built += 1
+
+
+def test_counting_parameters_allocates_nothing() -> None:
+    with pytest.raises(PlanError):
+        module([LayerSpec(Counted)] * 3, stages=2, partition="0,9,11")
+    assert Counted.built == 3
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def _weights_and_outputs(stages: int) -> tuple[dict[str, np.ndarray], list[str]]:
+    stage = module(stages=stages, partition="0,2,6" if stages == 2 else "uniform")
+    return {name: as_numpy(parameter) for name, parameter in stage.named_parameters()}, [
+        type(layer).__name__ for layer in stage.children()
+    ]
+
+
+def test_weights_do_not_depend_on_the_stages() -> None:
+    expected = {name: as_numpy(parameter) for name, parameter in Reference(4, tied=True).named_parameters()}
+    (whole,) = run_distributed(_weights_and_outputs, 1, 1)
+    first, last = run_distributed(_weights_and_outputs, 2, 2)
+    assert whole[0].keys() == expected.keys() == first[0].keys() | last[0].keys()
+    for found, _ in (whole, first, last):
+        for name, weight in found.items():
+            if name != "tied_modules.embedding.position" or found is not last[0]:
+                np.testing.assert_array_equal(weight, expected[name])
+
+
+# ---------------------------------------------------------------------- forward
+
+
+class Records(nn.Module):
+    """Passes on what it gets and remembers what it saw of the past."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.seen: list[int] = []
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        self.seen.append(past.prefix_len)
+        return hidden * self.weight
+
+
+def _forwards() -> dict[str, Any]:
+    layers = [LayerSpec(Records), lambda hidden: hidden + 1.0, LayerSpec(nn.Linear, 4, 4), LayerSpec(Records)]
+    stage = module(layers)
+    state = SequenceState(CUT)
+    hidden = torch.randn(2, CUT.seq_length, 4)
+    parts = [stage(hidden[:, start:end], state, index) for index, (start, end) in enumerate(CUT.bounds())]
+    seen = [list(stage.forward_funcs[index].seen) for index in (0, 3)]
+    whole = stage(hidden)
+    transformer = module()
+    tokens = models.batches(1, 2)[0][0]
+    return {
+        "seen": seen,
+        "whole": torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-6),
+        "plain": as_numpy(transformer(tokens)),
+        "states": sorted(state._layers),
+    }
+
+
+def test_layers_that_ask_for_the_past_get_it() -> None:
+    (found,) = run_distributed(_forwards, 1)
+    assert found["seen"] == [[0, 9, 10, 18], [0, 9, 10, 18]]
+    assert found["whole"]
+    assert found["states"] == [0, 3], "a state for each layer with a past, by its place in the model"
+    with torch.no_grad():
+        expected = as_numpy(Reference(4, tied=True)(models.batches(1, 2)[0][0]))
+    assert np.linalg.norm(found["plain"] - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
+def test_a_past_is_asked_for_by_the_name_of_an_argument() -> None:
+    def with_past(module: nn.Module, hidden: Tensor, past: Past) -> Tensor:
+        return hidden
+
+    assert takes_past(models.Block())
+    assert takes_past(with_past)
+    assert not takes_past(nn.Linear(2, 2))
+    assert not takes_past(models.head)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight
+
+
+def past_of_tied(shared: Shared, hidden: Tensor, past: Past) -> Tensor:
+    return hidden @ shared.weight + past.prefix_len
+
+
+def _tied_with_past() -> list[float]:
+    stage = module([TiedLayerSpec("w", Shared), TiedLayerSpec("w", Shared, forward_fn=past_of_tied)])
+    state = SequenceState(CUT)
+    return [stage(torch.zeros(1, 1, 4), state, index).max().item() for index in range(len(CUT))]
+
+
+def test_a_tied_layer_may_ask_for_the_past() -> None:
+    assert run_distributed(_tied_with_past, 1) == [[0.0, 9.0, 10.0, 18.0]]

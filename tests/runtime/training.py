@@ -1,0 +1,162 @@
+"""What ranks of the runtime's tests run: build an engine for a setup, train it, and bring back what it computed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.channels import TensorSpec
+from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from deepspeed_ext.runtime.initialize import initialize
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from tests.runtime import models
+
+ROWS = 2
+LONG_STEP = 2.0**20
+"""A learning rate beside which a weight is nothing: (before - after) / LONG_STEP is the gradient to the last digits."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to train the small transformer. Its text form is the id of its tests."""
+
+    pp: int = 1
+    dp: int = 1
+    cut: tuple[int, ...] = (models.SEQ,)
+    micro_batches: int = 2
+    schedule: str = "1f1b"
+    tied: bool = True
+    zero: int = 0
+    dtype: str = "fp32"
+    recompute: int = 0
+    num_blocks: int = 4
+    accumulate: str | None = None
+    config: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp
+
+    def __str__(self) -> str:
+        parts = [f"pp{self.pp}", f"dp{self.dp}", f"m{self.micro_batches}", "cut" + "_".join(map(str, self.cut))]
+        parts += [self.schedule, "tied" if self.tied else "untied", f"zero{self.zero}", self.dtype]
+        return "-".join(parts + ["recompute"] * bool(self.recompute) + [self.accumulate or ""]).rstrip("-")
+
+
+class RecordingSGD(torch.optim.SGD):
+    """Keeps the gradients that a step is about to use."""
+
+    def step(self, closure: Any = None) -> None:
+        self.seen = {
+            parameter: parameter.grad.clone()
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        }
+        super().step(closure)
+
+
+def hidden_spec(rows: int, tokens: int, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    """What passes between the stages of the small transformer."""
+    return (TensorSpec((rows, tokens, models.HIDDEN), dtype, True),)
+
+
+def build(
+    setup: Setup,
+    *,
+    layers: list[Any] | None = None,
+    loss_fn: Callable[..., Any] | None = models.loss_fn,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    config: dict[str, Any] | None = None,
+    **module_keywords: Any,
+) -> TokenSlicePipelineEngine:
+    """The engine of a setup; SGD with a learning rate of 1 unless told otherwise."""
+    torch.manual_seed(0)
+    module_keywords.setdefault("activation_spec", hidden_spec)
+    module_keywords.setdefault("activation_checkpoint_interval", setup.recompute)
+    model = TokenSlicePipelineModule(
+        models.layers(setup.num_blocks, tied=setup.tied) if layers is None else layers,
+        layout=ParallelLayout(
+            pipeline_parallel_size=setup.pp, data_parallel_size=setup.dp, num_token_slices=len(setup.cut)
+        ),
+        token_slices=TokenSlices(setup.cut),
+        loss_fn=loss_fn,
+        **module_keywords,
+    )
+    if optimizer is None:
+        optimizer = lambda parameters: RecordingSGD(parameters, lr=LONG_STEP if by_step(setup) else 1.0)  # noqa: E731
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": setup.micro_batches,
+        "zero_optimization": {"stage": setup.zero, "reduce_bucket_size": 10**5, "allgather_bucket_size": 10**5},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 if not told
+    }
+    if setup.dtype in ("bf16", "fp16"):
+        settings[setup.dtype] = {"enabled": True}
+    if setup.accumulate:
+        settings["data_types"] = {"grad_accum_dtype": setup.accumulate}
+    engine, *_ = initialize(
+        model,
+        settings | dict(setup.config) | (config or {}),
+        schedule=setup.schedule,
+        optimizer=optimizer([parameter for parameter in model.parameters() if parameter.requires_grad]),
+    )
+    if setup.dtype == "fp64":
+        # DeepSpeed refuses fp64 weights when it makes an engine, and to reduce them, but nothing in it minds them.
+        accelerator = get_accelerator()
+        accelerator.supported_dtypes = lambda: [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+        engine.communication_data_type = torch.float64
+        engine.module.double()
+    return engine
+
+
+def by_step(setup: Setup) -> bool:
+    """Whether gradients must be read from a step: these optimizers keep them in flat pieces of their own."""
+    return setup.zero > 0 or setup.dtype in ("bf16", "fp16")
+
+
+def batches_of(setup: Setup, data_rank: int, *, step: int = 0, rows: int = ROWS, seq: int | None = None) -> list[Any]:
+    """A data-parallel rank's micro-batches of one step."""
+    return models.batches(setup.micro_batches, rows, 100 * step + data_rank, seq or sum(setup.cut))
+
+
+def feed(engine: TokenSlicePipelineEngine, setup: Setup, *, step: int = 0, rows: int = ROWS) -> Any:
+    return iter(batches_of(setup, engine.grid.get_data_parallel_rank(), step=step, rows=rows))
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy that survives its process; numpy has no bf16."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
+
+
+def weights(engine: TokenSlicePipelineEngine) -> dict[str, np.ndarray]:
+    return {name: as_numpy(parameter) for name, parameter in engine.module.named_parameters()}
+
+
+def gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
+    """Train one step: the loss, and the gradient of each of this rank's parameters that has one."""
+    engine = build(setup)
+    before = weights(engine)
+    loss = engine.train_batch(feed(engine, setup)).item()
+    if not by_step(setup):
+        seen = engine.optimizer.seen
+        return loss, {name: as_numpy(seen[p]) for name, p in engine.module.named_parameters() if p in seen}
+    after = weights(engine)
+    return loss, {name: (before[name].astype(np.float64) - after[name]) / LONG_STEP for name in before}
+
+
+def gradients_of_all(setups: list[Setup]) -> list[tuple[float, dict[str, np.ndarray]]]:
+    return [gradients(setup) for setup in setups]
+
+
+def losses(engine: TokenSlicePipelineEngine, setup: Setup, steps: int, *, first: int = 0) -> list[float]:
+    """Train on the setup's batches."""
+    return [engine.train_batch(feed(engine, setup, step=first + step)).item() for step in range(steps)]
