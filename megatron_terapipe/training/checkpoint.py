@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
@@ -129,7 +130,10 @@ def find_checkpoint(
 
 
 def _check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> None:
-    """See that every file is there: without its optimizer's, DeepSpeed would go on with a fresh optimizer."""
+    """See that every file is there and was written to its end, so that no rank finds out alone.
+
+    Without the optimizer's files DeepSpeed would go on with a fresh optimizer.
+    """
     num_layers = model.num_layers + (4 if model.untie_embeddings_and_output_weights else 3)  # a tied one is there once
     stages = range(info.layout["pipeline_parallel_size"])
     patterns = [f"layer_{layer:02d}-model_00-model_states.pt" for layer in range(num_layers)]
@@ -141,34 +145,26 @@ def _check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, w
             f"*zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt" for replica in replicas for stage in stages
         ]
     for pattern in patterns:
-        if not any(directory.glob(pattern)):
+        path = next(directory.glob(pattern), None)
+        # Tensors are saved as zip archives, whose table of contents comes last.
+        if path is None or not is_zipfile(path):
+            fault = f"lacks {pattern.removeprefix('*')}" if path is None else f"is damaged: {path.name} is not whole"
             raise CheckpointError(
-                f"checkpoint {directory} lacks {pattern.removeprefix('*')}: put the file back, or let "
-                f"{directory.parent / 'latest'} name another checkpoint"
+                f"checkpoint {directory} {fault}: put the file back, or let {directory.parent / 'latest'} name another "
+                "checkpoint"
             )
 
 
 def load_checkpoint(engine: TokenSlicePipelineEngine, directory: Path, config: CheckpointConfig) -> None:
-    """Load a checkpoint that `find_checkpoint` found, on every rank.
-
-    Raises:
-        CheckpointError: if a file is broken.
-    """
+    """Load a checkpoint that `find_checkpoint` found, on every rank."""
     weights_only = config.finetune or config.no_load_optim
-    try:
-        engine.load_checkpoint(
-            str(directory.parent),
-            tag=directory.name,
-            load_module_only=weights_only,
-            load_optimizer_states=not weights_only,
-            load_lr_scheduler_states=False,
-        )
-    except Exception as error:  # On a damaged file an unpickler may raise anything.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"rank {engine.global_rank} cannot load checkpoint {directory} ({reason}): let "
-            f"{directory.parent / 'latest'} name another one"
-        ) from error
+    engine.load_checkpoint(
+        str(directory.parent),
+        tag=directory.name,
+        load_module_only=weights_only,
+        load_optimizer_states=not weights_only,
+        load_lr_scheduler_states=False,
+    )
 
 
 def save_checkpoint(engine: TokenSlicePipelineEngine, save: str, info: CheckpointInfo) -> Path:

@@ -1,6 +1,7 @@
 """From a prepared run to the process group and the engine."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.runtime.channels import MessageSpec, TensorSpec
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
@@ -20,6 +22,9 @@ from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.run import Run
 from megatron_terapipe.training.token_slice_batch import split_batch
+
+LAUNCHER_NOTICES_S = 5
+"""Seconds in which a launcher surely sees that a rank has ended; DeepSpeed's looks every second."""
 
 
 @contextmanager
@@ -36,7 +41,14 @@ def process_group(run: Run) -> Iterator[None]:
         timeout=_timeout(run),
         verbose=False,
     )
-    yield
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception:
+        # Perhaps another rank failed first: give the launcher time to see that one, and to exit with its code.
+        time.sleep(LAUNCHER_NOTICES_S)
+        raise
     # Not in a `finally`: after an error the other ranks may never come, and the launcher ends them.
     dist.destroy_process_group()
 

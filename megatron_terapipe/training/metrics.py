@@ -1,9 +1,11 @@
 """What a run reports: one JSON object per iteration and per evaluation, and lines for people."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from math import exp
 from pathlib import Path
+from statistics import fmean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +29,18 @@ class IterationMetrics:
             f" learning rate: {self.learning_rate:.3E} | lm loss: {self.lm_loss:.6E} |"
             f" grad norm: {self.grad_norm:.3f} |"
         )
+
+
+def mean_over_iterations(metrics: Sequence[IterationMetrics]) -> IterationMetrics:
+    """Loss, time and throughput averaged over iterations, the rest from the last: what a line of the log says."""
+    seconds = fmean(each.iteration_time_s for each in metrics)
+    last = metrics[-1]
+    return replace(
+        last,
+        lm_loss=fmean(each.lm_loss for each in metrics),
+        iteration_time_s=seconds,
+        tokens_per_second=last.tokens_per_second * last.iteration_time_s / seconds,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

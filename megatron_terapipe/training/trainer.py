@@ -17,7 +17,7 @@ from megatron_terapipe.data.blended_dataset import SampleDataset
 from megatron_terapipe.data.loader import MicroBatchLoader
 from megatron_terapipe.training.checkpoint import save_checkpoint
 from megatron_terapipe.training.lr_schedule import LearningRateSchedule
-from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics, MetricsFile
+from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics, MetricsFile, mean_over_iterations
 from megatron_terapipe.training.optimizer import set_learning_rate
 from megatron_terapipe.training.run import Run
 
@@ -38,6 +38,7 @@ class Trainer:
         self._speaks = run.launch.rank == 0
         self._metrics_file = MetricsFile(self.config.logging.metrics_file if self._speaks else None)
         self._saved_iteration = run.start_iteration
+        self._since_last_line: list[IterationMetrics] = []
 
     def run(self) -> None:
         """Train until the last iteration, or the exit interval."""
@@ -88,8 +89,10 @@ class Trainer:
             tokens_per_second=self._run.global_batch_size * self.config.model.seq_length / seconds,
         )
         self._metrics_file.write(metrics)
+        self._since_last_line.append(metrics)
         if _is_due(iteration, logging.log_interval) or iteration == self._run.start_iteration + 1:
-            self._say(metrics.line(self.config.training.train_iters))
+            self._say(mean_over_iterations(self._since_last_line).line(self.config.training.train_iters))
+            self._since_last_line.clear()
 
     def _evaluate(self, iteration: int) -> None:
         """Mean loss over the same validation samples every time, so that evaluations compare."""

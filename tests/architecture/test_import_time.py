@@ -1,0 +1,51 @@
+"""What says in what order and what is asked for starts at once, also where nothing is installed but Python."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.sources import ROOT, modules
+
+HEAVY = {"torch", "deepspeed", "numpy", "regex", "tqdm", "packaging"}
+LIGHT = (
+    "deepspeed_ext.plan",
+    "megatron_terapipe.config",
+    "megatron_terapipe.strategy",
+    "megatron_terapipe.arguments",
+    "megatron_terapipe.model.flops",
+    "megatron_terapipe.training.launch_environment",
+    "megatron_terapipe.generate",
+    "pretrain_gpt",
+)
+"""Modules, each with all in it."""
+
+
+def light_modules() -> list[str]:
+    """Every module that must start at once."""
+    return [
+        module for module in modules() if any(module == light or module.startswith(f"{light}.") for light in LIGHT)
+    ]
+
+
+def packages_loaded(module: str) -> set[str]:
+    """Packages of others that a fresh interpreter has loaded once it has imported a module."""
+    program = f"import sys; import {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    # -I: without the directory of the tests or variables of the environment; the project is put on the path by hand.
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {program}"
+    result = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
+    return set(result.stdout.split()) & HEAVY
+
+
+def test_every_light_module_together() -> None:
+    # One interpreter for all of them; on failure the test below is the way to find out which.
+    assert not packages_loaded(", ".join(light_modules()))
+
+
+@pytest.mark.parametrize("module", ["deepspeed_ext.plan.schedules", "megatron_terapipe.config", "pretrain_gpt"])
+def test_alone(module: str) -> None:
+    assert not packages_loaded(module)
+
+
+def test_the_probe_sees_what_is_loaded() -> None:
+    assert packages_loaded("numpy") == {"numpy"}

@@ -1,0 +1,166 @@
+"""Who may import whom. The table is that of CONTRIBUTING.md, row by row."""
+
+import sys
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+
+from tests.architecture.sources import imported_when_importing, imports_of, modules, where
+
+PLAN = ("deepspeed_ext.plan",)
+CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Modules that may import the same.
+
+    Attributes:
+        modules: patterns of their names. A module belongs to the longest pattern that fits it.
+        ours: modules of ours they may import with all in them, besides those of their own row.
+        packages: packages of others, or modules of such. The standard library is everybody's.
+    """
+
+    modules: tuple[str, ...]
+    ours: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+
+
+LAYERS = (
+    Layer(("deepspeed_ext", "megatron_terapipe")),
+    Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy",)),
+    Layer(("megatron_terapipe.errors",), PLAN),
+    Layer(("megatron_terapipe.refused_flags",)),
+    # The arrow to the configuration is for types alone: the configuration counts FLOPs, so the other way is taken.
+    Layer(("megatron_terapipe.model", "megatron_terapipe.model.flops"), ("megatron_terapipe.config.model",)),
+    Layer(
+        ("megatron_terapipe.config", "megatron_terapipe.config.*"),
+        (*PLAN, "megatron_terapipe.errors", "megatron_terapipe.model.flops"),
+    ),
+    Layer(("megatron_terapipe.strategy",), (*PLAN, *CONFIG)),
+    Layer(
+        ("megatron_terapipe.arguments",),
+        (*PLAN, *CONFIG, "megatron_terapipe.strategy", "megatron_terapipe.refused_flags"),
+    ),
+    Layer(("deepspeed_ext.runtime", "deepspeed_ext.runtime.*"), PLAN, ("torch", "deepspeed", "packaging")),
+    Layer(("megatron_terapipe.model.*",), (*PLAN, *CONFIG, "megatron_terapipe.model.flops"), ("torch",)),
+    Layer(
+        ("megatron_terapipe.model.gpt",),
+        (*PLAN, *CONFIG, "megatron_terapipe.model"),
+        ("torch", "deepspeed.pipe"),
+    ),
+    Layer(
+        ("megatron_terapipe.data", "megatron_terapipe.data.*"),
+        (*PLAN, *CONFIG),
+        ("torch", "numpy", "regex", "tqdm"),
+    ),
+    Layer(
+        ("megatron_terapipe.inference", "megatron_terapipe.inference.*"),
+        (*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
+        ("torch", "deepspeed.pipe"),
+    ),
+    Layer(
+        ("megatron_terapipe.training", "megatron_terapipe.training.*"),
+        (*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
+        ("torch", "deepspeed", "numpy", "tqdm"),
+    ),
+    Layer(
+        ("megatron_terapipe.search", "megatron_terapipe.search.*"),
+        (*PLAN, *CONFIG, "megatron_terapipe.strategy", "megatron_terapipe.model.flops"),
+        ("numpy",),
+    ),
+    # Commands put the parts together: they may import anything of ours, and nobody imports them.
+    Layer(
+        (
+            "pretrain_gpt",
+            "megatron_terapipe.generate",
+            "megatron_terapipe.convert",
+            "megatron_terapipe.search.__main__",
+            "megatron_terapipe.search.measure",
+            "megatron_terapipe.search.trial",
+        ),
+        ("deepspeed_ext", "megatron_terapipe"),
+        ("torch", "deepspeed", "numpy", "tqdm"),
+    ),
+    Layer(("setup",), packages=("setuptools",)),
+)
+"""Bottom first."""
+
+
+def height(module: str) -> int:
+    """The layer of a module."""
+    fitting = [
+        (len(pattern), index)
+        for index, layer in enumerate(LAYERS)
+        for pattern in layer.modules
+        if fnmatchcase(module, pattern)
+    ]
+    assert fitting, f"{module} has no layer: put it into the table of CONTRIBUTING.md and of this test"
+    return max(fitting)[1]
+
+
+def allows(layer: Layer, target: str) -> bool:
+    """Whether modules of a layer may import a module."""
+    if target.split(".")[0] in sys.stdlib_module_names:
+        return True
+    if target in modules() and LAYERS[height(target)] == layer:
+        return True
+    return any(target == name or target.startswith(f"{name}.") for name in (*layer.ours, *layer.packages))
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_what_its_layer_may(module: str) -> None:
+    layer = LAYERS[height(module)]
+    path = modules()[module]
+    forbidden = [
+        f"{where(path, each.line)} imports {each.target}" for each in imports_of(path) if not allows(layer, each.target)
+    ]
+    assert not forbidden, "\n".join(forbidden)
+
+
+@pytest.mark.parametrize("module", modules())
+def test_arrows_point_down(module: str) -> None:
+    upward = [other for other in imported_when_importing(module) if height(other) > height(module)]
+    assert not upward, f"{module} imports what stands above it: {', '.join(upward)}"
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    try:
+        TopologicalSorter({module: imported_when_importing(module) for module in modules()}).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_the_walk_sees_what_it_should() -> None:
+    assert "megatron_terapipe.model.flops" in imported_when_importing("megatron_terapipe.config.config")
+    # For types alone, and within a function.
+    assert not imported_when_importing("megatron_terapipe.model.flops")
+    assert "megatron_terapipe.training.trainer" not in imported_when_importing("pretrain_gpt")
+    assert any(
+        each.target == "megatron_terapipe.training.trainer" for each in imports_of(modules()["pretrain_gpt"])
+    )
+    # A package runs before what is in it.
+    assert "megatron_terapipe.config" in imported_when_importing("megatron_terapipe.strategy")
+
+
+@pytest.mark.parametrize(
+    ("module", "target", "allowed"),
+    [
+        ("deepspeed_ext.plan.ops", "math", True),
+        ("deepspeed_ext.plan.ops", "torch", False),
+        ("deepspeed_ext.plan.ops", "deepspeed_ext.runtime.batch", False),
+        ("deepspeed_ext.runtime.engine", "megatron_terapipe.errors", False),
+        ("megatron_terapipe.config.config", "megatron_terapipe.model.flops", True),
+        ("megatron_terapipe.config.config", "megatron_terapipe.model.gpt", False),
+        ("megatron_terapipe.model.block", "deepspeed.pipe", False),
+        ("megatron_terapipe.model.gpt", "deepspeed.pipe", True),
+        ("megatron_terapipe.model.gpt", "deepspeed", False),
+        ("megatron_terapipe.data.loader", "megatron_terapipe.training.run", False),
+        ("megatron_terapipe.training.run", "megatron_terapipe.inference.generation", False),
+        ("megatron_terapipe.training.run", "tests.distributed", False),
+    ],
+)
+def test_the_table_says_what_is_meant(module: str, target: str, allowed: bool) -> None:
+    assert allows(LAYERS[height(module)], target) == allowed
