@@ -18,15 +18,15 @@ python -m megatron_terapipe.data.preprocess --input "$out/speeches.jsonl" --outp
 echo "== training: $stages stages, 4 token slices"
 deepspeed --num_accelerators "$stages" pretrain_gpt.py $precision \
     --pipeline-model-parallel-size "$stages" --num-token-slices 4 --token-slices balanced \
-    --num-layers 6 --hidden-size 256 --num-attention-heads 8 --seq-length 512 \
-    --micro-batch-size 4 --global-batch-size 8 --train-iters 300 \
-    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 \
+    --num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 256 --init-method-std 0.06 \
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 1300 \
+    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 50 --weight-decay 0.1 --adam-beta2 0.99 \
     --data-path "$out/speeches_text_document" --tokenizer-type byte --split 97,3,0 \
-    --eval-interval 100 --eval-iters 4 --log-interval 10 \
+    --eval-interval 325 --eval-iters 10 --log-interval 50 \
     --save "$out/checkpoints" --metrics-file "$out/metrics.jsonl" --timeline "$out/timeline" --timeline-iteration 50
 
-echo "== what it writes after 300 iterations"
-python -m megatron_terapipe.generate --load "$out/checkpoints" --temperature 0.7 --max-new-tokens 300 \
+echo "== what it writes after 1300 iterations"
+python -m megatron_terapipe.generate --load "$out/checkpoints" --temperature 0.7 --max-new-tokens 200 \
     --prompt "My fellow citizens, the state of the Union "
 
 echo "== the iteration it executed"
