@@ -16,13 +16,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.workload import SEQ_LENGTH, balanced, batches, benchmark_model, deepspeed_engine, join, our_engine
+from benchmarks.workload import SEQ_LENGTH, batches, benchmark_model, deepspeed_engine, join, our_engine
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import OpKind
 from deepspeed_ext.plan.schedules import SCHEDULES, stage_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
+from megatron_terapipe.config.balance import balanced_token_slices
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     cuts = {
         "ours, 1 token slice": TokenSlices.uniform(SEQ_LENGTH, 1),
         f"ours, {options.token_slices} uniform token slices": TokenSlices.uniform(SEQ_LENGTH, options.token_slices),
-        f"ours, {options.token_slices} balanced token slices": balanced(benchmark_model(), options.token_slices),
+        f"ours, {options.token_slices} balanced token slices": balanced_token_slices(
+            benchmark_model(), options.token_slices
+        ),
     }
     document = {}
     for count in options.micro_batches:

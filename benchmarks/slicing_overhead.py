@@ -11,8 +11,9 @@ from statistics import median
 
 import torch.distributed as dist
 
-from benchmarks.workload import balanced, batches, benchmark_model, join, our_engine
+from benchmarks.workload import batches, benchmark_model, join, our_engine
 from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config.balance import balanced_token_slices
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cuts = {"1": TokenSlices.uniform(model.seq_length, 1)}
     for count in options.token_slices:
         cuts[f"{count} uniform"] = TokenSlices.uniform(model.seq_length, count)
-        cuts[f"{count} balanced"] = balanced(model, count)
+        cuts[f"{count} balanced"] = balanced_token_slices(model, count)
     engines = {name: our_engine(model, cut, 1, num_stages=1) for name, cut in cuts.items()}
     data = batches(model, for_deepspeed=False)
     times: dict[str, list[float]] = {name: [] for name in engines}

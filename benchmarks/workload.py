@@ -19,9 +19,7 @@ from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.config import TILE
 from megatron_terapipe.data.batch import Batch
-from megatron_terapipe.model import flops
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.token_slice_batch import split_batch
@@ -118,18 +116,6 @@ def deepspeed_engine(model: ModelConfig, num_micro_batches: int, *, num_stages: 
         module = FixedPartition(layers, num_stages=num_stages, loss_fn=gpt_loss, seed_layers=False)
         engine, *_ = deepspeed.initialize(model=module, config=settings(num_micro_batches), optimizer=_sgd(module))
     return engine
-
-
-def balanced(model: ModelConfig, num_token_slices: int) -> TokenSlices:
-    """The cut of `--token-slices balanced`."""
-    attention_cost = flops.attention_flops_per_position(model)
-    return TokenSlices.balanced(
-        model.seq_length,
-        num_token_slices,
-        linear_cost=flops.linear_flops_per_token(model) + attention_cost,
-        attention_cost=attention_cost,
-        granularity=TILE,
-    )
 
 
 def _uniform(model: ModelConfig, num_stages: int) -> StagePartition:

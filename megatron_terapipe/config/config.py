@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config.balance import balanced_token_slices
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parallel import ParallelConfig
 from megatron_terapipe.config.run import (
@@ -19,10 +20,6 @@ from megatron_terapipe.config.training import (
     TrainingConfig,
 )
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.model import flops
-
-TILE = 16
-"""Tokens that `--token-slices balanced` rounds to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,18 +67,7 @@ class Config:
             except PlanError as error:
                 raise ConfigError(f"--token-slices: {error}") from None
         if self.parallel.token_slices == "balanced":
-            attention_cost = flops.attention_flops_per_position(self.model)
-            # Every token attends to itself as well, whatever its prefix.
-            linear_cost = flops.linear_flops_per_token(self.model) + attention_cost
-            # Kernels work in tiles: a few tokens more or less cost nothing, an odd length costs a tile.
-            granularity = TILE if seq_length >= 4 * TILE * count else 1
-            return TokenSlices.balanced(
-                seq_length,
-                count,
-                linear_cost=linear_cost,
-                attention_cost=attention_cost,
-                granularity=granularity,
-            )
+            return balanced_token_slices(self.model, count)
         return TokenSlices.uniform(seq_length, count)
 
     def num_micro_batches(self, data_parallel_size: int) -> int:

@@ -48,8 +48,8 @@ class ParallelConfig:
         metavar="LENGTHS",
         translations={"--pipe-sp-strategy": {"average": None, "uniform_comp": "balanced"}},
     )
-    """Lengths of the token slices, such as 704,688,656; `balanced` gives each the same work, counted in FLOPs.
-    Left out, they are as equal as can be."""
+    """Lengths of the token slices, such as 704,688,656; `balanced` gives each the same work, forward and backward,
+    counted in FLOPs. Left out, they are as equal as can be."""
 
     pipeline_schedule: str = option("1f1b", choices=tuple(SCHEDULES))
     """Order in which a stage runs its forwards and backwards."""

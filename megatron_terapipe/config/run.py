@@ -36,8 +36,8 @@ class DataConfig:
     merge_file: str | None = option(None, metavar="FILE")
     """Merges of the BPE tokenizer."""
 
-    num_workers: int = 2
-    """Processes that load data on each rank. 0 = the training process itself."""
+    num_workers: int = 1
+    """Threads that prepare micro-batches ahead on each rank that reads data. 0 = none, each is read when needed."""
 
     def __post_init__(self) -> None:
         """Check the lists and the files."""

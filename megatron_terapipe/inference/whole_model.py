@@ -27,23 +27,24 @@ class WholeModel(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict()
         """By index in the pipeline; a tied layer stands where it is built first."""
-        self._functions: list[Callable[..., Tensor]] = []
+        functions: list[Callable[..., Tensor]] = []
         tied: dict[str, nn.Module] = {}
         for index, spec in enumerate(gpt_layers(model)):
             if isinstance(spec, TiedLayerSpec) and spec.key in tied:
-                self._functions.append(partial(spec.forward_fn, tied[spec.key]))
+                functions.append(partial(spec.forward_fn, tied[spec.key]))
                 continue
             torch.manual_seed(base_seed + index)
             layer = self.layers[str(index)] = spec.build()
-            self._functions.append(layer)
+            functions.append(layer)
             if isinstance(spec, TiedLayerSpec):
                 tied[spec.key] = layer
+        self._functions = [(function, takes_past(function)) for function in functions]
 
     def forward(self, tokens: Tensor, state: SequenceState, token_slice: int = 0) -> Tensor:
         """Logits [B, N, vocabulary] of the tokens [B, N] of a token slice, after those that `state` has seen."""
         hidden = tokens
-        for index, function in enumerate(self._functions):
-            if takes_past(function):
+        for index, (function, wants_past) in enumerate(self._functions):
+            if wants_past:
                 hidden = function(hidden, past=state.past(index, token_slice))
             else:
                 hidden = function(hidden)

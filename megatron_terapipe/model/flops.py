@@ -17,6 +17,10 @@ if TYPE_CHECKING:  # The configuration calls this module, so at run time the arr
 BACKWARD_PER_FORWARD = 2
 """A backward computes the gradient of the input and of the weight: two products for each of the forward."""
 
+FLASH_BACKWARD_PER_FORWARD = 2.5
+"""A flash kernel keeps no scores: its backward computes them again, five products for the forward's two
+(FlashAttention-2, arXiv 2307.08691 section 3.1)."""
+
 LOG_SUM_EXP_BYTES = 4
 """Attention keeps one fp32 number per head and token, instead of a row of probabilities."""
 

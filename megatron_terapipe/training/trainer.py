@@ -123,7 +123,7 @@ class Trainer:
             self._run.layout.coordinate(self._run.launch.rank).data,
             self._run.layout.data_parallel_size,
             consumed_samples,
-            num_workers=min(1, self.config.data.num_workers),
+            num_workers=self.config.data.num_workers,
         )
         return cleanup.enter_context(loader)
 

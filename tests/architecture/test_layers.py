@@ -134,7 +134,7 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
 
 
 def test_the_walk_sees_what_it_should() -> None:
-    assert "megatron_terapipe.model.flops" in imported_when_importing("megatron_terapipe.config.config")
+    assert "megatron_terapipe.model.flops" in imported_when_importing("megatron_terapipe.config.balance")
     # For types alone, and within a function.
     assert not imported_when_importing("megatron_terapipe.model.flops")
     assert "megatron_terapipe.training.trainer" not in imported_when_importing("pretrain_gpt")

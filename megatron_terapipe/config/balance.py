@@ -1,0 +1,27 @@
+"""Token slices of equal work, by the FLOPs of a model."""
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.model import flops
+
+TILE = 16
+"""Tokens that lengths are rounded to: kernels work in tiles, and an odd length costs a whole one."""
+
+
+def balanced_token_slices(model: ModelConfig, num_token_slices: int) -> TokenSlices:
+    """Cut a sequence so that forward plus backward of every token slice cost the same.
+
+    Later token slices attend to more, and a flash kernel's backward costs more of its forward than a matrix product's
+    does; so the first token slices are longer than a balance of forward FLOPs alone would make them.
+
+    Args:
+        model: the model section.
+        num_token_slices: token slices wanted.
+    """
+    attention = flops.attention_flops_per_position(model) * (1 + flops.FLASH_BACKWARD_PER_FORWARD)
+    # Every token attends to itself as well, whatever its prefix.
+    linear = flops.linear_flops_per_token(model) * (1 + flops.BACKWARD_PER_FORWARD) + attention
+    granularity = TILE if model.seq_length >= 4 * TILE * num_token_slices else 1
+    return TokenSlices.balanced(
+        model.seq_length, num_token_slices, linear_cost=linear, attention_cost=attention, granularity=granularity
+    )

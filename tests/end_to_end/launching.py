@@ -1,0 +1,122 @@
+"""Starts the trainer as a user does, and reads what it left."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PRETRAIN = ROOT / "pretrain_gpt.py"
+DEEPSPEED = Path(sys.executable).with_name("deepspeed")
+TIMEOUT_S = 240
+
+MODEL = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32".split()
+TRAINING = "--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2 --split 90,10,0".split()
+PIPELINE = "--pipeline-model-parallel-size 2 --num-token-slices 4".split()
+EVALUATION = "--eval-interval 3 --eval-iters 2".split()
+NO_EVALUATION = "--eval-iters 0".split()
+
+
+def flags(data: Path, *more: object) -> list[str]:
+    """Flags of a tiny run; of a flag given twice the last counts."""
+    return [*MODEL, *TRAINING, *PIPELINE, *EVALUATION, "--data-path", str(data), *map(str, more)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Variables for a child: this checkout, CPUs, and none of a launcher that may have started the tests."""
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in launchers}
+    paths = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
+    return kept | {"PYTHONPATH": paths, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | more
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Launch:
+    """The trainer on two ranks of this machine, started by DeepSpeed's launcher."""
+
+    def __init__(self, folder: Path, trainer_flags: Sequence[str], **variables: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._mark = f"LAUNCH_UNDER_TEST={uuid.uuid4()}"
+        name, value = self._mark.split("=")
+        command = [DEEPSPEED, "--num_accelerators", "2", "--master_port", str(free_port()), PRETRAIN, *trainer_flags]
+        self._log = (folder / f"log_{value}.txt").open("w+")
+        self._process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment(**{name: value}, **variables),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait(self) -> int:
+        """The exit code."""
+        try:
+            return self._process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"no end within {TIMEOUT_S} s:\n{self.output()}") from None
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait for something to happen while the run goes on."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert self._process.poll() is None, f"it ended too early:\n{self.output()}"
+            assert time.monotonic() < deadline, f"it never happened:\n{self.output()}"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """End launcher and ranks at once, as a machine that loses power does."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def output(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def survivors(self) -> list[int]:
+        """Processes of this launch that still run."""
+        found = []
+        for variables in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if self._mark.encode() in variables.read_bytes():
+                    found.append(int(variables.parent.name))
+        return found
+
+
+def launch(folder: Path, trainer_flags: Sequence[str]) -> Launch:
+    """Launch, and wait for a good end."""
+    launched = Launch(folder, trainer_flags)
+    code = launched.wait()
+    assert code == 0, launched.output()
+    return launched
+
+
+def train_on_this_rank(trainer_flags: Sequence[str]) -> int:
+    """What `tests.distributed.run_distributed` runs where the launcher does not matter, but seconds do."""
+    import pretrain_gpt
+
+    return pretrain_gpt.main(trainer_flags)
+
+
+def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Iterations and evaluations of a metrics file."""
+    objects = [json.loads(line) for line in path.read_text().splitlines()]
+    return [each for each in objects if "lm_loss" in each], [each for each in objects if "lm_loss" not in each]
+
+
+def error_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error:")]

@@ -1,0 +1,236 @@
+"""Bad input ends in one line and exit code 2, before any rank waits for another and before anything is written.
+
+Most cases call the command in this process, as rank 0 of the launch: it must not come as far as a process group. The
+launcher's part is in `test_launched_faults`.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import pretrain_gpt
+from tests.end_to_end.conftest import Trained
+from tests.end_to_end.launching import PRETRAIN, environment, error_lines, flags
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    error: str
+
+
+class Trainer:
+    """Calls the command with outputs that must not appear."""
+
+    def __init__(self, folder: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+        self.folder, self.data = folder, data
+        self._monkeypatch, self._capfd = monkeypatch, capfd
+
+    def __call__(self, *more: object, world_size: int = 2, data: Path | None = None) -> str:
+        """The one line after `error: `."""
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_SIZE": world_size, "WORLD_SIZE": world_size}.items():
+            self._monkeypatch.setenv(name, str(value))
+        outputs = ["--save", self.folder / "save", "--metrics-file", self.folder / "metrics" / "m.jsonl"]
+        code = pretrain_gpt.main(flags(data or self.data, *outputs, "--timeline", self.folder / "timeline", *more))
+        captured = self._capfd.readouterr()
+        assert code == 2
+        assert captured.out == ""
+        (line,) = captured.err.splitlines()
+        assert line.startswith("error: ")
+        assert not torch.distributed.is_initialized()
+        assert not any((self.folder / name).exists() for name in ("save", "metrics", "timeline"))
+        return line.removeprefix("error: ").replace(str(self.folder), "FOLDER")
+
+
+@pytest.fixture
+def refused(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Trainer:
+    return Trainer(tmp_path, data, monkeypatch, capfd)
+
+
+FLAGS = {
+    "token_slices_that_do_not_cover_the_sequence": (
+        "--token-slices 9,9,9,9",
+        "--token-slices: token slices 9,9,9,9 sum to 36, but the sequence has 32 tokens: change one of them by -4",
+    ),
+    "more_token_slices_than_tokens": (
+        "--num-token-slices 33",
+        "--num-token-slices 33 is more than the 32 tokens of --seq-length: give 32 or less",
+    ),
+    "stages_that_do_not_divide_the_ranks": ("--pipeline-model-parallel-size 3", None),
+    "more_stages_than_layers": (
+        "--pipeline-model-parallel-size 5",
+        "--pipeline-model-parallel-size 5 is more than --num-layers 4: give 4 stages or less",
+    ),
+    "a_batch_that_cannot_be_dealt": (
+        "--global-batch-size 7",
+        "--global-batch-size 7 is not a multiple of --micro-batch-size 2: give a multiple, such as 8",
+    ),
+    "an_unknown_flag": ("--num-token-slice 4", "--num-token-slice is not a flag: did you mean --num-token-slices?"),
+    "a_flag_of_another_trainer": (
+        "--num-layers-per-virtual-pipeline-stage 2",
+        "--num-layers-per-virtual-pipeline-stage: interleaved stages come with a later version: use --num-token-slices",
+    ),
+    "contradicting_flags": (
+        "--num-token-slices 3 --token-slices 16,16",
+        "--num-token-slices 3 contradicts --token-slices 16,16, which lists 2: drop the former",
+    ),
+    "two_precisions": ("--fp16 --bf16", "--fp16 and --bf16 exclude each other: drop one of them"),
+    "a_vocabulary_without_room": (
+        "--vocab-size 100",
+        "--vocab-size 100 has no room for the 257 tokens of byte: raise it, or leave it out",
+    ),
+    "a_split_that_leaves_nothing_to_validate_on": ("--split 1,1e-9", "--split 1,1e-9 leaves no document of the 200 in"),
+    "a_partition_of_other_stages": (
+        "--stage-partition 0,1,2,4",
+        "has 3 stages, but --pipeline-model-parallel-size is 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), FLAGS.values(), ids=FLAGS)
+def test_flags_that_cannot_be_trained(refused: Trainer, words: str, said: str | None) -> None:
+    line = refused(*words.split())
+    if said is None:
+        assert "world size 2" in line
+        assert "3" in line
+    else:
+        assert said in line
+
+
+def test_a_batch_that_the_replicas_cannot_share(refused: Trainer) -> None:
+    line = refused("--global-batch-size", 6, world_size=8)
+    assert line.startswith("--global-batch-size 6 is not a multiple of --micro-batch-size 2 x data-parallel size 4 = 8")
+
+
+def test_data_that_is_not_there(refused: Trainer) -> None:
+    line = refused(data=refused.folder / "absent")
+    assert line.startswith("no indexed dataset at FOLDER/absent: FOLDER/absent.bin and FOLDER/absent.idx not found")
+    assert line.endswith("--data-path takes the path without .bin and .idx, for example corpus_text_document")
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+@pytest.mark.parametrize("keep", [0, 20, -2], ids=["emptied", "cut_short", "two_bytes_short"])
+def test_data_that_is_truncated(refused: Trainer, suffix: str, keep: int) -> None:
+    for name in ("bin", "idx"):
+        shutil.copy(f"{refused.data}.{name}", refused.folder / f"copy.{name}")
+    path = refused.folder / f"copy.{suffix}"
+    path.write_bytes(path.read_bytes()[:keep])
+    line = refused(data=refused.folder / "copy")
+    assert line.startswith(f"FOLDER/copy.{suffix} is ")
+    assert line.endswith("write the dataset again with megatron_terapipe.data.preprocess")
+
+
+def test_text_that_is_too_short(refused: Trainer) -> None:
+    line = refused("--seq-length", 60000)
+    assert "one sample takes seq_length + 1 = 60001: shorten --seq-length" in line
+
+
+CHECKPOINTS = {
+    "hidden_size": (
+        "--hidden-size 64",
+        "the checkpoint has --hidden-size 32, this run 64: set --hidden-size 32, or load another checkpoint",
+    ),
+    "pipeline_size": (
+        "--pipeline-model-parallel-size 1",
+        "the checkpoint's optimizer state is cut for data_parallel_size 1, this run has 2: launch as it was saved, or "
+        "load the weights alone with --no-load-optim",
+    ),
+    "zero_stage": ("--zero-stage 0", "of ZeRO stage 1, this run is stage 0: set --zero-stage 1, or load the weights"),
+    "layers": ("--num-layers 5 --finetune", "the checkpoint has --num-layers 4, this run 5: set --num-layers 4"),
+}
+
+
+@pytest.mark.parametrize(("words", "said"), CHECKPOINTS.values(), ids=CHECKPOINTS)
+def test_a_checkpoint_of_another_run(refused: Trainer, trained: Trained, words: str, said: str) -> None:
+    assert said in refused("--load", trained.checkpoints, *words.split())
+
+
+def test_a_checkpoint_of_another_pipeline_size(refused: Trainer, trained: Trained) -> None:
+    line = refused("--load", trained.checkpoints, "--pipeline-model-parallel-size", 1, world_size=1)
+    assert "is cut for pipeline_parallel_size 2, this run has 1: launch as it was saved, or load the weights" in line
+
+
+def test_a_checkpoint_that_is_not_there(refused: Trainer) -> None:
+    line = refused("--load", refused.folder / "absent", "--exit-on-missing-checkpoint")
+    assert line == "--load FOLDER/absent holds no checkpoint: give a directory that does"
+
+
+def test_a_checkpoint_with_a_file_missing(refused: Trainer, trained: Trained) -> None:
+    shutil.copytree(trained.checkpoints, refused.folder / "copy")
+    next((refused.folder / "copy" / "global_step6").glob("zero_pp_rank_0_mp_rank_01*")).unlink()
+    line = refused("--load", refused.folder / "copy")
+    assert "lacks zero_pp_rank_0_mp_rank_01_optim_states.pt: put the file back" in line
+
+
+@pytest.mark.parametrize("flag", ["--save", "--metrics-file", "--timeline"])
+def test_an_output_that_cannot_be_written(refused: Trainer, flag: str) -> None:
+    """Found now, and not when the first checkpoint is due."""
+    (refused.folder / "file").write_text("")
+    line = refused(flag, refused.folder / "file" / "below")
+    assert line == f"{flag} FOLDER/file/below cannot be written, because FOLDER/file is not a directory: name another"
+
+
+def test_a_deepspeed_config_that_contradicts_a_flag(refused: Trainer) -> None:
+    path = refused.folder / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 64}))
+    line = refused("--deepspeed-config", path)
+    assert "sets train_batch_size to 64, but --global-batch-size makes it 8: change the flag, or remove it" in line
+
+
+def run_pretrain(data: Path, *more: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_SIZE": "2", "WORLD_SIZE": "2"}
+    command = [sys.executable, str(PRETRAIN), *flags(data, *more)]
+    return subprocess.run(
+        command, env=environment(**launched | variables), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_another_deepspeed_is_named(data: Path, tmp_path: Path) -> None:
+    """An installation says its version in its metadata; the one found first on the path counts."""
+    metadata = tmp_path / "deepspeed-0.15.4.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.15.4\n")
+    variables = environment()
+    paths = f"{tmp_path}:{variables['PYTHONPATH']}"
+    found = run_pretrain(data, "--save", tmp_path / "save", PYTHONPATH=paths)
+    assert found.returncode == 2, found.stderr
+    (line,) = error_lines(found.stderr)
+    assert line.startswith("error: deepspeed 0.15.4 is installed, and the token-slice engine needs ")
+    assert "pip install 'deepspeed" in line
+    assert not (tmp_path / "save").exists()
+
+
+def test_bad_flags_are_refused_before_torch_is_imported(data: Path) -> None:
+    """So every rank ends within a second."""
+    program = "import sys, pretrain_gpt; code = pretrain_gpt.main(); print('torch' in sys.modules); sys.exit(code)"
+    command = [sys.executable, "-c", program, *flags(data, "--token-slices", "9,9")]
+    found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout) == (2, "False\n")
+    assert len(error_lines(found.stderr)) == 1
+
+
+def test_half_an_environment(data: Path) -> None:
+    command = [sys.executable, str(PRETRAIN), *flags(data)]
+    variables = environment(RANK="0")
+    found = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    said = "error: WORLD_SIZE is not set, but its counterpart is: start with deepspeed or torchrun\n"
+    assert (found.returncode, found.stdout, found.stderr) == (2, "", said)
+
+
+def test_ranks_that_cannot_meet(data: Path, tmp_path: Path) -> None:
+    found = run_pretrain(data, "--save", tmp_path / "save")
+    assert found.returncode == 2, found.stderr
+    (line,) = error_lines(found.stderr)
+    assert line.startswith("error: MASTER_ADDR and MASTER_PORT not set, so the 2 ranks cannot meet: ")
+    assert not (tmp_path / "save").exists()
+
+
+def test_only_one_rank_of_a_host_says_what_all_find(data: Path) -> None:
+    found = run_pretrain(data, "--token-slices", "9,9", RANK="1", LOCAL_RANK="1")
+    assert (found.returncode, found.stdout, found.stderr) == (2, "", "")

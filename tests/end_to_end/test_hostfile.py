@@ -1,0 +1,60 @@
+"""Two hosts, DeepSpeed's launcher and a hostfile: each stage on a host of its own."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import Trained
+from tests.end_to_end.hosts.network import Host, hosts, missing
+from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, TIMEOUT_S, environment, error_lines, flags, read_metrics
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    if reason := missing():
+        pytest.skip(reason)
+    with hosts(2, tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+def launch(two_hosts: list[Host], folder: Path, trainer_flags: list[str]) -> subprocess.CompletedProcess[str]:
+    """Launch from the first host, as its user would."""
+    (folder / "hostfile").write_text("".join(f"{host.name} slots=1\n" for host in two_hosts))
+    # The launcher passes on only variables of a few names, and those of this file.
+    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
+    command = [DEEPSPEED, "--hostfile", "hostfile", PRETRAIN, *trainer_flags]
+    return subprocess.run(
+        two_hosts[0].command(command),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_a_pipeline_over_two_hosts_trains_as_on_one(
+    two_hosts: list[Host], trained: Trained, data: Path, tmp_path: Path
+) -> None:
+    run = launch(two_hosts, tmp_path, flags(data, "--metrics-file", tmp_path / "metrics.jsonl"))
+    assert run.returncode == 0, run.stdout
+    for host in two_hosts:
+        assert f"{host.name}: [" in run.stdout  # pdsh puts the host before what it says
+    found, evaluations = read_metrics(tmp_path / "metrics.jsonl")
+    expected, expected_evaluations = read_metrics(trained.metrics)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-6)
+    assert len(evaluations) == len(expected_evaluations)
+
+
+def test_bad_flags_end_the_launch_on_both_hosts(two_hosts: list[Host], data: Path, tmp_path: Path) -> None:
+    run = launch(two_hosts, tmp_path, flags(data, "--token-slices", "9,9"))
+    lines = error_lines("\n".join(line.partition(": ")[2] for line in run.stdout.splitlines()))
+    assert len(lines) == 2, run.stdout  # one of each host
+    assert run.returncode == 2

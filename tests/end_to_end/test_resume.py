@@ -1,0 +1,97 @@
+"""A run that dies and is started again goes on as if nothing had happened."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.end_to_end.conftest import Trained
+from tests.end_to_end.launching import Launch, flags, launch, read_metrics, train_on_this_rank
+
+ENDLESS_EVALUATION = ["--eval-interval", "4", "--eval-iters", "5000"]
+"""After iteration 4 it takes minutes: the moment to die."""
+
+
+@pytest.fixture(scope="module")
+def killed(trained: Trained, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run like `trained` that was killed after iteration 4, with a checkpoint of iteration 3."""
+    folder = tmp_path_factory.mktemp("killed")
+    outputs = ["--save", "checkpoints", "--save-interval", "3", "--metrics-file", "metrics.jsonl"]
+    run = Launch(folder, flags(data, *outputs, *ENDLESS_EVALUATION))
+    metrics = folder / "metrics.jsonl"
+    run.wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) == 4)
+    run.kill()
+    assert not run.survivors()
+    return folder
+
+
+def test_the_killed_run_left_a_whole_checkpoint(killed: Path, trained: Trained) -> None:
+    checkpoints = killed / "checkpoints"
+    assert (checkpoints / "latest").read_text() == "global_step3"
+    info = json.loads((checkpoints / "global_step3" / "run.json").read_text())
+    assert (info["iteration"], info["consumed_samples"]) == (3, 24)
+    before, expected = read_metrics(killed / "metrics.jsonl")[0], read_metrics(trained.metrics)[0]
+    assert [each["lm_loss"] for each in before] == [each["lm_loss"] for each in expected[:4]]
+
+
+def test_resumed_it_gives_the_same_numbers_bit_for_bit(killed: Path, trained: Trained, data: Path) -> None:
+    outputs = ["--save", "checkpoints", "--save-interval", "3", "--metrics-file", "resumed.jsonl"]
+    launch(killed, flags(data, *outputs, "--load", "checkpoints"))
+    found, evaluations = read_metrics(killed / "resumed.jsonl")
+    expected, expected_evaluations = read_metrics(trained.metrics)
+    assert [each["iteration"] for each in found] == [4, 5, 6]
+    for name in ("lm_loss", "grad_norm", "learning_rate", "consumed_samples"):
+        assert [each[name] for each in found] == [each[name] for each in expected[3:]]
+    assert evaluations == expected_evaluations[1:]
+    assert (killed / "checkpoints" / "latest").read_text() == "global_step6"
+
+
+RESUMED = [
+    ([], "--num-token-slices 1"),
+    ([], "--pipeline-schedule gpipe"),
+    (["--bf16"], "--bf16"),
+    (["--zero-stage", "0"], "--zero-stage 0"),
+]
+
+
+@pytest.mark.parametrize(("saved_with", "resumed_with"), RESUMED, ids=[resumed for _, resumed in RESUMED])
+def test_a_run_goes_on_in_whatever_way_it_may(
+    data: Path, tmp_path: Path, saved_with: list[str], resumed_with: str
+) -> None:
+    """The token slices and the schedule may change; every optimizer comes back with its state."""
+    checkpoints, metrics = tmp_path / "checkpoints", [tmp_path / name for name in ("whole.jsonl", "resumed.jsonl")]
+    whole = flags(data, *saved_with, "--save", checkpoints, "--save-interval", 3, "--metrics-file", metrics[0])
+    assert run_distributed(train_on_this_rank, 2, whole) == [0, 0]
+    (checkpoints / "latest").write_text("global_step3")
+    resumed = flags(data, *resumed_with.split(), "--load", checkpoints, "--metrics-file", metrics[1])
+    assert run_distributed(train_on_this_rank, 2, resumed) == [0, 0]
+    expected, found = (read_metrics(path)[0] for path in metrics)
+    assert [each["iteration"] for each in found] == [4, 5, 6]
+    same_order = saved_with == resumed_with.split()
+    for mine, theirs in zip(found, expected[3:], strict=True):
+        assert mine["lm_loss"] == (theirs["lm_loss"] if same_order else pytest.approx(theirs["lm_loss"], rel=1e-6))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_weights_alone_load_onto_other_stages(trained: Trained, data: Path, tmp_path: Path, stages: int) -> None:
+    """`--finetune` starts over at iteration 1, from the loss that the checkpoint had come down to."""
+    path = tmp_path / "metrics.jsonl"
+    more = ["--load", trained.checkpoints, "--finetune", "--metrics-file", path, "--train-iters", "1"]
+    more += ["--pipeline-model-parallel-size", stages]
+    assert run_distributed(train_on_this_rank, stages, flags(data, *more)) == [0] * stages
+    (iteration,), _ = read_metrics(path)
+    assert iteration["iteration"] == 1
+    before = read_metrics(trained.metrics)[0]
+    assert iteration["lm_loss"] < before[4]["lm_loss"]
+
+
+def test_no_load_optim_goes_on_at_the_iteration_with_a_fresh_optimizer(
+    trained: Trained, data: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    more = ["--load", trained.checkpoints, "--no-load-optim", "--train-iters", "7", "--metrics-file", path]
+    assert run_distributed(train_on_this_rank, 1, flags(data, *more, "--pipeline-model-parallel-size", "1")) == [0]
+    (iteration,), _ = read_metrics(path)
+    assert (iteration["iteration"], iteration["consumed_samples"]) == (7, 56)
+    assert iteration["lm_loss"] < read_metrics(trained.metrics)[0][4]["lm_loss"]

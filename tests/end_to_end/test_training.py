@@ -1,0 +1,100 @@
+"""A launched run: it trains, says so, and token slices do not change what it learns."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.plan.schedules import schedule_named
+from deepspeed_ext.plan.timeline import Timeline, executed_order
+from tests.distributed import run_distributed
+from tests.end_to_end.conftest import Trained
+from tests.end_to_end.launching import flags, read_metrics, train_on_this_rank
+
+CONTRACT = {"iteration", "lm_loss", "grad_norm", "learning_rate", "iteration_time_s", "tokens_per_second"}
+
+
+@pytest.fixture(scope="module")
+def iterations(trained: Trained) -> list[dict[str, Any]]:
+    return read_metrics(trained.metrics)[0]
+
+
+def test_every_iteration_has_the_fields_of_the_contract(iterations: list[dict[str, Any]]) -> None:
+    assert [each["iteration"] for each in iterations] == [1, 2, 3, 4, 5, 6]
+    for each in iterations:
+        assert each.keys() >= CONTRACT
+        assert each["grad_norm"] > 0
+        assert each["consumed_samples"] == 8 * each["iteration"]
+        assert each["tokens_per_second"] == pytest.approx(8 * 32 / each["iteration_time_s"])
+    assert [each["learning_rate"] for each in iterations] == pytest.approx([1e-2 * (6 - done) / 6 for done in range(6)])
+
+
+def test_the_loss_falls(trained: Trained, iterations: list[dict[str, Any]]) -> None:
+    """From that of a guess among 384 padded words, every iteration of this easy text brings it down."""
+    losses = [each["lm_loss"] for each in iterations]
+    assert losses[0] == pytest.approx(5.95, abs=0.05)
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 1
+    evaluations = read_metrics(trained.metrics)[1]
+    assert [each.keys() for each in evaluations] == [{"iteration", "validation_lm_loss"}] * 2
+    assert [each["iteration"] for each in evaluations] == [3, 6]
+    # Unseen text of the same kind costs what training text costs between two iterations.
+    assert losses[3] - 0.2 < evaluations[0]["validation_lm_loss"] < losses[2]
+    assert evaluations[1]["validation_lm_loss"] < losses[5]
+
+
+def test_the_log_says_what_happened(trained: Trained) -> None:
+    text = trained.launch.output()
+    assert re.findall(r"^ iteration +(\d+)/ +6 \| consumed samples", text, re.MULTILINE) == ["1"]
+    assert re.findall(r"^ saved checkpoint (\S+)$", text, re.MULTILINE) == [
+        "checkpoints/global_step3",
+        "checkpoints/global_step6",
+    ]
+    assert len(re.findall(r"^ validation loss at iteration [36] ", text, re.MULTILINE)) == 2
+    assert (trained.checkpoints / "latest").read_text() == "global_step6"
+
+
+def test_the_timeline_is_the_schedule_as_executed(trained: Trained) -> None:
+    folder = trained.folder / "timeline"
+    timeline = Timeline.from_json((folder / "timeline.json").read_text())
+    shape = timeline.shape
+    assert (shape.num_stages, shape.num_micro_batches, shape.num_token_slices) == (2, 4, 4)
+    schedule = schedule_named("1f1b")
+    assert [list(stage) for stage in executed_order(timeline)] == [list(schedule(shape, stage)) for stage in range(2)]
+    iteration = read_metrics(trained.metrics)[0][2]
+    assert 0 < timeline.makespan < iteration["iteration_time_s"] * 1.05
+    assert (folder / "timeline.svg").read_text().startswith("<svg")
+    events = json.loads((folder / "timeline.trace.json").read_text())
+    assert len([each for each in events["traceEvents"] if each["ph"] == "X"]) == 2 * 2 * 4 * 4
+
+
+def losses_with(data: Path, folder: Path, *more: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    path = folder / "metrics.jsonl"
+    assert run_distributed(train_on_this_rank, 2, flags(data, "--metrics-file", path, *more)) == [0, 0]
+    return read_metrics(path)
+
+
+@pytest.mark.parametrize("cut", ["--num-token-slices 1", "--num-token-slices 3 --token-slices 13,1,18"])
+def test_token_slices_leave_the_loss_curve_alone(trained: Trained, data: Path, tmp_path: Path, cut: str) -> None:
+    """Six updates on, the loss still agrees to a few units in the last place of fp32."""
+    found, expected = losses_with(data, tmp_path, *cut.split()), read_metrics(trained.metrics)
+    assert len(found[0]) == 6
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-6)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-6)
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        assert mine["validation_lm_loss"] == pytest.approx(theirs["validation_lm_loss"], rel=1e-6)
+
+
+def test_the_same_flags_give_the_same_numbers(trained: Trained, data: Path, tmp_path: Path) -> None:
+    found, expected = losses_with(data, tmp_path), read_metrics(trained.metrics)
+    for name in ("lm_loss", "grad_norm"):
+        assert [each[name] for each in found[0]] == [each[name] for each in expected[0]]
+    assert found[1] == expected[1]
+
+
+def test_another_seed_gives_others(trained: Trained, data: Path, tmp_path: Path) -> None:
+    found, expected = losses_with(data, tmp_path, "--seed", "7"), read_metrics(trained.metrics)
+    assert found[0][0]["lm_loss"] != pytest.approx(expected[0][0]["lm_loss"], rel=1e-4)

@@ -1,0 +1,58 @@
+"""`python -m megatron_terapipe.generate`: what it prints, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.data.tokenizer import ByteTokenizer
+from megatron_terapipe.generate import main
+from megatron_terapipe.inference.generation import generate
+from megatron_terapipe.inference.whole_model import WholeModel
+from tests.inference.checkpoints import MODEL, write_checkpoint
+
+PROMPT = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    write_checkpoint(folder)
+    return folder
+
+
+def test_it_prints_the_prompt_and_the_text_of_the_new_tokens(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes that make up no character come out as one replacement character each, however they arrive."""
+    assert main(["--load", str(checkpoints), "--prompt", PROMPT, "--max-new-tokens", "30", "--seed", "3"]) == 0
+    tokenizer = ByteTokenizer()
+    prompt = tokenizer.encode(PROMPT)
+    tokens = list(generate(WholeModel(MODEL), prompt, 30, max_positions=40, vocab_size=257, eod=tokenizer.eod, seed=3))
+    assert capsys.readouterr().out == PROMPT + tokenizer.decode(tokens) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--prompt", ""], "the prompt is empty: give at least one character"),
+        (["--prompt", "a" * 30, "--max-new-tokens", "11"], "30 tokens of prompt and 11 new ones are more than the 40"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature -1"),
+        (["--prompt", "a", "--top-k", "-2"], "--top-k -2"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(
+    checkpoints: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main(["--load", str(checkpoints), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_directory_without_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        assert main(["--load", str(folder), "--prompt", "a"]) == 2
+        expected = f"error: --load {folder} holds no checkpoint: give a directory that a run saved to\n"
+        assert capsys.readouterr().err == expected

@@ -1,0 +1,93 @@
+"""Generation on cached keys and values, against reading the whole text again for every token."""
+
+import pytest
+import torch
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.sequence_state import SequenceState
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.inference.generation import generate
+from megatron_terapipe.inference.whole_model import WholeModel
+from tests.inference.checkpoints import MODEL
+
+PROMPT = list(b"the quick brown")
+LIMITS = {"max_positions": MODEL.max_position_embeddings, "vocab_size": 257}
+
+
+@pytest.fixture(scope="module")
+def model() -> WholeModel:
+    return WholeModel(MODEL).double()
+
+
+@torch.no_grad()
+def logits_after(model: WholeModel, text: list[int]) -> torch.Tensor:
+    """Logits of the next token, over the tokenizer's vocabulary, from the whole text in one piece."""
+    return model(torch.tensor([text]), SequenceState(TokenSlices((len(text),))))[0, -1, :257]
+
+
+def read_again_for_every_token(model: WholeModel, prompt: list[int], count: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(logits_after(model, text).argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]], ids=["text", "one_token"])
+def test_greedy_equals_reading_the_whole_text_again(model: WholeModel, prompt: list[int]) -> None:
+    count = MODEL.max_position_embeddings - len(prompt)
+    found = list(generate(model, prompt, count, temperature=0, **LIMITS))
+    assert found == read_again_for_every_token(model, prompt, count)
+    assert len(set(found)) > 5  # a model that repeats itself would hide a wrong position or a stale key
+
+
+def test_it_stops_before_the_end_of_the_document(model: WholeModel) -> None:
+    whole = list(generate(model, PROMPT, 20, temperature=0, **LIMITS))
+    eod = whole[7]
+    assert list(generate(model, PROMPT, 20, temperature=0, eod=eod, **LIMITS)) == whole[: whole.index(eod)]
+
+
+def test_the_seed_alone_decides_what_is_drawn(model: WholeModel) -> None:
+    first, again, other = (list(generate(model, PROMPT, 20, seed=seed, **LIMITS)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_top_1_is_greedy(model: WholeModel) -> None:
+    greedy = list(generate(model, PROMPT, 20, temperature=0, **LIMITS))
+    assert list(generate(model, PROMPT, 20, top_k=1, **LIMITS)) == greedy
+
+
+def test_top_k_draws_from_the_k_likeliest(model: WholeModel) -> None:
+    likeliest = logits_after(model, PROMPT).topk(3).indices.tolist()
+    drawn = {next(generate(model, PROMPT, 1, top_k=3, temperature=2.0, seed=seed, **LIMITS)) for seed in range(30)}
+    assert drawn == set(likeliest)
+
+
+def test_temperature_divides_the_logits(model: WholeModel) -> None:
+    """Counted over many draws: the likeliest token comes as often as the softmax says, at either temperature."""
+    logits = logits_after(model, PROMPT)
+    for temperature in (0.5, 2.0):
+        chance = (logits / temperature).softmax(-1).max().item()
+        tokens = [next(generate(model, PROMPT, 1, temperature=temperature, seed=seed, **LIMITS)) for seed in range(100)]
+        share = tokens.count(int(logits.argmax())) / len(tokens)
+        assert share == pytest.approx(chance, abs=4 * (chance * (1 - chance) / len(tokens)) ** 0.5)
+
+
+def test_the_padding_of_the_vocabulary_is_never_drawn(model: WholeModel) -> None:
+    padded = MODEL.padded_vocab_size()
+    drawn = {next(generate(model, PROMPT, 1, temperature=100.0, seed=seed, **LIMITS)) for seed in range(60)}
+    assert max(drawn) < 257 < padded
+    assert len(drawn) > 40
+
+
+def test_an_empty_prompt_is_refused(model: WholeModel) -> None:
+    with pytest.raises(ConfigError, match="the prompt is empty: give at least one character"):
+        next(generate(model, [], 5, **LIMITS))
+
+
+def test_more_tokens_than_positions_are_refused(model: WholeModel) -> None:
+    with pytest.raises(
+        ConfigError, match=r"15 tokens .* 26 new ones .* 40 positions .* ask for 25 new tokens or fewer"
+    ):
+        next(generate(model, PROMPT, 26, **LIMITS))
+    assert len(list(generate(model, PROMPT, 25, **LIMITS))) == 25

@@ -1,0 +1,158 @@
+"""Gradients accumulated in place against plain autograd."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_terapipe.model import accumulation
+
+TOKENS = torch.tensor([[0, 3, 3, 1, 7], [2, 3, 0, 0, 6]])
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, operator, types, positional=(), keywords=None):
+        result = operator(*positional, **(keywords or {}))
+        self.seen.append((operator.__name__, tuple(result.shape) if torch.is_tensor(result) else ()))
+        return result
+
+
+@contextmanager
+def operators() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Names and result shapes of the operators that run inside."""
+    with _Operators() as mode:
+        yield mode.seen
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 5, generator=generator, dtype=torch.float64).to(dtype)
+    bias = torch.randn(8, generator=generator, dtype=torch.float64).to(dtype)
+    return weight.requires_grad_(), bias.requires_grad_()
+
+
+def inputs_of(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(step + 1)
+    return torch.randn(2, 3, 5, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_adds_up_what_autograd_adds_up(with_bias: bool) -> None:
+    (weight, bias), (plain_weight, plain_bias) = parameters(), parameters()
+    for step in range(4):
+        inputs, plain_inputs = inputs_of(step), inputs_of(step)
+        output = accumulation.linear(inputs, weight, bias if with_bias else None)
+        expected = F.linear(plain_inputs, plain_weight, plain_bias if with_bias else None)
+        assert torch.equal(output, expected)
+        (output**2).sum().backward()
+        (expected**2).sum().backward()
+        torch.testing.assert_close(inputs.grad, plain_inputs.grad, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(weight.grad, plain_weight.grad, rtol=1e-14, atol=1e-13)
+        if with_bias:
+            torch.testing.assert_close(bias.grad, plain_bias.grad, rtol=1e-14, atol=1e-13)
+        else:
+            assert bias.grad is None
+
+
+def test_embedding_adds_up_what_autograd_adds_up() -> None:
+    (weight, _), (plain_weight, _) = parameters(), parameters()
+    for step in range(4):
+        tokens = (TOKENS + step) % 8
+        output, expected = accumulation.embedding(tokens, weight), F.embedding(tokens, plain_weight)
+        assert torch.equal(output, expected)
+        (output**2).sum().backward()
+        (expected**2).sum().backward()
+        torch.testing.assert_close(weight.grad, plain_weight.grad, rtol=1e-14, atol=1e-13)
+
+
+def test_a_weight_that_is_both_embedding_and_output() -> None:
+    """Tied, it gets two gradients in every backward, of which one adds up in place after the first backward."""
+    (weight, _), (plain_weight, _) = parameters(), parameters()
+    for step in range(3):
+        tokens = (TOKENS + step) % 8
+        accumulation.linear(accumulation.embedding(tokens, weight), weight).logsumexp(-1).sum().backward()
+        F.linear(F.embedding(tokens, plain_weight), plain_weight).logsumexp(-1).sum().backward()
+        torch.testing.assert_close(weight.grad, plain_weight.grad, rtol=1e-13, atol=1e-13)
+
+
+CASES = {
+    "linear": (lambda weight: accumulation.linear(inputs_of(0), weight), "addmm_"),
+    "embedding": (lambda weight: accumulation.embedding(TOKENS, weight), "index_add_"),
+}
+
+
+@pytest.mark.parametrize(("compute", "in_place"), CASES.values(), ids=CASES)
+def test_only_the_first_gradient_is_a_new_tensor(compute: Callable[[Tensor], Tensor], in_place: str) -> None:
+    """From the second on, no operator makes a tensor of the weight's shape but the addition to `weight.grad`."""
+    weight, _ = parameters()
+
+    def of_weight_shape() -> list[str]:
+        output = compute(weight).sum()
+        with operators() as seen:
+            output.backward()
+        return [name.split(".")[0] for name, shape in seen if shape == tuple(weight.shape)]
+
+    assert of_weight_shape() != [in_place]
+    first = weight.grad
+    once = first.clone()
+    assert of_weight_shape() == [in_place]
+    assert weight.grad is first
+    torch.testing.assert_close(weight.grad, 2 * once)
+
+
+@pytest.mark.parametrize("compute", [compute for compute, _ in CASES.values()], ids=CASES)
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_whoever_asked_for_each_gradient_gets_it(compute: Callable[[Tensor], Tensor], register: str) -> None:
+    """ZeRO does: it takes every gradient away as it comes."""
+    weight, _ = parameters()
+    compute(weight).sum().backward()
+    once = weight.grad.clone()
+    calls: list[Tensor] = []
+    handle = getattr(weight, register)(
+        lambda given: calls.append((given if given.grad is None else given.grad).clone())
+    )
+    compute(weight).sum().backward()
+    assert len(calls) == 1
+    torch.testing.assert_close(calls[0], once if register == "register_hook" else 2 * once)
+    torch.testing.assert_close(weight.grad, 2 * once)
+    handle.remove()
+    compute(weight).sum().backward()
+    assert len(calls) == 1
+    torch.testing.assert_close(weight.grad, 3 * once)
+
+
+@pytest.mark.parametrize("compute", [compute for compute, _ in CASES.values()], ids=CASES)
+def test_a_weight_that_is_computed_passes_its_gradient_on(compute: Callable[[Tensor], Tensor]) -> None:
+    weight, _ = parameters()
+    compute(weight).sum().backward()
+    once, weight.grad = weight.grad, None
+    for _ in range(2):
+        compute(weight * 2).sum().backward()
+    torch.testing.assert_close(weight.grad, 4 * once)
+
+
+def test_frozen_weights_and_inputs_get_no_gradient() -> None:
+    weight, bias = parameters()
+    inputs = inputs_of(0)
+    accumulation.linear(inputs, weight.detach(), bias.detach()).sum().backward()
+    assert inputs.grad is not None
+    accumulation.linear(inputs.detach(), weight, None).sum().backward()
+    assert weight.grad is not None
+    assert bias.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_keep_the_type_of_the_weight(dtype: torch.dtype) -> None:
+    weight, bias = parameters(dtype)
+    for step in range(2):
+        accumulation.linear(inputs_of(step, dtype), weight, bias).sum().backward()
+        assert weight.grad.dtype is dtype
+        assert bias.grad.dtype is dtype

@@ -1,0 +1,132 @@
+"""What ranks of the trainer's tests run: a prepared run of a small GPT, and the gradients of one step of its engine."""
+
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.gpt_dataset import DatasetSplits
+from megatron_terapipe.data.tokenizer import ByteTokenizer
+from megatron_terapipe.training import engine as trainer_engine
+from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.launch_environment import LaunchEnvironment
+from megatron_terapipe.training.run import Run
+
+SEQ, VOCAB = 32, 257
+# Weights large enough that attention is not uniform; larger ones, and fp32 itself rounds a gradient's 6th digit away.
+FLAGS = (
+    f"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ} --vocab-size {VOCAB}"
+    " --init-method-std 0.05 --zero-stage 0 --micro-batch-size 2 --train-iters 10 --lr 1e-2 --clip-grad 0"
+    " --data-path unread"
+)
+LONG_STEP = 2.0**20
+"""A learning rate beside which a weight is nothing: (before - after) / LONG_STEP is the gradient to the last digits."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One way to train the small GPT: flags of the trainer. Its text form is the id of its tests."""
+
+    world_size: int = 1
+    flags: str = ""
+    micro_batches: int = 2
+    fp64: bool = False
+
+    def __str__(self) -> str:
+        words = self.flags.replace("--", "").replace("-model-parallel-size", "").split()
+        return "_".join([f"ranks{self.world_size}", f"m{self.micro_batches}", *words] + ["fp64"] * self.fp64)
+
+    @property
+    def dtype(self) -> str:
+        return "fp64" if self.fp64 else "bf16" if "--bf16" in self.flags else "fp32"
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // parse_arguments(self.argv()).parallel.pipeline_model_parallel_size
+
+    def argv(self) -> list[str]:
+        return f"{FLAGS} {self.flags}".split()
+
+
+class RecordingSGD(torch.optim.SGD):
+    """Keeps the gradients that a step is about to use."""
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.seen = {each: each.grad.clone() for each in parameters if each.grad is not None}
+        super().step(closure)
+
+
+def run_of(setup: Setup) -> Run:
+    """The setup, prepared but for its data: tests feed micro-batches of their own."""
+    launch = LaunchEnvironment.read()
+    argv = setup.argv()
+    layout = parse_arguments(argv).parallel.layout(launch.world_size)
+    global_batch_size = 2 * setup.micro_batches * layout.data_parallel_size
+    config = parse_arguments([*argv, "--global-batch-size", str(global_batch_size)])
+    return Run(
+        config=config,
+        launch=launch,
+        layout=layout,
+        tokenizer=ByteTokenizer(),
+        datasets=DatasetSplits(train=None, valid=None, test=None),
+        deepspeed_settings=deepspeed_config(config, layout),
+        checkpoint=None,
+    )
+
+
+def batches(setup: Setup, data_rank: int) -> list[Batch]:
+    """Micro-batches of a data-parallel rank; how many tokens bear loss differs from one token slice to the next."""
+    generator = torch.Generator().manual_seed(data_rank)
+    made = []
+    for number in range(setup.micro_batches):
+        samples = torch.randint(0, VOCAB, (2, SEQ + 1), generator=generator)
+        likelihood = torch.linspace(0.1, 1.0, SEQ)
+        mask = (torch.rand(2, SEQ, generator=generator) < likelihood).to(torch.float64 if setup.fp64 else torch.float32)
+        if number == 0:
+            mask[:, :9] = 0  # whole token slices that bear no loss
+        made.append(Batch(tokens=samples[:, :-1], labels=samples[:, 1:], loss_mask=mask))
+    return made
+
+
+def gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
+    """Train one step: its loss, and the gradient of each parameter of this rank, under its name in `WholeModel`."""
+    kept_in_pieces = "--zero-stage 1" in setup.flags or setup.dtype == "bf16"
+
+    def optimizer(_: object, parameters: Any) -> RecordingSGD:
+        return RecordingSGD(list(parameters), lr=LONG_STEP if kept_in_pieces else 1.0)
+
+    run = run_of(setup)
+    with patch.object(trainer_engine, "build_optimizer", optimizer):
+        engine = trainer_engine.build_engine(run)
+    if setup.fp64:
+        # DeepSpeed refuses fp64 weights when it makes an engine, and to reduce them, but nothing in it minds them.
+        get_accelerator().supported_dtypes = lambda: [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+        engine.communication_data_type = torch.float64
+        engine.module.double()
+    before = _weights(engine)
+    data_rank = run.layout.coordinate(run.launch.rank).data
+    loss = engine.train_batch(iter(batches(setup, data_rank))).item()
+    if kept_in_pieces:
+        after = _weights(engine)
+        return loss, {name: (before[name] - after[name]) / LONG_STEP for name in before}
+    seen = engine.optimizer.seen
+    return loss, {_whole_name(name): seen[each].numpy() for name, each in engine.module.named_parameters()}
+
+
+def gradients_of_all(setups: list[Setup]) -> list[tuple[float, dict[str, np.ndarray]]]:
+    return [gradients(setup) for setup in setups]
+
+
+def _weights(engine: Any) -> dict[str, np.ndarray]:
+    named = engine.module.named_parameters()
+    return {_whole_name(name): parameter.detach().double().numpy() for name, parameter in named}
+
+
+def _whole_name(name: str) -> str:
+    return "layers." + name.replace("tied_modules.embedding", "0")

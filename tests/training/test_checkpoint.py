@@ -1,0 +1,173 @@
+"""What a checkpoint says of its run, and which runs may go on from it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.config import CheckpointConfig
+from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.training.checkpoint import CheckpointInfo, find_checkpoint, latest_checkpoint
+from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint
+
+LAYOUT = ParallelLayout(pipeline_parallel_size=2, data_parallel_size=1)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A whole checkpoint, with nothing in the optimizer's files."""
+    directory = write_checkpoint(tmp_path)
+    for stage in (0, 1):
+        torch.save({}, directory / f"mp_rank_{stage:02d}_model_states.pt")
+        torch.save({}, directory / f"zero_pp_rank_0_mp_rank_{stage:02d}_optim_states.pt")
+    return directory
+
+
+def refusal(directory: Path, model=MODEL, layout=LAYOUT, zero_stage: int = 1, **flags: bool) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        find_checkpoint(CheckpointConfig(load=str(directory.parent), **flags), model, layout, zero_stage)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line.replace(str(directory.parent), "CHECKPOINTS")
+
+
+def test_run_json_says_what_was_written(tmp_path: Path) -> None:
+    checkpoint_info().write(tmp_path / "tag")
+    assert CheckpointInfo.read(tmp_path / "tag") == checkpoint_info()
+
+
+def test_a_checkpoint_that_fits_is_found(directory: Path) -> None:
+    found = find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, LAYOUT, 1)
+    assert found == (directory, checkpoint_info())
+
+
+def test_bf16_optimizer_files_count(directory: Path) -> None:
+    for path in directory.glob("zero_pp_rank_*"):
+        path.rename(path.with_name("bf16_" + path.name))
+    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, LAYOUT, 1) is not None
+
+
+def test_nothing_to_load_is_a_fresh_start(tmp_path: Path) -> None:
+    assert find_checkpoint(CheckpointConfig(), MODEL, LAYOUT, 1) is None
+    assert find_checkpoint(CheckpointConfig(load=str(tmp_path)), MODEL, LAYOUT, 1) is None
+    assert find_checkpoint(CheckpointConfig(load=str(tmp_path / "missing")), MODEL, LAYOUT, 1) is None
+
+
+@pytest.mark.parametrize("flag", ["exit_on_missing_checkpoint", "finetune"])
+def test_nothing_to_load_where_there_must_be_something(tmp_path: Path, flag: str) -> None:
+    line = refusal(tmp_path / "tag", **{flag: True})
+    assert line == "--load CHECKPOINTS holds no checkpoint: give a directory that does"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("hidden_size", 64, "the checkpoint has --hidden-size 32, this run 64: set --hidden-size 32,"),
+        ("num_layers", 3, "the checkpoint has --num-layers 2, this run 3: set --num-layers 2,"),
+        ("num_key_value_heads", 4, "the checkpoint has --num-key-value-heads 2, this run 4:"),
+        ("vocab_size", 300, "the checkpoint has --vocab-size 257, this run 300:"),
+        ("max_position_embeddings", 32, "the checkpoint has --max-position-embeddings 40, this run 32:"),
+        (
+            "untie_embeddings_and_output_weights",
+            False,
+            "has --untie-embeddings-and-output-weights True, this run False",
+        ),
+        ("layernorm_epsilon", 1e-6, "the checkpoint has --layernorm-epsilon 1e-05, this run 1e-06:"),
+    ],
+)
+def test_another_model_is_named(directory: Path, name: str, value: object, said: str) -> None:
+    for flags in ({}, {"finetune": True}, {"no_load_optim": True}):
+        assert said in refusal(directory, replace(MODEL, **{name: value}), **flags)
+
+
+def test_what_shapes_no_weight_may_change(directory: Path) -> None:
+    model = replace(MODEL, seq_length=16, init_method_std=0.1)
+    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), model, LAYOUT, 1) is not None
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero_stage", "said"),
+    [
+        (replace(LAYOUT, pipeline_parallel_size=1), 1, "is cut for pipeline_parallel_size 2, this run has 1"),
+        (replace(LAYOUT, data_parallel_size=2), 1, "is cut for data_parallel_size 1, this run has 2"),
+        (LAYOUT, 0, "is of ZeRO stage 1, this run is stage 0: set --zero-stage 1"),
+    ],
+)
+def test_another_layout_may_load_the_weights_alone(
+    directory: Path, layout: ParallelLayout, zero_stage: int, said: str
+) -> None:
+    line = refusal(directory, MODEL, layout, zero_stage)
+    assert said in line
+    assert line.endswith("or load the weights alone with --no-load-optim")
+    config = CheckpointConfig(load=str(directory.parent), no_load_optim=True)
+    assert find_checkpoint(config, MODEL, layout, zero_stage) is not None
+
+
+def test_another_number_of_token_slices_may_go_on(directory: Path) -> None:
+    layout = replace(LAYOUT, num_token_slices=8)
+    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, layout, 1) is not None
+
+
+def test_a_missing_run_json(directory: Path) -> None:
+    (directory / "run.json").unlink()
+    line = refusal(directory)
+    assert line.startswith("checkpoint CHECKPOINTS/global_step5 has no readable run.json (")
+    assert line.endswith("): load one that this trainer saved whole")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe\x00", b'{"iteration": 5}'], ids=str)
+def test_a_broken_run_json(directory: Path, content: bytes) -> None:
+    (directory / "run.json").write_bytes(content)
+    assert refusal(directory).startswith("checkpoint CHECKPOINTS/global_step5 has no readable run.json (")
+
+
+def test_a_run_json_of_an_older_version_lacks_a_field(directory: Path) -> None:
+    path = directory / "run.json"
+    found = json.loads(path.read_text())
+    del found["zero_stage"]
+    path.write_text(json.dumps(found))
+    assert "has no readable run.json ('zero_stage')" in refusal(directory)
+
+
+def test_latest_names_a_missing_tag(directory: Path) -> None:
+    (directory.parent / "latest").write_text("global_step9\n")
+    line = refusal(directory)
+    assert line == "CHECKPOINTS/latest names global_step9, which is not there: write an existing tag into it"
+    (directory.parent / "latest").write_text("global_step5\n")
+    assert latest_checkpoint(directory.parent) == directory
+
+
+FILES = [
+    "layer_03-model_00-model_states.pt",
+    "layer_05-model_00-model_states.pt",
+    "mp_rank_01_model_states.pt",
+    "zero_pp_rank_0_mp_rank_01_optim_states.pt",
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(directory: Path, name: str) -> None:
+    """DeepSpeed goes on with a fresh optimizer when the optimizer's files are gone."""
+    (directory / name).unlink()
+    line = refusal(directory)
+    assert line.startswith(f"checkpoint CHECKPOINTS/global_step5 lacks {name}: put the file back, or let ")
+
+
+@pytest.mark.parametrize("keep", [0, 100, -1])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_was_cut_short_is_named(directory: Path, name: str, keep: int) -> None:
+    """On the rank that reads it, it would be an error while the other ranks wait."""
+    path = directory / name
+    path.write_bytes(path.read_bytes()[:keep])
+    line = refusal(directory)
+    assert line.startswith(f"checkpoint CHECKPOINTS/global_step5 is damaged: {name} is not whole: put the file back, ")
+
+
+def test_weights_alone_need_no_optimizer_files(directory: Path) -> None:
+    for path in directory.glob("zero_pp_rank_*"):
+        path.unlink()
+    config = CheckpointConfig(load=str(directory.parent), finetune=True)
+    assert find_checkpoint(config, MODEL, LAYOUT, 1) is not None
