@@ -2,7 +2,8 @@
 
 The chain rule across token slices, with one backward per token slice, last to first:
 
-    K, V   [ slice 0 | slice 1 | slice 2 ]        written once, at each forward
+    tokens of    0        1        2
+    K, V   [ written | written | written ]        once each, at its forward
     dK, dV [  += 2   |  += 2   |         ]  <- backward of 2: adds to those before, returns its own
            [  += 1   |         |         ]  <- backward of 1: its own = what 2 added + what 1 finds
            [         |         |         ]  <- backward of 0: now everyone has added to its own
