@@ -130,6 +130,18 @@ def test_kernel_is_chosen_by_device_and_dtype() -> None:
     assert isinstance(kernel_for(on_cuda(12, torch.float16)), PlainAttention)
 
 
+def test_cuda_flash_calls_its_operators_as_they_are_declared() -> None:
+    """Without a device the arguments can still be held against the operators, which know the shapes of their results."""
+    query = torch.empty(2, 16, 8, 64, dtype=torch.bfloat16, device="meta")
+    key = value = torch.empty(2, 48, 4, 64, dtype=torch.bfloat16, device="meta")
+    attended = CudaFlash().forward(query, key, value, 0.125)
+    assert (attended.output.shape, attended.log_sum_exp.shape) == (query.shape, (2, 8, 16))
+    gradients = CudaFlash().backward(torch.empty_like(query), query, key, value, attended, 0.125)
+    assert gradients.query.shape == query.shape
+    assert [tensor.shape for tensor in gradients.own] == [(2, 16, 4, 64)] * 2
+    assert [tensor.shape for tensor in gradients.prefix] == [(2, 32, 4, 64)] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
