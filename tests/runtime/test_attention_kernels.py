@@ -131,7 +131,7 @@ def test_kernel_is_chosen_by_device_and_dtype() -> None:
 
 
 def test_cuda_flash_calls_its_operators_as_they_are_declared() -> None:
-    """Without a device the arguments can still be held against the operators, which know the shapes of their results."""
+    """Without a device the arguments can still be held against the operators, which know the shapes they return."""
     query = torch.empty(2, 16, 8, 64, dtype=torch.bfloat16, device="meta")
     key = value = torch.empty(2, 48, 4, 64, dtype=torch.bfloat16, device="meta")
     attended = CudaFlash().forward(query, key, value, 0.125)
