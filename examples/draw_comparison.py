@@ -1,4 +1,4 @@
-"""Draws the picture of the README: the same work with and without token slices. Usage: draw_comparison.py OUT.svg"""
+"""Draws the picture of the README: the same work with and without token slices, into the file that is named."""
 
 import sys
 from pathlib import Path

@@ -5,4 +5,4 @@ import os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import deepspeed_ext.runtime.initialize  # noqa: E402, F401
+import deepspeed_ext.runtime.initialize  # noqa: F401

@@ -23,9 +23,7 @@ LIGHT = (
 
 def light_modules() -> list[str]:
     """Every module that must start at once."""
-    return [
-        module for module in modules() if any(module == light or module.startswith(f"{light}.") for light in LIGHT)
-    ]
+    return [module for module in modules() if any(module == light or module.startswith(f"{light}.") for light in LIGHT)]
 
 
 def packages_loaded(module: str) -> set[str]:

@@ -138,9 +138,7 @@ def test_the_walk_sees_what_it_should() -> None:
     # For types alone, and within a function.
     assert not imported_when_importing("megatron_terapipe.model.flops")
     assert "megatron_terapipe.training.trainer" not in imported_when_importing("pretrain_gpt")
-    assert any(
-        each.target == "megatron_terapipe.training.trainer" for each in imports_of(modules()["pretrain_gpt"])
-    )
+    assert any(each.target == "megatron_terapipe.training.trainer" for each in imports_of(modules()["pretrain_gpt"]))
     # A package runs before what is in it.
     assert "megatron_terapipe.config" in imported_when_importing("megatron_terapipe.strategy")
 
