@@ -73,18 +73,20 @@ def simulated_makespan(timeline: Timeline, schedule: str) -> float:
     return simulate(stage_orders(SCHEDULES[schedule], shape), shape, costs).makespan
 
 
-def compare(num_micro_batches: int, cuts: dict[str, TokenSlices], *, rounds: int, num_layers: int) -> list[Result]:
+def compare(
+    num_micro_batches: int, cuts: dict[str, TokenSlices], *, rounds: int, num_layers: int, micro_batch_size: int
+) -> list[Result]:
     """Time DeepSpeed's engine and ours with each cut, in turn."""
     model, stages = benchmark_model(num_layers), dist.get_world_size()
     engines: dict[str, tuple[Any, Iterator[Any]]] = {
         "DeepSpeed PipelineEngine": (
-            deepspeed_engine(model, num_micro_batches, num_stages=stages),
-            batches(model, for_deepspeed=True),
+            deepspeed_engine(model, num_micro_batches, num_stages=stages, micro_batch_size=micro_batch_size),
+            batches(model, for_deepspeed=True, micro_batch_size=micro_batch_size),
         )
     }
     for name, cut in cuts.items():
-        engine = our_engine(model, cut, num_micro_batches, num_stages=stages)
-        engines[name] = (engine, batches(model, for_deepspeed=False))
+        engine = our_engine(model, cut, num_micro_batches, num_stages=stages, micro_batch_size=micro_batch_size)
+        engines[name] = (engine, batches(model, for_deepspeed=False, micro_batch_size=micro_batch_size))
     times: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(rounds + 1):
         for name, (engine, data) in engines.items():
@@ -111,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--local_rank", help="set by the launcher")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], metavar="M")
     parser.add_argument("--token-slices", type=int, default=8, metavar="S")
+    parser.add_argument("--micro-batch-size", type=int, default=1, metavar="B")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--json", metavar="FILE", help="write the results to a file as well")
@@ -125,10 +128,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     document = {}
     for count in options.micro_batches:
-        results = compare(count, cuts, rounds=options.rounds, num_layers=options.layers)
+        rows = options.micro_batch_size
+        results = compare(count, cuts, rounds=options.rounds, num_layers=options.layers, micro_batch_size=rows)
         document[f"micro_batches_{count}"] = [asdict(result) for result in results]
         if dist.get_rank() == 0:
-            print(f"\n{dist.get_world_size()} stages, {count} micro-batches of 1 x {SEQ_LENGTH} tokens, fp32")
+            print(f"\n{dist.get_world_size()} stages, {count} micro-batches of {rows} x {SEQ_LENGTH} tokens, fp32")
             print(f"{'':34} {'median s':>9} {'speed-up':>9} {'bubble':>7} {'eta':>6}")
             for result in results:
                 measured = "" if result.bubble_ratio is None else f"{result.bubble_ratio:>7.1%} {result.eta:>6.3f}"

@@ -66,10 +66,10 @@ class Unsliced(nn.Module):
         return self.layer(hidden, past=WholeSequence())
 
 
-def settings(num_micro_batches: int) -> dict[str, Any]:
+def settings(num_micro_batches: int, micro_batch_size: int) -> dict[str, Any]:
     """DeepSpeed's configuration of every engine: fp32, ZeRO 0, no clipping."""
     return {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
         "steps_per_print": 10**9,
         "gradient_clipping": 0.0,
@@ -77,7 +77,7 @@ def settings(num_micro_batches: int) -> dict[str, Any]:
 
 
 def our_engine(
-    model: ModelConfig, token_slices: TokenSlices, num_micro_batches: int, *, num_stages: int, schedule: str = "1f1b"
+    model: ModelConfig, token_slices: TokenSlices, num_micro_batches: int, *, num_stages: int, micro_batch_size: int = 1
 ) -> Any:
     """The token-slice engine."""
     layout = ParallelLayout(pipeline_parallel_size=num_stages, num_token_slices=len(token_slices))
@@ -91,11 +91,11 @@ def our_engine(
             split_batch=split_batch,
             activation_spec=lambda rows, length, dtype: (TensorSpec((rows, length, model.hidden_size), dtype, True),),
         )
-        engine, *_ = initialize(module, settings(num_micro_batches), schedule=schedule, optimizer=_sgd(module))
+        engine, *_ = initialize(module, settings(num_micro_batches, micro_batch_size), optimizer=_sgd(module))
     return engine
 
 
-def deepspeed_engine(model: ModelConfig, num_micro_batches: int, *, num_stages: int) -> Any:
+def deepspeed_engine(model: ModelConfig, num_micro_batches: int, *, num_stages: int, micro_batch_size: int = 1) -> Any:
     """DeepSpeed's own pipeline engine on the same layers."""
     layers = [
         LayerSpec(Unsliced, spec.typename, *spec.module_args)
@@ -114,7 +114,9 @@ def deepspeed_engine(model: ModelConfig, num_micro_batches: int, *, num_stages: 
 
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         module = FixedPartition(layers, num_stages=num_stages, loss_fn=gpt_loss, seed_layers=False)
-        engine, *_ = deepspeed.initialize(model=module, config=settings(num_micro_batches), optimizer=_sgd(module))
+        engine, *_ = deepspeed.initialize(
+            model=module, config=settings(num_micro_batches, micro_batch_size), optimizer=_sgd(module)
+        )
     return engine
 
 
@@ -126,10 +128,10 @@ def _sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=1e-3)
 
 
-def batches(model: ModelConfig, *, for_deepspeed: bool) -> Iterator[Any]:
+def batches(model: ModelConfig, *, for_deepspeed: bool, micro_batch_size: int = 1) -> Iterator[Any]:
     """The same micro-batch for ever, as each engine takes it."""
     generator = torch.Generator().manual_seed(0)
-    samples = torch.randint(0, model.vocab_size, (1, model.seq_length + 1), generator=generator)
+    samples = torch.randint(0, model.vocab_size, (micro_batch_size, model.seq_length + 1), generator=generator)
     batch = Batch.from_samples(samples)
     while True:
         yield batch.as_pipeline_batch() if for_deepspeed else batch

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GPT-3 XL (1.3B) at 8k tokens on 16 GPUs: 8 stages x 2 replicas, 8 token slices of equal work, bf16, ZeRO 1.
+# GPT-3 XL (1.3B) at 8k tokens on the 32 GPUs of hostfile.example: 8 stages x 4 replicas, 8 token slices of equal work, bf16, ZeRO 1.
 set -euo pipefail
 data=${1:?prefix of the preprocessed data} vocab=${2:?encoder.json} merges=${3:?vocab.bpe}
 deepspeed --hostfile hostfile pretrain_gpt.py --bf16 --zero-stage 1 \

@@ -1,4 +1,4 @@
-"""Who may import whom. The table is that of CONTRIBUTING.md, row by row."""
+"""Who may import whom: the table of CONTRIBUTING.md, in full."""
 
 import sys
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def height(module: str) -> int:
         for pattern in layer.modules
         if fnmatchcase(module, pattern)
     ]
-    assert fitting, f"{module} has no layer: put it into the table of CONTRIBUTING.md and of this test"
+    assert fitting, f"{module} has no layer: put it into the table of this test"
     return max(fitting)[1]
 
 

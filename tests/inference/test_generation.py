@@ -1,5 +1,7 @@
 """Generation on cached keys and values, against reading the whole text again for every token."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -15,8 +17,11 @@ LIMITS = {"max_positions": MODEL.max_position_embeddings, "vocab_size": 257}
 
 
 @pytest.fixture(scope="module")
-def model() -> WholeModel:
-    return WholeModel(MODEL).double()
+def model() -> Iterator[WholeModel]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for thousands of tiny products, threads only wait for each other
+    yield WholeModel(MODEL).double()
+    torch.set_num_threads(threads)
 
 
 @torch.no_grad()

@@ -103,3 +103,18 @@ def test_the_loss_mask_matters_to_the_reference() -> None:
     for batch in batches(setup, 0):
         per_token_slice = batch.loss_mask.reshape(2, 4, 8).sum((0, 2))
         assert per_token_slice.max() > 2 * per_token_slice.min()
+
+
+@pytest.mark.parametrize(
+    ("setup", "blocks"),
+    [(SETUPS[7], [2, 2]), (SETUPS[11], [1, 3]), (SETUPS[17], [1, 1, 1, 1])],
+    ids=["uniform", "given", "four_stages"],
+)
+def test_each_stage_holds_the_layers_it_was_dealt(setup: Setup, blocks: list[int]) -> None:
+    """Layers 0 and 1 are the embeddings, the blocks follow, then the final norm, and the tied embedding again."""
+    ends = [2 + sum(blocks[: stage + 1]) for stage in range(len(blocks))]
+    starts = [0, *ends[:-1]]
+    for stage, (_, found) in enumerate(_trained(setup.world_size)[setup]):
+        expected = set(range(starts[stage], ends[stage]))
+        expected |= {6, 0} if stage == len(blocks) - 1 else set()
+        assert {int(name.split(".")[1]) for name in found} == expected

@@ -1,0 +1,76 @@
+"""What documents and examples tell people to type and to open exists.
+
+That every flag is documented, and the documentation fresh, is tested in tests/config.
+"""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.arguments import flags, parse_arguments
+from tests.architecture.sources import BESIDE, CODE, ROOT, documents, python_files, tree_of, where
+
+SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
+OF_TOOLS = {
+    *("--hostfile", "--num_accelerators", "--module"),  # the launcher
+    *("--no-deps",),  # pip
+}
+FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+def known_flags() -> set[str]:
+    """Every flag of a command of ours, of benchmarks among them."""
+    known = {spelling for each in flags() for spelling in (f"--{each.name.replace('_', '-')}", *each.option.aliases)}
+    for path in python_files(*CODE, *BESIDE):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+                words = (word.value for word in node.args if isinstance(word, ast.Constant))
+                known.update(word for word in words if str(word).startswith("--"))
+    return known | OF_TOOLS
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in documents() + SCRIPTS if path.name != "arguments.md"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_flags_exist(path: Path) -> None:
+    known = known_flags()
+    unknown = [
+        f"{where(path, number)} {flag}"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        for flag in FLAG.findall(line)
+        if flag not in known
+    ]
+    assert not unknown, "\n".join(unknown)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in SCRIPTS if "pretrain_gpt.py" in path.read_text()], ids=lambda p: p.stem
+)
+def test_trainer_takes_the_flags_of_examples(path: Path) -> None:
+    (command,) = re.findall(r"pretrain_gpt\.py((?:.*\\\n)*.*)", path.read_text(encoding="utf-8"))
+    # What the shell would put in: a number of stages, a flag that may be left out, names of files.
+    command = command.replace('"$stages"', "2").replace("$precision", "").replace("\\\n", " ")
+    config = parse_arguments(shlex.split(command))
+    assert config.num_micro_batches(1) >= 1
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = [(path.parent / link).resolve() for link in LINK.findall(path.read_text(encoding="utf-8"))]
+    missing = [str(target.relative_to(ROOT)) for target in targets if not target.exists()]
+    assert not missing, ", ".join(missing)
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    names = re.findall(r"`([\w/]+\.py)`", text)
+    paths = {str(path.relative_to(ROOT)) for path in python_files(*CODE, *BESIDE)}
+    missing = [name for name in names if not any(f"/{path}".endswith(f"/{name}") for path in paths)]
+    assert names
+    assert not missing, ", ".join(missing)
