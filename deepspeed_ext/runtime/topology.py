@@ -34,3 +34,8 @@ class TokenSliceTopology(ProcessTopology):
         DeepSpeed finds a checkpoint's layer files by the name `layer_00-model_00-...`; a token part would hide them.
         """
         return super().get_rank_repr(rank, omit_axes=list(omit_axes), **separators)
+
+
+def layer_file(layer: int, tensor_parallel_rank: int = 0) -> str:
+    """File that DeepSpeed saves a pipeline layer's weights to, given the names of ranks above."""
+    return f"layer_{layer:02d}-model_{tensor_parallel_rank:02d}-model_states.pt"

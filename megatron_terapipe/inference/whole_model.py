@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.runtime.module import takes_past
 from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.model.gpt import gpt_layers
@@ -60,7 +61,7 @@ class WholeModel(nn.Module):
             CheckpointError: if a layer's file is missing or broken.
         """
         for index, layer in self.layers.items():
-            path = directory / f"layer_{int(index):02d}-model_00-model_states.pt"
+            path = directory / layer_file(int(index))
             try:
                 layer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
             except Exception as error:  # On a damaged file an unpickler may raise anything.

@@ -31,6 +31,12 @@ def gpt_layers(model: ModelConfig) -> list[LayerSpec]:
     return [embedding, LayerSpec(PositionEmbedding, model), *blocks, final_norm, output]
 
 
+def layers_with_weights(model: ModelConfig) -> range:
+    """Indices of the pipeline layers that own weights: all but an output layer that is tied to the word embedding."""
+    tied = not model.untie_embeddings_and_output_weights
+    return range(LAYERS_BEFORE_BLOCKS + model.num_layers + LAYERS_AFTER_BLOCKS - tied)
+
+
 def pipeline_partition(blocks: StagePartition) -> StagePartition:
     """The partition of all pipeline layers, from one of the transformer layers alone.
 

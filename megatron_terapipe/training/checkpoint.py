@@ -14,8 +14,10 @@ from zipfile import is_zipfile
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.model.gpt import layers_with_weights
 
 _MAY_CHANGE = {"seq_length", "init_method_std"}
 """Settings of the model that do not change the shape of a weight."""
@@ -134,9 +136,8 @@ def _check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, w
 
     Without the optimizer's files DeepSpeed would go on with a fresh optimizer.
     """
-    num_layers = model.num_layers + (4 if model.untie_embeddings_and_output_weights else 3)  # a tied one is there once
     stages = range(info.layout["pipeline_parallel_size"])
-    patterns = [f"layer_{layer:02d}-model_00-model_states.pt" for layer in range(num_layers)]
+    patterns = [layer_file(layer) for layer in layers_with_weights(model)]
     patterns += [f"mp_rank_{stage:02d}_model_states.pt" for stage in stages]
     if info.zero_stage and not weights_only:
         replicas = range(info.layout["data_parallel_size"])
