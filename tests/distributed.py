@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -13,6 +14,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preloaded"])
 
 TIMEOUT_S = 240
+LINGER_S = 3
 
 
 class RankFailed(AssertionError):
@@ -90,5 +92,7 @@ def _rank(
         sender.send((False, traceback.format_exc()))
     finally:
         sender.close()
-        # The parent has what it needs; leaving without the interpreter's shutdown keeps gloo's threads quiet.
+        # Rank 0 holds the store that slower ranks may still read. The parent ends all once it has heard all; but a
+        # rank that waits for one that gave up must see it go.
+        time.sleep(LINGER_S)
         os._exit(0)
