@@ -4,21 +4,17 @@ Flags, their help and `docs/arguments.md` are derived from these sections: the f
 invalid section cannot be built, so nobody downstream checks again.
 """
 
+from megatron_terapipe.config.batch import BatchConfig
+from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.config import Config
+from megatron_terapipe.config.data import DataConfig
+from megatron_terapipe.config.deepspeed import DeepSpeedConfig
+from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.optimizer import OptimizerConfig
 from megatron_terapipe.config.parallel import ParallelConfig
-from megatron_terapipe.config.run import (
-    CheckpointConfig,
-    DataConfig,
-    DeepSpeedConfig,
-    LoggingConfig,
-)
-from megatron_terapipe.config.training import (
-    BatchConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrainingConfig,
-)
+from megatron_terapipe.config.precision import PrecisionConfig
+from megatron_terapipe.config.training import TrainingConfig
 
 __all__ = [
     "BatchConfig",

@@ -5,20 +5,16 @@ from dataclasses import dataclass
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.balance import balanced_token_slices
+from megatron_terapipe.config.batch import BatchConfig
+from megatron_terapipe.config.checkpoint import CheckpointConfig
+from megatron_terapipe.config.data import DataConfig
+from megatron_terapipe.config.deepspeed import DeepSpeedConfig
+from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.optimizer import OptimizerConfig
 from megatron_terapipe.config.parallel import ParallelConfig
-from megatron_terapipe.config.run import (
-    CheckpointConfig,
-    DataConfig,
-    DeepSpeedConfig,
-    LoggingConfig,
-)
-from megatron_terapipe.config.training import (
-    BatchConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrainingConfig,
-)
+from megatron_terapipe.config.precision import PrecisionConfig
+from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.errors import ConfigError
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 
-from megatron_terapipe.config.training import OptimizerConfig
+from megatron_terapipe.config.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,14 +1,9 @@
-"""The sections around the training itself: data, checkpoints, logging, DeepSpeed's own settings."""
+"""The section that says what is read: which data, cut and tokenized how."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_terapipe.config.options import (
-    check_choices,
-    check_not_negative,
-    check_positive,
-    option,
-)
+from megatron_terapipe.config.options import check_choices, check_not_negative, option
 from megatron_terapipe.errors import ConfigError
 
 
@@ -89,86 +84,3 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """Checkpoints.
-
-    Raises:
-        ConfigError: if a flag has no effect without another that is not given.
-    """
-
-    save: str | None = option(None, metavar="DIR")
-    """Directory to save checkpoints in, at the end and every `--save-interval`."""
-
-    load: str | None = option(None, metavar="DIR")
-    """Directory to continue from. If it holds no checkpoint, training starts afresh."""
-
-    save_interval: int | None = None
-    """Iterations between checkpoints. Left out, only the end is saved."""
-
-    finetune: bool = False
-    """Load the weights alone, and start at iteration 0."""
-
-    no_load_optim: bool = False
-    """Do not load the state of the optimizer."""
-
-    no_load_rng: bool = False
-    """Do not load the state of the random generators."""
-
-    exit_on_missing_checkpoint: bool = False
-    """Fail if `--load` holds no checkpoint."""
-
-    def __post_init__(self) -> None:
-        """Check the flags that need another."""
-        check_positive(self, "save_interval")
-        if self.save_interval is not None and self.save is None:
-            raise ConfigError(f"--save-interval {self.save_interval} does not say where to save: add --save")
-        if self.load is None:
-            for name in ("finetune", "exit_on_missing_checkpoint"):
-                if getattr(self, name):
-                    raise ConfigError(f"--{name.replace('_', '-')} has nothing to load: add --load, or drop it")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoggingConfig:
-    """Logging and evaluation.
-
-    Raises:
-        ConfigError: if a value is out of range.
-    """
-
-    log_interval: int = 10
-    """Iterations between lines of the log."""
-
-    eval_interval: int = 1000
-    """Iterations between evaluations on the validation data."""
-
-    eval_iters: int = 10
-    """Global batches of one evaluation. 0 = never evaluate."""
-
-    metrics_file: str | None = option(None, metavar="FILE")
-    """File to append one JSON object per iteration and evaluation to."""
-
-    timeline: str | None = option(None, metavar="DIR")
-    """Directory to write the timeline of one iteration to, as it was executed. Left out, none is written."""
-
-    timeline_iteration: int = 3
-    """Iteration whose timeline is written. The first ones are slower than the rest."""
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        check_positive(self, "log_interval", "eval_interval", "timeline_iteration")
-        check_not_negative(self, "eval_iters")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeepSpeedConfig:
-    """DeepSpeed."""
-
-    deepspeed: bool = False
-    """Accepted for scripts that pass it. Training always runs on DeepSpeed."""
-
-    deepspeed_config: str | None = option(None, metavar="FILE")
-    """JSON file with further DeepSpeed settings. One that contradicts a flag is an error."""

@@ -1,0 +1,80 @@
+"""The section of the optimizer and the learning rate."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, flag
+from megatron_terapipe.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """Optimizer and learning rate.
+
+    Raises:
+        ConfigError: if a value is out of range, or two contradict each other.
+    """
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """Rule of the update. `adam` decays weights apart from the gradient (AdamW), as Megatron's does."""
+
+    lr: float
+    """Highest learning rate."""
+
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay, and a floor from there on."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "linear"
+    """Shape of the decay after the warmup."""
+
+    lr_decay_iters: int | None = None
+    """Iteration at which the decay ends. Left out, the last."""
+
+    lr_warmup_iters: int = 0
+    """Iterations in which the learning rate rises from 0, on a line."""
+
+    lr_warmup_fraction: float | None = None
+    """Length of the warmup as a part of the iterations until the decay ends, instead of `--lr-warmup-iters`."""
+
+    weight_decay: float = 0.01
+    """Decay of the weights. Biases and norms do not decay."""
+
+    clip_grad: float = 1.0
+    """Gradients are scaled down to this global norm. 0 = never."""
+
+    adam_beta1: float = 0.9
+    """Decay of Adam's mean of gradients."""
+
+    adam_beta2: float = 0.999
+    """Decay of Adam's mean of squared gradients."""
+
+    adam_eps: float = 1e-8
+    """Added to the denominator of Adam's update."""
+
+    sgd_momentum: float = 0.9
+    """Momentum of SGD."""
+
+    zero_stage: Literal[0, 1] = 1
+    """ZeRO stage: 1 spreads the optimizer state over the data-parallel ranks, 0 repeats it on each."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges and the pairs."""
+        # The general line would not say why DeepSpeed's other two stages are not on offer.
+        if self.zero_stage in (2, 3):
+            raise ConfigError(
+                f"--zero-stage {self.zero_stage}: DeepSpeed cannot combine ZeRO 2 or 3 with pipelines: use 0 or 1"
+            )
+        check_choices(self)
+        check_positive(self, "lr", "lr_decay_iters", "adam_eps")
+        check_not_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ConfigError(f"{flag(name)} {value} is out of range: give 0 or more, below 1")
+        if self.min_lr > self.lr:
+            raise ConfigError(f"--min-lr {self.min_lr} is above --lr {self.lr}: give {self.lr} or less")
+        if self.lr_warmup_iters and self.lr_warmup_fraction is not None:
+            raise ConfigError(
+                f"--lr-warmup-iters {self.lr_warmup_iters} and --lr-warmup-fraction "
+                f"{self.lr_warmup_fraction} both say how long the warmup is: drop one of them"
+            )
