@@ -19,7 +19,7 @@ before it. `check_programs` plays the programs to see that this holds:
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -101,14 +101,22 @@ class Program:
                 yield op
 
 
-def lower(schedule: Schedule, shape: PipelineShape) -> list[Program]:
+def lower(schedule: Schedule, shape: PipelineShape, *, loading_stages: Container[int] | None = None) -> list[Program]:
     """Lower a schedule to one program per stage, and check that they run to their end.
+
+    Args:
+        schedule: order of the ops.
+        shape: of the pipeline.
+        loading_stages: stages that take micro-batches from the data iterator; None for the first and the last, which
+            read tokens and labels.
 
     Raises:
         ScheduleDeadlock: if the schedule, or the placement of its transfers, would leave stages waiting for each other.
     """
     orders = stage_orders(schedule, shape)
-    programs = [_assign_buffers(stage, steps) for stage, steps in enumerate(_place_transfers(orders, shape))]
+    loading_stages = (0, shape.last_stage) if loading_stages is None else loading_stages
+    placed = _place_transfers(orders, shape, loading_stages)
+    programs = [_assign_buffers(stage, steps) for stage, steps in enumerate(placed)]
     check_programs(programs, shape)
     return programs
 
@@ -124,7 +132,9 @@ def global_order(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> list[O
     return [span.op for span in sorted(spans, key=lambda span: (span.start, span.op.stage))]
 
 
-def _place_transfers(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> list[list[tuple[InstructionKind, Op]]]:
+def _place_transfers(
+    orders: Sequence[Sequence[Op]], shape: PipelineShape, loading_stages: Container[int]
+) -> list[list[tuple[InstructionKind, Op]]]:
     """Per stage, its ops with loads and transfers among them, each beside the op it serves."""
     ordered = global_order(orders, shape)
     turn = {op: position for position, op in enumerate(ordered)}
@@ -149,7 +159,7 @@ def _place_transfers(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> li
         loaded = set()
         in_flight: list[Op] = []
         for before, op, ahead in zip([None, *order], order, [*order[1:], None], strict=False):
-            if stage in (0, shape.last_stage) and op.micro_batch not in loaded:
+            if stage in loading_stages and op.micro_batch not in loaded:
                 loaded.add(op.micro_batch)
                 steps.append((InstructionKind.LOAD_MICRO_BATCH, op))
             steps.extend(receives(op))

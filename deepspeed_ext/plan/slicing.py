@@ -81,15 +81,18 @@ class TokenSlices:
         return cls(lengths)
 
     @classmethod
-    def uniform(cls, seq_length: int, num_token_slices: int) -> "TokenSlices":
-        """Cut as evenly as whole tokens allow; the first token slices take the tokens left over.
+    def uniform(cls, seq_length: int, num_token_slices: int, *, granularity: int = 1) -> "TokenSlices":
+        """Cut as evenly as multiples of `granularity` allow; the first token slices take what is left over.
+
+        Tokens beyond the last multiple go to the last token slice.
 
         Raises:
-            PlanError: if there are more token slices than tokens.
+            PlanError: if there are more token slices than multiples of `granularity`.
         """
-        _check_count(seq_length, num_token_slices)
-        length, longer = divmod(seq_length, num_token_slices)
-        return cls(tuple(length + (index < longer) for index in range(num_token_slices)))
+        _check_count(seq_length // granularity, num_token_slices)
+        length, longer = divmod(seq_length // granularity, num_token_slices)
+        *lengths, last = ((length + (index < longer)) * granularity for index in range(num_token_slices))
+        return cls((*lengths, last + seq_length % granularity))
 
     @classmethod
     def balanced(

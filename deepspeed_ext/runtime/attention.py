@@ -15,7 +15,7 @@ and flow on into the layer's projections like any other gradient: no surrogate l
 import torch
 from torch import Tensor
 
-from deepspeed_ext.runtime.attention_kernels import Attended, Gradients, kernel_for
+from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel, Gradients
 
 
 class KeyValueState:
@@ -85,23 +85,21 @@ class TokenSliceAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, state: KeyValueState, start: int, scale: float):  # noqa: D102
+    def forward(ctx, query, key, value, state: KeyValueState, start: int, scale: float, kernel: AttentionKernel):  # noqa: D102
         # A query cut from a fused projection would keep the keys and values beside it alive: copy it out.
         query = query.contiguous()
         state.write(key, value, start)
-        attended = kernel_for(query).forward(query, *state.read(start + query.shape[1]), scale)
+        attended = kernel.forward(query, *state.read(start + query.shape[1]), scale)
         # Kernels leave the heads before the tokens; the next layer wants them after, and would keep a copy of its own.
         output = attended.output.contiguous()
         ctx.save_for_backward(query, output, attended.log_sum_exp)
-        ctx.state, ctx.start, ctx.scale = state, start, scale
+        ctx.state, ctx.start, ctx.scale, ctx.kernel = state, start, scale, kernel
         return output
 
     @staticmethod
     def backward(ctx, output_gradient):  # noqa: D102
         query, output, log_sum_exp = ctx.saved_tensors
         key, value = ctx.state.read(ctx.start + query.shape[1])
-        gradients = kernel_for(query).backward(
-            output_gradient, query, key, value, Attended(output, log_sum_exp), ctx.scale
-        )
+        gradients = ctx.kernel.backward(output_gradient, query, key, value, Attended(output, log_sum_exp), ctx.scale)
         own_key, own_value = ctx.state.settle(gradients)
-        return gradients.query, own_key, own_value, None, None, None
+        return gradients.query, own_key, own_value, None, None, None, None

@@ -62,3 +62,10 @@ def _cut(tensors: Any, seq_length: int, start: int, end: int) -> Any:
         has_sequence = tensors.dim() >= 2 and tensors.shape[1] == seq_length
         return tensors[:, start:end] if has_sequence else tensors
     return tuple(_cut(tensor, seq_length, start, end) for tensor in tensors)
+
+
+def to_device(tensors: Any, device: torch.device) -> Any:
+    """Move a tensor, or a tuple of such, where a stage computes."""
+    if torch.is_tensor(tensors):
+        return tensors.to(device, non_blocking=True)
+    return tuple(to_device(tensor, device) for tensor in tensors)

@@ -19,17 +19,24 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.lowering import InstructionKind, lower
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.schedules import Schedule, forward_order
+from deepspeed_ext.plan.lowering import InstructionKind
+from deepspeed_ext.plan.ops import Op, OpKind
+from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.timeline import Timeline
+from deepspeed_ext.runtime.batch import to_device
 from deepspeed_ext.runtime.channels import MessageSpec
-from deepspeed_ext.runtime.grad_norm import global_grad_norm
+from deepspeed_ext.runtime.grad_norm import clip_gradients, global_grad_norm
+from deepspeed_ext.runtime.gradient_sums import sum_over_tensor_parallel_ranks, sum_over_tied_stages
 from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
 from deepspeed_ext.runtime.live_batch import LiveBatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.op_clock import OpClock
+from deepspeed_ext.runtime.sequence_state import SequenceState
 from deepspeed_ext.runtime.stage_links import StageLinks
+from deepspeed_ext.runtime.stage_programs import StagePrograms
+
+SEQUENCES_PER_STEP = 1 << 32
+"""More than any step has, so that every sequence of a run has a number of its own."""
 
 
 class TokenSlicePipelineEngine(PipelineEngine):
@@ -45,18 +52,13 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def __init__(self, *arguments: Any, schedule: Schedule, timeout: timedelta, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         assert isinstance(self.module, TokenSlicePipelineModule), "made for a TokenSlicePipelineModule"
-        if self.fp16_enabled() and not self.zero_optimization():
-            raise UserError(
-                "fp16 with ZeRO stage 0: DeepSpeed divides a pipeline's gradients by a loss scale it never applied; "
-                "use ZeRO stage 1, or bf16"
-            )
-        if self.torch_autocast_enabled():
-            raise UserError(
-                "torch_autocast is set, under which layers compute in one dtype and keep keys, values and gradients in "
-                "another: use the bf16 or fp16 section instead"
-            )
-        self._schedule = schedule
-        self._programs: dict[tuple[bool, int], ProgramSchedule] = {}
+        self._programs = StagePrograms(
+            schedule,
+            stage=self.stage_id,
+            num_stages=self.num_stages,
+            num_token_slices=len(self.module.token_slices),
+            every_stage_loads=self.module.documents is not None,
+        )
         self._rows = {"train": self.micro_batch_size, "eval": self.micro_batch_size}
         self._phase = "train"
         self._links = StageLinks(
@@ -68,7 +70,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             dynamic_shape=self.dynamic_shape,
         )
         self._clock: OpClock | None = None
-        self._live = LiveBatch(self.module.token_slices)
+        self._live = LiveBatch()
 
     # ------------------------------------------------------------------ what a user calls
 
@@ -132,11 +134,17 @@ class TokenSlicePipelineEngine(PipelineEngine):
         outputs = None
         if return_logits and self.is_last_stage():
             outputs = [torch.cat(parts, dim=1) for _, parts in sorted(self._live.outputs.items())]
-        self._live = LiveBatch(self.module.token_slices)
+        self._live = LiveBatch()
         result: Any = losses or None
         if compute_loss and reduce_output == "avg":
             result = self._mean_over_replicas(sum(losses) / num_micro_batches if losses else None, bcast_loss)
         return (result, outputs) if return_logits else result
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Read from another iterator, on the stages that read any."""
+        super().set_dataiterator(iterator)
+        if self.module.documents is not None:
+            self.data_iterator = iterator
 
     def reset_activation_shape(self) -> None:
         """Let the next batch have other shapes; call it on every rank."""
@@ -152,10 +160,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
         timelines: list[Timeline] = []
         dist.barrier()
         self._clock = OpClock()
-        shape = self._shape(self.micro_batches)
+        shape = self._programs.shape(self.micro_batches)
         yield timelines
-        spans = self._clock.spans()
-        self._clock = None
+        spans, self._clock = self._clock.spans(), None
         stages: list[Any] = [None] * self.num_stages
         dist.all_gather_object(stages, spans, group=self.grid.get_pipe_parallel_group())
         timelines.append(Timeline(shape, tuple(tuple(stage) for stage in stages), unit="s"))
@@ -163,22 +170,10 @@ class TokenSlicePipelineEngine(PipelineEngine):
     # ------------------------------------------------------------------ schedules
 
     def _train_schedule(self) -> ProgramSchedule:
-        return self._program(self._schedule, self.micro_batches, training=True)
+        return self._programs.training(self.micro_batches)
 
     def _inference_schedule(self, micro_batches: int) -> ProgramSchedule:
-        return self._program(forward_order, micro_batches, training=False)
-
-    def _program(self, schedule: Schedule, num_micro_batches: int, *, training: bool) -> ProgramSchedule:
-        key = (training, num_micro_batches)
-        if key not in self._programs:
-            program = lower(schedule, self._shape(num_micro_batches))[self.stage_id]
-            self._programs[key] = ProgramSchedule(
-                program, num_micro_batches=num_micro_batches, num_stages=self.num_stages, training=training
-            )
-        return self._programs[key]
-
-    def _shape(self, num_micro_batches: int) -> PipelineShape:
-        return PipelineShape(self.num_stages, num_micro_batches, len(self.module.token_slices))
+        return self._programs.evaluation(micro_batches)
 
     def _begin(self, phase: str, micro_batch_size: int | None = None) -> None:
         self._phase = phase
@@ -186,7 +181,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             self._rows[phase] = micro_batch_size
             self._links.forget_shapes()
         self._links.begin(phase)
-        self._live = LiveBatch(self.module.token_slices)
+        self._live = LiveBatch()
 
     def _activation_shape(self, token_slice: int) -> MessageSpec:
         dtype = next(self.module.parameters()).dtype
@@ -205,17 +200,20 @@ class TokenSlicePipelineEngine(PipelineEngine):
                 f"the data iterator ended at micro-batch {micro_batch} of a batch of {self.micro_batches}: "
                 "give one that does not end, such as deepspeed.utils.RepeatingLoader"
             ) from None
-        self._live.parts[micro_batch] = self.module.split_batch(batch, self.module.token_slices)
+        if self.is_first_stage() or self.is_last_stage():
+            self._live.parts[micro_batch] = self.module.split_batch(batch, self.module.token_slices)
+        if self.module.documents is not None:
+            self._live.documents[micro_batch] = self.module.documents(batch)
 
     def _exec_forward(self, micro_batch: int, token_slice: int, buffer: int) -> None:
         held = self._live.buffers[buffer]
         if self.is_first_stage():
-            inputs = self._to_device(self._live.parts[micro_batch][token_slice].inputs)
+            inputs = to_device(self._live.parts[micro_batch][token_slice].inputs, self.device)
         else:
             held.inputs = self._links.activation((micro_batch, token_slice))
             inputs = held.inputs[0] if len(held.inputs) == 1 else held.inputs
         with self._measured(OpKind.FORWARD, micro_batch, token_slice):
-            outputs = self.module(inputs, self._live.states[micro_batch], token_slice)
+            outputs = self.module(inputs, self._state(micro_batch), token_slice)
             if self.is_last_stage():
                 held.roots = self._exec_loss(outputs, micro_batch, token_slice)
             else:
@@ -224,6 +222,19 @@ class TokenSlicePipelineEngine(PipelineEngine):
         if not torch.is_grad_enabled() and token_slice == len(self.module.token_slices) - 1:
             self._live.forget(micro_batch)
 
+    def _state(self, micro_batch: int) -> SequenceState:
+        """What a micro-batch remembers; at its first forward, nothing yet."""
+        if micro_batch not in self._live.states:
+            rows = self._rows[self._phase]
+            first = (micro_batch * self.dp_world_size + self.grid.get_data_parallel_rank()) * rows
+            self._live.states[micro_batch] = SequenceState(
+                self.module.token_slices,
+                seed=self.module.base_seed,
+                sequences=[self.global_steps * SEQUENCES_PER_STEP + first + row for row in range(rows)],
+                documents=self._live.documents.get(micro_batch),
+            )
+        return self._live.states[micro_batch]
+
     def _exec_loss(self, outputs: Any, micro_batch: int, token_slice: int) -> tuple[Tensor, ...]:
         """Add a token slice's share of the loss up, and return what backward starts from."""
         if not torch.is_grad_enabled() and self.eval_return_logits:
@@ -231,7 +242,11 @@ class TokenSlicePipelineEngine(PipelineEngine):
         if not self._compute_loss:
             return ()
         part = self._live.parts[micro_batch][token_slice]
-        loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, self._to_device(part.labels))
+        loss = (
+            outputs
+            if self.module.loss_fn is None
+            else self.module.loss_fn(outputs, to_device(part.labels, self.device))
+        )
         weight = part.loss_weight
         loss = loss * (weight.to(loss.device) if torch.is_tensor(weight) else weight)
         self._live.add_loss(micro_batch, loss)
@@ -288,12 +303,12 @@ class TokenSlicePipelineEngine(PipelineEngine):
     # ------------------------------------------------------------------ end of the batch
 
     def _exec_reduce_tied_grads(self) -> None:
-        """Sum the gradients of tied weights over their stages, wherever DeepSpeed accumulates them."""
-        for weight, group in self.module.get_tied_weights_and_groups():
-            dist.all_reduce(self._accumulated_gradient(weight), group=group)
+        """Complete the gradients of which several ranks of one replica hold a part."""
+        sum_over_tensor_parallel_ranks(self.module, self.grid)
+        sum_over_tied_stages(self.module)
 
     def _exec_reduce_grads(self) -> None:
-        # DeepSpeed would flatten and copy every gradient even where there is no other replica to reduce with.
+        # DeepSpeed would copy every gradient even where there is no other replica to reduce with.
         if self.is_data_parallel or self.zero_optimization():
             super()._exec_reduce_grads()
 
@@ -310,16 +325,12 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     def clip_fp32_gradients(self) -> None:
         """Scale the gradients so that the norm of the whole model's is at most the configured one."""
-        coefficient = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
-        if coefficient < 1:
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(coefficient)
+        clip_gradients(self.module.parameters(), self._global_grad_norm, self.gradient_clipping())
 
     def _aggregate_total_loss(self) -> Tensor:
         losses = self._live.losses.values()
         loss = self._mean_over_replicas(sum(losses) / self.micro_batches if losses else None)
-        self._live = LiveBatch(self.module.token_slices)
+        self._live = LiveBatch()
         return loss
 
     # ------------------------------------------------------------------ parts of the above
@@ -338,19 +349,6 @@ class TokenSlicePipelineEngine(PipelineEngine):
         if self.is_pipe_parallel:
             dist.broadcast(loss, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
         return loss
-
-    def _to_device(self, tensors: Any) -> Any:
-        if torch.is_tensor(tensors):
-            return tensors.to(self.device, non_blocking=True)
-        return tuple(self._to_device(tensor) for tensor in tensors)
-
-    def _accumulated_gradient(self, weight: torch.nn.Parameter) -> Tensor:
-        """Where the gradient of a weight adds up; zeros on a stage that found none, so that every rank can join in."""
-        for attribute in ("_hp_grad", "grad_accum", "grad"):
-            if getattr(weight, attribute, None) is not None:
-                return getattr(weight, attribute)
-        weight.grad = torch.zeros_like(weight)
-        return weight.grad
 
     @contextmanager
     def _accumulation(self) -> Iterator[None]:

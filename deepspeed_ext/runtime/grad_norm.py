@@ -43,3 +43,12 @@ def global_grad_norm(
     squares = squares.to(device) if device is not None else squares
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scale gradients whose norm, that of the whole model, is above `max_norm` down to it."""
+    coefficient = max_norm / (norm + 1e-6)
+    if coefficient < 1:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(coefficient)

@@ -47,7 +47,23 @@ def initialize(
     if isinstance(schedule, str):
         schedule = schedule_named(schedule)
     with _engine_class(partial(TokenSlicePipelineEngine, schedule=schedule, timeout=timeout)):
-        return deepspeed.initialize(model=model, config=config, **keywords)
+        engine, *others = deepspeed.initialize(model=model, config=config, **keywords)
+    _check_precision(engine)
+    return engine, *others
+
+
+def _check_precision(engine: TokenSlicePipelineEngine) -> None:
+    """Refuse what DeepSpeed's settings can ask for and its pipelines would do wrongly."""
+    if engine.fp16_enabled() and not engine.zero_optimization():
+        raise UserError(
+            "fp16 with ZeRO stage 0: DeepSpeed divides a pipeline's gradients by a loss scale it never applied; "
+            "use ZeRO stage 1, or bf16"
+        )
+    if engine.torch_autocast_enabled():
+        raise UserError(
+            "torch_autocast is set, under which layers compute in one dtype and keep keys, values and gradients in "
+            "another: use the bf16 or fp16 section instead"
+        )
 
 
 def init_distributed(**keywords: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batch import TokenSliceBatch
+from deepspeed_ext.runtime.documents import Documents
 from deepspeed_ext.runtime.sequence_state import SequenceState
 
 
@@ -33,15 +33,17 @@ class LiveBatch:
 
     Attributes:
         parts: per micro-batch, what its token slices read; on the stages that load.
+        documents: per micro-batch, where its documents begin, when the module asks.
         states: per micro-batch, what its token slices leave to later ones.
         buffers: by the number that the program gives them.
         losses: per micro-batch, the weighted losses of its token slices so far; on the last stage.
         outputs: per micro-batch, the last layer's outputs, when an evaluation asks for them.
     """
 
-    def __init__(self, token_slices: TokenSlices) -> None:
+    def __init__(self) -> None:
         self.parts: dict[int, list[TokenSliceBatch]] = {}
-        self.states: dict[int, SequenceState] = defaultdict(lambda: SequenceState(token_slices))
+        self.documents: dict[int, Documents] = {}
+        self.states: dict[int, SequenceState] = {}
         self.buffers: dict[int, Buffer] = defaultdict(Buffer)
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, list[Any]] = defaultdict(list)
@@ -55,3 +57,4 @@ class LiveBatch:
         """Let go of a micro-batch that no op needs any more."""
         del self.states[micro_batch]
         self.parts.pop(micro_batch, None)
+        self.documents.pop(micro_batch, None)

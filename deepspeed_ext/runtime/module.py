@@ -15,6 +15,7 @@ from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batch import SplitBatch, split_along_sequence
 from deepspeed_ext.runtime.channels import MessageSpec
+from deepspeed_ext.runtime.documents import Documents
 from deepspeed_ext.runtime.sequence_state import SequenceState
 from deepspeed_ext.runtime.topology import TokenSliceTopology
 
@@ -36,6 +37,8 @@ class TokenSlicePipelineModule(PipelineModule):
             None if the last layer returns that.
         partition: `parameters`, `uniform`, bounds such as `0,5,12`, a JSON file of them, or a `StagePartition`.
         split_batch: cuts what the data iterator yields for one micro-batch.
+        documents: reads off what the data iterator yields where its documents begin, which keeps them apart in
+            attention and positions; every stage then reads the data. None if every row is one document.
         activation_spec: what passes between stages, so that shapes need never be sent; None to send them once.
         activation_checkpoint_interval: recompute activations in backward, this many layers at a time; 0 for never.
         dynamic_shape: shapes between stages may change from one micro-batch to the next, and are sent with each.
@@ -55,6 +58,7 @@ class TokenSlicePipelineModule(PipelineModule):
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         partition: str | StagePartition = "parameters",
         split_batch: SplitBatch = split_along_sequence,
+        documents: Callable[[Any], Documents] | None = None,
         activation_spec: ActivationSpec | None = None,
         activation_checkpoint_interval: int = 0,
         dynamic_shape: bool = False,
@@ -87,6 +91,7 @@ class TokenSlicePipelineModule(PipelineModule):
         )
         self.token_slices = token_slices
         self.split_batch = split_batch
+        self.documents = documents
         self.activation_spec = activation_spec
         self._takes_past = [takes_past(function) for function in self.forward_funcs]
 

@@ -1,12 +1,18 @@
-"""What a stage remembers of a micro-batch from one token slice to the next."""
+"""What a stage remembers of a micro-batch from one token slice to the next, and what it knows of its tokens."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime import positional_dropout
 from deepspeed_ext.runtime.attention import KeyValueState, TokenSliceAttention
+from deepspeed_ext.runtime.attention_kernels import AttentionDropout, AttentionKernel, PlainAttention, kernel_for
+from deepspeed_ext.runtime.documents import DocumentAttention, Documents
+from deepspeed_ext.runtime.positional_dropout import DropoutPlace
 
 
 class SequenceState:
@@ -17,15 +23,26 @@ class SequenceState:
 
     Args:
         token_slices: how the sequence is cut.
+        seed: of the masks of dropout.
+        sequences: number of each row, by which its masks differ from those of all other sequences.
+        documents: where documents begin; None if every row is one document.
     """
 
-    def __init__(self, token_slices: TokenSlices) -> None:
+    def __init__(
+        self,
+        token_slices: TokenSlices,
+        *,
+        seed: int = 0,
+        sequences: Sequence[int] = (0,),
+        documents: Documents | None = None,
+    ) -> None:
         self.token_slices = token_slices
+        self.seed, self.sequences, self.documents = seed, tuple(sequences), documents
         self._layers: dict[int, KeyValueState] = defaultdict(lambda: KeyValueState(token_slices.seq_length))
 
     def past(self, layer: int, token_slice: int) -> "Past":
         """The state as one layer sees it while it computes one token slice."""
-        return Past(self.token_slices.prefix_len(token_slice), self._layers[layer])
+        return Past(self.token_slices.prefix_len(token_slice), layer, self, self._layers[layer])
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +50,31 @@ class Past:
     """What came before a token slice, for one layer. A layer gets it by having an argument named `past`.
 
     Attributes:
-        prefix_len: tokens before this token slice; the position of its first token.
+        prefix_len: tokens before this token slice.
     """
 
     prefix_len: int
-    _state: KeyValueState
+    _layer: int
+    _sequence: SequenceState
+    _keys_and_values: KeyValueState
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
+    def positions(self, length: int) -> Tensor:
+        """Positions of the N tokens of this token slice: [1, N], or [B, N] where they restart with documents."""
+        documents = self._sequence.documents
+        if documents is None or not documents.positions_restart:
+            return torch.arange(self.prefix_len, self.prefix_len + length).unsqueeze(0)
+        return documents.positions(self.prefix_len, length)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        first_head: int = 0,
+    ) -> Tensor:
         """Causal attention of this token slice to itself and to all token slices before it.
 
         Args:
@@ -47,10 +82,52 @@ class Past:
             key: [B, N, G, D]; H must be a multiple of G.
             value: [B, N, G, D].
             scale: factor of the scores; 1 / sqrt(D) if None.
+            dropout: probability that a weight is dropped.
+            first_head: number of the first query head, where a rank holds some of them.
 
         Returns:
             [B, N, H, D].
         """
         return TokenSliceAttention.apply(
-            query, key, value, self._state, self.prefix_len, query.shape[-1] ** -0.5 if scale is None else scale
+            query,
+            key,
+            value,
+            self._keys_and_values,
+            self.prefix_len,
+            query.shape[-1] ** -0.5 if scale is None else scale,
+            self._kernel(query, dropout, first_head),
         )
+
+    def dropout(
+        self, inputs: Tensor, probability: float, *, site: int, first_token: int = 0, first_channel: int = 0
+    ) -> Tensor:
+        """Dropout whose mask depends on the place of each element alone.
+
+        Args:
+            inputs: [B, N, C], of tokens of this token slice.
+            probability: of zero.
+            site: a number, from 1, for each use of dropout in a layer.
+            first_token: tokens of this token slice before those of `inputs`, where ranks share them.
+            first_channel: channels before those of `inputs`, where ranks share them.
+        """
+        place = self._place(site, first_token, self._sequence.sequences)
+        return positional_dropout.dropout(inputs, probability, place, first_channel=first_channel)
+
+    def _place(self, site: int, first_token: int, sequences: Sequence[int]) -> DropoutPlace:
+        return DropoutPlace.at(self._sequence.seed, self._layer, site, sequences, self.prefix_len + first_token)
+
+    def _kernel(self, query: Tensor, dropout: float, first_head: int) -> AttentionKernel:
+        documents, sequences = self._sequence.documents, self._sequence.sequences
+        apart = documents is not None and documents.attend_apart and any(len(row) > 1 for row in documents.starts)
+
+        def dropping(sequences: Sequence[int], first: int, first_key: int) -> AttentionKernel:
+            place = self._place(0, first - self.prefix_len, sequences)
+            return PlainAttention(AttentionDropout(dropout, place, first_head, first_key))
+
+        if apart and dropout:
+            return DocumentAttention(
+                lambda row, first, first_key: dropping(sequences[row : row + 1], first, first_key), documents
+            )
+        if apart:
+            return DocumentAttention(lambda *_: kernel_for(query), documents)
+        return dropping(sequences, self.prefix_len, 0) if dropout else kernel_for(query)

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime import attention
-from deepspeed_ext.runtime.attention_kernels import CpuFlash, PlainAttention
+from deepspeed_ext.runtime import attention, sequence_state
+from deepspeed_ext.runtime.attention_kernels import CpuFlash, PlainAttention, kernel_for
 from deepspeed_ext.runtime.sequence_state import Past, SequenceState
 from tests.strategies import cuts
 
@@ -116,7 +116,7 @@ def test_gradients_equal_those_of_the_whole_sequence(
 
 @pytest.mark.parametrize("lengths", CUTS.values(), ids=CUTS)
 def test_plain_attention_does_the_same(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "kernel_for", lambda query: PlainAttention())
+    monkeypatch.setattr(sequence_state, "kernel_for", lambda query: PlainAttention())
     stack, hidden = Stack(), sequence(24)
     assert_equal(sliced_gradients(stack, hidden, TokenSlices(lengths)), whole_gradients(stack, hidden), 1e-12)
 
@@ -197,7 +197,7 @@ def test_graph_keeps_no_keys_and_values() -> None:
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
     element = query.element_size()
     assert sum(held.values()) == element * (2 * query.numel() + 2 * 4 * 12)
-    buffers = {tensor.untyped_storage().data_ptr() for tensor in state.past(0, 0)._state.read(12)}
+    buffers = {tensor.untyped_storage().data_ptr() for tensor in state.past(0, 0)._keys_and_values.read(12)}
     assert not buffers & held.keys()
     assert not {tensor.untyped_storage().data_ptr() for tensor in (key, value)} & held.keys()
 
@@ -235,7 +235,7 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
     outputs = []
     for start, end in cut.bounds():
         query, key, value = hidden[:, :, start:end]
-        outputs.append(attention.TokenSliceAttention.apply(query, key, value, state, start, 0.35))
+        outputs.append(attention.TokenSliceAttention.apply(query, key, value, state, start, 0.35, kernel_for(query)))
     for output in reversed(outputs):
         output.float().sum().backward()
     assert len(past_gradients) == 2 * 11

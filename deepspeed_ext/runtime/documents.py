@@ -1,0 +1,104 @@
+"""Documents that lie one after the other in a sequence, and attention that keeps them apart."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel, Gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Where documents begin in the rows of a micro-batch.
+
+    Attributes:
+        starts: for each row, the positions at which a document begins, ascending; the first is 0.
+        attend_apart: tokens see their own document alone.
+        positions_restart: positions count from the start of the document.
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+    attend_apart: bool = True
+    positions_restart: bool = True
+
+    def positions(self, start: int, length: int) -> Tensor:
+        """Positions [B, N] of the tokens start .. start + N in their documents."""
+        tokens = torch.arange(start, start + length)
+        rows = []
+        for row in self.starts:
+            begin = torch.tensor(row)
+            rows.append(tokens - begin[torch.searchsorted(begin, tokens, right=True) - 1])
+        return torch.stack(rows)
+
+
+class _Piece(NamedTuple):
+    """The part of one document that lies in one token slice, in tokens of the whole sequence."""
+
+    row: int
+    first_key: int
+    """Start of the document."""
+    first: int
+    """First token of it in the token slice."""
+    end: int
+
+
+class DocumentAttention:
+    """Attention within each document, by any kernel: one call for each piece of a document.
+
+    A document may have begun in an earlier token slice. Its piece is then attended as a token slice is, to a prefix
+    and to itself, only that the prefix begins at the document:
+
+        keys      [ document 0 | document 1         ]      of a row, up to the end of this token slice
+        queries                       [ 1 1 1 1 1 1 ]      this token slice: one piece
+                               prefix   diagonal
+
+    Args:
+        kernel: for a piece, given its row, its first query and its first key, counted in the whole sequence.
+        documents: of the micro-batch.
+    """
+
+    def __init__(self, kernel: Callable[[int, int, int], AttentionKernel], documents: Documents) -> None:
+        self._kernel, self._documents = kernel, documents
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Attend, piece by piece."""
+        output = torch.empty_like(query)
+        at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
+        log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
+        start = key.shape[1] - query.shape[1]
+        for row, first_key, first, end in self._pieces(start, key.shape[1]):
+            here = slice(row, row + 1), slice(first - start, end - start)
+            keys = slice(row, row + 1), slice(first_key, end)
+            attended = self._kernel(row, first, first_key).forward(query[here], key[keys], value[keys], scale)
+            output[here] = attended.output
+            log_sum_exp[here[0], :, here[1]] = attended.log_sum_exp
+        return Attended(output, log_sum_exp)
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Gradients, piece by piece; a key that no query of the token slice sees gets 0."""
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        start = key.shape[1] - query.shape[1]
+        for row, first_key, first, end in self._pieces(start, key.shape[1]):
+            here = slice(row, row + 1), slice(first - start, end - start)
+            keys = slice(row, row + 1), slice(first_key, end)
+            piece = Attended(attended.output[here], attended.log_sum_exp[here[0], :, here[1]].contiguous())
+            gradients = self._kernel(row, first, first_key).backward(
+                output_gradient[here], query[here], key[keys], value[keys], piece, scale
+            )
+            of_query[here] = gradients.query
+            for total, prefix, own in zip((of_key, of_value), gradients.prefix, gradients.own, strict=True):
+                total[row : row + 1, first_key:first] = prefix
+                total[row : row + 1, first:end] = own
+        return Gradients.cut(of_query, of_key, of_value)
+
+    def _pieces(self, start: int, end: int) -> Iterator[_Piece]:
+        """Pieces of documents among the tokens start .. end."""
+        for row, starts in enumerate(self._documents.starts):
+            for first_key, following in zip(starts, (*starts[1:], end), strict=True):
+                if first_key < end and following > start:
+                    yield _Piece(row, first_key, max(first_key, start), min(following, end))
