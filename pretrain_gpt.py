@@ -1,12 +1,16 @@
 """Pretrain a GPT with data, pipeline and token-slice parallelism, on DeepSpeed."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a command that ended by Ctrl-C, as shells know it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if speaks:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        if speaks:
+            print("interrupted: what was not saved is lost", file=sys.stderr, flush=True)
+        return INTERRUPTED
     return 0
 
 

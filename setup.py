@@ -26,8 +26,20 @@ setup(
     ],
     extras_require={
         # NVIDIA apex is not on PyPI: what is called apex there is another package.
-        "test": ["hypothesis", "pytest"],
-        "dev": ["hypothesis", "mypy", "pre-commit", "pytest", "ruff"],
+        "test": ["hypothesis", "pytest", "pyyaml"],
+        "dev": [
+            *("hypothesis", "mypy", "pre-commit", "pytest", "ruff"),
+            *("pyyaml", "sentencepiece", "tensorboard", "tokenizers", "zstandard"),
+        ],
+        # Tokenizers of Hugging Face and SentencePiece.
+        "tokenizers": ["sentencepiece>=0.2", "tokenizers>=0.20"],
+        # Curves: --tensorboard-dir, --wandb-project.
+        "tensorboard": ["tensorboard"],
+        "wandb": ["wandb"],
+        # To convert configurations of GPT-NeoX.
+        "neox": ["pyyaml"],
+        # To preprocess .zst files.
+        "zstandard": ["zstandard>=0.22"],
         # Megatron's own readers, to hold our data files against.
         "interchange": ["megatron-core==0.16.1"],
     },

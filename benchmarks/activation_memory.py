@@ -1,6 +1,6 @@
 """Peak activation memory of the first stage, measured beside the closed form.
 
-    deepspeed --num_accelerators 2 --module benchmarks.activation_memory
+    deepspeed --num_accelerators 2 --module benchmarks.activation_memory [--llama] [--recompute selective]
 
 Closed form: 1F1B keeps min(p - i - 1 + s, m s) token slices alive on stage i. Each holds its activations; each of the
 micro-batches they belong to holds keys and values of its whole sequence, and, while it runs backward, fp32 gradients
@@ -22,22 +22,24 @@ FP32_BYTES = 4
 
 
 def closed_form(
-    model: ModelConfig, num_layers: int, num_token_slices: int, num_stages: int, num_micro_batches: int
+    model: ModelConfig, num_layers: int, num_token_slices: int, num_stages: int, num_micro_batches: int, recompute: str
 ) -> int:
     """Bytes alive on the first stage at the peak of 1F1B, uniform token slices, one row a micro-batch."""
     live = min(num_stages - 1 + num_token_slices, num_micro_batches * num_token_slices)
     length = model.seq_length // num_token_slices
-    key_value = flops.key_value_bytes_per_token(model, FP32_BYTES)
-    token = flops.block_activation_bytes_per_token(model, FP32_BYTES) - key_value
+    block = model.blocks[0]
+    key_value = flops.key_value_bytes_per_token(model, block, FP32_BYTES)
+    token = flops.block_activation_bytes_per_token(model, block, FP32_BYTES, recompute) - key_value
     live_micro_batches = -(-live // num_token_slices)
     owed = key_value * (model.seq_length - length)
     return num_layers * (live * length * token + live_micro_batches * model.seq_length * key_value + owed)
 
 
-def measure(model: ModelConfig, num_token_slices: int, num_micro_batches: int) -> tuple[int, int]:
+def measure(model: ModelConfig, num_token_slices: int, num_micro_batches: int, recompute: str) -> tuple[int, int]:
     """Bytes of activations on this rank: the most between two ops, and the most at any moment."""
     cut = TokenSlices.uniform(model.seq_length, num_token_slices)
-    engine = our_engine(model, cut, num_micro_batches, num_stages=dist.get_world_size())
+    stages = dist.get_world_size()
+    engine = our_engine(model, cut, num_micro_batches, num_stages=stages, recompute=recompute)
     data = batches(model, for_deepspeed=False)
     engine.train_batch(data)
     between_ops = 0
@@ -65,20 +67,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_rank", help="set by the launcher")
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches of a step (default: 4)")
+    parser.add_argument("--llama", action="store_true", help="Llama's parts instead of GPT-2's")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     options = parser.parse_args(argv)
     join()
-    model, stages = benchmark_model(), dist.get_world_size()
+    model, stages = benchmark_model(llama=options.llama), dist.get_world_size()
     layers = model.num_layers // stages
     if dist.get_rank() == 0:
         print(f"{stages} stages, {options.micro_batches} micro-batches, {layers} layers on stage 0, MB")
-        print(f"{'token slices':>12} {'measured':>9} {'closed form':>12} {'error':>7} {'with workspace':>15}")
+        print("without token slices, 1F1B keeps the activations A of p micro-batches: p x A")
+        titles = f"{'measured':>9} {'closed form':>12} {'error':>7} {'of p x A':>9} {'with workspace':>15}"
+        print(f"{'token slices':>12} {titles}")
+    whole = 0
     for num_token_slices in (1, 2, 4, 8, 16):
-        measured, peak = measure(model, num_token_slices, options.micro_batches)
-        expected = closed_form(model, layers, num_token_slices, stages, options.micro_batches)
+        measured, peak = measure(model, num_token_slices, options.micro_batches, options.recompute)
+        expected = closed_form(model, layers, num_token_slices, stages, options.micro_batches, options.recompute)
+        whole = whole or measured
         if dist.get_rank() == 0:
             error = measured / expected - 1
             row = [value / 2**20 for value in (measured, expected, peak)]
-            print(f"{num_token_slices:>12} {row[0]:>9.1f} {row[1]:>12.1f} {error:>7.1%} {row[2]:>15.1f}", flush=True)
+            numbers = f"{row[0]:>9.1f} {row[1]:>12.1f} {error:>7.1%} {measured / whole:>9.0%} {row[2]:>15.1f}"
+            print(f"{num_token_slices:>12} {numbers}", flush=True)
     dist.destroy_process_group()
 
 

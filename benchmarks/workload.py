@@ -1,7 +1,7 @@
 """The model and the engines that the benchmarks compare, on CPUs, one thread a rank."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
-from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule, takes_past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
@@ -28,10 +28,25 @@ SEQ_LENGTH = 2048
 """Tokens of a sequence."""
 
 
-def benchmark_model(num_layers: int = 8) -> ModelConfig:
-    """The model of the benchmarks: hidden size 512, byte-sized vocabulary, so that the output layer weighs little."""
+def benchmark_model(num_layers: int = 8, *, llama: bool = False) -> ModelConfig:
+    """The model of the benchmarks: hidden size 512, byte-sized vocabulary, so that the output layer weighs little.
+
+    Args:
+        num_layers: transformer layers.
+        llama: with Llama's parts instead of GPT-2's.
+    """
+    parts: dict[str, Any] = {}
+    if llama:
+        parts = {
+            "position_embedding_type": "rope",
+            "normalization": "rmsnorm",
+            "activation": "swiglu",
+            "disable_bias_linear": True,
+            "untie_embeddings_and_output_weights": True,
+            "num_key_value_heads": 4,
+        }
     return ModelConfig(
-        num_layers=num_layers, hidden_size=512, num_attention_heads=8, seq_length=SEQ_LENGTH, vocab_size=256
+        num_layers=num_layers, hidden_size=512, num_attention_heads=8, seq_length=SEQ_LENGTH, vocab_size=256, **parts
     )
 
 
@@ -46,20 +61,23 @@ def join() -> None:
 class WholeSequence:
     """What a layer sees as its past when nothing is cut: torch's own causal attention."""
 
-    prefix_len = 0
+    def positions(self, length: int) -> Tensor:
+        """Positions from 0."""
+        return torch.arange(length).unsqueeze(0)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float, first_head: int) -> Tensor:
         """Causal attention."""
+        assert not dropout, "the benchmarks train without dropout"
         heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 class Unsliced(nn.Module):
     """A layer of ours for DeepSpeed's own pipeline, which calls layers with one argument."""
 
-    def __init__(self, layer_class: type[nn.Module], *arguments: Any) -> None:
+    def __init__(self, layer_class: type[nn.Module], *arguments: Any, **keywords: Any) -> None:
         super().__init__()
-        self.layer = layer_class(*arguments)
+        self.layer = layer_class(*arguments, **keywords)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Run the layer on a whole sequence."""
@@ -77,29 +95,39 @@ def settings(num_micro_batches: int, micro_batch_size: int) -> dict[str, Any]:
 
 
 def our_engine(
-    model: ModelConfig, token_slices: TokenSlices, num_micro_batches: int, *, num_stages: int, micro_batch_size: int = 1
+    model: ModelConfig,
+    token_slices: TokenSlices,
+    num_micro_batches: int,
+    *,
+    num_stages: int,
+    micro_batch_size: int = 1,
+    recompute: str = "none",
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    clip: float = 0.0,
 ) -> Any:
     """The token-slice engine."""
     layout = ParallelLayout(pipeline_parallel_size=num_stages, num_token_slices=len(token_slices))
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         module = TokenSlicePipelineModule(
-            gpt_layers(model),
+            gpt_layers(model, recompute_cheap=recompute == "selective"),
             layout=layout,
             token_slices=token_slices,
             loss_fn=gpt_loss,
             partition=pipeline_partition(_uniform(model, num_stages)),
             split_batch=split_batch,
             activation_spec=lambda rows, length, dtype: (TensorSpec((rows, length, model.hidden_size), dtype, True),),
+            activation_checkpoint_interval=1 if recompute == "full" else 0,
         )
-        engine, *_ = initialize(module, settings(num_micro_batches, micro_batch_size), optimizer=_sgd(module))
+        chosen = settings(num_micro_batches, micro_batch_size) | {"gradient_clipping": clip}
+        engine, *_ = initialize(module, chosen, optimizer=(optimizer or _sgd)(module))
     return engine
 
 
 def deepspeed_engine(model: ModelConfig, num_micro_batches: int, *, num_stages: int, micro_batch_size: int = 1) -> Any:
     """DeepSpeed's own pipeline engine on the same layers."""
     layers = [
-        LayerSpec(Unsliced, spec.typename, *spec.module_args)
-        if type(spec) is LayerSpec and spec.typename is not nn.LayerNorm
+        LayerSpec(Unsliced, spec.typename, *spec.module_args, **spec.module_kwargs)
+        if type(spec) is LayerSpec and takes_past(spec.typename.forward)
         else spec
         for spec in gpt_layers(model)
     ]

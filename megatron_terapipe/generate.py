@@ -19,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--max-new-tokens {options.max_new_tokens}, --temperature {options.temperature}, --top-k "
                 f"{options.top_k}: give at least 1, 0 and 0"
             )
+        if not 0 < options.top_p <= 1:
+            raise ConfigError(f"--top-p {options.top_p} is out of range: give more than 0, up to 1")
         for text in _continuation(options):
             print(text, end="", flush=True)
         print()
@@ -31,52 +33,74 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_terapipe.generate", description=__doc__)
     parser.add_argument("--load", required=True, metavar="CHECKPOINTS", help="directory that a run saved to")
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--load-tag", metavar="TAG", help="checkpoint, such as global_step100 (default: the newest)")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="text to continue")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file of the text to continue, in UTF-8")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to add (default: 200)")
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="0 takes the likeliest token, 1 draws as trained (default: 1)"
     )
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest (default: all)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that add up to P (default: all)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     return parser
 
 
+def _prompt(options: argparse.Namespace) -> str:
+    if options.prompt_file is None:
+        return str(options.prompt)
+    try:
+        return Path(options.prompt_file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--prompt-file {options.prompt_file} cannot be read ({error}): name a text file") from None
+
+
 def _continuation(options: argparse.Namespace) -> Iterator[str]:
     """Yield the prompt, then the new text as it comes."""
+    text_before = _prompt(options)
     # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
-    from megatron_terapipe.data.tokenizer import build_tokenizer
+    import torch
+
+    from megatron_terapipe.checkpoint.directories import existing_checkpoint
+    from megatron_terapipe.checkpoint.info import CheckpointInfo
+    from megatron_terapipe.data.text_stream import TextStream
+    from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
     from megatron_terapipe.inference.generation import generate
     from megatron_terapipe.inference.whole_model import WholeModel
-    from megatron_terapipe.training.checkpoint import CheckpointInfo, latest_checkpoint
 
-    directory = latest_checkpoint(options.load)
-    if directory is None:
-        raise CheckpointError(f"--load {options.load} holds no checkpoint: give a directory that a run saved to")
+    directory = existing_checkpoint(options.load, options.load_tag)
     info = CheckpointInfo.read(directory)
-    files = (Path(name) if name else None for name in (info.tokenizer["vocab_file"], info.tokenizer["merge_file"]))
-    tokenizer = build_tokenizer(str(info.tokenizer["tokenizer_type"]), *files)
+    if not info.tokenizer:
+        raise CheckpointError(
+            f"checkpoint {directory} knows no tokenizer: convert it from a directory that has one, or write one into "
+            "its run.json"
+        )
+    tokenizer = build_tokenizer(TokenizerSettings(**info.tokenizer))
     config = ModelConfig(**info.model)
-    model = WholeModel(config).load(directory).float().eval()
-    yield options.prompt
-    # Tokens may end within a character: hold back what does not decode yet.
-    pending: list[int] = []
+    # On `meta` nothing is drawn only to be overwritten.
+    with torch.device("meta"):
+        model = WholeModel(config)
+    model = model.load(directory, info.tensor_parallel_size).float().eval()
+    yield text_before
+    prompt = tokenizer.encode(text_before)
+    text = TextStream(tokenizer, prompt)
     for token in generate(
         model,
-        tokenizer.encode(options.prompt),
+        prompt,
         options.max_new_tokens,
         max_positions=config.max_position_embeddings,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
         temperature=options.temperature,
         top_k=options.top_k,
+        top_p=options.top_p,
         seed=options.seed,
     ):
-        pending.append(token)
-        text = tokenizer.decode(pending)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text
-            pending = []
-    yield tokenizer.decode(pending)
+        yield text.push(token)
+    yield text.rest()
 
 
 if __name__ == "__main__":

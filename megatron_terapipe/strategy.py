@@ -166,7 +166,7 @@ class Strategy:
         self._check_supported("tensor_parallel_size", (1,))
         self._check_supported("num_model_chunks", (1,))
         self._check_supported("schedule", tuple(SCHEDULES))
-        self._check_supported("recompute", ("none", "full"))
+        self._check_supported("recompute", ("none", "selective", "full"))
         self._check_supported("zero_stage", (0, 1))
         self._check_supported("placement", (None,))
         return {setting: _as_text(getattr(self, name)) for name, setting in SETTINGS.items()}

@@ -1,5 +1,7 @@
 """Token slices of equal work, by the FLOPs of a model."""
 
+from math import lcm
+
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.model import flops
@@ -8,7 +10,7 @@ TILE = 16
 """Tokens that lengths are rounded to: kernels work in tiles, and an odd length costs a whole one."""
 
 
-def balanced_token_slices(model: ModelConfig, num_token_slices: int) -> TokenSlices:
+def balanced_token_slices(model: ModelConfig, num_token_slices: int, *, granularity: int = 1) -> TokenSlices:
     """Cut a sequence so that forward plus backward of every token slice cost the same.
 
     Later token slices attend to more, and a flash kernel's backward costs more of its forward than a matrix product's
@@ -17,11 +19,17 @@ def balanced_token_slices(model: ModelConfig, num_token_slices: int) -> TokenSli
     Args:
         model: the model section.
         num_token_slices: token slices wanted.
+        granularity: every length is a multiple of this, whatever kernels like.
+
+    Raises:
+        PlanError: if the sequence has too few tokens for that.
     """
-    attention = flops.attention_flops_per_position(model) * (1 + flops.FLASH_BACKWARD_PER_FORWARD)
+    # Layers differ at most in heads and widths: weigh their sums.
+    attention = flops.model_attention_flops_per_position(model) * (1 + flops.FLASH_BACKWARD_PER_FORWARD)
     # Every token attends to itself as well, whatever its prefix.
-    linear = flops.linear_flops_per_token(model) * (1 + flops.BACKWARD_PER_FORWARD) + attention
-    granularity = TILE if model.seq_length >= 4 * TILE * num_token_slices else 1
+    linear = flops.model_linear_flops_per_token(model) * (1 + flops.BACKWARD_PER_FORWARD) + attention
+    if model.seq_length >= 4 * TILE * num_token_slices:
+        granularity = lcm(TILE, granularity)
     return TokenSlices.balanced(
         model.seq_length, num_token_slices, linear_cost=linear, attention_cost=attention, granularity=granularity
     )

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron_terapipe.config.options import check_positive
+from megatron_terapipe.config.batch_sizes import BatchSizes
+from megatron_terapipe.config.options import check_positive, option
 from megatron_terapipe.errors import ConfigError
 
 
@@ -20,27 +21,67 @@ class BatchConfig:
     global_batch_size: int | None = None
     """Sequences of one optimizer step, over all data-parallel ranks. Left out, one micro-batch on each."""
 
+    rampup_batch_size: tuple[int, ...] | None = option(None, metavar="N")
+    """Three numbers: the global batch size to start with, what each step adds, and the samples until it has risen to
+    `--global-batch-size`, as in `--rampup-batch-size 16 8 300000`."""
+
     def __post_init__(self) -> None:
-        """Check the sizes."""
+        """Check the sizes and the ramp between them."""
         check_positive(self, "micro_batch_size", "global_batch_size")
-        self._check_multiple(self.micro_batch_size, f"--micro-batch-size {self.micro_batch_size}")
+        self._check_ramp()
+        self._check_multiples(self.micro_batch_size, f"--micro-batch-size {self.micro_batch_size}")
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
-        """Micro-batches of one data-parallel rank in one optimizer step.
+        """Micro-batches of one data-parallel rank in one optimizer step, the last on a ramp.
 
         Raises:
             ConfigError: if the global batch cannot be dealt evenly.
         """
+        return self.sizes(data_parallel_size).final // (self.micro_batch_size * data_parallel_size)
+
+    def sizes(self, data_parallel_size: int) -> BatchSizes:
+        """Global batch sizes of the run.
+
+        Raises:
+            ConfigError: if one of them cannot be dealt evenly.
+        """
         sequences = self.micro_batch_size * data_parallel_size
-        self._check_multiple(
+        self._check_multiples(
             sequences,
             f"--micro-batch-size {self.micro_batch_size} x data-parallel size {data_parallel_size} = {sequences}",
         )
-        return (self.global_batch_size or sequences) // sequences
+        if self.rampup_batch_size is None:
+            return BatchSizes.constant(self.global_batch_size or sequences)
+        assert self.global_batch_size is not None
+        start, increment, ramp_samples = self.rampup_batch_size
+        return BatchSizes(final=self.global_batch_size, start=start, increment=increment, ramp_samples=ramp_samples)
 
-    def _check_multiple(self, of: int, described: str) -> None:
-        if self.global_batch_size is not None and self.global_batch_size % of:
+    def _check_ramp(self) -> None:
+        if self.rampup_batch_size is None:
+            return
+        words = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
+        if len(self.rampup_batch_size) != 3 or min(self.rampup_batch_size) < 1:
             raise ConfigError(
-                f"--global-batch-size {self.global_batch_size} is not a multiple of {described}: "
-                f"give a multiple, such as {-(-self.global_batch_size // of) * of}"
+                f"{words} is not three numbers above 0: give START INCREMENT SAMPLES, such as 16 8 300000"
             )
+        if self.global_batch_size is None:
+            raise ConfigError(f"{words} does not say where the ramp ends: add --global-batch-size")
+        start, increment, _ = self.rampup_batch_size
+        rise = self.global_batch_size - start
+        if rise <= 0 or rise % increment:
+            raise ConfigError(
+                f"{words} does not rise to --global-batch-size {self.global_batch_size} in steps of {increment}: give "
+                f"{start + max(1, -(-rise // increment)) * increment}, or another start or increment"
+            )
+
+    def _check_multiples(self, of: int, described: str) -> None:
+        sizes = [("--global-batch-size", self.global_batch_size)]
+        if self.rampup_batch_size is not None:
+            sizes += zip(
+                ("--rampup-batch-size START", "--rampup-batch-size INCREMENT"), self.rampup_batch_size, strict=False
+            )
+        for name, size in sizes:
+            if size is not None and size % of:
+                raise ConfigError(
+                    f"{name} {size} is not a multiple of {described}: give a multiple, such as {-(-size // of) * of}"
+                )

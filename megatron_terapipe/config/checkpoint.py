@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_terapipe.config.options import check_positive, option
+from megatron_terapipe.config.options import check_positive, flag, option
 from megatron_terapipe.errors import ConfigError
 
 
@@ -23,6 +23,18 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Iterations between checkpoints. Left out, only the end is saved."""
 
+    keep_last_n_checkpoints: int | None = None
+    """Checkpoints to keep, the newest. Left out, all."""
+
+    load_tag: str | None = option(None, metavar="TAG")
+    """Checkpoint to load from `--load`, such as `global_step100`. Left out, the newest."""
+
+    ckpt_step: int | None = None
+    """Iteration whose checkpoint to load, instead of `--load-tag`."""
+
+    use_checkpoint_args: bool = option(False, aliases=("--use-checkpoint-shape",))
+    """Take the model from the checkpoint instead of from flags. Flags may still change what shapes no weight."""
+
     finetune: bool = False
     """Load the weights alone, and start at iteration 0."""
 
@@ -30,17 +42,50 @@ class CheckpointConfig:
     """Do not load the state of the optimizer."""
 
     no_load_rng: bool = False
-    """Do not load the state of the random generators."""
+    """Do not load the state of the random generators. There is none: what is drawn follows from the seed and from the
+    place of a sample or a token."""
+
+    no_load_lr_state: bool = False
+    """Do not load the state of the learning rate. There is none: it follows from the flags and the iteration."""
+
+    no_save_optim: bool = False
+    """Do not save the state of the optimizer. Such a checkpoint loads with `--finetune` or `--no-load-optim`."""
+
+    no_save_rng: bool = False
+    """Do not save the state of the random generators. There is none."""
+
+    universal_checkpoint: bool = False
+    """Load a checkpoint of another layout. Every checkpoint loads onto every layout, with this flag or without."""
 
     exit_on_missing_checkpoint: bool = False
     """Fail if `--load` holds no checkpoint."""
 
     def __post_init__(self) -> None:
         """Check the flags that need another."""
-        check_positive(self, "save_interval")
-        if self.save_interval is not None and self.save is None:
-            raise ConfigError(f"--save-interval {self.save_interval} does not say where to save: add --save")
+        check_positive(self, "save_interval", "keep_last_n_checkpoints", "ckpt_step")
+        for name in ("save_interval", "keep_last_n_checkpoints"):
+            if getattr(self, name) is not None and self.save is None:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} does not say where to save: add --save")
+        if self.load_tag is not None and self.ckpt_step is not None:
+            raise ConfigError(
+                f"--load-tag {self.load_tag} and --ckpt-step {self.ckpt_step} both name a checkpoint: drop one of them"
+            )
         if self.load is None:
-            for name in ("finetune", "exit_on_missing_checkpoint"):
+            for name in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args", "load_tag", "ckpt_step"):
                 if getattr(self, name):
-                    raise ConfigError(f"--{name.replace('_', '-')} has nothing to load: add --load, or drop it")
+                    raise ConfigError(f"{flag(name)} has nothing to load: add --load, or drop it")
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether the state of the optimizer stays unread."""
+        return self.finetune or self.no_load_optim
+
+    @property
+    def tag(self) -> str | None:
+        """Checkpoint that is asked for; None for the newest."""
+        return self.load_tag if self.ckpt_step is None else checkpoint_tag(self.ckpt_step)
+
+
+def checkpoint_tag(iteration: int) -> str:
+    """Name of the checkpoint of an iteration."""
+    return f"global_step{iteration}"

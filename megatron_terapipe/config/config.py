@@ -12,6 +12,7 @@ from megatron_terapipe.config.deepspeed import DeepSpeedConfig
 from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.optimizer import OptimizerConfig
+from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.parallel import ParallelConfig
 from megatron_terapipe.config.precision import PrecisionConfig
 from megatron_terapipe.config.training import TrainingConfig
@@ -40,6 +41,7 @@ class Config:
     def __post_init__(self) -> None:
         """Check what no section can check alone."""
         self._check_stages()
+        self._check_tensor_parallel()
         self.token_slices()
         self._check_precision()
         self._check_iterations()
@@ -56,15 +58,25 @@ class Config:
                 f"--num-token-slices {count} is more than the {seq_length} tokens of --seq-length: "
                 f"give {seq_length} or less"
             )
+        # With sequence parallelism every tensor-parallel rank gets an equal part of each token slice.
+        granularity = self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
         listed = self.parallel.listed_token_slices()
-        if listed is not None:
-            try:
-                return listed.covering(seq_length)
-            except PlanError as error:
-                raise ConfigError(f"--token-slices: {error}") from None
-        if self.parallel.token_slices == "balanced":
-            return balanced_token_slices(self.model, count)
-        return TokenSlices.uniform(seq_length, count)
+        try:
+            if listed is not None:
+                cut = listed.covering(seq_length)
+            elif self.parallel.token_slices == "balanced":
+                cut = balanced_token_slices(self.model, count, granularity=granularity)
+            else:
+                cut = TokenSlices.uniform(seq_length, count, granularity=granularity)
+        except PlanError as error:
+            raise ConfigError(f"--token-slices: {error}") from None
+        odd = [length for length in cut.lengths if length % granularity]
+        if odd:
+            raise ConfigError(
+                f"--sequence-parallel deals each token slice to {granularity} ranks, but one has {odd[0]} tokens: give "
+                f"lengths, and a --seq-length, that are multiples of {granularity}"
+            )
+        return cut
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
         """Micro-batches of one data-parallel rank in one optimizer step.
@@ -80,8 +92,7 @@ class Config:
         Raises:
             ConfigError: if they cannot be dealt evenly.
         """
-        sequences = self.batch.micro_batch_size * data_parallel_size
-        return sequences * self.num_micro_batches(data_parallel_size)
+        return self.batch.sizes(data_parallel_size).final
 
     def _check_stages(self) -> None:
         num_stages, num_layers = self.parallel.pipeline_model_parallel_size, self.model.num_layers
@@ -90,12 +101,27 @@ class Config:
                 f"--pipeline-model-parallel-size {num_stages} is more than --num-layers {num_layers}: "
                 f"give {num_layers} stages or less"
             )
+        self.parallel.uniform_stages(num_layers)
         bounds = self.parallel.stage_bounds()
         if bounds is not None and bounds.num_layers != num_layers:
             raise ConfigError(
                 f"--stage-partition {self.parallel.stage_partition} ends at {bounds.num_layers}, but "
                 f"--num-layers is {num_layers}: end it with {num_layers}"
             )
+
+    def _check_tensor_parallel(self) -> None:
+        size = self.parallel.tensor_model_parallel_size
+        shares = [("--num-attention-heads", self.model.num_attention_heads)]
+        for block in self.model.blocks:
+            shares += [
+                ("--num-key-value-heads", block.num_key_value_heads),
+                ("--ffn-hidden-size", block.ffn_hidden_size),
+            ]
+        for name, number in shares:
+            if number % size:
+                raise ConfigError(
+                    f"{name} {number} is not a multiple of --tensor-model-parallel-size {size}: change one of them"
+                )
 
     def _check_precision(self) -> None:
         precision, zero_stage = self.precision, self.optimizer.zero_stage
@@ -109,16 +135,29 @@ class Config:
             )
 
     def _check_iterations(self) -> None:
-        train_iters = self.training.train_iters
-        decay_iters = self.optimizer.lr_decay_iters or train_iters
-        if self.optimizer.lr_warmup_iters >= decay_iters:
+        training, optimizer, unit = self.training, self.optimizer, self.training.unit
+        other = "samples" if unit == "iters" else "iters"
+        for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+            if getattr(optimizer, f"{name}_{other}"):
+                given, right = flag(f"{name}_{other}"), flag(f"{name}_{unit}")
+                raise ConfigError(
+                    f"{given} {getattr(optimizer, f'{name}_{other}')} does not go with --train-{unit}: use {right}"
+                )
+        counted = "iterations" if unit == "iters" else "samples"
+        decay = getattr(optimizer, f"lr_decay_{unit}") or training.length
+        warmup, last = getattr(optimizer, f"lr_warmup_{unit}"), getattr(optimizer, f"lr_wsd_decay_{unit}")
+        if warmup >= decay:
             raise ConfigError(
-                f"--lr-warmup-iters {self.optimizer.lr_warmup_iters} leaves nothing of the "
-                f"{decay_iters} iterations until the learning rate has decayed: give "
-                f"{decay_iters - 1} or less"
+                f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} {counted} until the learning rate has "
+                f"decayed: give {decay - 1} or less"
             )
-        if self.logging.timeline and self.logging.timeline_iteration > train_iters:
+        if optimizer.lr_decay_style == "WSD" and not (last and last <= decay):
+            raise ConfigError(
+                f"--lr-decay-style WSD decays in the last --lr-wsd-decay-{unit} {last} of {decay} {counted}: give 1 to "
+                f"{decay}"
+            )
+        if self.logging.timeline and training.train_iters and self.logging.timeline_iteration > training.train_iters:
             raise ConfigError(
                 f"--timeline-iteration {self.logging.timeline_iteration} is after the last of "
-                f"--train-iters {train_iters}: give {train_iters} or less"
+                f"--train-iters {training.train_iters}: give {training.train_iters} or less"
             )

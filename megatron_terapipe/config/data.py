@@ -3,8 +3,18 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_terapipe.config.options import check_choices, check_not_negative, option
+from megatron_terapipe.config.data_paths import WeightedPrefixes, read_split, read_weighted_prefixes
+from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, flag, option, resolve
+from megatron_terapipe.config.tokenizers import TOKENIZER_FILES, TOKENIZER_SPELLINGS
 from megatron_terapipe.errors import ConfigError
+
+DEFAULT_SPLIT = "969,30,1"
+"""Shares of training, validation and test."""
+
+Part = Literal["train", "valid", "test"]
+"""What samples are for."""
+
+_NUMBERS = {1: "a file", 2: "two files"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,18 +22,45 @@ class DataConfig:
     """Data.
 
     Raises:
-        ConfigError: if a list cannot be read, or a file that the tokenizer needs is not named.
+        ConfigError: if a list cannot be read, flags contradict each other, or a file that the tokenizer needs is not
+            named.
     """
 
-    data_path: tuple[str, ...] = option(metavar="PATH")
+    data_path: tuple[str, ...] | None = option(None, metavar="PATH")
     """Prefixes of preprocessed data, or pairs of a weight and a prefix: 0.3 wiki 0.7 books. Without weights, data
-    is drawn in proportion to its size."""
+    is drawn in proportion to its size. This flag or `--train-data-path` must be given."""
 
-    split: str = option("969,30,1", metavar="A,B,C")
+    split: str | None = option(derived="969,30,1 with --data-path", metavar="A,B,C")
     """Shares of the data for training, validation and test. No share for validation means no evaluation."""
 
-    tokenizer_type: Literal["byte", "GPT2BPETokenizer"] = "byte"
-    """Tokenizer that the data was preprocessed with."""
+    train_data_path: tuple[str, ...] | None = option(None, metavar="PATH")
+    """Data for training alone, written as for `--data-path`, which it replaces together with `--split`."""
+
+    valid_data_path: tuple[str, ...] | None = option(None, metavar="PATH")
+    """Data for validation, beside `--train-data-path`. Left out, there is no evaluation."""
+
+    test_data_path: tuple[str, ...] | None = option(None, metavar="PATH")
+    """Data for testing, beside `--train-data-path`."""
+
+    data_cache_path: str | None = option(None, metavar="DIR")
+    """Directory that keeps the shuffled order of documents and samples, so that a next start reads it and the ranks
+    of a host share it. Left out, every rank computes it in memory."""
+
+    data_impl: str = option("mmap", metavar="{mmap,infer}")
+    """How data files are read: always through memory maps."""
+
+    mmap_warmup: bool = False
+    """Read the data files once at the start, so that the operating system has them in memory."""
+
+    train_data_exact_num_epochs: int | None = None
+    """Make the training samples of exactly this many epochs. Left out, of as many as the run needs."""
+
+    dataloader_type: str = option("single", metavar="{single}")
+    """Order of the samples: one after the other through epochs that are each shuffled anew."""
+
+    tokenizer_type: str = option("byte", choices=tuple(TOKENIZER_FILES), spellings=TOKENIZER_SPELLINGS)
+    """Tokenizer that the data was preprocessed with. HFTokenizer is HuggingFaceTokenizer; SPMTokenizer,
+    GPTSentencePieceTokenizer and Llama2Tokenizer are SentencePieceTokenizer."""
 
     vocab_file: str | None = option(None, metavar="FILE")
     """Vocabulary of the BPE tokenizer (JSON)."""
@@ -31,56 +68,99 @@ class DataConfig:
     merge_file: str | None = option(None, metavar="FILE")
     """Merges of the BPE tokenizer."""
 
+    tokenizer_model: str | None = option(None, metavar="PATH", aliases=("--tokenizer-name-or-path",))
+    """File of SentencePieceTokenizer, as tokenizer.model, or of HuggingFaceTokenizer: tokenizer.json, or the directory
+    that holds it."""
+
+    reset_position_ids: bool = False
+    """Count positions anew from each document within a sample."""
+
+    reset_attention_mask: bool = False
+    """Let each document within a sample attend to itself alone."""
+
+    eod_mask_loss: bool = False
+    """Leave out of the loss what is predicted after the end of a document: the first token of an unrelated one."""
+
     num_workers: int = 1
     """Threads that prepare micro-batches ahead on each rank that reads data. 0 = none, each is read when needed."""
 
     def __post_init__(self) -> None:
-        """Check the lists and the files."""
+        """Check the lists, the files, and what excludes what."""
         check_choices(self)
         check_not_negative(self, "num_workers")
-        self.weighted_prefixes()
-        self.split_shares()
-        if self.tokenizer_type == "GPT2BPETokenizer" and not (self.vocab_file and self.merge_file):
-            raise ConfigError("--tokenizer-type GPT2BPETokenizer reads two files: add --vocab-file and --merge-file")
+        check_positive(self, "train_data_exact_num_epochs")
+        self._check_paths()
+        self._check_reading()
+        self._check_tokenizer()
 
-    def weighted_prefixes(self) -> tuple[tuple[float | None, str], ...]:
-        """Return each prefix with its weight; all weights None if none is given.
+    @property
+    def separates_documents(self) -> bool:
+        """Whether the documents within a sample are told apart: by their positions, by attention, or by both."""
+        return self.reset_position_ids or self.reset_attention_mask
+
+    def weighted_prefixes(self, part: Part = "train") -> WeightedPrefixes:
+        """Return each prefix of a part with its weight, all weights None if none is given; empty if it has no data.
 
         Raises:
-            ConfigError: if there is no prefix, or not all have a positive weight.
+            ConfigError: if not all prefixes have a positive weight.
         """
-        words = self.data_path
-        if len(words) == 1:  # A prefix may look like a number, as 2024 does.
-            return ((None, words[0]),)
-        weights = [_number(word) for word in words]
-        if words and not any(weight is not None for weight in weights):
-            return tuple((None, prefix) for prefix in words)
-        pairs = tuple(zip(weights[::2], words[1::2], strict=False))
-        paired = len(words) % 2 == 0 and all(weight is None for weight in weights[1::2])
-        if not words or not paired or not all(w is not None and 0 < w < 1e30 for w, _ in pairs):
-            raise ConfigError(
-                f"--data-path {' '.join(words) or '(nothing)'} is neither prefixes nor pairs of a positive weight "
-                "and a prefix: write it as 0.3 wiki 0.7 books"
-            )
-        return pairs
+        name = "data_path" if self.data_path is not None else f"{part}_data_path"
+        words = getattr(self, name)
+        return () if words is None else read_weighted_prefixes(flag(name), words)
 
-    def split_shares(self) -> tuple[float, float, float]:
-        """Return the shares of the data for training, validation and test; they sum to 1.
+    def split_shares(self) -> tuple[float, float, float] | None:
+        """Return the shares of the data for training, validation and test, which sum to 1; None if each has its own.
 
         Raises:
             ConfigError: if `split` is not up to three numbers of which the first is positive.
         """
-        numbers = [_number(part) for part in self.split.split(",")]
-        shares = [number for number in numbers if number is not None and 0 <= number < 1e30]
-        if len(shares) != len(numbers) or len(shares) > 3 or not shares[0] > 0:
-            raise ConfigError(f"--split {self.split} is not three shares, the first above 0: write it as 969,30,1")
-        total = sum(shares)
-        train, valid, test, *_ = (share / total for share in (*shares, 0.0, 0.0))
-        return train, valid, test
+        return None if self.split is None else read_split(self.split)
 
+    def has_validation(self) -> bool:
+        """Return whether any data is for validation."""
+        shares = self.split_shares()
+        return shares[1] > 0 if shares else bool(self.weighted_prefixes("valid"))
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+    def has_test(self) -> bool:
+        """Return whether any data is for testing."""
+        shares = self.split_shares()
+        return shares[2] > 0 if shares else bool(self.weighted_prefixes("test"))
+
+    def _check_paths(self) -> None:
+        own = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(self, name)]
+        if self.data_path is None and self.train_data_path is None:
+            raise ConfigError(
+                f"{flag(own[0])} is given without --train-data-path: add it"
+                if own
+                else "neither --data-path nor --train-data-path is given: add one"
+            )
+        for name in ("data_path", "split"):
+            if own and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{flag(name)} divides one body of data and {flag(own[0])} names data of its own: drop one of them"
+                )
+        if not own:
+            resolve(self, "split", DEFAULT_SPLIT)
+            self.split_shares()
+        for part in ("train", "valid", "test"):
+            self.weighted_prefixes(part)
+
+    def _check_reading(self) -> None:
+        if self.data_impl not in ("mmap", "infer"):
+            raise ConfigError(
+                f"--data-impl {self.data_impl} is not read, only Megatron's mmap format: write the data again with "
+                "megatron_terapipe.data.preprocess, and use mmap"
+            )
+        if self.dataloader_type != "single":
+            raise ConfigError(
+                f"--dataloader-type {self.dataloader_type} is not offered, because its order depends on the number of "
+                "data-parallel ranks, and epochs are shuffled anew in any case: use single"
+            )
+
+    def _check_tokenizer(self) -> None:
+        needed = TOKENIZER_FILES[self.tokenizer_type]
+        if not all(getattr(self, name) for name in needed):
+            raise ConfigError(
+                f"--tokenizer-type {self.tokenizer_type} reads {_NUMBERS[len(needed)]}: "
+                f"add {' and '.join(map(flag, needed))}"
+            )

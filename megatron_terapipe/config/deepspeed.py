@@ -2,15 +2,35 @@
 
 from dataclasses import dataclass
 
-from megatron_terapipe.config.options import option
+from megatron_terapipe.config.options import check_positive, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedConfig:
-    """DeepSpeed."""
+    """DeepSpeed.
+
+    Raises:
+        ConfigError: if a value is out of range.
+    """
 
     deepspeed: bool = False
     """Accepted for scripts that pass it. Training always runs on DeepSpeed."""
 
     deepspeed_config: str | None = option(None, metavar="FILE")
-    """JSON file with further DeepSpeed settings. One that contradicts a flag is an error."""
+    """JSON file with further DeepSpeed settings; `auto` leaves one to us. One that contradicts a flag is an error."""
+
+    zero_reduce_bucket_size: int | None = None
+    """Elements of gradients that ZeRO reduces at a time. Left out, 50 million."""
+
+    zero_allgather_bucket_size: int | None = None
+    """Elements of weights that ZeRO gathers at a time. Left out, 50 million."""
+
+    zero_reduce_scatter: bool = False
+    """Say that ZeRO scatters what it reduces, as is DeepSpeed's default; a file that says otherwise is an error."""
+
+    zero_contiguous_gradients: bool = option(False, aliases=("--zero-contigious-gradients",))
+    """Let ZeRO copy gradients into one buffer as they come."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_positive(self, "zero_reduce_bucket_size", "zero_allgather_bucket_size")

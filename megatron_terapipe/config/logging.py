@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron_terapipe.config.options import check_not_negative, check_positive, option
+from megatron_terapipe.config.options import check_not_negative, check_positive, flag, option
+from megatron_terapipe.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,52 @@ class LoggingConfig:
     metrics_file: str | None = option(None, metavar="FILE")
     """File to append one JSON object per iteration and evaluation to."""
 
+    tensorboard_dir: str | None = option(None, metavar="DIR")
+    """Directory to write TensorBoard's files to. Needs the package `tensorboard`."""
+
+    tensorboard_log_interval: int = 1
+    """Iterations between points of TensorBoard's and Weights & Biases' curves."""
+
+    tensorboard_queue_size: int = 1000
+    """Points that TensorBoard holds back before it writes them."""
+
+    log_timers_to_tensorboard: bool = False
+    """Write the time per iteration and the throughput to TensorBoard, too."""
+
+    log_batch_size_to_tensorboard: bool = False
+    """Write the global batch size to TensorBoard, too."""
+
+    log_validation_ppl_to_tensorboard: bool = False
+    """Write the perplexity of evaluations to TensorBoard, too."""
+
+    log_memory_to_tensorboard: bool = False
+    """Write the peak memory of each stage to TensorBoard, too."""
+
+    log_world_size_to_tensorboard: bool = False
+    """Write the number of ranks to TensorBoard, too."""
+
+    no_log_learning_rate_to_tensorboard: bool = option(False, aliases=("--no-log-learnig-rate-to-tensorboard",))
+    """Do not write the learning rate to TensorBoard."""
+
+    no_log_loss_scale_to_tensorboard: bool = False
+    """Do not write the loss scale of fp16 to TensorBoard."""
+
+    wandb_project: str | None = None
+    """Project of Weights & Biases to report to, with what TensorBoard would get. Needs the package `wandb`."""
+
+    wandb_exp_name: str | None = None
+    """Name of the run there."""
+
+    wandb_save_dir: str | None = option(None, metavar="DIR")
+    """Directory in which Weights & Biases keeps its files. Left out, the current one."""
+
+    log_params_norm: bool = False
+    """Report the norm of all parameters."""
+
+    peak_tflops_per_device: float | None = None
+    """Peak TFLOP/s of a device in the type that is trained in, of which the model FLOPs utilization is a part. Left
+    out, that of the data sheet where the device is known."""
+
     timeline: str | None = option(None, metavar="DIR")
     """Directory to write the timeline of one iteration to, as it was executed. Left out, none is written."""
 
@@ -33,5 +80,9 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_positive(self, "log_interval", "eval_interval", "timeline_iteration")
+        check_positive(self, "log_interval", "eval_interval", "timeline_iteration", "peak_tflops_per_device")
+        check_positive(self, "tensorboard_log_interval", "tensorboard_queue_size")
         check_not_negative(self, "eval_iters")
+        for name in ("wandb_exp_name", "wandb_save_dir"):
+            if getattr(self, name) is not None and self.wandb_project is None:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} reports to no project: add --wandb-project")

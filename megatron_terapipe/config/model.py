@@ -1,8 +1,12 @@
 """The section that says what the model is."""
 
 from dataclasses import dataclass
+from math import lcm
+from typing import Literal
 
+from megatron_terapipe.config.block_shape import BlockShape, block_shapes, canonical_layers
 from megatron_terapipe.config.options import (
+    check_choices,
     check_not_negative,
     check_positive,
     flag,
@@ -14,11 +18,14 @@ from megatron_terapipe.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Model: a GPT with learned positions, LayerNorm, GELU and tied embeddings.
+    """Model: a GPT or a Llama, by its parts; the defaults are those of GPT-2.
 
     Raises:
         ConfigError: if a size is not positive, or two do not fit together.
     """
+
+    model_preset: str | None = None
+    """Take the sizes and the parts of a published model, one of those in docs/arguments.md. Flags win over it."""
 
     num_layers: int
     """Transformer layers."""
@@ -26,7 +33,7 @@ class ModelConfig:
     hidden_size: int
     """Width of the residual stream."""
 
-    ffn_hidden_size: int = option(derived="4 x --hidden-size")
+    ffn_hidden_size: int = option(derived="4 x --hidden-size; 8/3 x --hidden-size, rounded up to 64, with swiglu")
     """Width of the hidden layer of the MLP."""
 
     num_attention_heads: int
@@ -42,16 +49,46 @@ class ModelConfig:
     """Tokens of one training sequence."""
 
     max_position_embeddings: int = option(derived="--seq-length")
-    """Learned positions, the longest sequence that the model can ever see."""
+    """Longest sequence that the model can ever see; with learned positions, their number."""
+
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
+        "learned_absolute",
+        shorthands={"--use-rotary-position-embeddings": "rope"},
+        # Scripts pass it beside RoPE: it speaks of the learned positions.
+        fallbacks={"--no-position-embedding": "none"},
+    )
+    """How tokens know their positions: a learned vector each, rotations of queries and keys (RoPE), or not at all."""
+
+    rotary_base: float = option(10000.0, aliases=("--rotary-position-embeddings-theta",))
+    """Base of the rotations' wavelengths."""
+
+    rotary_percent: float = 1.0
+    """Part of each head that is rotated."""
+
+    normalization: Literal["layernorm", "rmsnorm"] = option(
+        "layernorm", spellings={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+    )
+    """Norm before attention, MLP and output layer."""
+
+    activation: Literal["gelu", "gelu-exact", "relu", "squared-relu", "swiglu"] = option(
+        "gelu",
+        shorthands={"--swiglu": "swiglu", "--squared-relu": "squared-relu", "--openai-gelu": "gelu"},
+    )
+    """Function inside the MLP. `gelu` is the tanh form of GPT-2, `gelu-exact` that with the error function; `swiglu`
+    has a gate beside it, a third matrix."""
+
+    disable_bias_linear: bool = False
+    """Linear layers without biases."""
 
     vocab_size: int | None = None
     """Tokens in the vocabulary before padding. Left out, the tokenizer's."""
 
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+    """The vocabulary is padded to a multiple of this and of the tensor-parallel size, so that checkpoints fit any
+    tensor-parallel size that divides this."""
 
-    layernorm_epsilon: float = 1e-5
-    """Added to the variance in LayerNorm."""
+    layernorm_epsilon: float = option(1e-5, aliases=("--norm-epsilon",))
+    """Added to the variance, or the mean square, in norms."""
 
     init_method_std: float = 0.02
     """Standard deviation of the initial weights. Projections back into the residual stream take this / sqrt(2 x
@@ -61,10 +98,18 @@ class ModelConfig:
     """Give the output layer weights of its own instead of those of the word embedding."""
 
     hidden_dropout: float = 0.0
-    """Dropout on the residual stream. Only 0 in this version."""
+    """Dropout after the embedding and on what attention and MLP add to the residual stream. Its masks depend on the
+    seed, the layer and the position of the token alone, so token slices, stages and ranks do not change them."""
 
     attention_dropout: float = 0.0
-    """Dropout on the attention probabilities. Only 0 in this version."""
+    """Dropout on the attention probabilities. No flash kernel can tell the position of a token, so attention is then
+    written out, and slower."""
+
+    heterogeneous_layers_config_path: str | None = option(
+        None, metavar="FILE", aliases=("--heterogeneous-layers-config-encoded-json",)
+    )
+    """JSON of the layers that are not as usual, or a file of it: {"block_configs": [{"attention":
+    {"num_query_groups": 2}, "mlp": {"ffn_hidden_size": 512}}, {"mlp": {"no_op": true}}, ...]}, a layer an entry."""
 
     def __post_init__(self) -> None:
         """Fill in the derived sizes, then check."""
@@ -75,7 +120,9 @@ class ModelConfig:
                 f"{self.num_attention_heads}: change one of them, or give the width of a head with "
                 "--kv-channels"
             )
-        resolve(self, "ffn_hidden_size", 4 * self.hidden_size)
+        # Two thirds of 4h: the gate makes three matrices of two (Shazeer, arXiv 2002.05202 section 2).
+        gated_width = -(-8 * self.hidden_size // 3 // 64) * 64
+        resolve(self, "ffn_hidden_size", gated_width if self.activation == "swiglu" else 4 * self.hidden_size)
         resolve(self, "num_key_value_heads", self.num_attention_heads)
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         resolve(self, "max_position_embeddings", self.seq_length)
@@ -88,7 +135,9 @@ class ModelConfig:
             "vocab_size",
             "make_vocab_size_divisible_by",
             "layernorm_epsilon",
+            "rotary_base",
         )
+        check_choices(self)
         check_not_negative(self, "init_method_std")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
@@ -101,18 +150,67 @@ class ModelConfig:
                 f"{self.max_position_embeddings}: raise the latter to {self.seq_length}"
             )
         for name in ("hidden_dropout", "attention_dropout"):
-            if getattr(self, name) != 0:
-                raise ConfigError(
-                    f"{flag(name)} {getattr(self, name)}: dropout comes with a later version: set it to 0"
-                )
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is out of range: give 0 or more, below 1")
+        self._check_rotation()
+        self._resolve_layers()
+
+    def _check_rotation(self) -> None:
+        if not 0 < self.rotary_percent <= 1:
+            raise ConfigError(f"--rotary-percent {self.rotary_percent} is out of range: give more than 0, up to 1")
+        if self.position_embedding_type == "rope" and (self.rotary_channels < 2 or self.rotary_channels % 2):
+            raise ConfigError(
+                f"--rotary-percent {self.rotary_percent} of heads of width {self.kv_channels} rotates "
+                f"{self.rotary_channels} channels, and they turn in pairs: change it, or --kv-channels"
+            )
+
+    def _resolve_layers(self) -> None:
+        if self.heterogeneous_layers_config_path is None:
+            return
+        layers = canonical_layers(self.heterogeneous_layers_config_path)
+        object.__setattr__(self, "heterogeneous_layers_config_path", layers)
+        described = len(self.blocks)
+        if described != self.num_layers:
+            raise ConfigError(
+                f"--heterogeneous-layers-config-path describes {described} layers, but --num-layers is "
+                f"{self.num_layers}: describe each, or set --num-layers {described}"
+            )
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of each head that RoPE rotates."""
+        return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation == "swiglu"
+
+    @property
+    def blocks(self) -> tuple[BlockShape, ...]:
+        """Shape of each transformer layer, first to last."""
+        usual = BlockShape(num_key_value_heads=self.num_key_value_heads, ffn_hidden_size=self.ffn_hidden_size)
+        if self.heterogeneous_layers_config_path is None:
+            return (usual,) * self.num_layers
+        return tuple(
+            block_shapes(
+                self.heterogeneous_layers_config_path,
+                usual=usual,
+                num_attention_heads=self.num_attention_heads,
+                hidden_size=self.hidden_size,
+            )
+        )
 
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
         """Rows of the word embedding.
+
+        Megatron pads to a multiple of the product; the least common multiple is the same for most sizes, and then
+        a checkpoint has one shape whatever the tensor-parallel size.
 
         Raises:
             ConfigError: if the vocabulary is still the tokenizer's, and not filled in.
         """
         if self.vocab_size is None:
             raise ConfigError("--vocab-size is not known before the tokenizer is read: give it")
-        multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
+        multiple = lcm(self.make_vocab_size_divisible_by, tensor_parallel_size)
         return -(-self.vocab_size // multiple) * multiple

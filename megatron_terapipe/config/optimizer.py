@@ -24,20 +24,47 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay, and a floor from there on."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "linear"
-    """Shape of the decay after the warmup."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay after the warmup. `WSD` stays at the highest and decays only at the end."""
 
     lr_decay_iters: int | None = None
     """Iteration at which the decay ends. Left out, the last."""
 
+    lr_decay_samples: int | None = None
+    """Samples after which the decay ends, with `--train-samples`. Left out, all."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the decay at the end of WSD."""
+
+    lr_wsd_decay_iters: int | None = None
+    """Iterations that the decay at the end of WSD takes."""
+
+    lr_wsd_decay_samples: int | None = None
+    """Samples that the decay at the end of WSD takes, with `--train-samples`."""
+
     lr_warmup_iters: int = 0
-    """Iterations in which the learning rate rises from 0, on a line."""
+    """Iterations in which the learning rate rises on a line."""
+
+    lr_warmup_samples: int = 0
+    """Samples in which the learning rate rises on a line, with `--train-samples`."""
 
     lr_warmup_fraction: float | None = None
-    """Length of the warmup as a part of the iterations until the decay ends, instead of `--lr-warmup-iters`."""
+    """Length of the warmup as a part of the time until the decay ends, instead of `--lr-warmup-iters`."""
+
+    lr_warmup_init: float = 0.0
+    """Learning rate that the warmup rises from."""
 
     weight_decay: float = 0.01
     """Decay of the weights. Biases and norms do not decay."""
+
+    start_weight_decay: float | None = None
+    """Weight decay of the first iteration, where it rises."""
+
+    end_weight_decay: float | None = None
+    """Weight decay of the last iteration, where it rises."""
+
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape in which weight decay rises, over the whole training."""
 
     clip_grad: float = 1.0
     """Gradients are scaled down to this global norm. 0 = never."""
@@ -65,16 +92,37 @@ class OptimizerConfig:
                 f"--zero-stage {self.zero_stage}: DeepSpeed cannot combine ZeRO 2 or 3 with pipelines: use 0 or 1"
             )
         check_choices(self)
-        check_positive(self, "lr", "lr_decay_iters", "adam_eps")
-        check_not_negative(self, "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad")
+        check_positive(
+            self, "lr", "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "adam_eps"
+        )
+        check_not_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init", "clip_grad")
+        check_not_negative(self, "weight_decay", "start_weight_decay", "end_weight_decay")
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise ConfigError(f"{flag(name)} {value} is out of range: give 0 or more, below 1")
-        if self.min_lr > self.lr:
-            raise ConfigError(f"--min-lr {self.min_lr} is above --lr {self.lr}: give {self.lr} or less")
-        if self.lr_warmup_iters and self.lr_warmup_fraction is not None:
+        for name in ("min_lr", "lr_warmup_init"):
+            if getattr(self, name) > self.lr:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is above --lr {self.lr}: give {self.lr} or less")
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            if getattr(self, name) and self.lr_warmup_fraction is not None:
+                raise ConfigError(
+                    f"{flag(name)} {getattr(self, name)} and --lr-warmup-fraction {self.lr_warmup_fraction} both say "
+                    "how long the warmup is: drop one of them"
+                )
+        self._check_rising_weight_decay()
+
+    def _check_rising_weight_decay(self) -> None:
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        if style == "constant":
+            for name in ("start_weight_decay", "end_weight_decay"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"{flag(name)} {getattr(self, name)} has no effect on a constant weight decay: add "
+                        "--weight-decay-incr-style, or use --weight-decay"
+                    )
+        elif start is None or end is None or start > end:
             raise ConfigError(
-                f"--lr-warmup-iters {self.lr_warmup_iters} and --lr-warmup-fraction "
-                f"{self.lr_warmup_fraction} both say how long the warmup is: drop one of them"
+                f"--weight-decay-incr-style {style} rises from --start-weight-decay {start} to --end-weight-decay "
+                f"{end}: give both, the second no less than the first"
             )

@@ -34,6 +34,12 @@ class Option:
     shorthands: Mapping[str, str] = field(default_factory=dict)
     """Flags without a value, and the value of this field that each stands for."""
 
+    fallbacks: Mapping[str, str] = field(default_factory=dict)
+    """Flags without a value, and the value that each stands for where nothing else says otherwise."""
+
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """Other spellings of its values."""
+
     translations: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     """Flags of other projects with words of their own, and what each word means here."""
 

@@ -1,6 +1,7 @@
 """The section that says how the work is laid out: over ranks, and over time."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from deepspeed_ext.plan.errors import PlanError
@@ -26,7 +27,11 @@ class ParallelConfig:
     """
 
     tensor_model_parallel_size: int = option(1, aliases=("--model-parallel-size",))
-    """Ranks that share each layer. Only 1 in this version."""
+    """Ranks that share each layer's matrices."""
+
+    sequence_parallel: bool = False
+    """Between the matrices, give each tensor-parallel rank its part of every token slice: the same traffic, less
+    memory."""
 
     pipeline_model_parallel_size: int = option(1, aliases=("--pipe-parallel-size",))
     """Stages of the pipeline, each on a rank of its own."""
@@ -60,6 +65,12 @@ class ParallelConfig:
     that list. Only transformer layers count; the embedding belongs to the first stage, the final norm and the
     output layer to the last."""
 
+    decoder_first_pipeline_num_layers: int | None = None
+    """Transformer layers of the first stage, which also holds the embedding; the others share the rest evenly."""
+
+    decoder_last_pipeline_num_layers: int | None = None
+    """Transformer layers of the last stage, which also holds the output layer; the others share the rest evenly."""
+
     strategy: str | None = option(None, metavar="FILE")
     """Take the parallelism and the batch from a strategy file, as the search writes it."""
 
@@ -81,21 +92,37 @@ class ParallelConfig:
             "pipeline_model_parallel_size",
             "data_parallel_size",
             "num_token_slices",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
             "distributed_timeout_minutes",
         )
-        if self.tensor_model_parallel_size != 1:
-            raise ConfigError(
-                f"--tensor-model-parallel-size {self.tensor_model_parallel_size}: tensor parallelism "
-                "comes with a later version: set it to 1, and cut the model with "
-                "--pipeline-model-parallel-size"
-            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            # Scripts set it whatever the size; on one rank there is nothing to share.
+            object.__setattr__(self, "sequence_parallel", False)
         if self.no_pipeline_parallel and self.pipeline_model_parallel_size != 1:
             raise ConfigError(
                 "--no-pipeline-parallel contradicts --pipeline-model-parallel-size "
                 f"{self.pipeline_model_parallel_size}: drop one of them"
             )
         self._resolve_token_slices()
+        self._check_ends()
         self.stage_bounds()
+
+    def _check_ends(self) -> None:
+        ends = {
+            "--decoder-first-pipeline-num-layers": self.decoder_first_pipeline_num_layers,
+            "--decoder-last-pipeline-num-layers": self.decoder_last_pipeline_num_layers,
+        }
+        given = [f"{name} {number}" for name, number in ends.items() if number is not None]
+        if given and self.stage_partition != "uniform":
+            raise ConfigError(
+                f"{given[0]} and --stage-partition {self.stage_partition} both deal layers to stages: drop one of them"
+            )
+        if len(given) > self.pipeline_model_parallel_size - 1:
+            raise ConfigError(
+                f"{' and '.join(given)} leave no other stage for the rest of the layers: raise "
+                "--pipeline-model-parallel-size, or drop it"
+            )
 
     def _resolve_token_slices(self) -> None:
         if self.token_slices == "auto":
@@ -125,6 +152,24 @@ class ParallelConfig:
             return TokenSlices.parse(self.token_slices)
         except PlanError as error:
             raise ConfigError(f"--token-slices: {error}") from None
+
+    def uniform_stages(self, num_layers: int) -> StagePartition:
+        """Return the transformer layers of each stage, as even as can be but for the ends that flags give.
+
+        Raises:
+            ConfigError: if the ends leave too few layers for the stages between.
+        """
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        num_between = self.pipeline_model_parallel_size - (first is not None) - (last is not None)
+        rest = num_layers - (first or 0) - (last or 0)
+        if rest < num_between:
+            raise ConfigError(
+                f"the first and last stage leave {max(rest, 0)} of {num_layers} layers for {num_between} stages: give "
+                "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers fewer"
+            )
+        between = StagePartition.uniform(rest, num_between)
+        sizes = [first] * (first is not None) + [len(between.layers(stage)) for stage in range(num_between)]
+        return StagePartition(tuple(accumulate([*sizes, *[last] * (last is not None)], initial=0)))
 
     def stage_bounds(self) -> StagePartition | None:
         """Return the transformer layers of each stage; None if a rule deals them.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, option
+from megatron_terapipe.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,30 +15,67 @@ class TrainingConfig:
         ConfigError: if a value is out of range.
     """
 
-    train_iters: int
+    train_iters: int | None = None
     """Optimizer steps of the whole run."""
+
+    train_samples: int | None = None
+    """Samples of the whole run, instead of `--train-iters`. Decay and warmup are then counted in samples too."""
 
     seed: int = 1234
     """Seed of the weights and of the order of the data."""
 
     exit_interval: int | None = None
-    """Stop after the next iteration that is a multiple of this."""
+    """Stop after the next iteration that is a multiple of this. A checkpoint is saved, as with the other two."""
 
-    recompute_granularity: Literal["none", "full"] = option(
+    exit_duration_in_mins: float | None = None
+    """Stop after the iteration in which so many minutes have passed."""
+
+    exit_signal_handler: bool = False
+    """Stop after the iteration in which any rank gets a SIGTERM, with exit code 0."""
+
+    skip_train: bool = False
+    """Only evaluate on validation and test data."""
+
+    recompute_granularity: Literal["none", "selective", "full"] = option(
         "none",
-        shorthands=dict.fromkeys(
-            (
-                "--recompute-activations",
-                "--checkpoint-activations",
-                "--deepspeed-activation-checkpointing",
-            ),
-            "full",
-        ),
+        shorthands={
+            "--recompute-activations": "selective",
+            "--checkpoint-activations": "full",
+            "--deepspeed-activation-checkpointing": "full",
+        },
     )
-    """Activations to recompute in the backward instead of keeping: `none`, or `full` for whole layers."""
+    """Activations to recompute in the backward instead of keeping: `none`; `selective` for what costs little, the
+    outputs of norms and of the activation function; `full` for whole layers. Attention never keeps its scores."""
+
+    recompute_method: Literal["uniform"] = "uniform"
+    """Which layers `full` recomputes: all, `--recompute-num-layers` at a time."""
+
+    recompute_num_layers: int = option(1, aliases=("--checkpoint-num-layers",))
+    """Layers between two activations that `full` keeps."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_choices(self)
-        check_positive(self, "train_iters", "exit_interval")
+        check_positive(
+            self, "train_iters", "train_samples", "exit_interval", "exit_duration_in_mins", "recompute_num_layers"
+        )
         check_not_negative(self, "seed")
+        if self.train_iters is None and self.train_samples is None:
+            raise ConfigError("neither --train-iters nor --train-samples is given: add one")
+        if self.train_iters is not None and self.train_samples is not None:
+            raise ConfigError(
+                f"--train-iters {self.train_iters} and --train-samples {self.train_samples} both say how long the "
+                "training is: drop one of them"
+            )
+
+    @property
+    def unit(self) -> Literal["iters", "samples"]:
+        """What the training is counted in, and with it decay and warmup; as flags end in it."""
+        return "iters" if self.train_samples is None else "samples"
+
+    @property
+    def length(self) -> int:
+        """Iterations or samples of the whole run."""
+        length = self.train_iters or self.train_samples
+        assert length is not None
+        return length

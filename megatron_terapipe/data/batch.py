@@ -14,18 +14,30 @@ class Batch:
         tokens: input ids, int64 [micro_batch, seq].
         labels: the id after each input, int64 [micro_batch, seq].
         loss_mask: 1 where the prediction counts, else 0, float32 [micro_batch, seq].
+        document_starts: per row the positions in [0, seq) at which its documents begin, ascending, the first 0.
+            Left out, each row is one document.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
+    document_starts: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Take each row as one document unless told otherwise."""
+        if not self.document_starts:
+            object.__setattr__(self, "document_starts", ((0,),) * len(self.tokens))
 
     @classmethod
-    def from_samples(cls, samples: Tensor, masked_eod: int | None = None) -> "Batch":
+    def from_samples(
+        cls, samples: Tensor, *, separating_eod: int | None = None, masked_eod: int | None = None
+    ) -> "Batch":
         """Cut samples into inputs and labels.
 
         Args:
             samples: ids, int64 [micro_batch, seq + 1].
+            separating_eod: id of the end of a document when the documents of a row are told apart; None takes
+                each row as one document.
             masked_eod: id of the end of a document when the prediction after it, the first token
                 of an unrelated document, does not count; None counts every prediction.
         """
@@ -33,8 +45,32 @@ class Batch:
         loss_mask = torch.ones(tokens.shape, dtype=torch.float32)
         if masked_eod is not None:
             loss_mask[tokens == masked_eod] = 0.0
-        return cls(tokens=tokens, labels=labels, loss_mask=loss_mask)
+        starts = () if separating_eod is None else tuple(_document_starts(row == separating_eod) for row in tokens)
+        return cls(tokens=tokens, labels=labels, loss_mask=loss_mask, document_starts=starts)
+
+    def positions_in_documents(self) -> Tensor:
+        """Return how many tokens of the same document precede each token, int64 [micro_batch, seq]."""
+        rows, seq = self.tokens.shape
+        positions = torch.arange(seq).repeat(rows, 1)
+        for row, starts in zip(positions, self.document_starts, strict=True):
+            for start in starts:
+                row[start:] = torch.arange(seq - start)
+        return positions
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in page-locked memory, from which an accelerator copies while it computes."""
+        return Batch(
+            tokens=self.tokens.pin_memory(),
+            labels=self.labels.pin_memory(),
+            loss_mask=self.loss_mask.pin_memory(),
+            document_starts=self.document_starts,
+        )
 
     def as_pipeline_batch(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return `(tokens, (labels, loss_mask))`: the first stage's input and the last stage's."""
         return self.tokens, (self.labels, self.loss_mask)
+
+
+def _document_starts(ends: Tensor) -> tuple[int, ...]:
+    """Return where documents begin, given where tokens end one, bool [seq]; an end at the last position begins none."""
+    return (0, *(end + 1 for end in ends[:-1].nonzero().flatten().tolist()))

@@ -5,6 +5,11 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron_terapipe.data.index_cache import Arrays, IndexCache
+
+_SECONDS_UNTIL_PROGRESS = 2.0
 
 
 class SampleDataset(Protocol):
@@ -49,24 +54,53 @@ class BlendedDataset:
         return dataset[int(self.dataset_sample_index[sample])]
 
 
-def interleave(weights: Sequence[float], num_samples: int) -> NDArray[np.int16]:
-    """Choose a dataset for each sample, in proportion to the weights, evenly spread.
+def interleave(weights: Sequence[float], num_samples: int, cache: IndexCache | None = None) -> NDArray[np.int16]:
+    """Choose a dataset for each sample: the one that lags most behind its share, as Megatron does.
 
-    The k-th sample of a dataset with share w is due at (k + 1/2) / w, and samples come in the order
-    in which they are due. The order does not depend on `num_samples`: a longer run begins alike.
+    The order does not depend on `num_samples`: a longer run begins alike.
 
     Args:
         weights: share of each dataset, positive, in any unit.
         num_samples: how many to choose.
+        cache: keeps the order; None keeps nothing.
 
     Returns:
         Number of the dataset of each sample, [num_samples].
+
+    Raises:
+        DataError: the cache cannot be written.
     """
-    # Megatron takes the dataset that lags most, one sample at a time. One sort gives the same kind
-    # of order for 10**8 samples in seconds where a loop in Python would need minutes.
-    shares = np.asarray(weights, np.float64) / sum(weights)
-    counts = [int(np.ceil(share * num_samples)) + 1 for share in shares]
-    due = [(np.arange(count) + 0.5) / share for count, share in zip(counts, shares, strict=True)]
-    order = np.argsort(np.concatenate(due), kind="stable")[:num_samples]
-    owners: NDArray[np.int16] = np.repeat(np.arange(len(shares), dtype=np.int16), counts)
-    return owners[order]
+    cache = cache or IndexCache(None)
+    description = {"kind": "order of datasets, version 1", "weights": list(weights), "num_samples": num_samples}
+
+    def compute() -> Arrays:
+        return {"dataset_index": _choose(weights, num_samples, show_progress=cache.keeps)}
+
+    return cache.get(description, compute)["dataset_index"]
+
+
+def _choose(weights: Sequence[float], num_samples: int, show_progress: bool) -> NDArray[np.int16]:
+    # Each choice depends on those before it, and which of two equal lags is larger on the rounding of these very
+    # operations: so it is a loop, at a third of a microsecond per sample and a few datasets.
+    shares: list[float] = (np.asarray(weights, np.float64) / np.sum(weights, dtype=np.float64)).tolist()
+    first, *others = enumerate(shares)
+    given = [0.0] * len(shares)
+    order = np.empty(num_samples, np.int16)
+    numbers = tqdm(
+        range(num_samples),
+        desc="blend",
+        unit="sample",
+        unit_scale=True,
+        delay=_SECONDS_UNTIL_PROGRESS,
+        disable=None if show_progress else True,  # None: silent when nobody watches
+    )
+    for sample in numbers:
+        moment = float(sample or 1)
+        chosen, largest = 0, first[1] * moment - given[0]
+        for dataset, share in others:
+            lag = share * moment - given[dataset]
+            if lag > largest:
+                chosen, largest = dataset, lag
+        order[sample] = chosen
+        given[chosen] += 1.0
+    return order

@@ -29,6 +29,7 @@ _DTYPES: dict[int, type[np.number[Any]]] = {
     5: np.int64,
     8: np.uint16,
 }
+_READ_BYTES = 1 << 24
 _REMEDY = "write the dataset again with megatron_terapipe.data.preprocess"
 
 
@@ -138,8 +139,12 @@ class IndexedDataset:
             int64 [documents + 1].
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, *, warm_up: bool = False) -> None:
         """Open the pair of files and check that they are whole and belong together.
+
+        Args:
+            prefix: path of the two files without `.bin` and `.idx`.
+            warm_up: whether to read the ids once, so that the operating system has them in memory.
 
         Raises:
             DataError: a file is missing, truncated, or not of this format.
@@ -154,6 +159,8 @@ class IndexedDataset:
             )
         dtype = self._open_index(index_file(prefix))
         self._open_data(data_file(prefix), dtype)
+        if warm_up:
+            _read_through(data_file(prefix))
 
     def _open_index(self, path: Path) -> np.dtype[np.number[Any]]:
         size = path.stat().st_size
@@ -231,3 +238,9 @@ class IndexedDataset:
             )
         start = int(self._offsets[sequence]) // self._tokens.itemsize + offset
         return self._tokens[start : start + length]
+
+
+def _read_through(path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        while file.read(_READ_BYTES):
+            pass

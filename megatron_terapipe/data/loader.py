@@ -41,7 +41,10 @@ class MicroBatchLoader(Iterator[Batch]):
         data_parallel_size: int,
         consumed_samples: int = 0,
         num_workers: int = 1,
+        *,
+        separating_eod: int | None = None,
         masked_eod: int | None = None,
+        pin_memory: bool = False,
     ) -> None:
         """Begin after the samples consumed.
 
@@ -52,7 +55,10 @@ class MicroBatchLoader(Iterator[Batch]):
             data_parallel_size: how many ranks share the samples.
             consumed_samples: samples that all ranks together have taken before, over all runs.
             num_workers: threads that prepare batches ahead; 0 prepares each when it is asked for.
+            separating_eod: see `Batch.from_samples`.
             masked_eod: see `Batch.from_samples`.
+            pin_memory: whether batches lie in page-locked memory; only where there is an accelerator that copies
+                from there.
 
         Raises:
             ConfigError: the rank is outside the data-parallel size, or a size makes no sense.
@@ -70,7 +76,8 @@ class MicroBatchLoader(Iterator[Batch]):
             )
         self._dataset = dataset
         self._micro_batch_size = micro_batch_size
-        self._masked_eod = masked_eod
+        self._separating_eod, self._masked_eod = separating_eod, masked_eod
+        self._pin_memory = pin_memory
         self._executor = ThreadPoolExecutor(num_workers, "loader") if num_workers else None
         starts = count(
             consumed_samples + data_parallel_rank * micro_batch_size,
@@ -85,7 +92,10 @@ class MicroBatchLoader(Iterator[Batch]):
     def _load(self, start: int) -> Batch:
         numbers = range(start, start + self._micro_batch_size)
         samples = [self._dataset[number % len(self._dataset)] for number in numbers]
-        return Batch.from_samples(torch.from_numpy(np.stack(samples)), self._masked_eod)
+        batch = Batch.from_samples(
+            torch.from_numpy(np.stack(samples)), separating_eod=self._separating_eod, masked_eod=self._masked_eod
+        )
+        return batch.pin_memory() if self._pin_memory else batch
 
     def __next__(self) -> Batch:
         """Return the next micro-batch of this rank."""

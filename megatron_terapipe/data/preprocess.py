@@ -23,28 +23,15 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.config.tokenizers import TOKENIZER_FILES, TOKENIZER_SPELLINGS
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_terapipe.data.map_ahead import map_ahead
-from megatron_terapipe.data.tokenizer import TOKENIZERS, build_tokenizer
+from megatron_terapipe.data.text_lines import Lines, read_lines
+from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
 from megatron_terapipe.data.worker_processes import WorkerProcesses
 from megatron_terapipe.errors import DataError
 
-_BATCH_BYTES = 1 << 17  # enough work per task that handing it over costs nothing beside it
-
 _tokenizer = functools.cache(build_tokenizer)  # one per process: GPT-2's takes 0.2 s to read
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Consecutive lines of the input.
-
-    Attributes:
-        first: number of the first, from 1.
-        lines: UTF-8, with their line ends.
-    """
-
-    first: int
-    lines: list[bytes]
 
 
 @dataclass(frozen=True)
@@ -53,11 +40,13 @@ class EncodedLines:
 
     Attributes:
         num_bytes: size of the lines.
+        file_position: see `Lines`.
         documents: per JSON key the documents' ids, each [length]; a text without ids has none.
         num_empty: texts without ids.
     """
 
     num_bytes: int
+    file_position: int
     documents: list[list[NDArray[np.integer[Any]]]]
     num_empty: int
 
@@ -70,17 +59,13 @@ class LineEncoder:
         source: the input's name, for messages.
         json_keys: which texts of each object are encoded.
         append_eod: whether every document ends with the end-of-document id.
-        tokenizer_type: see `build_tokenizer`, as the files.
-        vocab_file: vocabulary, or None.
-        merge_file: merge rules, or None.
+        tokenizer: which tokenizer, and its files.
     """
 
     source: Path
     json_keys: tuple[str, ...]
     append_eod: bool
-    tokenizer_type: str
-    vocab_file: Path | None
-    merge_file: Path | None
+    tokenizer: TokenizerSettings
 
     def vocab_size(self) -> int:
         """Return the tokenizer's number of ids.
@@ -88,7 +73,7 @@ class LineEncoder:
         Raises:
             DataError: there is no such tokenizer, or its files are missing or malformed.
         """
-        return _tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file).vocab_size
+        return _tokenizer(self.tokenizer).vocab_size
 
     def __call__(self, lines: Lines) -> EncodedLines:
         """Encode every document of the lines.
@@ -96,7 +81,7 @@ class LineEncoder:
         Raises:
             DataError: a line is no JSON object with the keys.
         """
-        tokenizer = _tokenizer(self.tokenizer_type, self.vocab_file, self.merge_file)
+        tokenizer = _tokenizer(self.tokenizer)
         dtype = token_dtype(tokenizer.vocab_size)
         documents: list[list[NDArray[np.integer[Any]]]] = [[] for _ in self.json_keys]
         num_empty = 0
@@ -111,7 +96,7 @@ class LineEncoder:
                 if self.append_eod:
                     ids.append(tokenizer.eod)
                 of_key.append(np.array(ids, dtype))
-        return EncodedLines(sum(map(len, lines.lines)), documents, num_empty)
+        return EncodedLines(sum(map(len, lines.lines)), lines.file_position, documents, num_empty)
 
     def _texts(self, number: int, line: bytes) -> list[str]:
         place = f"{self.source}:{number}"
@@ -131,22 +116,6 @@ class LineEncoder:
                     "choose with --json-keys, or repair the line"
                 )
         return [document[key] for key in self.json_keys]
-
-
-def read_lines(path: Path) -> Iterator[Lines]:
-    """Yield the file's lines in runs of about `_BATCH_BYTES`.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            first = 1
-            while lines := file.readlines(_BATCH_BYTES):
-                yield Lines(first, lines)
-                first += len(lines)
-    except OSError as error:
-        raise DataError(f"cannot read --input {path} ({error.strerror}): give a file of JSON lines") from None
 
 
 def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
@@ -189,6 +158,7 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
                 desc="tokenize",
                 unit="B",
                 unit_scale=True,
+                bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}B [{elapsed}<{remaining}{postfix}]",
                 file=sys.stderr,
                 disable=None,  # silent when nobody watches
             )
@@ -199,7 +169,9 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
                     writer.add_document(ids)
             num_bytes += batch.num_bytes
             num_empty += batch.num_empty
-            progress.update(batch.num_bytes)
+            seconds = time.perf_counter() - began
+            progress.set_postfix_str(_speed(writers, num_bytes, seconds), refresh=False)
+            progress.update(batch.file_position - progress.n)
         if not all(writer.num_documents for writer in writers):
             raise DataError(f"--input {encoder.source} holds no text: give at least one document")
     seconds = time.perf_counter() - began
@@ -208,8 +180,13 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
         f"{sum(writer.num_documents for writer in writers):,} documents"
         f"{f' and {num_empty:,} empty texts left out' if num_empty else ''}, "
         f"{sum(writer.num_tokens for writer in writers):,} tokens, {num_bytes / 1e6:.1f} MB "
-        f"in {seconds:.1f} s ({num_bytes / 1e6 / seconds:.1f} MB/s)"
+        f"in {seconds:.1f} s ({_speed(writers, num_bytes, seconds)})"
     )
+
+
+def _speed(writers: Sequence[IndexedDatasetWriter], num_bytes: int, seconds: float) -> str:
+    num_documents = sum(writer.num_documents for writer in writers)
+    return f"{num_documents / seconds:,.0f} documents/s, {num_bytes / 1e6 / seconds:.1f} MB/s"
 
 
 def _workers(text: str) -> int:
@@ -226,9 +203,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         "PREFIX_KEY_document.bin and .idx for each JSON key. An existing dataset is replaced, "
         "once the whole one is written.",
     )
-    parser.add_argument("--input", type=Path, required=True, help="JSON lines: one object a document")
+    parser.add_argument(
+        "--input", type=Path, required=True, help="JSON lines: one object a document; plain, .gz or .zst"
+    )
     parser.add_argument("--output-prefix", type=Path, required=True, help="path that the files' names begin with")
-    parser.add_argument("--tokenizer-type", default="byte", choices=TOKENIZERS, help="(default: %(default)s)")
+    parser.add_argument(
+        "--tokenizer-type",
+        default="byte",
+        choices=TOKENIZER_FILES,
+        type=lambda name: TOKENIZER_SPELLINGS.get(name, name),
+        help="the trainer's tokenizers, by the same names (default: %(default)s)",
+    )
     parser.add_argument(
         "--json-keys",
         nargs="+",
@@ -236,20 +221,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="KEY",
         help="texts of each object to tokenize, one dataset each (default: text)",
     )
-    parser.add_argument("--vocab-file", type=Path, help="encoder.json or vocab.json of GPT2BPETokenizer")
-    parser.add_argument("--merge-file", type=Path, help="vocab.bpe or merges.txt of GPT2BPETokenizer")
+    parser.add_argument("--vocab-file", help="encoder.json or vocab.json of GPT2BPETokenizer")
+    parser.add_argument("--merge-file", help="vocab.bpe or merges.txt of GPT2BPETokenizer")
+    parser.add_argument(
+        "--tokenizer-model",
+        help="tokenizer.json of HuggingFaceTokenizer or its directory; file of SentencePieceTokenizer",
+    )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     parser.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)")
+    # Megatron's, for BERT; refused by name below.
+    parser.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     encoder = LineEncoder(
         source=options.input,
         json_keys=tuple(options.json_keys),
         append_eod=options.append_eod,
-        tokenizer_type=options.tokenizer_type,
-        vocab_file=options.vocab_file,
-        merge_file=options.merge_file,
+        tokenizer=TokenizerSettings(
+            tokenizer_type=options.tokenizer_type,
+            vocab_file=options.vocab_file,
+            merge_file=options.merge_file,
+            tokenizer_model=options.tokenizer_model,
+        ),
     )
     try:
+        if options.split_sentences:
+            raise DataError("--split-sentences is for BERT, and a GPT reads whole documents: drop it")
+        if len(set(options.json_keys)) < len(options.json_keys):
+            raise DataError(f"--json-keys {' '.join(options.json_keys)} names a key twice: name each once")
         print(preprocess(encoder, options.output_prefix, options.workers))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

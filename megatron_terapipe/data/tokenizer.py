@@ -1,10 +1,17 @@
-"""The tokenizers by name, and the size the vocabulary has inside the model."""
+"""What a tokenizer is, and the one that a configuration names."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
+from megatron_terapipe.config.data import DataConfig
+from megatron_terapipe.config.options import flag, one_of
+from megatron_terapipe.config.tokenizers import TOKENIZER_FILES
 from megatron_terapipe.data.byte_pair_encoding import GPT2BPETokenizer
+from megatron_terapipe.data.byte_tokenizer import ByteTokenizer
+from megatron_terapipe.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron_terapipe.data.sentence_piece_tokenizer import SentencePieceTokenizer
 from megatron_terapipe.errors import DataError
 
 
@@ -24,7 +31,7 @@ class Tokenizer(Protocol):
         """The id that ends a document."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without an end of document."""
+        """Return the ids of `text` alone: no begin of text is added, and no end of document."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`.
@@ -36,70 +43,56 @@ class Tokenizer(Protocol):
         """
 
 
-class ByteTokenizer:
-    """One token per UTF-8 byte, and one more for the end of a document; needs no file."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerSettings:
+    """Which tokenizer, and its files; what a checkpoint keeps of it."""
 
-    name = "byte"
-    vocab_size = 257
-    eod = 256
+    tokenizer_type: str = "byte"
+    """A key of `TOKENIZER_FILES`."""
 
-    def encode(self, text: str) -> list[int]:
-        """Return the bytes of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
-        return list(text.encode("utf-8", errors="replace"))
+    vocab_file: str | None = None
+    """Vocabulary of GPT2BPETokenizer."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`; the end of a document has none.
+    merge_file: str | None = None
+    """Merge rules of GPT2BPETokenizer."""
 
-        Raises:
-            DataError: an id is outside the vocabulary.
-        """
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise DataError(
-                    f"token id {token} is outside the byte tokenizer's [0, {self.vocab_size}): "
-                    "decode with the tokenizer that encoded the text"
-                )
-        text = bytes(token for token in ids if token != self.eod)
-        return text.decode("utf-8", errors="replace")
+    tokenizer_model: str | None = None
+    """File of SentencePieceTokenizer; file of HuggingFaceTokenizer, or the directory that holds it."""
 
-
-def _byte(vocab_file: Path | None, merge_file: Path | None) -> Tokenizer:
-    if vocab_file or merge_file:
-        raise DataError(
-            f"the byte tokenizer reads no file but got {vocab_file or merge_file}: drop "
-            "--vocab-file and --merge-file, or choose --tokenizer-type GPT2BPETokenizer"
+    @classmethod
+    def of(cls, data: DataConfig) -> Self:
+        """Return the settings that the data section holds."""
+        return cls(
+            tokenizer_type=data.tokenizer_type,
+            vocab_file=data.vocab_file,
+            merge_file=data.merge_file,
+            tokenizer_model=data.tokenizer_model,
         )
-    return ByteTokenizer()
 
 
-def _gpt2_bpe(vocab_file: Path | None, merge_file: Path | None) -> Tokenizer:
-    if vocab_file is None or merge_file is None:
-        missing = "--vocab-file" if vocab_file is None else "--merge-file"
-        raise DataError(
-            f"GPT2BPETokenizer needs {missing}: give --vocab-file encoder.json and "
-            "--merge-file vocab.bpe, or choose --tokenizer-type byte, which needs no file"
-        )
-    return GPT2BPETokenizer(vocab_file, merge_file)
-
-
-TOKENIZERS: dict[str, Callable[[Path | None, Path | None], Tokenizer]] = {
-    ByteTokenizer.name: _byte,
-    GPT2BPETokenizer.name: _gpt2_bpe,
+TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
+    tokenizer.name: tokenizer
+    for tokenizer in (ByteTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer)
 }
-"""Every tokenizer by its `--tokenizer-type`: a function of the vocabulary and the merge file."""
+"""Every tokenizer by its name: a function of the paths of its files, in the order of `TOKENIZER_FILES`."""
 
 
-def build_tokenizer(tokenizer_type: str, vocab_file: Path | None = None, merge_file: Path | None = None) -> Tokenizer:
-    """Build the tokenizer of that name.
-
-    Args:
-        tokenizer_type: a key of `TOKENIZERS`.
-        vocab_file: the vocabulary, token to id, as JSON; only for byte pair encodings.
-        merge_file: the merge rules, one a line, best first; only for byte pair encodings.
+def build_tokenizer(settings: TokenizerSettings | DataConfig) -> Tokenizer:
+    """Build the tokenizer that the settings name.
 
     Raises:
-        DataError: the name is unknown, or the files are missing, malformed or superfluous.
+        DataError: the name is unknown, a file is missing, malformed or superfluous, or a package is not installed.
     """
-    if tokenizer_type not in TOKENIZERS:
-        raise DataError(f"unknown tokenizer type {tokenizer_type!r}: choose one of {', '.join(TOKENIZERS)}")
-    return TOKENIZERS[tokenizer_type](vocab_file, merge_file)
+    name = settings.tokenizer_type
+    if name not in TOKENIZERS:
+        raise DataError(f"unknown tokenizer type {name!r}: choose {one_of(list(TOKENIZERS))}")
+    needed = TOKENIZER_FILES[name]
+    for field in ("vocab_file", "merge_file", "tokenizer_model"):
+        path = getattr(settings, field)
+        if field in needed and not path:
+            raise DataError(f"{name} needs {flag(field)}: add it, or choose --tokenizer-type byte, which needs no file")
+        if path and field not in needed:
+            raise DataError(
+                f"{name} reads no {flag(field)} but got {path}: drop it, or choose the --tokenizer-type that reads it"
+            )
+    return TOKENIZERS[name](*(Path(getattr(settings, field)) for field in needed))

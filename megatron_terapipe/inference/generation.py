@@ -21,6 +21,7 @@ def generate(
     eod: int | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
 ) -> Iterator[int]:
     """Yield new tokens until `eod`, or as many as asked for.
@@ -36,6 +37,7 @@ def generate(
         eod: id that ends the text; None to go on for ever.
         temperature: divides the logits; 0 takes the likeliest token always.
         top_k: draw from the k likeliest tokens; 0 from all.
+        top_p: draw from the likeliest tokens whose chances, at this temperature, add up to this.
         seed: of the draws.
 
     Raises:
@@ -53,16 +55,26 @@ def generate(
     tokens = torch.tensor([list(prompt)])
     for token_slice in range(max_new_tokens):
         logits = model(tokens, state, token_slice)[0, -1, :vocab_size].float()
-        token = _draw(logits, temperature, top_k, draws)
+        token = _draw(logits, temperature, top_k, top_p, draws)
         if token == eod:
             return
         yield token
         tokens = torch.tensor([[token]])
 
 
-def _draw(logits: torch.Tensor, temperature: float, top_k: int, draws: torch.Generator) -> int:
+def _draw(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, draws: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draws))
+    chances = (logits / temperature).softmax(-1)
+    if top_p < 1:
+        chances = _nucleus(chances, top_p)
+    return int(torch.multinomial(chances, 1, generator=draws))
+
+
+def _nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Chances without the tail (Holtzman et al., arXiv 1904.09751): a token stays if those before it fall short."""
+    descending, order = chances.sort(descending=True)
+    tail = descending.cumsum(-1) - descending >= top_p
+    return chances.index_fill(0, order[tail], 0.0)

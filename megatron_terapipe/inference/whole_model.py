@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from deepspeed_ext.runtime.module import takes_past
 from deepspeed_ext.runtime.sequence_state import SequenceState
-from deepspeed_ext.runtime.topology import layer_file
+from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.model.gpt import gpt_layers
 
 
@@ -51,20 +50,18 @@ class WholeModel(nn.Module):
                 hidden = function(hidden)
         return hidden
 
-    def load(self, directory: Path) -> "WholeModel":
-        """Load the weights of a checkpoint, whatever stages it was saved on.
+    def load(self, directory: Path, tensor_parallel_size: int = 1) -> "WholeModel":
+        """Load the weights of a checkpoint, whatever ranks it was saved by.
 
         Args:
             directory: of one checkpoint, such as `CHECKPOINTS/global_step100`.
+            tensor_parallel_size: ranks that shared each layer when it was saved.
 
         Raises:
             CheckpointError: if a layer's file is missing or broken.
         """
+        saved = SavedWeights(directory, tensor_parallel_size)
         for index, layer in self.layers.items():
-            path = directory / layer_file(int(index))
-            try:
-                layer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-            except Exception as error:  # On a damaged file an unpickler may raise anything.
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise CheckpointError(f"cannot load layer {index} from {path} ({reason}): save it again") from None
+            weights = saved.whole(int(index), layer)
+            layer.load_state_dict(weights, assign=any(weight.is_meta for weight in layer.parameters()))
         return self

@@ -5,34 +5,76 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.block_shape import BlockShape
 from megatron_terapipe.model.initialization import normal, scaled_normal
-from megatron_terapipe.model.linear import Linear
+from megatron_terapipe.model.rotary import Rotation
+from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
 
 class Past(Protocol):
-    """What came before the tokens that a layer is given; whoever runs the layers provides it."""
+    """What came before the tokens that a layer is given, and where they are; whoever runs the layers provides it."""
 
-    @property
-    def prefix_len(self) -> int:
-        """Tokens before these: the position of the first one."""
+    def positions(self, length: int) -> Tensor:
+        """Positions of these N tokens: [1, N], or [B, N] where rows differ."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float, first_head: int) -> Tensor:
         """Causal attention of these tokens to themselves and to those before: query [B, N, H, D] in, the same out."""
+
+    def dropout(self, inputs: Tensor, probability: float, *, site: int, first_token: int) -> Tensor:
+        """Dropout on [B, n, C] of some of these tokens, whose masks depend on their place alone."""
 
 
 class SelfAttention(nn.Module):
-    """Queries, keys and values in one product, attention, projection."""
+    """Queries, keys and values in one product, attention, projection.
 
-    def __init__(self, model: ModelConfig) -> None:
+    The rows of the product are grouped: for each key head its query heads, then it, then its value head. So ranks
+    share the groups, and each holds whole ones.
+
+    Args:
+        model: the model section.
+        block: shape of the layer.
+        ranks: ranks that share the groups.
+    """
+
+    def __init__(self, model: ModelConfig, block: BlockShape, ranks: TensorParallelRanks) -> None:
         super().__init__()
-        self.num_heads, self.num_groups = model.num_attention_heads, model.num_key_value_heads
-        self.head_size = model.kv_channels
-        query_size, key_value_size = self.num_heads * self.head_size, self.num_groups * self.head_size
-        self.query_key_value = Linear(model.hidden_size, query_size + 2 * key_value_size, normal(model.init_method_std))
-        self.projection = Linear(query_size, model.hidden_size, scaled_normal(model.init_method_std, model.num_layers))
+        num_heads, num_groups = model.num_attention_heads, block.num_key_value_heads
+        self.head_size, self.heads_of_group = model.kv_channels, num_heads // num_groups
+        self.first_head = ranks.rank * num_heads // ranks.size
+        self.dropout = model.attention_dropout
+        self.rotary_channels = model.rotary_channels if model.position_embedding_type == "rope" else 0
+        self.rotary_base = model.rotary_base
+        bias = not model.disable_bias_linear
+        self.query_key_value = ColumnParallelLinear(
+            model.hidden_size,
+            (num_heads + 2 * num_groups) * self.head_size,
+            ranks,
+            normal(model.init_method_std),
+            bias=bias,
+        )
+        self.projection = RowParallelLinear(
+            num_heads * self.head_size,
+            model.hidden_size,
+            ranks,
+            scaled_normal(model.init_method_std, model.num_layers),
+            bias=bias,
+        )
 
-    def forward(self, hidden: Tensor, past: Past) -> Tensor:
-        """Attend: [B, N, hidden] in, the same out."""
-        heads = self.query_key_value(hidden).unflatten(-1, (-1, self.head_size))
-        query, key, value = heads.split([self.num_heads, self.num_groups, self.num_groups], dim=2)
-        return self.projection(past.attend(query, key, value).flatten(2))
+    def forward(self, hidden: Tensor, past: Past, recomputed: nn.Module | None = None) -> Tensor:
+        """Attend: [B, n, hidden] of the tokens this rank has between the matrices in, the same out.
+
+        Args:
+            hidden: of this layer, or of the norm before.
+            past: what came before these tokens.
+            recomputed: the norm before, if its output is computed again in the backward instead of kept.
+        """
+        groups = self.query_key_value(hidden, recomputed).unflatten(-1, (-1, self.heads_of_group + 2, self.head_size))
+        query, key, value = groups.split([self.heads_of_group, 1, 1], dim=3)
+        query, key, value = (heads.flatten(2, 3) for heads in (query, key, value))
+        if self.rotary_channels:
+            rotate = Rotation(past.positions(query.shape[1]), self.rotary_channels, self.rotary_base, query)
+            query, key = rotate(query), rotate(key)
+        dropout = self.dropout if self.training else 0.0
+        attended = past.attend(query, key, value, dropout=dropout, first_head=self.first_head)
+        return self.projection(attended.flatten(2))

@@ -2,56 +2,89 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model import accumulation
 from megatron_terapipe.model.attention import Past
+from megatron_terapipe.model.dropout import DropoutSite, residual_dropout
 from megatron_terapipe.model.initialization import normal
-from megatron_terapipe.model.linear import Linear
+from megatron_terapipe.tensor_parallel import products
+from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
 
 class WordEmbedding(nn.Module):
-    """A vector for each word of the padded vocabulary.
+    """A vector for each word of the padded vocabulary, of which each rank holds some.
 
     Args:
         model: the model section, with its vocabulary size known.
+        ranks: ranks that share the vocabulary.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.padded_vocab_size(), model.hidden_size))
-        normal(model.init_method_std)(self.weight)
+        self.ranks = ranks
+        rows = model.padded_vocab_size(ranks.size)
+        self.weight = ranks.parameter(rows, model.hidden_size, cut=0, initialize=normal(model.init_method_std))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [B, N] in, [B, N, hidden] out."""
-        return accumulation.embedding(tokens, self.weight)
+        """Tokens [B, N] in, [B, n, hidden] of the tokens this rank has between the matrices out."""
+        if self.ranks.size == 1:
+            return products.embedding(tokens, self.weight)
+        own = tokens - self.ranks.rank * self.weight.shape[0]
+        elsewhere = (own < 0) | (own >= self.weight.shape[0])
+        part = products.embedding(own.masked_fill(elsewhere, 0), self.weight)
+        return self.ranks.sum_parts(part.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 class PositionEmbedding(nn.Module):
-    """A vector for each position, added."""
+    """What is done to the embedded words before the first layer: positions added where they are learned, and dropout.
 
-    def __init__(self, model: ModelConfig) -> None:
+    Args:
+        model: the model section.
+        ranks: ranks that share the tokens.
+    """
+
+    def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.max_position_embeddings, model.hidden_size))
-        normal(model.init_method_std)(self.weight)
+        self.ranks, self.dropout = ranks, model.hidden_dropout
+        self.weight = None
+        if model.position_embedding_type == "learned_absolute":
+            self.weight = ranks.replicated(torch.empty(model.max_position_embeddings, model.hidden_size))
+            normal(model.init_method_std)(self.weight)
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
-        """[B, N, hidden] of tokens that start at position `past.prefix_len` in, the same out."""
-        return hidden + self.weight[past.prefix_len : past.prefix_len + hidden.shape[1]]
+        """[B, n, hidden] of the tokens this rank has between the matrices in, the same out."""
+        if self.weight is not None:
+            num_tokens = hidden.shape[1] * (self.ranks.size if self.ranks.sequence_parallel else 1)
+            positions = self.ranks.own_tokens(past.positions(num_tokens)).to(hidden.device)
+            hidden = hidden + F.embedding(positions, self.weight)
+        return residual_dropout(hidden, self.dropout if self.training else 0.0, DropoutSite.EMBEDDING, past, self.ranks)
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
-    """Logits [B, N, vocabulary] from the word embedding's own weight."""
-    return accumulation.linear(hidden, embedding.weight)
+    """This rank's logits [B, N, vocabulary / size] from the word embedding's own weight."""
+    return products.linear(hidden, embedding.weight, ranks=embedding.ranks)
 
 
 class OutputLayer(nn.Module):
-    """Logits from a weight of their own."""
+    """Logits from a weight of their own.
 
-    def __init__(self, model: ModelConfig) -> None:
+    Args:
+        model: the model section, with its vocabulary size known.
+        ranks: ranks that share the vocabulary.
+    """
+
+    def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
-        self.linear = Linear(model.hidden_size, model.padded_vocab_size(), normal(model.init_method_std), bias=False)
+        self.linear = ColumnParallelLinear(
+            model.hidden_size,
+            model.padded_vocab_size(ranks.size),
+            ranks,
+            normal(model.init_method_std),
+            bias=False,
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [B, N, vocabulary]."""
+        """This rank's logits [B, N, vocabulary / size]."""
         return self.linear(hidden)

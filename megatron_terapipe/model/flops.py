@@ -12,6 +12,7 @@ twice its forward. Bytes and FLOPs are of the whole model, before any parallelis
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # The configuration calls this module, so at run time the arrow must not go back.
+    from megatron_terapipe.config.block_shape import BlockShape
     from megatron_terapipe.config.model import ModelConfig
 
 BACKWARD_PER_FORWARD = 2
@@ -25,31 +26,36 @@ LOG_SUM_EXP_BYTES = 4
 """Attention keeps one fp32 number per head and token, instead of a row of probabilities."""
 
 
-def block_weights(model: "ModelConfig") -> int:
-    """Count the entries of the weight matrices of a block: query, key, value, projection, and the MLP's two."""
-    query_size = model.num_attention_heads * model.kv_channels
-    key_value_size = 2 * model.num_key_value_heads * model.kv_channels
+def block_weights(model: "ModelConfig", block: "BlockShape") -> int:
+    """Count the entries of the weight matrices of a block: query, key, value, projection, and the MLP's."""
+    query_size = model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
+    key_value_size = 2 * block.num_key_value_heads * model.kv_channels
     attention = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
-    return attention + 2 * model.hidden_size * model.ffn_hidden_size
+    return attention + (2 + model.gated) * model.hidden_size * block.ffn_hidden_size
 
 
-def block_parameters(model: "ModelConfig") -> int:
-    """Count the parameters of a block: matrices, their biases, and two LayerNorms (SC'21 equation 2: 12h^2 + 13h)."""
-    query_size = model.num_attention_heads * model.kv_channels
-    key_value_size = 2 * model.num_key_value_heads * model.kv_channels
-    biases = query_size + key_value_size + model.ffn_hidden_size + 2 * model.hidden_size
-    return block_weights(model) + biases + 2 * norm_parameters(model)
+def block_parameters(model: "ModelConfig", block: "BlockShape") -> int:
+    """Count the parameters of a block: matrices, their biases, and two norms (SC'21 equation 2: 12h^2 + 13h)."""
+    biases = 0
+    if block.num_key_value_heads:
+        query_size = model.num_attention_heads * model.kv_channels
+        biases += query_size + 2 * block.num_key_value_heads * model.kv_channels + model.hidden_size
+    if block.ffn_hidden_size:
+        biases += (1 + model.gated) * block.ffn_hidden_size + model.hidden_size
+    norms = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
+    with_biases = 0 if model.disable_bias_linear else biases
+    return block_weights(model, block) + with_biases + norms * norm_parameters(model)
 
 
 def norm_parameters(model: "ModelConfig") -> int:
-    """Count the parameters of one LayerNorm: a weight and a bias."""
-    return 2 * model.hidden_size
+    """Count the parameters of one norm: a weight, and in LayerNorm a bias."""
+    return (1 + (model.normalization == "layernorm")) * model.hidden_size
 
 
 def embedding_parameters(model: "ModelConfig") -> int:
     """Count the word embedding, padded, and the learned positions (SC'21 equation 2: (V + s)h)."""
-    rows = model.padded_vocab_size() + model.max_position_embeddings
-    return rows * model.hidden_size
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+    return (model.padded_vocab_size() + positions) * model.hidden_size
 
 
 def output_parameters(model: "ModelConfig") -> int:
@@ -60,39 +66,50 @@ def output_parameters(model: "ModelConfig") -> int:
 
 def model_parameters(model: "ModelConfig") -> int:
     """Count all parameters, tied ones once."""
-    blocks = model.num_layers * block_parameters(model)
+    blocks = sum(block_parameters(model, block) for block in model.blocks)
     return embedding_parameters(model) + blocks + norm_parameters(model) + output_parameters(model)
 
 
-def linear_flops_per_token(model: "ModelConfig") -> int:
+def linear_flops_per_token(model: "ModelConfig", block: "BlockShape") -> int:
     """Forward FLOPs of a token in the matrix products of one block, the same at every position."""
-    return 2 * block_weights(model)
+    return 2 * block_weights(model, block)
 
 
-def attention_flops_per_position(model: "ModelConfig") -> int:
+def attention_flops_per_position(model: "ModelConfig", block: "BlockShape") -> int:
     """Forward FLOPs of a token in one block for each position that it attends to: one score and one weighted value."""
-    return 4 * model.num_attention_heads * model.kv_channels
+    return 4 * model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
 
 
-def token_forward_flops(model: "ModelConfig", prefix_len: int) -> int:
+def model_linear_flops_per_token(model: "ModelConfig") -> int:
+    """`linear_flops_per_token` of all blocks together."""
+    return sum(linear_flops_per_token(model, block) for block in model.blocks)
+
+
+def model_attention_flops_per_position(model: "ModelConfig") -> int:
+    """`attention_flops_per_position` of all blocks together."""
+    return sum(attention_flops_per_position(model, block) for block in model.blocks)
+
+
+def token_forward_flops(model: "ModelConfig", block: "BlockShape", prefix_len: int) -> int:
     """Forward FLOPs in one block of a token with `prefix_len` tokens before it; it attends to them and itself."""
     positions = prefix_len + 1
-    return linear_flops_per_token(model) + attention_flops_per_position(model) * positions
+    return linear_flops_per_token(model, block) + attention_flops_per_position(model, block) * positions
 
 
-def block_forward_flops(model: "ModelConfig", num_tokens: int, prefix_len: int = 0) -> int:
+def block_forward_flops(model: "ModelConfig", block: "BlockShape", num_tokens: int, prefix_len: int = 0) -> int:
     """Forward FLOPs in one block of a token slice, causal attention counted exactly.
 
     The sum of `token_forward_flops` over its tokens.
 
     Args:
         model: shape of the model.
+        block: shape of the block.
         num_tokens: length of the token slice.
         prefix_len: tokens before it.
     """
     positions = num_tokens * prefix_len + num_tokens * (num_tokens + 1) // 2
-    linear = num_tokens * linear_flops_per_token(model)
-    return linear + attention_flops_per_position(model) * positions
+    linear = num_tokens * linear_flops_per_token(model, block)
+    return linear + attention_flops_per_position(model, block) * positions
 
 
 def logits_flops_per_token(model: "ModelConfig") -> int:
@@ -115,33 +132,48 @@ def iteration_flops(model: "ModelConfig", num_sequences: int, *, causal: bool = 
     """
     seq_length = model.seq_length
     if causal:
-        block = block_forward_flops(model, seq_length)
+        blocks = sum(block_forward_flops(model, block, seq_length) for block in model.blocks)
     else:
-        block = seq_length * token_forward_flops(model, seq_length - 1)
+        blocks = seq_length * sum(token_forward_flops(model, block, seq_length - 1) for block in model.blocks)
     passes = 1 + BACKWARD_PER_FORWARD
-    blocks = (passes + recompute) * model.num_layers * block
+    blocks *= passes + recompute
     return num_sequences * (blocks + passes * seq_length * logits_flops_per_token(model))
 
 
-def key_value_bytes_per_token(model: "ModelConfig", element_bytes: int) -> int:
+def key_value_bytes_per_token(model: "ModelConfig", block: "BlockShape", element_bytes: int) -> int:
     """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed."""
-    return 2 * model.num_key_value_heads * model.kv_channels * element_bytes
+    return 2 * block.num_key_value_heads * model.kv_channels * element_bytes
 
 
-def block_activation_bytes_per_token(model: "ModelConfig", element_bytes: int) -> int:
-    """Bytes that one block keeps of a token from its forward to its backward, nothing recomputed.
+def block_activation_bytes_per_token(
+    model: "ModelConfig", block: "BlockShape", element_bytes: int, recompute: str = "none"
+) -> int:
+    """Bytes that one block keeps of a token from its forward to its backward.
 
-    Counted are the inputs of both LayerNorms, of the query-key-value product, of the projection (which is also
-    the output that attention saves), of the MLP's first product, of GELU and of the MLP's second product; query,
-    key and value; and the log-sum-exp of each head. That is Korthikanti equation 1, sbh(34 + 5as/h), less the two
-    dropout masks (2sbh) and the s x s scores, masks and probabilities (5as^2b) that a flash kernel never stores.
-    Not counted are the two numbers that a LayerNorm keeps of a token.
+    Nothing recomputed, these are the inputs of both norms, of the query-key-value product, of the projection (which
+    is also the output that attention saves), of the MLP's first product, of its activation (with a gate, two) and of
+    its last product; query, key and value; and the log-sum-exp of each head. That is Korthikanti equation 1,
+    sbh(34 + 5as/h), less the two dropout masks (2sbh), which are drawn again in the backward, and the s x s scores,
+    masks and probabilities (5as^2b) that a flash kernel never stores. `selective` computes the outputs of norms and
+    of the activation again: of each norm and of the activation only the input is kept. `full` keeps the input of the
+    block, and keys and values. Not counted are the one or two numbers that a norm keeps of a token.
 
     Args:
         model: shape of the model.
+        block: shape of the block.
         element_bytes: bytes of one activation: 2 in fp16 and bf16, 4 in fp32.
+        recompute: `none`, `selective` or `full`.
     """
-    query_size = model.num_attention_heads * model.kv_channels
-    elements = 4 * model.hidden_size + 2 * query_size + 2 * model.ffn_hidden_size
-    kept = elements * element_bytes + key_value_bytes_per_token(model, element_bytes)
-    return kept + LOG_SUM_EXP_BYTES * model.num_attention_heads
+    key_value = key_value_bytes_per_token(model, block, element_bytes)
+    if recompute == "full":
+        return model.hidden_size * element_bytes + key_value
+    norm_outputs = 2 if recompute == "none" else 1
+    elements = kept = 0
+    if block.num_key_value_heads:
+        elements += norm_outputs * model.hidden_size + 2 * model.num_attention_heads * model.kv_channels
+        kept = key_value + LOG_SUM_EXP_BYTES * model.num_attention_heads
+    if block.ffn_hidden_size:
+        # The gradient of ReLU is read off its output, which the last product keeps anyway.
+        widths = 1 + model.gated + (recompute == "none" and model.activation != "relu")
+        elements += norm_outputs * model.hidden_size + widths * block.ffn_hidden_size
+    return elements * element_bytes + kept

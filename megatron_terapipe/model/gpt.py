@@ -1,13 +1,15 @@
 """GPT as a list of pipeline layers, and its loss."""
 
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
+from megatron_terapipe.model.norm import NORMS
+from megatron_terapipe.tensor_parallel.cross_entropy import cross_entropy
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
 LAYERS_BEFORE_BLOCKS = 2
 """The word and the position embedding."""
@@ -15,20 +17,27 @@ LAYERS_AFTER_BLOCKS = 2
 """The final norm and the output layer."""
 
 
-def gpt_layers(model: ModelConfig) -> list[LayerSpec]:
+def gpt_layers(
+    model: ModelConfig, ranks: TensorParallelRanks | None = None, *, recompute_cheap: bool = False
+) -> list[LayerSpec]:
     """The model, first layer to last: embeddings, transformer layers, final norm, output layer.
 
     Args:
         model: the model section, with its vocabulary size known.
+        ranks: ranks that share each layer's matrices; None for one alone.
+        recompute_cheap: compute the outputs of norms and activations again in the backward instead of keeping them.
     """
+    ranks = ranks or TensorParallelRanks()
     if model.untie_embeddings_and_output_weights:
-        embedding, output = LayerSpec(WordEmbedding, model), LayerSpec(OutputLayer, model)
+        embedding, output = LayerSpec(WordEmbedding, model, ranks), LayerSpec(OutputLayer, model, ranks)
     else:
-        embedding = TiedLayerSpec("embedding", WordEmbedding, model)
-        output = TiedLayerSpec("embedding", WordEmbedding, model, forward_fn=tied_logits)
-    blocks = [LayerSpec(TransformerBlock, model) for _ in range(model.num_layers)]
-    final_norm = LayerSpec(nn.LayerNorm, model.hidden_size, eps=model.layernorm_epsilon)
-    return [embedding, LayerSpec(PositionEmbedding, model), *blocks, final_norm, output]
+        embedding = TiedLayerSpec("embedding", WordEmbedding, model, ranks)
+        output = TiedLayerSpec("embedding", WordEmbedding, model, ranks, forward_fn=tied_logits)
+    blocks = [
+        LayerSpec(TransformerBlock, model, block, ranks, recompute_cheap=recompute_cheap) for block in model.blocks
+    ]
+    final_norm = LayerSpec(NORMS[model.normalization], model, ranks)
+    return [embedding, LayerSpec(PositionEmbedding, model, ranks), *blocks, final_norm, output]
 
 
 def layers_with_weights(model: ModelConfig) -> range:
@@ -46,15 +55,15 @@ def pipeline_partition(blocks: StagePartition) -> StagePartition:
     return StagePartition((0, *inner, blocks.num_layers + LAYERS_BEFORE_BLOCKS + LAYERS_AFTER_BLOCKS))
 
 
-def gpt_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+def gpt_loss(logits: Tensor, labels: tuple[Tensor, Tensor], ranks: TensorParallelRanks | None = None) -> Tensor:
     """Mean cross-entropy of the tokens that bear loss; 0 if none does.
 
     Args:
-        logits: [B, N, vocabulary].
+        logits: this rank's part of the vocabulary, [B, N, vocabulary / size].
         labels: token ids [B, N] and the loss mask [B, N].
+        ranks: ranks that share the vocabulary; None for one alone.
     """
     targets, loss_mask = labels
-    at_least_fp32 = logits if logits.element_size() >= 4 else logits.float()
-    losses = F.cross_entropy(at_least_fp32.flatten(0, 1), targets.flatten(), reduction="none")
-    mask = loss_mask.flatten().to(losses.dtype)
+    losses = cross_entropy(logits, targets, ranks or TensorParallelRanks())
+    mask = loss_mask.to(losses.dtype)
     return (losses * mask).sum() / mask.sum().clamp(min=1)

@@ -1,12 +1,10 @@
 """How weights start."""
 
-from collections.abc import Callable
 from math import sqrt
 
-from torch import Tensor, nn
+from torch import nn
 
-Initializer = Callable[[Tensor], object]
-"""Fills a weight in place."""
+from megatron_terapipe.tensor_parallel.linear import Initializer
 
 
 def normal(std: float) -> Initializer:

@@ -1,28 +1,102 @@
-"""A linear layer."""
+"""Linear layers of which each rank holds a part."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from megatron_terapipe.model import accumulation
-from megatron_terapipe.model.initialization import Initializer
+from megatron_terapipe.tensor_parallel import products
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+
+Initializer = Callable[[Tensor], object]
+"""Fills a weight in place."""
 
 
-class Linear(nn.Module):
-    """`inputs @ weight.T + bias`, whose weight gradient adds up token slice by token slice without extra traffic.
+class ColumnParallelLinear(nn.Module):
+    """`inputs @ weight.T + bias`, of which each rank computes some of the outputs.
 
     Args:
         in_features: width of the input.
-        out_features: width of the output.
-        initialize: fills the weight; the bias starts at 0.
+        out_features: width of the whole output; two numbers for several outputs of one width, of each of which the
+            rank computes its part.
+        ranks: ranks that share it.
+        initialize: fills the whole weight; the bias starts at 0.
         bias: whether there is one.
     """
 
-    def __init__(self, in_features: int, out_features: int, initialize: Initializer, *, bias: bool = True) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, int],
+        ranks: TensorParallelRanks,
+        initialize: Initializer,
+        *,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        initialize(self.weight)
+        self.ranks = ranks
+        outputs = (out_features,) if isinstance(out_features, int) else out_features
+        cut = len(outputs) - 1
+        self.weight = ranks.parameter(*outputs, in_features, cut=cut, initialize=initialize)
+        self.bias = ranks.parameter(*outputs, cut=cut, initialize=nn.init.zeros_) if bias else None
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in] in, [..., out] out."""
-        return accumulation.linear(inputs, self.weight, self.bias)
+    def forward(self, inputs: Tensor, recomputed: nn.Module | None = None) -> Tensor:
+        """[B, n, in] of the tokens this rank has between the matrices in, [B, N, out / size] of all tokens out.
+
+        Args:
+            inputs: of this layer, or of the one before.
+            recomputed: the layer before, whose output is then computed again in the backward instead of kept.
+        """
+        return products.linear(
+            inputs,
+            self.weight,
+            self.bias,
+            ranks=self.ranks,
+            before=recomputed,
+            parameters_before=() if recomputed is None else recomputed.parameters(),
+        )
+
+
+class RowParallelLinear(nn.Module):
+    """`inputs @ weight.T + bias`, of which each rank multiplies some of the inputs; the sum goes to all.
+
+    Args:
+        in_features: width of the whole input.
+        out_features: width of the output.
+        ranks: ranks that share it.
+        initialize: fills the whole weight; the bias starts at 0.
+        bias: whether there is one.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        ranks: TensorParallelRanks,
+        initialize: Initializer,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.weight = ranks.parameter(out_features, in_features, cut=1, initialize=initialize)
+        self.bias = ranks.replicated(torch.zeros(out_features)) if bias else None
+
+    def forward(self, inputs: Tensor, recomputed: nn.Module | None = None) -> Tensor:
+        """[B, N, in / size] of all tokens in, [B, n, out] of the tokens this rank has between the matrices out.
+
+        Args:
+            inputs: of this layer, or of the one before.
+            recomputed: the layer before, whose output is then computed again in the backward instead of kept.
+        """
+        # One rank alone adds the bias inside the product; of several, each would.
+        alone = self.ranks.size == 1
+        partial = products.linear(
+            inputs,
+            self.weight,
+            self.bias if alone else None,
+            before=recomputed,
+            parameters_before=() if recomputed is None else recomputed.parameters(),
+        )
+        summed = self.ranks.sum_parts(partial)
+        return summed if alone or self.bias is None else summed + self.bias

@@ -1,4 +1,4 @@
-"""Weight gradients that add up inside the operation that computes them.
+"""Matrix products and look-ups whose weight gradients add up inside the operation that computes them.
 
 Autograd computes the weight gradient of each token slice into a new tensor, then adds that to `weight.grad`: an
 allocation, a write and two reads of the size of the weight for every token slice. For a matrix product the sum costs
@@ -7,23 +7,40 @@ whole vocabulary. So from the second token slice on, these functions add to `wei
 that there is nothing left to do (Megatron's gradient accumulation fusion, arXiv 1909.08053's code base).
 """
 
+from collections.abc import Callable, Iterable
+from itertools import compress
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
-def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+
+def linear(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ranks: TensorParallelRanks | None = None,
+    before: Callable[[Tensor], Tensor] | None = None,
+    parameters_before: Iterable[nn.Parameter] = (),
+) -> Tensor:
     """`inputs @ weight.T + bias`, the weight's gradient accumulated in place.
 
     Args:
-        inputs: [..., in].
-        weight: [out, in].
-        bias: [out].
+        inputs: [..., in]; [B, n, in] of this rank's tokens where `ranks` are sequence-parallel.
+        weight: [..., in], a matrix once its first dimensions are taken together.
+        bias: of the weight's shape without its last dimension.
+        ranks: that hold the other rows of the weight and need the gradient of the same inputs; None for none.
+        before: what the inputs go through first, computed again in the backward instead of kept.
+        parameters_before: its parameters.
 
     Returns:
-        [..., out].
+        [..., out], of all tokens.
     """
-    return _Linear.apply(inputs, weight, bias)
+    ranks = ranks or TensorParallelRanks()
+    return _Linear.apply(inputs, weight, bias, ranks, before, *parameters_before)
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -44,25 +61,56 @@ def _accumulates_in_place(weight: Tensor) -> bool:
 
 
 class _Linear(torch.autograd.Function):
+    """The product; its collectives run under the products that do not wait for them.
+
+    gather the inputs      | gradient of inputs |
+                             sum it over ranks  | gradient of the weight |
+    """
+
     @staticmethod
-    def forward(ctx, inputs, weight, bias):
-        ctx.save_for_backward(inputs, weight)
-        ctx.has_bias = bias is not None
-        return F.linear(inputs, weight, bias)
+    def forward(ctx, inputs, weight, bias, ranks: TensorParallelRanks, before, *parameters_before):
+        ctx.save_for_backward(inputs, weight, *parameters_before)
+        ctx.has_bias, ctx.ranks, ctx.before = bias is not None, ranks, before
+        if before is not None:
+            inputs = before(inputs)
+        if ranks.sequence_parallel:
+            inputs = ranks.start_gather(inputs)()
+        return F.linear(inputs, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
     @staticmethod
     def backward(ctx, output_gradient):
-        inputs, weight = ctx.saved_tensors
-        rows = output_gradient.flatten(0, -2)
-        of_inputs = output_gradient @ weight if ctx.needs_input_grad[0] else None
-        of_weight = None
+        raw, weight, *parameters_before = ctx.saved_tensors
+        ranks, of_inputs, of_weight, of_bias = ctx.ranks, None, None, None
+        # A norm's weights may want their gradient where its input does not, and the reverse.
+        needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
+        inputs = raw
+        if ctx.before is not None:
+            with torch.enable_grad():
+                raw = raw.detach().requires_grad_()
+                inputs = ctx.before(raw)
+        gather = ranks.start_gather(inputs.detach()) if ranks.sequence_parallel else lambda: inputs.detach()
+        if any(needed):
+            of_all_inputs = output_gradient @ weight.flatten(0, -2)
+            of_inputs = ranks.start_complete(of_all_inputs)
         if ctx.needs_input_grad[1]:
-            if _accumulates_in_place(weight):
-                weight.grad.addmm_(rows.t(), inputs.flatten(0, -2))
-            else:
-                of_weight = rows.t() @ inputs.flatten(0, -2)
-        of_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return of_inputs, of_weight, of_bias
+            of_weight = _weight_gradient(weight, output_gradient.flatten(0, -2), gather().flatten(0, -2))
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            of_bias = output_gradient.flatten(0, -2).sum(0).view(weight.shape[:-1])
+        found = [None for _ in needed] if of_inputs is None else [of_inputs()]
+        if ctx.before is not None and of_inputs is not None:
+            wanted = list(compress([raw, *parameters_before], needed))
+            gradients = iter(torch.autograd.grad(inputs, wanted, found[0]))
+            found = [next(gradients) if each else None for each in needed]
+        of_raw, *of_parameters = found
+        return of_raw, of_weight, of_bias, None, None, *of_parameters
+
+
+def _weight_gradient(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
+    """`rows.T @ inputs`, or None once it is added to the gradient that the weight has."""
+    if not _accumulates_in_place(weight):
+        return (rows.t() @ inputs).view_as(weight)
+    weight.grad.flatten(0, -2).addmm_(rows.t(), inputs)
+    return None
 
 
 class _Embedding(torch.autograd.Function):

@@ -1,48 +1,18 @@
 """The settings that DeepSpeed is started with, and the user's own merged into them."""
 
-import json
 from collections.abc import Mapping
 from math import log2
 from typing import Any
 
 from deepspeed_ext.plan.layout import ParallelLayout
-from megatron_terapipe.config import Config, PrecisionConfig
-from megatron_terapipe.config.json_files import read_json
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.config import Config, DeepSpeedConfig, OptimizerConfig, PrecisionConfig
+from megatron_terapipe.training.deepspeed_file import read_deepspeed_file
 
 BUCKET_ELEMENTS = 50_000_000
 """Elements of ZeRO's buckets: DeepSpeed's default of 5e8 sets 2 GB aside on every rank, even for a toy on a CPU."""
 
 NEVER = 10**9
 """Steps between lines of DeepSpeed's own log. It divides by this number, so it cannot be left out."""
-
-FLAGS = {
-    "train_batch_size": "--global-batch-size",
-    "train_micro_batch_size_per_gpu": "--micro-batch-size",
-    "gradient_accumulation_steps": "--global-batch-size",
-    "gradient_clipping": "--clip-grad",
-    "zero_optimization.stage": "--zero-stage",
-    "bf16.enabled": "--bf16",
-    "fp16.enabled": "--fp16",
-    "fp16.loss_scale": "--loss-scale",
-    "fp16.initial_scale_power": "--initial-loss-scale",
-    "fp16.loss_scale_window": "--loss-scale-window",
-    "fp16.hysteresis": "--hysteresis",
-    "fp16.min_loss_scale": "--min-loss-scale",
-    "data_types.grad_accum_dtype": "--accumulate-allreduce-grads-in-fp32",
-    "pipeline.token_slices": "--token-slices",
-    "pipeline.schedule": "--pipeline-schedule",
-}
-"""Flag that decides each setting; the rest of what we set follows from no flag."""
-
-OURS_ALONE = {
-    "optimizer": "the optimizer is built from --optimizer, --lr and their like",
-    "scheduler": "the learning rate is built from --lr-decay-style and its like",
-    "flops_profiler": "it times DeepSpeed's own forward, which token slices do not run",
-    "data_parallel_size": "it follows from the world size",
-    "sequence_parallel_size": "sequences are cut with --num-token-slices",
-}
-"""Settings that a user's file may not hold, and why."""
 
 
 def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
@@ -62,17 +32,7 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
     path = config.deepspeed.deepspeed_config
     if path is None:
         return _merge(decided, preferred)
-    file = read_json(path, "--deepspeed-config")
-    if not isinstance(file, dict):
-        raise ConfigError(f"--deepspeed-config {path} is not a JSON object: write one")
-    if "bfloat16" in file:  # DeepSpeed's older name; under it the conflict with --bf16 would go unseen.
-        file["bf16"] = file.pop("bfloat16")
-    for key, reason in OURS_ALONE.items():
-        if key in file:
-            raise ConfigError(f"--deepspeed-config {path} sets {key}, but {reason}: remove it from the file")
-    file = _without_auto(file)
-    _check_agreement(file, decided, path)
-    return _merge(decided, _merge(file, preferred))
+    return _merge(decided, _merge(read_deepspeed_file(path, decided, _optimizer(config.optimizer)), preferred))
 
 
 def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:
@@ -84,7 +44,7 @@ def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": config.batch.micro_batch_size,
         "gradient_accumulation_steps": config.num_micro_batches(data_parallel_size),
         "gradient_clipping": config.optimizer.clip_grad,
-        "zero_optimization": {"stage": config.optimizer.zero_stage},
+        "zero_optimization": {"stage": config.optimizer.zero_stage, **_zero(config.deepspeed)},
         # ZeRO knows torch's AdamW, but takes its SGD only on our word; both update element by element.
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": precision.bf16},
@@ -120,6 +80,28 @@ def _preferred(config: Config) -> dict[str, Any]:
     return preferred
 
 
+def _zero(settings: DeepSpeedConfig) -> dict[str, Any]:
+    """Return what flags say of ZeRO's traffic."""
+    sizes = {
+        "reduce_bucket_size": settings.zero_reduce_bucket_size,
+        "allgather_bucket_size": settings.zero_allgather_bucket_size,
+        "reduce_scatter": settings.zero_reduce_scatter or None,
+        "contiguous_gradients": settings.zero_contiguous_gradients or None,
+    }
+    return {name: value for name, value in sizes.items() if value is not None}
+
+
+def _optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Return what a file may say of the optimizer: names of its type, ours first, and its parameters."""
+    params: dict[str, Any] = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    if optimizer.optimizer == "sgd":
+        return {"type": ("sgd",), "params": params | {"momentum": optimizer.sgd_momentum, "nesterov": False}}
+    # DeepSpeed's Adam decays weights apart from the gradient, too, unless told otherwise.
+    own = {"betas": [optimizer.adam_beta1, optimizer.adam_beta2], "eps": optimizer.adam_eps}
+    fixed = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False}
+    return {"type": ("adam", "adamw", "fusedadam"), "params": params | own | fixed}
+
+
 def _fp16(precision: PrecisionConfig) -> dict[str, Any]:
     if not precision.fp16:
         return {"enabled": False}
@@ -142,31 +124,6 @@ def _accumulation_dtype(config: Config) -> str:
     precision = config.precision
     bf16_in_fp32 = precision.bf16 and config.optimizer.zero_stage == 1
     return "fp32" if bf16_in_fp32 or precision.accumulate_allreduce_grads_in_fp32 else precision.dtype
-
-
-def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the settings that a file leaves to us."""
-    return {
-        key: _without_auto(value) if isinstance(value, Mapping) else value
-        for key, value in settings.items()
-        if value != "auto"
-    }
-
-
-def _check_agreement(file: Mapping[str, Any], decided: Mapping[str, Any], path: str, prefix: str = "") -> None:
-    for key, ours in decided.items():
-        if key not in file:
-            continue
-        theirs, name = file[key], prefix + key
-        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-            _check_agreement(theirs, ours, path, f"{name}.")
-        elif theirs != ours:
-            owner = f"{FLAGS[name]} makes it" if name in FLAGS else "it must be"
-            remedy = "change the flag, or " if name in FLAGS else ""
-            raise ConfigError(
-                f"--deepspeed-config {path} sets {name} to {json.dumps(theirs)}, but {owner} {json.dumps(ours)}: "
-                f"{remedy}remove it from the file"
-            )
 
 
 def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,14 @@ from deepspeed_ext.runtime.channels import MessageSpec, TensorSpec
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.topology import TokenSliceTopology
+from megatron_terapipe.checkpoint.load import load_checkpoint
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
-from megatron_terapipe.training.checkpoint import load_checkpoint
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.run import Run
-from megatron_terapipe.training.token_slice_batch import split_batch
+from megatron_terapipe.training.token_slice_batch import documents_reader, split_batch
 
 LAUNCHER_NOTICES_S = 5
 """Seconds in which a launcher surely sees that a rank has ended; DeepSpeed's looks every second."""
@@ -56,22 +59,25 @@ def process_group(run: Run) -> Iterator[None]:
 def build_engine(run: Run) -> TokenSlicePipelineEngine:
     """Build this rank's stage and its engine, and load the checkpoint if the run goes on from one."""
     config, layout = run.config, run.layout
-    hidden_size = config.model.hidden_size
+    ranks = tensor_parallel_ranks(run)
+    recompute = config.training.recompute_granularity
 
     def hidden_state(rows: int, length: int, dtype: torch.dtype) -> MessageSpec:
-        return (TensorSpec((rows, length, hidden_size), dtype, requires_grad=True),)
+        own = length // ranks.size if ranks.sequence_parallel else length
+        return (TensorSpec((rows, own, config.model.hidden_size), dtype, requires_grad=True),)
 
     # DeepSpeed prints its topology and every layer.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         module = TokenSlicePipelineModule(
-            gpt_layers(config.model),
+            gpt_layers(config.model, ranks, recompute_cheap=recompute == "selective"),
             layout=layout,
             token_slices=config.token_slices(),
-            loss_fn=gpt_loss,
+            loss_fn=partial(gpt_loss, ranks=ranks),
             partition=_partition(run),
             split_batch=split_batch,
+            documents=documents_reader(config.data),
             activation_spec=hidden_state,
-            activation_checkpoint_interval=1 if config.training.recompute_granularity == "full" else 0,
+            activation_checkpoint_interval=config.training.recompute_num_layers if recompute == "full" else 0,
             base_seed=config.training.seed,
         )
         engine, *_ = initialize(
@@ -79,18 +85,32 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
             run.deepspeed_settings,
             schedule=config.parallel.pipeline_schedule,
             timeout=_timeout(run),
-            optimizer=build_optimizer(config.optimizer, module.parameters()),
+            optimizer=build_optimizer(config.optimizer, module.named_parameters()),
         )
     if run.checkpoint is not None:
-        load_checkpoint(engine, run.checkpoint[0], config.checkpoint)
+        load_checkpoint(engine, *run.checkpoint, config.checkpoint)
     return engine
+
+
+def tensor_parallel_ranks(run: Run) -> TensorParallelRanks:
+    """This rank among those that share its layers' matrices; every rank must call it at the same time."""
+    layout, mine = run.layout, TensorParallelRanks()
+    if layout.tensor_parallel_size == 1:
+        return mine
+    for ranks in TokenSliceTopology(layout).get_axis_comm_lists("model"):
+        group = dist.new_group(ranks, timeout=_timeout(run))
+        if run.launch.rank in ranks:
+            mine = TensorParallelRanks(
+                ranks.index(run.launch.rank), len(ranks), group, run.config.parallel.sequence_parallel
+            )
+    return mine
 
 
 def _partition(run: Run) -> StagePartition | str:
     parallel, num_layers = run.config.parallel, run.config.model.num_layers
     if parallel.stage_partition == "parameters":
         return "parameters"
-    blocks = parallel.stage_bounds() or StagePartition.uniform(num_layers, parallel.pipeline_model_parallel_size)
+    blocks = parallel.stage_bounds() or parallel.uniform_stages(num_layers)
     return pipeline_partition(blocks)
 
 

@@ -1,20 +1,23 @@
-"""The learning rate at every iteration."""
+"""The learning rate at every step."""
 
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 
 from megatron_terapipe.config.optimizer import OptimizerConfig
+from megatron_terapipe.config.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRateSchedule:
-    """Rise on a line from 0 to `max_lr`, then decay to `min_lr` in one of Megatron's shapes.
+    """Rise on a line to `max_lr`, then decay to `min_lr` in one of Megatron's shapes.
+
+    Steps are iterations or samples, whichever the training is counted in.
 
     Example:
         >>> schedule = LearningRateSchedule(
-        ...     max_lr=1.0, min_lr=0.0, decay_style="linear", warmup_iters=2, decay_iters=6
+        ...     max_lr=1.0, min_lr=0.0, decay_style="linear", warmup_steps=2, decay_steps=6
         ... )
-        >>> [schedule.at(iteration) for iteration in range(7)]
+        >>> [schedule.at(step) for step in range(7)]
         [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
@@ -25,49 +28,81 @@ class LearningRateSchedule:
     """Learning rate at the end of the decay, and from there on."""
 
     decay_style: str
-    """Shape of the decay: constant, linear, cosine or inverse-square-root."""
+    """Shape of the decay: constant, linear, cosine, inverse-square-root or WSD."""
 
-    warmup_iters: int
-    """Iterations of the rise."""
+    warmup_steps: float
+    """Steps of the rise; a fraction of the decay's need not be whole."""
 
-    decay_iters: int
-    """Iteration at which the decay ends."""
+    decay_steps: int
+    """Step at which the decay ends."""
+
+    samples_per_step: int = 1
+    """Samples of a step, in which Megatron counts in any case; it shows where there is no warmup."""
+
+    init_lr: float = 0.0
+    """Learning rate that the rise starts from."""
+
+    wsd_decay_steps: int = 0
+    """Steps of the decay at the end of WSD."""
+
+    wsd_decay_style: str = "exponential"
+    """Shape of that decay: exponential, linear, cosine or minus_sqrt."""
 
     @classmethod
-    def from_config(cls, optimizer: OptimizerConfig, train_iters: int) -> "LearningRateSchedule":
-        """Read the schedule off the optimizer section.
-
-        Args:
-            optimizer: the section.
-            train_iters: iterations of the whole run, where the decay ends unless the section says otherwise.
-        """
-        decay_iters = optimizer.lr_decay_iters or train_iters
-        warmup_iters = optimizer.lr_warmup_iters
+    def from_config(
+        cls, optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int
+    ) -> "LearningRateSchedule":
+        """Read the schedule off the sections that decide it, and the samples of an iteration."""
+        in_samples = training.unit == "samples"
+        decay_steps = (optimizer.lr_decay_samples if in_samples else optimizer.lr_decay_iters) or training.length
+        warmup_steps: float = optimizer.lr_warmup_samples if in_samples else optimizer.lr_warmup_iters
         if optimizer.lr_warmup_fraction is not None:
-            warmup_iters = int(optimizer.lr_warmup_fraction * decay_iters)
+            warmup_steps = optimizer.lr_warmup_fraction * decay_steps
+        wsd_decay_steps = optimizer.lr_wsd_decay_samples if in_samples else optimizer.lr_wsd_decay_iters
         return cls(
             max_lr=optimizer.lr,
             min_lr=optimizer.min_lr,
             decay_style=optimizer.lr_decay_style,
-            warmup_iters=warmup_iters,
-            decay_iters=decay_iters,
+            warmup_steps=warmup_steps,
+            decay_steps=decay_steps,
+            samples_per_step=1 if in_samples else global_batch_size,
+            init_lr=optimizer.lr_warmup_init,
+            wsd_decay_steps=wsd_decay_steps or 0,
+            wsd_decay_style=optimizer.lr_wsd_decay_style,
         )
 
-    def at(self, iteration: int) -> float:
-        """Learning rate of the update that follows `iteration` completed iterations.
+    def at(self, step: int) -> float:
+        """Learning rate of the update that follows `step` completed steps.
 
-        As in Megatron, the first update of a run is `at(0)`, which is 0 if there is a warmup.
+        As in Megatron, the first update of a run is `at(0)`, which is `init_lr` if there is a warmup.
         """
-        if iteration < self.warmup_iters:
-            return self.max_lr * iteration / self.warmup_iters
+        if self.warmup_steps and step <= self.warmup_steps:
+            return self.init_lr + (self.max_lr - self.init_lr) * step / self.warmup_steps
         if self.decay_style == "constant":
             return self.max_lr
-        if iteration > self.decay_iters:
+        if step > self.decay_steps:
             return self.min_lr
         if self.decay_style == "inverse-square-root":
             # Equal to max_lr where the warmup ends, whatever its length.
-            decayed = self.max_lr * sqrt(max(self.warmup_iters, 1) / max(iteration, 1))
-            return max(self.min_lr, decayed)
-        progress = (iteration - self.warmup_iters) / (self.decay_iters - self.warmup_iters)
-        remaining = 1 - progress if self.decay_style == "linear" else (1 + cos(pi * progress)) / 2
-        return self.min_lr + remaining * (self.max_lr - self.min_lr)
+            warmup, now = (max(each * self.samples_per_step, 1) for each in (self.warmup_steps, step))
+            return max(self.min_lr, self.max_lr * sqrt(warmup / now))
+        return self.min_lr + self._remaining(step) * (self.max_lr - self.min_lr)
+
+    def _remaining(self, step: int) -> float:
+        """Share of the way from `min_lr` to `max_lr` that is left at a step of the decay."""
+        if self.decay_style == "WSD":
+            begin = self.decay_steps - self.wsd_decay_steps
+            if step <= begin:
+                return 1.0
+            style, progress = self.wsd_decay_style, (step - begin) / self.wsd_decay_steps
+        else:
+            style = self.decay_style
+            progress = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
+        if style == "linear":
+            return 1 - progress
+        if style == "cosine":
+            return (1 + cos(pi * progress)) / 2
+        if style == "exponential":
+            return 2 * 0.5**progress - 1
+        assert style == "minus_sqrt", style
+        return 1 - sqrt(progress)

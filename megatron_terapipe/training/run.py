@@ -7,13 +7,19 @@ from typing import Any
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.initialize import check_deepspeed_version
+from megatron_terapipe.checkpoint.find import find_checkpoint
+from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import Config
-from megatron_terapipe.data.gpt_dataset import DatasetSplits, build_datasets
-from megatron_terapipe.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.checkpoint import CheckpointInfo, find_checkpoint
+from megatron_terapipe.config.batch_sizes import BatchSizes
+from megatron_terapipe.config.data import DEFAULT_SPLIT
+from megatron_terapipe.config.training import TrainingConfig
+from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets
+from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.errors import ConfigError, DataError
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
+from megatron_terapipe.training.progress import Progress
+from megatron_terapipe.training.reporting.packages import check_packages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +31,7 @@ class Run:
         launch: this process among all.
         layout: the parallel axes over the ranks.
         tokenizer: of the data.
-        datasets: the samples of training and validation.
+        datasets: the samples of training, validation and test.
         deepspeed_settings: the configuration of DeepSpeed.
         checkpoint: directory and contents of the checkpoint to go on from, if there is one.
     """
@@ -40,35 +46,36 @@ class Run:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one iteration."""
-        return self.config.global_batch_size(self.layout.data_parallel_size)
+        """Samples of one iteration, once the ramp to it is over."""
+        return self.batch_sizes.final
 
     @property
-    def start_iteration(self) -> int:
-        """Iterations done before."""
-        if self.checkpoint is None or self.config.checkpoint.finetune:
-            return 0
-        return self.checkpoint[1].iteration
+    def batch_sizes(self) -> BatchSizes:
+        """Samples of every iteration."""
+        return self.config.batch.sizes(self.layout.data_parallel_size)
 
-    def consumed_samples(self, iteration: int) -> int:
-        """Samples trained on once `iteration` iterations are done, over all runs."""
-        before = self.checkpoint[1].consumed_samples if self.start_iteration and self.checkpoint else 0
-        return before + (iteration - self.start_iteration) * self.global_batch_size
+    @property
+    def train_iters(self) -> int:
+        """The last iteration."""
+        return _train_iters(self.config.training, self.batch_sizes)
 
-    def checkpoint_info(self, iteration: int) -> CheckpointInfo:
-        """What a checkpoint after `iteration` iterations says of this run."""
-        data = self.config.data
+    @property
+    def start(self) -> Progress:
+        """What was done before."""
+        return _start(self.config, self.checkpoint)
+
+    def checkpoint_info(self, progress: Progress) -> CheckpointInfo:
+        """What a checkpoint says of this run once it has come so far."""
         return CheckpointInfo(
-            iteration=iteration,
-            consumed_samples=self.consumed_samples(iteration),
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            skipped_iterations=progress.skipped_iterations,
+            skipped_samples=progress.skipped_samples,
             model=asdict(self.config.model),
             layout=asdict(self.layout),
-            zero_stage=self.config.optimizer.zero_stage,
-            tokenizer={
-                "tokenizer_type": data.tokenizer_type,
-                "vocab_file": data.vocab_file,
-                "merge_file": data.merge_file,
-            },
+            optimizer=None if self.config.checkpoint.no_save_optim else self.config.optimizer.optimizer,
+            partitioned=self.config.optimizer.zero_stage > 0 or self.config.precision.bf16,
+            tokenizer=asdict(TokenizerSettings.of(self.config.data)),
         )
 
 
@@ -80,38 +87,69 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     """
     check_deepspeed_version()
     layout = config.parallel.layout(launch.world_size)
-    data = config.data
-    tokenizer = build_tokenizer(data.tokenizer_type, _path(data.vocab_file), _path(data.merge_file))
+    tokenizer = build_tokenizer(config.data)
     vocab_size = config.model.vocab_size
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"--vocab-size {vocab_size} has no room for the {tokenizer.vocab_size} tokens of {data.tokenizer_type}: "
+            f"--vocab-size {vocab_size} has no room for the {tokenizer.vocab_size} tokens of {tokenizer.name}: "
             "raise it, or leave it out"
         )
     config = replace(config, model=replace(config.model, vocab_size=vocab_size or tokenizer.vocab_size))
-    global_batch_size = config.global_batch_size(layout.data_parallel_size)
+    batch_sizes = config.batch.sizes(layout.data_parallel_size)
     _check_outputs(config)
-    checkpoint = find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.zero_stage)
-    has_validation = config.logging.eval_iters > 0 and config.data.split_shares()[1] > 0
-    datasets = build_datasets(
-        config.data,
-        seq_length=config.model.seq_length,
-        num_samples=(
-            config.training.train_iters * global_batch_size,
-            config.logging.eval_iters * global_batch_size if has_validation else 0,
-            0,
-        ),
-        seed=config.training.seed,
-    )
+    check_packages(config.logging)
+    checkpoint = find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.optimizer)
     return Run(
         config=config,
         launch=launch,
         layout=layout,
         tokenizer=tokenizer,
-        datasets=datasets,
+        datasets=_datasets(config, batch_sizes, _start(config, checkpoint)),
         deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,
     )
+
+
+def _start(config: Config, checkpoint: tuple[Path, CheckpointInfo] | None) -> Progress:
+    if checkpoint is None or config.checkpoint.finetune:
+        return Progress()
+    info = checkpoint[1]
+    return Progress(
+        iteration=info.iteration,
+        consumed_samples=info.consumed_samples,
+        skipped_iterations=info.skipped_iterations,
+        skipped_samples=info.skipped_samples,
+    )
+
+
+def _train_iters(training: TrainingConfig, sizes: BatchSizes) -> int:
+    return training.train_iters or sizes.iterations_within(training.length)
+
+
+def _datasets(config: Config, sizes: BatchSizes, start: Progress) -> DatasetSplits:
+    """Build as many samples as the run reads."""
+    data = config.data
+    ahead = max(0, _train_iters(config.training, sizes) - start.iteration)
+    train = 0 if config.training.skip_train else sizes.consumed_after(ahead, start.consumed_samples)
+    evaluated = config.logging.eval_iters * sizes.final
+    valid = evaluated if data.has_validation() else 0
+    test = evaluated if data.has_test() else 0
+
+    def build(num_test: int) -> DatasetSplits:
+        return build_datasets(
+            data,
+            seq_length=config.model.seq_length,
+            num_samples=(train, valid, num_test),
+            seed=config.training.seed,
+        )
+
+    try:
+        return build(test)
+    except DataError:
+        # The default keeps a thousandth for testing. Where that is too little, nobody has asked for a test.
+        if not test or data.split != DEFAULT_SPLIT:
+            raise
+    return build(0)
 
 
 def _check_outputs(config: Config) -> None:
@@ -120,6 +158,8 @@ def _check_outputs(config: Config) -> None:
         "--save": config.checkpoint.save,
         "--metrics-file": config.logging.metrics_file,
         "--timeline": config.logging.timeline,
+        "--tensorboard-dir": config.logging.tensorboard_dir,
+        "--wandb-save-dir": config.logging.wandb_save_dir,
     }
     for flag, name in outputs.items():
         if name is None:
@@ -135,7 +175,3 @@ def _check_outputs(config: Config) -> None:
         else:
             continue
         raise ConfigError(f"{flag} {name} cannot be written, because {reason}: name another")
-
-
-def _path(name: str | None) -> Path | None:
-    return None if name is None else Path(name)

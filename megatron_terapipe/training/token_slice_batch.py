@@ -1,7 +1,11 @@
 """Cuts a micro-batch of the data loader into what each token slice reads."""
 
+from collections.abc import Callable
+
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batch import TokenSliceBatch
+from deepspeed_ext.runtime.documents import Documents
+from megatron_terapipe.config import DataConfig
 from megatron_terapipe.data.batch import Batch
 
 
@@ -20,3 +24,16 @@ def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch
         )
         for start, end in token_slices.bounds()
     ]
+
+
+def documents_reader(data: DataConfig) -> Callable[[Batch], Documents] | None:
+    """What reads off a micro-batch where its documents begin; None if they see each other and count on."""
+    if not data.separates_documents:
+        return None
+
+    def read(batch: Batch) -> Documents:
+        return Documents(
+            batch.document_starts, attend_apart=data.reset_attention_mask, positions_restart=data.reset_position_ids
+        )
+
+    return read

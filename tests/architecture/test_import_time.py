@@ -7,7 +7,7 @@ import pytest
 
 from tests.architecture.sources import ROOT, modules
 
-HEAVY = {"torch", "deepspeed", "numpy", "regex", "tqdm", "packaging"}
+HEAVY = {"torch", "deepspeed", "numpy", "regex", "tqdm", "packaging", "yaml"}
 LIGHT = (
     "deepspeed_ext.plan",
     "megatron_terapipe.config",
@@ -16,6 +16,8 @@ LIGHT = (
     "megatron_terapipe.model.flops",
     "megatron_terapipe.training.launch_environment",
     "megatron_terapipe.generate",
+    "megatron_terapipe.convert",
+    "megatron_terapipe.neox",
     "pretrain_gpt",
 )
 """Modules, each with all in it."""

@@ -32,7 +32,7 @@ LAYERS = (
     Layer(("deepspeed_ext", "megatron_terapipe")),
     Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy",)),
     Layer(("megatron_terapipe.errors",), PLAN),
-    Layer(("megatron_terapipe.refused_flags",)),
+    Layer(("megatron_terapipe.refused_flags", "megatron_terapipe.accepted_flags")),
     # The arrow to the configuration is for types alone: the configuration counts FLOPs, so the other way is taken.
     Layer(("megatron_terapipe.model", "megatron_terapipe.model.flops"), ("megatron_terapipe.config.model",)),
     Layer(
@@ -41,9 +41,27 @@ LAYERS = (
     ),
     Layer(("megatron_terapipe.strategy",), (*PLAN, *CONFIG)),
     Layer(
-        ("megatron_terapipe.arguments",),
-        (*PLAN, *CONFIG, "megatron_terapipe.strategy", "megatron_terapipe.refused_flags"),
+        (
+            "megatron_terapipe.checkpoint",
+            "megatron_terapipe.checkpoint.info",
+            "megatron_terapipe.checkpoint.files",
+            "megatron_terapipe.checkpoint.directories",
+        ),
+        (*PLAN, *CONFIG),
     ),
+    Layer(
+        ("megatron_terapipe.arguments", "megatron_terapipe.arguments.*"),
+        (
+            *PLAN,
+            *CONFIG,
+            "megatron_terapipe.checkpoint.info",
+            "megatron_terapipe.checkpoint.directories",
+            "megatron_terapipe.strategy",
+            "megatron_terapipe.refused_flags",
+            "megatron_terapipe.accepted_flags",
+        ),
+    ),
+    Layer(("megatron_terapipe.neox", "megatron_terapipe.neox.*"), (*PLAN, *CONFIG), ("yaml",)),
     Layer(("deepspeed_ext.runtime", "deepspeed_ext.runtime.*"), PLAN, ("torch", "deepspeed", "packaging")),
     Layer(("megatron_terapipe.model.*",), (*PLAN, *CONFIG, "megatron_terapipe.model.flops"), ("torch",)),
     Layer(
@@ -54,17 +72,36 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.data", "megatron_terapipe.data.*"),
         (*PLAN, *CONFIG),
-        ("torch", "numpy", "regex", "tqdm"),
+        ("torch", "numpy", "regex", "tqdm", "tokenizers", "sentencepiece", "zstandard"),
     ),
     Layer(
-        ("megatron_terapipe.inference", "megatron_terapipe.inference.*"),
-        (*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
+        ("megatron_terapipe.checkpoint.*",),
+        (*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.checkpoint"),
         ("torch", "deepspeed.pipe"),
     ),
     Layer(
+        ("megatron_terapipe.inference", "megatron_terapipe.inference.*"),
+        (
+            *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
+            "megatron_terapipe.checkpoint",
+        ),
+        ("torch", "deepspeed.pipe"),
+    ),
+    Layer(
+        ("megatron_terapipe.huggingface", "megatron_terapipe.huggingface.*"),
+        (
+            *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.checkpoint"),
+            "megatron_terapipe.inference",
+        ),
+        ("torch",),
+    ),
+    Layer(
         ("megatron_terapipe.training", "megatron_terapipe.training.*"),
-        (*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
-        ("torch", "deepspeed", "numpy", "tqdm"),
+        (
+            *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
+            "megatron_terapipe.checkpoint",
+        ),
+        ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
     ),
     Layer(
         ("megatron_terapipe.search", "megatron_terapipe.search.*"),
@@ -77,6 +114,7 @@ LAYERS = (
             "pretrain_gpt",
             "megatron_terapipe.generate",
             "megatron_terapipe.convert",
+            "megatron_terapipe.neox.__main__",
             "megatron_terapipe.search.__main__",
             "megatron_terapipe.search.measure",
             "megatron_terapipe.search.trial",

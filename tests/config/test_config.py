@@ -36,6 +36,9 @@ def refusal(**given: object) -> str:
     return str(caught.value)
 
 
+ONE_NARROW_LAYER = '{"block_configs": [{}, {}, {"mlp": {"ffn_hidden_size": 6}}, {}]}'
+SHARED_TOKENS = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+
 # The values given, then the words that name the value and the rule, then those of the remedy.
 REFUSALS = [
     ({"num_layers": 0}, "--num-layers 0 is not positive", "give 1 or more"),
@@ -58,9 +61,43 @@ REFUSALS = [
         "--seq-length 128 is more than --max-position-embeddings 64",
         "raise the latter to 128",
     ),
-    ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1: dropout comes with a later version", "set it to 0"),
-    ({"attention_dropout": 0.1}, "--attention-dropout 0.1: dropout comes with a later version", "set it to 0"),
-    ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2: tensor parallelism", "set it to 1"),
+    ({"tensor_model_parallel_size": 0}, "--tensor-model-parallel-size 0 is not positive", "give 1 or more"),
+    (
+        {"tensor_model_parallel_size": 3},
+        "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3",
+        "change one of them",
+    ),
+    (
+        {"tensor_model_parallel_size": 4, "num_key_value_heads": 2},
+        "--num-key-value-heads 2 is not a multiple of --tensor-model-parallel-size 4",
+        "change one of them",
+    ),
+    (
+        {"tensor_model_parallel_size": 4, "ffn_hidden_size": 130},
+        "--ffn-hidden-size 130 is not a multiple of --tensor-model-parallel-size 4",
+        "change one of them",
+    ),
+    (
+        {"tensor_model_parallel_size": 4, "heterogeneous_layers_config_path": ONE_NARROW_LAYER},
+        "--ffn-hidden-size 6 is not a multiple of --tensor-model-parallel-size 4",
+        "change one of them",
+    ),
+    (
+        {**SHARED_TOKENS, "token_slices": "64,62,2"},
+        "--sequence-parallel deals each token slice to 4 ranks, but one has 62 tokens",
+        "that are multiples of 4",
+    ),
+    (
+        {**SHARED_TOKENS, "seq_length": 126},
+        "--sequence-parallel deals each token slice to 4 ranks, but one has 126 tokens",
+        "and a --seq-length, that are multiples of 4",
+    ),
+    ({**SHARED_TOKENS, "num_token_slices": 33}, "--token-slices: 33 token slices of", "give between 1 and 32"),
+    (
+        {**SHARED_TOKENS, "num_token_slices": 33, "token_slices": "balanced"},
+        "--token-slices: 33 token slices of",
+        "give between 1 and 32",
+    ),
     (
         {"no_pipeline_parallel": True, "pipeline_model_parallel_size": 2},
         "--no-pipeline-parallel contradicts --pipeline-model-parallel-size 2",
@@ -118,13 +155,17 @@ REFUSALS = [
     ({"train_iters": 0}, "--train-iters 0 is not positive", "give 1 or more"),
     ({"exit_interval": 0}, "--exit-interval 0 is not positive", "give 1 or more"),
     ({"seed": -1}, "--seed -1 is out of range", "give 0 or more"),
-    ({"recompute_granularity": "selective"}, "--recompute-granularity selective is not known", "choose none or full"),
+    ({"recompute_granularity": "some"}, "--recompute-granularity some is not known", "choose none, selective or full"),
     ({"optimizer": "lamb"}, "--optimizer lamb is not known", "choose adam or sgd"),
     ({"lr": 0.0}, "--lr 0.0 is not positive", "give a number above 0"),
     ({"lr": float("nan")}, "--lr nan is not positive", "give a number above 0"),
     ({"lr": float("inf")}, "--lr inf is not positive", "give a number above 0"),
     ({"min_lr": 0.1}, "--min-lr 0.1 is above --lr 0.001", "give 0.001 or less"),
-    ({"lr_decay_style": "square"}, "--lr-decay-style square is not known", "choose constant, linear, cosine or"),
+    (
+        {"lr_decay_style": "square"},
+        "--lr-decay-style square is not known",
+        "choose constant, linear, cosine, inverse-square-root or WSD",
+    ),
     ({"lr_warmup_fraction": 1.0}, "--lr-warmup-fraction 1.0 is out of range", "give 0 or more, below 1"),
     (
         {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1},
@@ -152,7 +193,7 @@ REFUSALS = [
     ({"split": "90,x"}, "--split 90,x is not three shares", "write it as 969,30,1"),
     ({"split": "0,1,1"}, "--split 0,1,1 is not three shares", "write it as 969,30,1"),
     ({"split": "1,1,1,1"}, "--split 1,1,1,1 is not three shares", "write it as 969,30,1"),
-    ({"tokenizer_type": "BertWordPiece"}, "--tokenizer-type BertWordPiece is not known", "choose byte or"),
+    ({"tokenizer_type": "BertWordPiece"}, "--tokenizer-type BertWordPiece is not known", "choose byte, GPT2BPE"),
     (
         {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "vocab.json"},
         "--tokenizer-type GPT2BPETokenizer reads two files",
@@ -190,7 +231,10 @@ def test_derived_sizes() -> None:
 
 def test_vocabulary_is_padded() -> None:
     assert config(vocab_size=50257).model.padded_vocab_size() == 50304
-    assert config(vocab_size=50257).model.padded_vocab_size(tensor_parallel_size=2) == 50432
+    # A tensor-parallel size that divides 128 changes nothing; one that does not must divide the rows as well.
+    sizes = {2: 50304, 8: 50304, 128: 50304, 256: 50432, 5: 50560, 6: 50304, 100: 51200}
+    for size, rows in sizes.items():
+        assert config(vocab_size=50257).model.padded_vocab_size(tensor_parallel_size=size) == rows
     with pytest.raises(ConfigError, match=r"--vocab-size"):
         config().model.padded_vocab_size()
 
@@ -216,10 +260,22 @@ def test_balanced_token_slices_shorten_and_have_equal_flops() -> None:
     assert list(cut.lengths) == sorted(cut.lengths, reverse=True)
     assert sum(cut.lengths) == 8192
     # Forward and backward: a matrix product takes 1 + 2 times its forward, flash attention 1 + 2.5.
-    linear = [length * linear_flops_per_token(long.model) for length in cut.lengths]
-    forward = [block_forward_flops(long.model, end - start, start) for start, end in cut.bounds()]
+    (block,) = set(long.model.blocks)
+    linear = [length * linear_flops_per_token(long.model, block) for length in cut.lengths]
+    forward = [block_forward_flops(long.model, block, end - start, start) for start, end in cut.bounds()]
     costs = [3 * of_linear + 3.5 * (whole - of_linear) for of_linear, whole in zip(linear, forward, strict=True)]
     assert max(costs) - min(costs) < 0.01 * max(costs)
+
+
+def test_sequence_parallelism_of_one_rank_is_none() -> None:
+    assert not config(sequence_parallel=True, seq_length=127).parallel.sequence_parallel
+    assert config(**SHARED_TOKENS).parallel.sequence_parallel
+
+
+def test_parts_left_out_are_shared_by_any_number_of_ranks() -> None:
+    layers = '{"block_configs": [{"attention": {"no_op": true}}, {"mlp": {"no_op": true}}, {}, {}]}'
+    parallel = config(tensor_model_parallel_size=4, heterogeneous_layers_config_path=layers).parallel
+    assert parallel.tensor_model_parallel_size == 4
 
 
 def test_layout_takes_the_rest_of_the_world_for_data() -> None:

@@ -96,6 +96,51 @@ def test_batches_are_tensors_of_inputs_labels_and_loss_mask() -> None:
     assert batch.labels.tolist() == [[1, 2], [2, 3]]
     assert batch.loss_mask.tolist() == [[1.0, 1.0], [1.0, 0.0]]
     assert (batch.tokens.dtype, batch.loss_mask.dtype) == (torch.int64, torch.float32)
+    assert batch.document_starts == ((0,), (0,))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_documents_are_told_apart_when_asked(num_workers: int) -> None:
+    with MicroBatchLoader(Numbers(9), 3, 0, 1, num_workers=num_workers, separating_eod=2) as batches:
+        assert next(batches).document_starts == ((0,), (0,), (0, 1))
+        assert next(batches).document_starts == ((0,), (0,), (0,))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[int, int, list[int]]]:
+    """Runs of one training: ranks, size of a micro-batch, and how many micro-batches a rank has in each step."""
+    run = st.tuples(
+        st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 4), min_size=1, max_size=4).map(sorted)
+    )
+    return draw(st.lists(run, min_size=1, max_size=4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs=histories(), num_workers=st.integers(0, 1))
+def test_samples_are_consumed_in_order_whatever_changes_between_runs_and_steps(
+    runs: list[tuple[int, int, list[int]]], num_workers: int
+) -> None:
+    """Over resumes with other ranks and micro-batches, and steps that grow within a run: none left out, none twice."""
+    consumed = 0
+    for ranks, micro_batch_size, steps in runs:
+        of_ranks = [
+            samples_of(sum(steps), micro_batch_size, rank, ranks, consumed, num_workers=num_workers)
+            for rank in range(ranks)
+        ]
+        done = 0
+        for num_micro_batches in steps:
+            micro_batches = [of_rank[done : done + num_micro_batches] for of_rank in of_ranks]
+            in_order = [sample for turn in zip(*micro_batches, strict=True) for batch in turn for sample in batch]
+            step = micro_batch_size * ranks * num_micro_batches
+            assert in_order == [sample % 1000 for sample in range(consumed, consumed + step)]
+            done, consumed = done + num_micro_batches, consumed + step
+
+
+def test_evaluations_read_the_same_samples_under_every_data_parallel_size() -> None:
+    alone = samples_of(6, 2, 0, 1)
+    together = [samples_of(3, 2, rank, 2) for rank in range(2)]
+    assert sorted(alone) == sorted(together[0] + together[1])
+    assert samples_of(6, 2, 0, 1) == alone
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
@@ -105,6 +150,26 @@ def test_an_exception_in_the_background_is_raised_in_its_place(num_workers: int)
         assert next(batches).tokens[:, 0].tolist() == [2, 3]
         with pytest.raises(OSError, match="sample 5 cannot be read"):
             next(batches)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_slow_and_uneven_samples_keep_their_order(num_workers: int) -> None:
+    class Uneven(Numbers):
+        def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
+            # What is late in one thread overtakes nothing that is ready in another.
+            threading.Event().wait(0.003 * (sample % 3 == 0))
+            return super().__getitem__(sample)
+
+    with MicroBatchLoader(Uneven(100), 1, 0, 1, num_workers=num_workers) as batches:
+        assert [int(batch.tokens[0, 0]) for batch in islice(batches, 40)] == list(range(40))
+
+
+def test_a_loader_closed_amid_an_exception_ends_its_threads() -> None:
+    before = threading.active_count()
+    with pytest.raises(OSError, match="cannot be read"), MicroBatchLoader(Numbers(9, fails_at=1), 1, 0, 1) as batches:
+        for _ in batches:
+            pass
+    assert threading.active_count() == before
 
 
 def test_the_background_stays_a_few_batches_ahead_and_ends_on_close() -> None:

@@ -1,13 +1,17 @@
 """The command from JSON lines to an indexed dataset, end to end."""
 
+import gzip
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file, index_file
 from megatron_terapipe.data.preprocess import main
-from megatron_terapipe.data.tokenizer import ByteTokenizer
+from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings, build_tokenizer
+from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece
 
 TEXTS = [f"document {number} " * (1 + number % 7) for number in range(5000)]
 
@@ -45,7 +49,7 @@ def test_two_workers_write_the_bytes_of_one(corpus: Path, tmp_path: Path, capsys
     summary = capsys.readouterr().out.splitlines()[0]
     assert summary.startswith(f"wrote {one}_text_document (.bin and .idx): 5,000 documents, ")
     assert f"{tokens:,} tokens" in summary
-    assert summary.endswith("MB/s)")
+    assert re.search(r" s \([\d,]+ documents/s, [\d.]+ MB/s\)$", summary)
 
 
 def test_each_json_key_has_its_dataset(tmp_path: Path) -> None:
@@ -54,6 +58,59 @@ def test_each_json_key_has_its_dataset(tmp_path: Path) -> None:
     assert run(corpus, tmp_path / "deeper" / "c", "--json-keys", "title", "text") == 0
     assert texts_of(tmp_path / "deeper" / "c_title_document") == ["one", "two"]
     assert texts_of(tmp_path / "deeper" / "c_text_document") == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name", "train"),
+    [
+        ("HuggingFaceTokenizer", "HuggingFaceTokenizer", train_hugging_face),
+        ("HFTokenizer", "HuggingFaceTokenizer", train_hugging_face),
+        ("Llama2Tokenizer", "SentencePieceTokenizer", train_sentence_piece),
+    ],
+)
+def test_every_tokenizer_under_every_name(
+    tmp_path: Path, spelling: str, name: str, train: Callable[[Path], Path]
+) -> None:
+    model = train(tmp_path)
+    texts = ["Hello world", "caf\u00e9 </s> <|endoftext|>"] * 2000
+    corpus = write_lines(tmp_path / "c.jsonl", *(json.dumps({"text": text}) for text in texts))
+    options = ["--tokenizer-type", spelling, "--tokenizer-model", str(model), "--append-eod", "--workers", "2"]
+    assert run(corpus, tmp_path / "c", *options) == 0
+    dataset = IndexedDataset(tmp_path / "c_text_document")
+    tokenizer = build_tokenizer(TokenizerSettings(tokenizer_type=name, tokenizer_model=str(model)))
+    assert len(dataset) == len(texts)
+    for number in (0, 1, len(texts) - 1):
+        *ids, last = dataset.get(number).tolist()
+        assert tokenizer.decode(ids) == texts[number]
+        assert last == tokenizer.eod
+        assert tokenizer.eod not in ids
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_compressed_corpus_gives_the_same_dataset(corpus: Path, tmp_path: Path, workers: str) -> None:
+    packed = tmp_path / "corpus.jsonl.gz"
+    packed.write_bytes(gzip.compress(corpus.read_bytes()))
+    assert run(corpus, tmp_path / "plain") == run(packed, tmp_path / "packed", "--workers", workers) == 0
+    for file in (data_file, index_file):
+        written = [file(tmp_path / f"{name}_text_document").read_bytes() for name in ("plain", "packed")]
+        assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--split-sentences"], "--split-sentences is for BERT, and a GPT reads whole documents: drop it"),
+        (["--json-keys", "text", "text"], "--json-keys text text names a key twice: name each once"),
+        (["--tokenizer-type", "HuggingFaceTokenizer"], "HuggingFaceTokenizer needs --tokenizer-model: add it"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert run(corpus, tmp_path / "c", *options) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {message}")
+    assert list(tmp_path.iterdir()) == [corpus]
 
 
 def test_blank_lines_and_empty_texts_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

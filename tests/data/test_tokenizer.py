@@ -9,13 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_terapipe.config import DataConfig
+from megatron_terapipe.config.tokenizers import TOKENIZER_FILES, TOKENIZER_SPELLINGS
 from megatron_terapipe.data.byte_pair_encoding import GPT2BPETokenizer, MergeRules, merge
-from megatron_terapipe.data.tokenizer import (
-    TOKENIZERS,
-    ByteTokenizer,
-    Tokenizer,
-    build_tokenizer,
-)
+from megatron_terapipe.data.tokenizer import TOKENIZERS, ByteTokenizer, Tokenizer, TokenizerSettings, build_tokenizer
 from megatron_terapipe.errors import DataError
 
 SPACE = "\u0120"  # GPT-2's spelling of the byte 32
@@ -37,8 +34,10 @@ def write_tiny(folder: Path, merges: list[str]) -> tuple[Path, Path]:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Tokenizer:
-    files = write_tiny(tmp_path, ["l o", f"{SPACE} lo", "lo w", f"{SPACE}lo w"])
-    return build_tokenizer("GPT2BPETokenizer", *files)
+    vocab_file, merge_file = write_tiny(tmp_path, ["l o", f"{SPACE} lo", "lo w", f"{SPACE}lo w"])
+    return build_tokenizer(
+        TokenizerSettings(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab_file), merge_file=str(merge_file))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -144,19 +143,37 @@ def test_a_word_of_a_hundred_kilobytes_is_no_trap(gpt2: Tokenizer) -> None:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(DataError, match=r"'BERT'.*byte, GPT2BPETokenizer"):
-        build_tokenizer("BERT")
-    assert [build_tokenizer("byte").name, *TOKENIZERS] == ["byte", "byte", "GPT2BPETokenizer"]
+    with pytest.raises(DataError, match=r"'BERT'.*byte, GPT2BPETokenizer, HuggingFaceTokenizer or Sentence"):
+        build_tokenizer(TokenizerSettings(tokenizer_type="BERT"))
+    assert build_tokenizer(TokenizerSettings()).name == "byte"
+    assert TOKENIZERS.keys() == TOKENIZER_FILES.keys() >= set(TOKENIZER_SPELLINGS.values())
 
 
-def test_files_are_asked_for_and_refused_where_they_do_not_belong(tmp_path: Path) -> None:
-    vocab_file, _ = write_tiny(tmp_path, [])
-    with pytest.raises(DataError, match="needs --vocab-file"):
-        build_tokenizer("GPT2BPETokenizer")
-    with pytest.raises(DataError, match="needs --merge-file"):
-        build_tokenizer("GPT2BPETokenizer", vocab_file)
-    with pytest.raises(DataError, match="reads no file"):
-        build_tokenizer("byte", vocab_file)
+def test_the_data_section_names_a_tokenizer(tmp_path: Path) -> None:
+    vocab_file, merge_file = map(str, write_tiny(tmp_path, ["l o"]))
+    data = DataConfig(
+        data_path=("any",), tokenizer_type="GPT2BPETokenizer", vocab_file=vocab_file, merge_file=merge_file
+    )
+    assert build_tokenizer(data).encode("lo") == build_tokenizer(TokenizerSettings.of(data)).encode("lo") == [256]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokenizer_type": "GPT2BPETokenizer"}, "GPT2BPETokenizer needs --vocab-file: add it"),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v"}, "GPT2BPETokenizer needs --merge-file: add it"),
+        ({"vocab_file": "v"}, "byte reads no --vocab-file but got v: drop it"),
+        ({"tokenizer_model": "m"}, "byte reads no --tokenizer-model but got m: drop it"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "HuggingFaceTokenizer needs --tokenizer-model: add it"),
+        (
+            {"tokenizer_type": "SentencePieceTokenizer", "vocab_file": "v", "tokenizer_model": "m"},
+            "SentencePieceTokenizer reads no --vocab-file but got v: drop it",
+        ),
+    ],
+)
+def test_files_are_asked_for_and_refused_where_they_do_not_belong(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(DataError, match=f"^{message}"):
+        build_tokenizer(TokenizerSettings(**settings))
 
 
 @pytest.mark.parametrize(

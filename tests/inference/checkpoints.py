@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.inference.whole_model import WholeModel
-from megatron_terapipe.training.checkpoint import CheckpointInfo
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -30,7 +30,8 @@ def checkpoint_info(model: ModelConfig = MODEL, iteration: int = 5) -> Checkpoin
         consumed_samples=8 * iteration,
         model=asdict(model),
         layout=asdict(ParallelLayout(pipeline_parallel_size=2)),
-        zero_stage=1,
+        optimizer="adam",
+        partitioned=True,
         tokenizer={"tokenizer_type": "byte", "vocab_file": None, "merge_file": None},
     )
 

@@ -1,5 +1,6 @@
 """`python -m megatron_terapipe.generate`: what it prints, and what it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.generate import main
 from megatron_terapipe.inference.generation import generate
 from megatron_terapipe.inference.whole_model import WholeModel
-from tests.inference.checkpoints import MODEL, write_checkpoint
+from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint
 
 PROMPT = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
 
@@ -39,6 +40,9 @@ def test_it_prints_the_prompt_and_the_text_of_the_new_tokens(
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature -1"),
         (["--prompt", "a", "--top-k", "-2"], "--top-k -2"),
+        (["--prompt", "a", "--top-p", "0"], "--top-p 0.0 is out of range"),
+        (["--prompt-file", "nowhere"], "--prompt-file nowhere cannot be read"),
+        (["--prompt", "a", "--load-tag", "global_step6"], "there is no checkpoint global_step6 in"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
@@ -56,3 +60,18 @@ def test_a_directory_without_checkpoint_is_refused(tmp_path: Path, capsys: pytes
         assert main(["--load", str(folder), "--prompt", "a"]) == 2
         expected = f"error: --load {folder} holds no checkpoint: give a directory that a run saved to\n"
         assert capsys.readouterr().err == expected
+
+
+def test_the_prompt_may_be_a_file(tmp_path: Path, checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompt").write_text(PROMPT, encoding="utf-8")
+    found = []
+    for prompt in (["--prompt", PROMPT], ["--prompt-file", str(tmp_path / "prompt")]):
+        assert main(["--load", str(checkpoints), *prompt, "--max-new-tokens", "5", "--load-tag", "global_step5"]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+
+
+def test_a_checkpoint_without_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace(checkpoint_info(), tokenizer={}).write(write_checkpoint(tmp_path))
+    assert main(["--load", str(tmp_path), "--prompt", "a"]) == 2
+    assert "global_step5 knows no tokenizer: convert it from a directory that has one" in capsys.readouterr().err

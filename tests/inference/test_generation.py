@@ -1,6 +1,7 @@
 """Generation on cached keys and values, against reading the whole text again for every token."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,32 @@ def test_top_k_draws_from_the_k_likeliest(model: WholeModel) -> None:
     likeliest = logits_after(model, PROMPT).topk(3).indices.tolist()
     drawn = {next(generate(model, PROMPT, 1, top_k=3, temperature=2.0, seed=seed, **LIMITS)) for seed in range(30)}
     assert drawn == set(likeliest)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.3, 0.9])
+def test_top_p_draws_from_the_fewest_that_add_up_to_it(model: WholeModel, top_p: float) -> None:
+    chances = (logits_after(model, PROMPT) / 2.0).softmax(-1)
+    descending = chances.sort(descending=True)
+    nucleus = set(descending.indices[: int((descending.values.cumsum(-1) < top_p).sum()) + 1].tolist())
+    options = {"top_p": top_p, "temperature": 2.0}
+    drawn = {next(generate(model, PROMPT, 1, seed=seed, **options, **LIMITS)) for seed in range(60)}
+    assert drawn <= nucleus
+    assert len(drawn) >= min(len(nucleus), 3)
+
+
+def test_top_p_of_1_changes_nothing(model: WholeModel) -> None:
+    assert list(generate(model, PROMPT, 10, top_p=1.0, **LIMITS)) == list(generate(model, PROMPT, 10, **LIMITS))
+
+
+def test_a_llama_goes_on_as_if_it_read_the_whole_text_again() -> None:
+    """Rotations follow the position, which is that of the token slice of one token."""
+    llama = replace(
+        MODEL, position_embedding_type="rope", normalization="rmsnorm", activation="swiglu", disable_bias_linear=True
+    )
+    model = WholeModel(llama).double()
+    found = list(generate(model, PROMPT, 20, temperature=0, **LIMITS))
+    assert found == read_again_for_every_token(model, PROMPT, 20)
+    assert len(set(found)) > 5
 
 
 def test_temperature_divides_the_logits(model: WholeModel) -> None:

@@ -1,6 +1,9 @@
 """Small models of every shape that the model section can describe."""
 
+import json
 from typing import Any
+
+from hypothesis import strategies as st
 
 from megatron_terapipe.config import ModelConfig
 
@@ -12,6 +15,29 @@ def model_config(**given: Any) -> ModelConfig:
     return ModelConfig(**(defaults | given))
 
 
+def llama_config(**given: Any) -> ModelConfig:
+    parts = {
+        "num_key_value_heads": 2,
+        "position_embedding_type": "rope",
+        "normalization": "rmsnorm",
+        "activation": "swiglu",
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": True,
+        "ffn_hidden_size": 48,
+    }
+    return model_config(**(parts | given))
+
+
+def uneven_layers(*entries: dict[str, dict[str, object]]) -> str:
+    return json.dumps({"block_configs": entries})
+
+
+UNEVEN = uneven_layers(
+    {"attention": {"num_query_groups": 1}, "mlp": {"ffn_hidden_size": 24}},
+    {"attention": {"no_op": True}},
+    {"mlp": {"no_op": True}},
+)
+
 MODELS = {
     "plain": model_config(),
     "grouped": model_config(num_key_value_heads=2),
@@ -19,4 +45,39 @@ MODELS = {
     "narrow_mlp": model_config(ffn_hidden_size=40),
     "wide_heads": model_config(kv_channels=24, num_key_value_heads=2),
     "unpadded": model_config(make_vocab_size_divisible_by=1, max_position_embeddings=48),
+    "llama": llama_config(),
+    "some_channels_rotated": model_config(position_embedding_type="rope", rotary_percent=0.5, kv_channels=12),
+    "no_positions": model_config(position_embedding_type="none", activation="squared-relu"),
+    "gate_with_biases": llama_config(disable_bias_linear=False, normalization="layernorm"),
+    "uneven": llama_config(heterogeneous_layers_config_path=UNEVEN),
 }
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    """Any small model, its layers alike or not."""
+    num_layers, heads = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    divisors = st.sampled_from([groups for groups in range(1, heads + 1) if heads % groups == 0])
+    attention = st.just({"no_op": True}) | divisors.map(lambda groups: {"num_query_groups": groups}) | st.just({})
+    mlp = st.just({"no_op": True}) | st.integers(1, 40).map(lambda width: {"ffn_hidden_size": width}) | st.just({})
+    layer = st.fixed_dictionaries({"attention": attention, "mlp": mlp})
+    layers = st.lists(layer, min_size=num_layers, max_size=num_layers).map(lambda entries: uneven_layers(*entries))
+    seq_length = draw(st.integers(1, 40))
+    return ModelConfig(
+        num_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=draw(divisors),
+        kv_channels=2 * draw(st.integers(1, 8)),
+        hidden_size=draw(st.integers(1, 40)),
+        ffn_hidden_size=draw(st.none() | st.integers(1, 60)),
+        seq_length=seq_length,
+        max_position_embeddings=draw(st.none() | st.integers(seq_length, 60)),
+        position_embedding_type=draw(st.sampled_from(["learned_absolute", "rope", "none"])),
+        normalization=draw(st.sampled_from(["layernorm", "rmsnorm"])),
+        activation=draw(st.sampled_from(["gelu", "relu", "swiglu"])),
+        disable_bias_linear=draw(st.booleans()),
+        vocab_size=draw(st.integers(1, 300)),
+        make_vocab_size_divisible_by=draw(st.sampled_from([1, 8, 128])),
+        untie_embeddings_and_output_weights=draw(st.booleans()),
+        heterogeneous_layers_config_path=draw(st.none() | layers),
+    )

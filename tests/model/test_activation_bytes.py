@@ -6,23 +6,38 @@ import torch
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.block_shape import BlockShape
 from megatron_terapipe.model import flops
 from megatron_terapipe.model.block import TransformerBlock
-from tests.model.configs import SEQ, model_config
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from tests.model.configs import SEQ, llama_config, model_config
 
-ROWS = 2
+ROWS = 4
 SHAPES = {
     "plain": model_config(hidden_size=128),
     "grouped": model_config(hidden_size=128, num_key_value_heads=1),
     "narrow_mlp": model_config(hidden_size=128, ffn_hidden_size=64),
     "wide_heads": model_config(hidden_size=128, kv_channels=96, num_key_value_heads=2),
+    "gate": model_config(hidden_size=128, activation="swiglu"),
+    "relu": model_config(hidden_size=128, activation="relu"),
+    "squared_relu": model_config(hidden_size=128, activation="squared-relu"),
+    "rmsnorm": model_config(hidden_size=128, normalization="rmsnorm"),
+    "llama": llama_config(hidden_size=128, ffn_hidden_size=192),
+    "some_channels_rotated": llama_config(hidden_size=128, ffn_hidden_size=192, rotary_percent=0.25),
+    "dropout": llama_config(hidden_size=128, ffn_hidden_size=192, hidden_dropout=0.1, attention_dropout=0.1),
 }
+PARTS = [
+    BlockShape(num_key_value_heads=0, ffn_hidden_size=64),
+    BlockShape(num_key_value_heads=2, ffn_hidden_size=0),
+]
+RECOMPUTE = ["none", "selective"]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-def kept_bytes(model: ModelConfig, dtype: torch.dtype, cut: tuple[int, ...]) -> int:
+def kept_bytes(model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: tuple[int, ...], recompute: str) -> int:
     """Bytes of the storages that the backward of a block will read, keys and values included, parameters not."""
-    block = TransformerBlock(model).to(dtype)
-    state = SequenceState(TokenSlices(cut))
+    layer = TransformerBlock(model, block, TensorParallelRanks(), recompute_cheap=recompute == "selective").to(dtype)
+    state = SequenceState(TokenSlices(cut), sequences=range(ROWS))
     storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,22 +50,45 @@ def kept_bytes(model: ModelConfig, dtype: torch.dtype, cut: tuple[int, ...]) -> 
         for index, (start, end) in enumerate(state.token_slices.bounds()):
             # Each token slice arrives in a tensor of its own, as from the stage before.
             received = hidden[:, start:end].detach().clone().requires_grad_()
-            outputs.append(block(received, state.past(0, index)))
-    for tensor in state.past(0, 0)._state.read(SEQ):
-        keep(tensor)
-    for parameter in block.parameters():
+            outputs.append(layer(received, state.past(0, index)))
+    if block.num_key_value_heads:
+        for tensor in state.past(0, 0)._keys_and_values.read(SEQ):
+            keep(tensor)
+    for parameter in layer.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(storage.nbytes() for storage in storages.values())
 
 
+def left_out_bytes(model: ModelConfig, block: BlockShape, element_bytes: int, recompute: str) -> int:
+    """What the formula leaves out, which does not grow with the hidden size."""
+    norms = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
+    # A mean and a deviation in LayerNorm; in RMSNorm a root, in fp32. A norm that is recomputed keeps neither.
+    numbers = 2 * element_bytes if model.normalization == "layernorm" else 4
+    of_norms = ROWS * SEQ * norms * numbers if recompute == "none" else 0
+    # A cosine and a sine, in fp32, for every pair of channels: once for all rows and heads.
+    rotates = model.position_embedding_type == "rope" and block.num_key_value_heads
+    return of_norms + (SEQ * model.rotary_channels // 2 * 2 * 4 if rotates else 0)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("cut", [(SEQ,), (20, 12)], ids=["whole", "token_slices"])
-@pytest.mark.parametrize(("dtype", "element_bytes"), [(torch.float32, 4), (torch.bfloat16, 2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", SHAPES.values(), ids=SHAPES)
 def test_formula_equals_what_autograd_keeps(
-    model: ModelConfig, dtype: torch.dtype, element_bytes: int, cut: tuple[int, ...]
+    model: ModelConfig, dtype: torch.dtype, cut: tuple[int, ...], recompute: str
 ) -> None:
-    formula = ROWS * SEQ * flops.block_activation_bytes_per_token(model, element_bytes)
-    # What the formula leaves out: a mean and a deviation for each of the two LayerNorms.
-    norms = ROWS * SEQ * 4 * element_bytes
-    assert kept_bytes(model, dtype, cut) == formula + norms
-    assert norms < 0.05 * formula
+    block = model.blocks[0]
+    formula = ROWS * SEQ * flops.block_activation_bytes_per_token(model, block, dtype.itemsize, recompute)
+    left_out = left_out_bytes(model, block, dtype.itemsize, recompute)
+    assert kept_bytes(model, block, dtype, cut, recompute) == formula + left_out
+    assert left_out < 0.05 * formula
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("block", PARTS, ids=["no_attention", "no_mlp"])
+@pytest.mark.parametrize("name", ["plain", "llama"])
+def test_formula_of_blocks_with_a_part_left_out(name: str, block: BlockShape, recompute: str) -> None:
+    model = SHAPES[name]
+    formula = ROWS * SEQ * flops.block_activation_bytes_per_token(model, block, 4, recompute)
+    left_out = left_out_bytes(model, block, 4, recompute)
+    assert kept_bytes(model, block, torch.float32, (20, 12), recompute) == formula + left_out

@@ -6,7 +6,7 @@ from math import log, sqrt
 import pytest
 import torch
 from deepspeed.pipe import TiedLayerSpec
-from torch import nn
+from hypothesis import given, settings
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.partition import StagePartition
@@ -15,15 +15,18 @@ from megatron_terapipe.inference.whole_model import WholeModel
 from megatron_terapipe.model import flops
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding
-from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
-from tests.model.configs import MODELS, model_config
+from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, layers_with_weights, pipeline_partition
+from megatron_terapipe.model.norm import LayerNorm, RMSNorm
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from tests.model.configs import MODELS, llama_config, model_config, models
 
-ENDS = ([WordEmbedding, PositionEmbedding], [nn.LayerNorm])
+ALONE = TensorParallelRanks()
+START = [WordEmbedding, PositionEmbedding]
 
 
 def test_tied_layers_first_to_last() -> None:
     specs = gpt_layers(model_config())
-    assert [spec.typename for spec in specs] == [*ENDS[0], *[TransformerBlock] * 3, *ENDS[1], WordEmbedding]
+    assert [spec.typename for spec in specs] == [*START, *[TransformerBlock] * 3, LayerNorm, WordEmbedding]
     first, last = specs[0], specs[-1]
     assert isinstance(first, TiedLayerSpec)
     assert isinstance(last, TiedLayerSpec)
@@ -34,17 +37,45 @@ def test_tied_layers_first_to_last() -> None:
 
 
 def test_untied_layers_first_to_last() -> None:
-    specs = gpt_layers(model_config(untie_embeddings_and_output_weights=True))
-    assert [spec.typename for spec in specs] == [*ENDS[0], *[TransformerBlock] * 3, *ENDS[1], OutputLayer]
+    specs = gpt_layers(llama_config())
+    assert [spec.typename for spec in specs] == [*START, *[TransformerBlock] * 3, RMSNorm, OutputLayer]
     assert not any(isinstance(spec, TiedLayerSpec) for spec in specs)
 
 
+def test_blocks_have_the_shapes_of_their_layers() -> None:
+    model = MODELS["uneven"]
+    built = [spec.build() for spec in gpt_layers(model)[2:-2]]
+    assert [block.attention is None for block in built] == [False, True, False]
+    assert [block.mlp is None for block in built] == [False, False, True]
+    assert built[0].attention.query_key_value.weight.shape == ((4 + 2 * 1) * 8, 32)
+    assert built[2].attention.query_key_value.weight.shape == ((4 + 2 * 2) * 8, 32)
+    assert built[0].mlp.up.weight.shape == (2, 24, 32)
+    assert built[1].mlp.up.weight.shape == (2, 48, 32)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_blocks_are_told_to_recompute(recompute: bool) -> None:
+    built = [spec.build() for spec in gpt_layers(model_config(), recompute_cheap=recompute)[2:-2]]
+    assert {block.recompute_cheap for block in built} == {recompute}
+
+
+@given(model=models())
+@settings(max_examples=60)
+def test_parameters_are_as_many_as_the_formulas_say(model: ModelConfig) -> None:
+    specs = gpt_layers(model)
+    with torch.device("meta"):
+        counts = [sum(parameter.numel() for parameter in spec.build().parameters()) for spec in specs]
+    # The last layer of a tied model is the first once more.
+    assert sum(counts[layer] for layer in layers_with_weights(model)) == flops.model_parameters(model)
+    assert counts[2:-2] == [flops.block_parameters(model, block) for block in model.blocks]
+    assert counts[-2] == flops.norm_parameters(model)
+    assert counts[0] + counts[1] == flops.embedding_parameters(model)
+
+
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_parameters_are_as_many_as_the_formula_says(model: ModelConfig) -> None:
+def test_the_whole_model_has_as_many_parameters_as_the_formula_says(model: ModelConfig) -> None:
     whole = WholeModel(model)
     assert sum(parameter.numel() for parameter in whole.parameters()) == flops.model_parameters(model)
-    block = TransformerBlock(model)
-    assert sum(parameter.numel() for parameter in block.parameters()) == flops.block_parameters(model)
 
 
 @pytest.mark.parametrize(
@@ -64,25 +95,26 @@ def test_the_ends_of_the_model_stand_with_its_outermost_blocks(
     assert counts == [end - start for start, end in pairwise(blocks)]
 
 
-def test_initial_weights() -> None:
+@pytest.mark.parametrize("parts", [{}, {"activation": "swiglu", "normalization": "rmsnorm"}], ids=["gpt", "llama"])
+def test_initial_weights(parts: dict[str, str]) -> None:
     """Matrices are drawn; into the residual stream more narrowly by sqrt(2 L). Biases are 0, norms 1."""
-    model = model_config(num_layers=8, hidden_size=256, num_attention_heads=8, init_method_std=0.05)
+    model = model_config(num_layers=8, hidden_size=256, num_attention_heads=8, init_method_std=0.05, **parts)
     torch.manual_seed(0)
-    block = TransformerBlock(model)
+    block = TransformerBlock(model, model.blocks[0], ALONE)
     for weight, std in [
         (block.attention.query_key_value.weight, 0.05),
         (block.attention.projection.weight, 0.05 / 4),
         (block.mlp.up.weight, 0.05),
         (block.mlp.down.weight, 0.05 / 4),
-        (WordEmbedding(model).weight, 0.05),
-        (PositionEmbedding(model).weight, 0.05),
-        (OutputLayer(model).linear.weight, 0.05),
+        (WordEmbedding(model, ALONE).weight, 0.05),
+        (PositionEmbedding(model, ALONE).weight, 0.05),
+        (OutputLayer(model, ALONE).linear.weight, 0.05),
     ]:
         # The error of a standard deviation from n numbers is 1 / sqrt(2 n); five of those.
         assert weight.std().item() == pytest.approx(std, rel=5 / sqrt(2 * weight.numel()))
         assert abs(weight.mean().item()) < 5 * std / sqrt(weight.numel())
     for name, parameter in block.named_parameters():
-        if parameter.dim() == 1:
+        if "norm" in name or "bias" in name:
             assert torch.all(parameter == (1 if "norm.weight" in name else 0)), name
 
 

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.data.batch import Batch
-from megatron_terapipe.data.gpt_dataset import DatasetSplits
+from megatron_terapipe.data.dataset_splits import DatasetSplits
 from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.training import engine as trainer_engine
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
@@ -26,6 +26,10 @@ FLAGS = (
 )
 LONG_STEP = 2.0**20
 """A learning rate beside which a weight is nothing: (before - after) / LONG_STEP is the gradient to the last digits."""
+
+
+Key = tuple[str, int, int | None]
+"""Name of a parameter in `WholeModel`; this rank among those that share it; the dimension they share, if any."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Setup:
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // parse_arguments(self.argv()).parallel.pipeline_model_parallel_size
+        parallel = parse_arguments(self.argv()).parallel
+        return self.world_size // parallel.pipeline_model_parallel_size // parallel.tensor_model_parallel_size
 
     def argv(self) -> list[str]:
         return f"{FLAGS} {self.flags}".split()
@@ -90,16 +95,20 @@ def batches(setup: Setup, data_rank: int) -> list[Batch]:
         mask = (torch.rand(2, SEQ, generator=generator) < likelihood).to(torch.float64 if setup.fp64 else torch.float32)
         if number == 0:
             mask[:, :9] = 0  # whole token slices that bear no loss
-        made.append(Batch(tokens=samples[:, :-1], labels=samples[:, 1:], loss_mask=mask))
+        starts = ((0, 5, 6, 17), (0, 20 + number)) if "--reset" in setup.flags else ((0,), (0,))
+        made.append(Batch(tokens=samples[:, :-1], labels=samples[:, 1:], loss_mask=mask, document_starts=starts))
     return made
 
 
-def gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
-    """Train one step: its loss, and the gradient of each parameter of this rank, under its name in `WholeModel`."""
+def gradients(setup: Setup) -> tuple[float, dict[Key, np.ndarray]]:
+    """Train one step: its loss, and the gradient of each parameter of this rank, under its name in `WholeModel`.
+
+    Of a parameter that ranks share, the key also says which part of which dimension it is: `(name, rank, dimension)`.
+    """
     kept_in_pieces = "--zero-stage 1" in setup.flags or setup.dtype == "bf16"
 
     def optimizer(_: object, parameters: Any) -> RecordingSGD:
-        return RecordingSGD(list(parameters), lr=LONG_STEP if kept_in_pieces else 1.0)
+        return RecordingSGD([parameter for _, parameter in parameters], lr=LONG_STEP if kept_in_pieces else 1.0)
 
     run = run_of(setup)
     with patch.object(trainer_engine, "build_optimizer", optimizer):
@@ -116,17 +125,19 @@ def gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
         after = _weights(engine)
         return loss, {name: (before[name] - after[name]) / LONG_STEP for name in before}
     seen = engine.optimizer.seen
-    return loss, {_whole_name(name): seen[each].numpy() for name, each in engine.module.named_parameters()}
+    return loss, {_key(engine, name, each): seen[each].numpy() for name, each in engine.module.named_parameters()}
 
 
-def gradients_of_all(setups: list[Setup]) -> list[tuple[float, dict[str, np.ndarray]]]:
+def gradients_of_all(setups: list[Setup]) -> list[tuple[float, dict[Key, np.ndarray]]]:
     return [gradients(setup) for setup in setups]
 
 
-def _weights(engine: Any) -> dict[str, np.ndarray]:
+def _weights(engine: Any) -> dict[Key, np.ndarray]:
     named = engine.module.named_parameters()
-    return {_whole_name(name): parameter.detach().double().numpy() for name, parameter in named}
+    return {_key(engine, name, parameter): parameter.detach().double().numpy() for name, parameter in named}
 
 
-def _whole_name(name: str) -> str:
-    return "layers." + name.replace("tied_modules.embedding", "0")
+def _key(engine: Any, name: str, parameter: torch.nn.Parameter) -> Key:
+    name = "layers." + name.replace("tied_modules.embedding", "0")
+    cut = getattr(parameter, "partition_dim", None)
+    return name, engine.grid.get_slice_parallel_rank(), cut

@@ -1,18 +1,23 @@
 """Which parameters decay, and by which rule they are updated."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch import nn
 
 from megatron_terapipe.config import OptimizerConfig
 from megatron_terapipe.inference.whole_model import WholeModel
-from megatron_terapipe.training.optimizer import build_optimizer, set_learning_rate
+from megatron_terapipe.training.apex_adam import apex_fused_adam
+from megatron_terapipe.training.optimizer import build_optimizer, set_step_sizes
 from tests.model.configs import model_config
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
-    model = WholeModel(model_config())
-    groups = build_optimizer(OptimizerConfig(lr=1e-3, weight_decay=0.2), model.parameters()).param_groups
+@pytest.mark.parametrize("shape", [{}, {"activation": "swiglu", "normalization": "rmsnorm"}], ids=["gpt", "gated"])
+def test_matrices_decay_and_vectors_do_not(shape: dict[str, str]) -> None:
+    model = WholeModel(model_config(**shape))
+    groups = build_optimizer(OptimizerConfig(lr=1e-3, weight_decay=0.2), model.named_parameters()).param_groups
     decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
     assert {group["weight_decay"] for group in groups} == {0.0, 0.2}
     for name, parameter in model.named_parameters():
@@ -21,17 +26,25 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert not decay
 
 
+def test_a_bias_of_two_axes_does_not_decay() -> None:
+    parameters = {"up.weight": nn.Parameter(torch.ones(2, 3, 4)), "up.bias": nn.Parameter(torch.ones(2, 3))}
+    decaying, others = build_optimizer(OptimizerConfig(lr=1.0), parameters.items()).param_groups
+    assert decaying["params"] == [parameters["up.weight"]]
+    assert others["params"] == [parameters["up.bias"]]
+    assert others["weight_decay"] == 0.0
+
+
 def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
     layer = nn.Linear(3, 2)
     layer.bias.requires_grad_(False)
-    (group,) = build_optimizer(OptimizerConfig(lr=1e-3), layer.parameters()).param_groups
+    (group,) = build_optimizer(OptimizerConfig(lr=1e-3), layer.named_parameters()).param_groups
     assert [id(parameter) for parameter in group["params"]] == [id(layer.weight)]
 
 
 def test_flags_reach_adam() -> None:
     config = OptimizerConfig(lr=0.5, adam_beta1=0.8, adam_beta2=0.7, adam_eps=0.1, weight_decay=0.2)
     weight = nn.Parameter(torch.tensor([[2.0, -3.0]], dtype=torch.float64))
-    optimizer = build_optimizer(config, [weight])
+    optimizer = build_optimizer(config, [("weight", weight)])
     assert isinstance(optimizer, torch.optim.AdamW)
     expected, mean, square = weight.detach().clone(), torch.zeros(1, 2), torch.zeros(1, 2)
     for step in (1, 2, 3):
@@ -45,14 +58,40 @@ def test_flags_reach_adam() -> None:
 
 
 def test_flags_reach_sgd() -> None:
-    optimizer = build_optimizer(
-        OptimizerConfig(optimizer="sgd", lr=0.5, sgd_momentum=0.6), [nn.Parameter(torch.ones(1))]
-    )
+    config = OptimizerConfig(optimizer="sgd", lr=0.5, sgd_momentum=0.6)
+    optimizer = build_optimizer(config, [("bias", nn.Parameter(torch.ones(1)))])
     assert isinstance(optimizer, torch.optim.SGD)
     assert optimizer.param_groups[0]["momentum"] == pytest.approx(0.6)
 
 
-def test_a_learning_rate_holds_for_every_group() -> None:
-    optimizer = build_optimizer(OptimizerConfig(lr=0.5), nn.Linear(3, 2).parameters())
-    set_learning_rate(optimizer, 0.125)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
+def test_a_learning_rate_holds_for_every_group_and_a_weight_decay_for_those_that_decay() -> None:
+    optimizer = build_optimizer(OptimizerConfig(lr=0.5, weight_decay=0.0), nn.Linear(3, 2).named_parameters())
+    set_step_sizes(optimizer, learning_rate=0.125, weight_decay=0.3)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.125, 0.3), (0.125, 0.0)]
+
+
+def test_another_apex_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's package of that name has no such optimizer, whatever the device."""
+    assert apex_fused_adam() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
+    assert apex_fused_adam() is None
+    monkeypatch.setitem(sys.modules, "amp_C", ModuleType("amp_C"))
+    assert apex_fused_adam() is None
+
+
+def test_nvidias_apex_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FusedAdam(torch.optim.AdamW):
+        def __init__(self, groups, adam_w_mode: bool, **keywords) -> None:
+            assert adam_w_mode
+            super().__init__(groups, **keywords)
+
+    optimizers = ModuleType("apex.optimizers")
+    optimizers.FusedAdam = FusedAdam
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, module in {"amp_C": ModuleType("amp_C"), "apex": ModuleType("apex")}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    optimizer = build_optimizer(OptimizerConfig(lr=0.5, adam_eps=1e-5), nn.Linear(3, 2).named_parameters())
+    assert isinstance(optimizer, FusedAdam)
+    assert optimizer.param_groups[0]["eps"] == 1e-5

@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config.batch_sizes import BatchSizes
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.errors import CheckpointError, ConfigError, DataError
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
-from megatron_terapipe.training.run import Run, prepare
+from megatron_terapipe.training.progress import Progress
+from megatron_terapipe.training.reporting import packages
+from megatron_terapipe.training.run import Run, _datasets, prepare
 from tests.inference.checkpoints import MODEL, checkpoint_info
 from tests.training.gpt_runs import FLAGS
 
@@ -36,8 +39,53 @@ def test_a_run_knows_its_place_its_batch_and_its_samples(data: Path) -> None:
     assert run.global_batch_size == 12
     assert run.deepspeed_settings["gradient_accumulation_steps"] == 3
     assert (len(run.datasets.train), len(run.datasets.valid), run.datasets.test) == (10 * 12, 3 * 12, None)
-    assert run.start_iteration == 0
-    assert run.consumed_samples(4) == 48
+    assert run.start == Progress()
+    assert (run.train_iters, run.batch_sizes) == (10, BatchSizes.constant(12))
+
+
+SAMPLES = "--split 8,1,1 --eval-iters 3 --train-samples 100 --rampup-batch-size 4 4 20"
+
+
+def counted_in_samples(data: Path, words: str = SAMPLES) -> Run:
+    flags = f"{WORDS} {words}".replace("--train-iters 10", "").split()
+    return prepare(parse_arguments([*flags, "--data-path", str(data)]), LAUNCH)
+
+
+def test_a_run_counted_in_samples_reads_as_many_and_no_more_than_a_batch(data: Path) -> None:
+    run = counted_in_samples(data)
+    # 4, 4 and 4 samples, then 8 and 8, then 12 at a time; the last 4 make no batch.
+    assert [run.batch_sizes.at(consumed) for consumed in (0, 8, 12, 20, 28)] == [4, 4, 8, 12, 12]
+    assert run.train_iters == run.batch_sizes.iterations_within(100)
+    assert len(run.datasets.train) == run.batch_sizes.consumed_after(run.train_iters)
+    assert 100 - 12 < len(run.datasets.train) <= 100
+    # Evaluation takes full batches from the start.
+    assert (len(run.datasets.valid), len(run.datasets.test)) == (3 * 12, 3 * 12)
+
+
+def test_a_resumed_run_has_the_samples_up_to_its_end(data: Path) -> None:
+    run = prepared(data)
+    half_way = Progress(iteration=6, consumed_samples=600)
+    assert len(_datasets(run.config, run.batch_sizes, half_way).train) == 600 + 4 * 12
+
+
+def test_no_sample_is_drawn_for_training_that_is_skipped(data: Path) -> None:
+    run = prepared(data, "--split 8,1,1 --eval-iters 2 --skip-train")
+    assert run.datasets.train is None
+    assert (len(run.datasets.valid), len(run.datasets.test)) == (24, 24)
+
+
+def test_the_default_split_asks_for_no_test_that_little_data_cannot_give(data: Path) -> None:
+    """A thousandth of 40 documents is none. Asked for by a split of the user's own, it is an error."""
+    assert prepared(data, "--eval-iters 0").datasets.test is None
+    with pytest.raises(DataError, match=r"leaves no document .* for testing"):
+        prepared(data, "--split 90,9,0.001")
+
+
+@pytest.mark.parametrize(("package", "words"), [("tensorboard", "--tensorboard-dir"), ("wandb", "--wandb-project")])
+def test_a_package_that_is_not_installed(data: Path, monkeypatch, package: str, words: str) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"^{words} mine needs the package {package}, .*: pip install {package}$"):
+        prepared(data, f"--split 1 {words} mine")
 
 
 def test_the_vocabulary_is_the_tokenizers_unless_given(data: Path) -> None:
@@ -56,14 +104,17 @@ def test_without_validation_no_sample_is_drawn_for_it(data: Path, words: str) ->
 def test_a_resumed_run_counts_on_with_its_own_batch_size(data: Path, tmp_path: Path) -> None:
     run = prepared(data)
     resumed = replace(run, checkpoint=(tmp_path, replace(checkpoint_info(iteration=5), consumed_samples=40)))
-    assert resumed.start_iteration == 5
-    assert resumed.consumed_samples(5) == 40
-    assert resumed.consumed_samples(7) == 40 + 2 * 12
-    info = resumed.checkpoint_info(7)
-    assert (info.iteration, info.consumed_samples, info.zero_stage) == (7, 64, 0)
+    assert resumed.start == Progress(iteration=5, consumed_samples=40)
+    info = resumed.checkpoint_info(resumed.start.after(12).after(12))
+    assert (info.iteration, info.consumed_samples, info.partitioned) == (7, 64, False)
     assert info.layout["pipeline_parallel_size"] == 2
     assert info.model == checkpoint_info(run.config.model).model
-    assert info.tokenizer == {"tokenizer_type": "byte", "vocab_file": None, "merge_file": None}
+    assert info.tokenizer == {
+        "tokenizer_type": "byte",
+        "vocab_file": None,
+        "merge_file": None,
+        "tokenizer_model": None,
+    }
 
 
 def test_a_finetuned_run_counts_from_the_start(data: Path, tmp_path: Path) -> None:
@@ -72,8 +123,7 @@ def test_a_finetuned_run_counts_from_the_start(data: Path, tmp_path: Path) -> No
     finetuned = replace(
         run, config=replace(run.config, checkpoint=checkpoint), checkpoint=(tmp_path, checkpoint_info(MODEL))
     )
-    assert finetuned.start_iteration == 0
-    assert finetuned.consumed_samples(1) == 12
+    assert finetuned.start == Progress()
 
 
 def test_whose_fault_it_is(data: Path, tmp_path: Path) -> None:

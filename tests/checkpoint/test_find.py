@@ -3,14 +3,18 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
+from typing import Any
 
 import pytest
 import torch
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.checkpoint.directories import latest_checkpoint
+from megatron_terapipe.checkpoint.find import find_checkpoint
+from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import CheckpointConfig
 from megatron_terapipe.errors import CheckpointError
-from megatron_terapipe.training.checkpoint import CheckpointInfo, find_checkpoint, latest_checkpoint
 from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint
 
 LAYOUT = ParallelLayout(pipeline_parallel_size=2, data_parallel_size=1)
@@ -26,9 +30,9 @@ def directory(tmp_path: Path) -> Path:
     return directory
 
 
-def refusal(directory: Path, model=MODEL, layout=LAYOUT, zero_stage: int = 1, **flags: bool) -> str:
+def refusal(directory: Path, model=MODEL, layout=LAYOUT, optimizer: str = "adam", **flags: object) -> str:
     with pytest.raises(CheckpointError) as caught:
-        find_checkpoint(CheckpointConfig(load=str(directory.parent), **flags), model, layout, zero_stage)
+        find_checkpoint(CheckpointConfig(load=str(directory.parent), **flags), model, layout, optimizer)
     line = str(caught.value)
     assert "\n" not in line
     return line.replace(str(directory.parent), "CHECKPOINTS")
@@ -40,20 +44,20 @@ def test_run_json_says_what_was_written(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_fits_is_found(directory: Path) -> None:
-    found = find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, LAYOUT, 1)
+    found = find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, LAYOUT, "adam")
     assert found == (directory, checkpoint_info())
 
 
 def test_bf16_optimizer_files_count(directory: Path) -> None:
     for path in directory.glob("zero_pp_rank_*"):
         path.rename(path.with_name("bf16_" + path.name))
-    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, LAYOUT, 1) is not None
+    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, LAYOUT, "adam") is not None
 
 
 def test_nothing_to_load_is_a_fresh_start(tmp_path: Path) -> None:
-    assert find_checkpoint(CheckpointConfig(), MODEL, LAYOUT, 1) is None
-    assert find_checkpoint(CheckpointConfig(load=str(tmp_path)), MODEL, LAYOUT, 1) is None
-    assert find_checkpoint(CheckpointConfig(load=str(tmp_path / "missing")), MODEL, LAYOUT, 1) is None
+    assert find_checkpoint(CheckpointConfig(), MODEL, LAYOUT, "adam") is None
+    assert find_checkpoint(CheckpointConfig(load=str(tmp_path)), MODEL, LAYOUT, "adam") is None
+    assert find_checkpoint(CheckpointConfig(load=str(tmp_path / "missing")), MODEL, LAYOUT, "adam") is None
 
 
 @pytest.mark.parametrize("flag", ["exit_on_missing_checkpoint", "finetune"])
@@ -85,30 +89,64 @@ def test_another_model_is_named(directory: Path, name: str, value: object, said:
 
 def test_what_shapes_no_weight_may_change(directory: Path) -> None:
     model = replace(MODEL, seq_length=16, init_method_std=0.1)
-    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), model, LAYOUT, 1) is not None
+    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), model, LAYOUT, "adam") is not None
 
 
 @pytest.mark.parametrize(
-    ("layout", "zero_stage", "said"),
+    "layout",
     [
-        (replace(LAYOUT, pipeline_parallel_size=1), 1, "is cut for pipeline_parallel_size 2, this run has 1"),
-        (replace(LAYOUT, data_parallel_size=2), 1, "is cut for data_parallel_size 1, this run has 2"),
-        (LAYOUT, 0, "is of ZeRO stage 1, this run is stage 0: set --zero-stage 1"),
+        replace(LAYOUT, pipeline_parallel_size=1),
+        replace(LAYOUT, data_parallel_size=4),
+        replace(LAYOUT, tensor_parallel_size=2),
+        replace(LAYOUT, num_token_slices=8),
     ],
 )
-def test_another_layout_may_load_the_weights_alone(
-    directory: Path, layout: ParallelLayout, zero_stage: int, said: str
-) -> None:
-    line = refusal(directory, MODEL, layout, zero_stage)
-    assert said in line
-    assert line.endswith("or load the weights alone with --no-load-optim")
+def test_another_layout_may_go_on(directory: Path, layout: ParallelLayout) -> None:
+    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, layout, "adam") is not None
+
+
+def test_another_optimizer_may_load_the_weights_alone(directory: Path) -> None:
+    line = refusal(directory, optimizer="sgd")
+    assert line == (
+        "the checkpoint has the state of --optimizer adam, this run uses sgd: set --optimizer adam, or load the "
+        "weights alone with --no-load-optim"
+    )
     config = CheckpointConfig(load=str(directory.parent), no_load_optim=True)
-    assert find_checkpoint(config, MODEL, layout, zero_stage) is not None
+    assert find_checkpoint(config, MODEL, LAYOUT, "sgd") is not None
 
 
-def test_another_number_of_token_slices_may_go_on(directory: Path) -> None:
-    layout = replace(LAYOUT, num_token_slices=8)
-    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, layout, 1) is not None
+def test_a_checkpoint_without_optimizer_loads_its_weights_alone(directory: Path) -> None:
+    replace(checkpoint_info(), optimizer=None).write(directory)
+    assert refusal(directory).endswith("load the weights alone, with --no-load-optim or --finetune")
+    for flags in ({"finetune": True}, {"no_load_optim": True}):
+        config = CheckpointConfig(load=str(directory.parent), **flags)
+        assert find_checkpoint(config, MODEL, LAYOUT, "adam") is not None
+
+
+def test_a_vocabulary_that_is_padded_otherwise_is_refused(directory: Path) -> None:
+    line = refusal(directory, layout=replace(LAYOUT, tensor_parallel_size=5))
+    assert "vocabulary is padded to 384 for tensor parallel size 1, this run's to 640 for 5: use a tensor" in line
+
+
+def test_learned_positions_alone_have_a_weight_each(directory: Path) -> None:
+    rotary = replace(MODEL, position_embedding_type="rope")
+    checkpoint_info(rotary).write(directory)
+    longer = replace(rotary, max_position_embeddings=64)
+    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), longer, LAYOUT, "adam") is not None
+
+
+@pytest.mark.parametrize("flags", [{"load_tag": "global_step3"}, {"ckpt_step": 3}])
+def test_an_older_checkpoint_may_be_chosen(directory: Path, flags: dict[str, Any]) -> None:
+    older = directory.with_name("global_step3")
+    copytree(directory, older)
+    checkpoint_info(iteration=3).write(older)
+    config = CheckpointConfig(load=str(directory.parent), **flags)
+    assert find_checkpoint(config, MODEL, LAYOUT, "adam") == (older, checkpoint_info(iteration=3))
+
+
+def test_a_tag_that_is_not_there_is_refused(directory: Path) -> None:
+    line = refusal(directory, ckpt_step=4)
+    assert line == "there is no checkpoint global_step4 in CHECKPOINTS: name one that is there (global_step5)"
 
 
 def test_a_missing_run_json(directory: Path) -> None:
@@ -127,9 +165,9 @@ def test_a_broken_run_json(directory: Path, content: bytes) -> None:
 def test_a_run_json_of_an_older_version_lacks_a_field(directory: Path) -> None:
     path = directory / "run.json"
     found = json.loads(path.read_text())
-    del found["zero_stage"]
+    del found["partitioned"]
     path.write_text(json.dumps(found))
-    assert "has no readable run.json ('zero_stage')" in refusal(directory)
+    assert "has no readable run.json ('partitioned')" in refusal(directory)
 
 
 def test_latest_names_a_missing_tag(directory: Path) -> None:
@@ -170,4 +208,4 @@ def test_weights_alone_need_no_optimizer_files(directory: Path) -> None:
     for path in directory.glob("zero_pp_rank_*"):
         path.unlink()
     config = CheckpointConfig(load=str(directory.parent), finetune=True)
-    assert find_checkpoint(config, MODEL, LAYOUT, 1) is not None
+    assert find_checkpoint(config, MODEL, LAYOUT, "adam") is not None

@@ -1,0 +1,166 @@
+"""Does cutting sequences change what a model learns? Three trainings from the same weights on the same samples.
+
+    python -m benchmarks.convergence --output runs/convergence [--only sliced]
+
+    sliced    the trainer, two stages, four balanced token slices
+    unsliced  the trainer, two stages, no cut
+    plain     a loop in plain torch over a model in plain torch (benchmarks/plain_llama.py), one process
+
+The text is the State of the Union addresses (12 MB), byte by byte. Ends with a table and curves.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.plain_llama import PlainLlama, mean_loss, train_step
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config import Config
+from megatron_terapipe.data.dataset_splits import build_datasets
+from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.training.lr_schedule import LearningRateSchedule
+
+MODEL = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --num-key-value-heads 4 --seq-length 512 --swiglu"
+    " --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --init-method-std 0.05 --vocab-size 257"
+)
+"""A Llama of 6.1 M parameters."""
+TRAINING = (
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine"
+    " --lr-warmup-iters 40 --weight-decay 0.1 --adam-beta2 0.95 --zero-stage 0 --split 97,3,0"
+    " --eval-iters 30 --log-interval 20"
+)
+RUNS = {
+    "sliced": "--pipeline-model-parallel-size 2 --num-token-slices 4 --token-slices balanced",
+    "unsliced": "--pipeline-model-parallel-size 2",
+    "plain": "",
+}
+
+
+def flags(name: str, output: Path, iterations: int) -> list[str]:
+    """The trainer's flags of a run."""
+    metrics = output / f"{name}.jsonl"
+    counted = f"--train-iters {iterations} --eval-interval {max(1, iterations // 12)} --metrics-file {metrics}"
+    return f"{MODEL} {TRAINING} {RUNS[name]} {counted} --data-path {output}/speeches_text_document".split()
+
+
+def prepare(output: Path) -> None:
+    """Write the corpus and its tokens, once."""
+    if (output / "speeches_text_document.idx").exists():
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    module = [sys.executable, "-m"]
+    speeches = str(output / "speeches.jsonl")
+    subprocess.run([*module, "megatron_terapipe.data.corpus", "--output", speeches], check=True)
+    prefix = ["--output-prefix", str(output / "speeches"), "--tokenizer-type", "byte", "--append-eod"]
+    subprocess.run([*module, "megatron_terapipe.data.preprocess", "--input", speeches, *prefix], check=True)
+
+
+def samples(config: Config, part: str, iterations: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The micro-batches that the trainer reads, in its order."""
+    count = iterations * (config.batch.global_batch_size or 1)
+    wanted = (count, 0, 0) if part == "train" else (0, count, 0)
+    built = build_datasets(
+        config.data, seq_length=config.model.seq_length, num_samples=wanted, seed=config.training.seed
+    )
+    dataset, rows = getattr(built, part), config.batch.micro_batch_size
+    for first in range(0, count, rows):
+        ids = torch.from_numpy(np.stack([dataset[number] for number in range(first, first + rows)]))
+        yield ids[:, :-1], ids[:, 1:]
+
+
+def train_plain(config: Config, metrics: Path) -> None:
+    """The loop in plain torch."""
+    optimizer_config, iterations = config.optimizer, config.training.train_iters
+    model = PlainLlama(config.model).start_as(WholeModel(config.model, config.training.seed), config.model)
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+    norms = [weight for weight in model.parameters() if weight.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": optimizer_config.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        lr=optimizer_config.lr,
+        betas=(optimizer_config.adam_beta1, optimizer_config.adam_beta2),
+        eps=optimizer_config.adam_eps,
+    )
+    rates = LearningRateSchedule.from_config(
+        optimizer_config, config.training, global_batch_size=config.batch.global_batch_size or 1
+    )
+    micro_batches = samples(config, "train", iterations)
+    per_step = config.num_micro_batches(1)
+    with metrics.open("w") as file:
+        for iteration in range(1, iterations + 1):
+            for group in optimizer.param_groups:
+                group["lr"] = rates.at(iteration - 1)
+            loss = train_step(model, optimizer, micro_batches, per_step)
+            print(json.dumps({"iteration": iteration, "lm_loss": loss}), file=file, flush=True)
+            if iteration % config.logging.eval_interval == 0 or iteration == iterations:
+                with torch.no_grad():
+                    validation = samples(config, "valid", config.logging.eval_iters)
+                    value = fmean(mean_loss(model, *part).item() for part in validation)
+                print(json.dumps({"iteration": iteration, "validation_lm_loss": value}), file=file, flush=True)
+                print(f"plain: iteration {iteration}, loss {loss:.4f}, validation {value:.4f}", flush=True)
+
+
+def curve(metrics: Path, key: str) -> dict[int, float]:
+    """A value of a metrics file by iteration."""
+    lines = (json.loads(line) for line in metrics.read_text().splitlines())
+    return {line["iteration"]: line[key] for line in lines if key in line}
+
+
+def report(output: Path) -> None:
+    """Print the validation losses side by side, and draw the curves."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    found = {name: output / f"{name}.jsonl" for name in RUNS if (output / f"{name}.jsonl").exists()}
+    validation = {name: curve(path, "validation_lm_loss") for name, path in found.items()}
+    print(f"{'iteration':>9} " + " ".join(f"{name:>9}" for name in found))
+    for iteration in sorted(set.intersection(*(set(each) for each in validation.values()))):
+        print(f"{iteration:>9} " + " ".join(f"{each[iteration]:>9.4f}" for each in validation.values()))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for name, path in found.items():
+        losses = curve(path, "lm_loss")
+        values = [fmean(list(losses.values())[max(0, at - 9) : at + 1]) for at in range(len(losses))]
+        left.plot(list(losses), values, label=name, linewidth=1)
+        right.plot(list(validation[name]), list(validation[name].values()), "o-", label=name, markersize=3, linewidth=1)
+    for axes, title in ((left, "training loss, mean of 10"), (right, "validation loss")):
+        axes.set(title=title, xlabel="iteration", ylabel="nats per byte")
+        axes.legend()
+    figure.savefig(output / "convergence.svg")
+    print(f"wrote {output}/convergence.svg")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prepare, train, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/convergence"))
+    parser.add_argument("--iterations", type=int, default=600)
+    parser.add_argument("--only", choices=RUNS, action="append", help="train this one (may be repeated)")
+    options = parser.parse_args(argv)
+    prepare(options.output)
+    for name in options.only or RUNS:
+        words = flags(name, options.output, options.iterations)
+        if name == "plain":
+            train_plain(parse_arguments(words), options.output / "plain.jsonl")
+        else:
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+            (options.output / f"{name}.jsonl").unlink(missing_ok=True)
+            subprocess.run(
+                ["deepspeed", "--num_accelerators", "2", "pretrain_gpt.py", *words], check=True, env=environment
+            )
+    report(options.output)
+
+
+if __name__ == "__main__":
+    main()

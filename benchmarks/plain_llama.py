@@ -1,0 +1,121 @@
+"""A Llama in plain torch, and the loop that most people would write to train it: what the trainer is held against."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.inference.whole_model import WholeModel
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotated halves."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.head_size = model.kv_channels
+        self.query = nn.Linear(model.hidden_size, model.num_attention_heads * self.head_size, bias=False)
+        self.key = nn.Linear(model.hidden_size, model.num_key_value_heads * self.head_size, bias=False)
+        self.value = nn.Linear(model.hidden_size, model.num_key_value_heads * self.head_size, bias=False)
+        self.projection = nn.Linear(model.num_attention_heads * self.head_size, model.hidden_size, bias=False)
+        frequencies = model.rotary_base ** (-torch.arange(0, self.head_size, 2) / self.head_size)
+        angles = torch.outer(torch.arange(model.seq_length), frequencies)
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+
+    def rotate(self, heads: Tensor) -> Tensor:
+        """Rotate [B, H, N, D] by complex multiplication."""
+        first, second = heads.chunk(2, dim=-1)
+        turned = torch.complex(first, second) * self.turns[: heads.shape[2]]
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, N, hidden] in, the same out."""
+        query, key, value = (
+            linear(hidden).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        attended = F.scaled_dot_product_attention(
+            self.rotate(query), self.rotate(key), value, is_causal=True, enable_gqa=True
+        )
+        return self.projection(attended.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each behind an RMSNorm."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(model.hidden_size, eps=model.layernorm_epsilon)
+        self.attention = Attention(model)
+        self.mlp_norm = nn.RMSNorm(model.hidden_size, eps=model.layernorm_epsilon)
+        self.gate = nn.Linear(model.hidden_size, model.ffn_hidden_size, bias=False)
+        self.up = nn.Linear(model.hidden_size, model.ffn_hidden_size, bias=False)
+        self.down = nn.Linear(model.ffn_hidden_size, model.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, N, hidden] in, the same out."""
+        hidden = hidden + self.attention(self.attention_norm(hidden))
+        normed = self.mlp_norm(hidden)
+        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class PlainLlama(nn.Module):
+    """Token ids [B, N] in, logits [B, N, vocabulary] out."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(model.padded_vocab_size(), model.hidden_size)
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_layers))
+        self.norm = nn.RMSNorm(model.hidden_size, eps=model.layernorm_epsilon)
+        self.output = nn.Linear(model.hidden_size, model.padded_vocab_size(), bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of every token."""
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.output(self.norm(hidden))
+
+    @torch.no_grad()
+    def start_as(self, whole: WholeModel, model: ModelConfig) -> "PlainLlama":
+        """Take the weights of the trainer's model, for the same start."""
+        theirs = {name.removeprefix("layers."): weight for name, weight in whole.named_parameters()}
+        self.embedding.weight.copy_(theirs["0.weight"])
+        in_group = model.num_attention_heads // model.num_key_value_heads
+        for index, block in enumerate(self.blocks, start=2):
+            grouped = theirs[f"{index}.attention.query_key_value.weight"].unflatten(
+                0, (-1, in_group + 2, model.kv_channels)
+            )
+            query, key, value = grouped.split([in_group, 1, 1], dim=1)
+            block.attention.query.weight.copy_(query.flatten(0, 2))
+            block.attention.key.weight.copy_(key.flatten(0, 2))
+            block.attention.value.weight.copy_(value.flatten(0, 2))
+            block.attention.projection.weight.copy_(theirs[f"{index}.attention.projection.weight"])
+            gate, up = theirs[f"{index}.mlp.up.weight"]
+            block.gate.weight.copy_(gate)
+            block.up.weight.copy_(up)
+            block.down.weight.copy_(theirs[f"{index}.mlp.down.weight"])
+        self.output.weight.copy_(theirs[f"{model.num_layers + 3}.linear.weight"])
+        return self
+
+
+def mean_loss(model: PlainLlama, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of all tokens."""
+    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+
+
+def train_step(
+    model: PlainLlama, optimizer: torch.optim.Optimizer, micro_batches: Iterator[tuple[Tensor, Tensor]], count: int
+) -> float:
+    """One optimizer step over `count` micro-batches, clipped at norm 1; returns the mean loss."""
+    optimizer.zero_grad()
+    total = 0.0
+    for _ in range(count):
+        loss = mean_loss(model, *next(micro_batches)) / count
+        loss.backward()
+        total += loss.item()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return total

@@ -1,0 +1,86 @@
+"""Flags of Megatron-LM, Megatron-DeepSpeed and their relatives whose effect is here in any case.
+
+Scripts pass them, so they are taken and change nothing. One that says something of the model is held against it: a
+script must not train another model than it asks for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptedFlag:
+    """A flag that changes nothing."""
+
+    reason: str
+    """Why nothing has to change."""
+
+    values: tuple[str, ...] = ()
+    """Values that it may take; empty if it takes none."""
+
+    says: tuple[str, object] | None = None
+    """Field of the configuration that it speaks of, and the value that it promises."""
+
+    needs: str = ""
+    """Field of the configuration that must be set beside it; empty if none."""
+
+
+def _each(names: str, reason: str, **settings: object) -> dict[str, AcceptedFlag]:
+    return {f"--{name}": AcceptedFlag(reason=reason, **settings) for name in names.split()}  # type: ignore[arg-type]
+
+
+_KERNELS = "kernels are chosen by what the machine has; the result is the same"
+
+ACCEPTED_FLAGS: Mapping[str, AcceptedFlag] = MappingProxyType(
+    {
+        # Attention.
+        **_each(
+            "use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder",
+            "a flash kernel runs wherever one fits",
+        ),
+        **_each("attention-backend", _KERNELS, values=("flash", "fused", "unfused", "local", "auto")),
+        **_each("no-create-attention-mask-in-dataloader", "no mask is read with the data"),
+        **_each("attention-softmax-in-fp32", "softmax runs in fp32"),
+        **_each(
+            "no-query-key-layer-scaling apply-query-key-layer-scaling",
+            "the scaling cancels out, and is not needed where softmax runs in fp32",
+        ),
+        **_each(
+            "group-query-attention",
+            "fewer key and value heads than query heads are just that",
+            needs="num_key_value_heads",
+        ),
+        # What the model is: true, or an error.
+        **_each("add-bias-linear", "linear layers have biases", says=("disable_bias_linear", False)),
+        # Kernels.
+        **_each(
+            "no-masked-softmax-fusion bias-gelu-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion"
+            " no-rope-fusion no-persist-layer-norm no-gradient-accumulation-fusion cross-entropy-loss-fusion",
+            _KERNELS,
+        ),
+        **_each("cross-entropy-fusion-impl", _KERNELS, values=("native", "te")),
+        **_each("use-mcore-models use-legacy-models", "there is one implementation of the model"),
+        **_each("transformer-impl", "there is one implementation of the model", values=("local", "transformer_engine")),
+        # Ranks and memory.
+        **_each("use-distributed-optimizer", "ZeRO 1 spreads the optimizer over the ranks", says=("zero_stage", 1)),
+        **_each(
+            "overlap-p2p-communication no-overlap-p2p-communication", "transfers between stages overlap computation"
+        ),
+        **_each("DDP-impl", "DeepSpeed reduces the gradients", values=("local", "torch", "FSDP")),
+        **_each(
+            "no-contiguous-buffers-in-local-ddp no-async-tensor-model-parallel-allreduce"
+            " no-scatter-gather-tensors-in-pipeline",
+            "traffic is planned by the engine; the result is the same",
+        ),
+        **_each("use-cpu-initialization lazy-mpu-init", "weights are made on the CPU, then moved"),
+        # Learning rate.
+        **_each(
+            "override-opt-param-scheduler override-lr-scheduler",
+            "the learning rate follows from the flags and the iteration, whatever a checkpoint says",
+        ),
+        # Precision.
+        **_each("no-fp16-lm-cross-entropy", "the loss is computed in fp32"),
+    }
+)
+"""Flags that change nothing, and why, by their spelling with dashes."""

@@ -1,0 +1,11 @@
+"""Command-line flags of the trainer, derived from the sections of `Config`.
+
+A flag is a field: its name, type, default, choices and docstring are those of the field, so a flag cannot lack its
+help and a field cannot lack its flag. `python -m megatron_terapipe.arguments` prints `docs/arguments.md`.
+"""
+
+from megatron_terapipe.arguments.build import build_config, parse_arguments
+from megatron_terapipe.arguments.flags import Flag, flags
+from megatron_terapipe.arguments.reference import markdown
+
+__all__ = ["Flag", "build_config", "flags", "markdown", "parse_arguments"]

@@ -1,0 +1,6 @@
+"""Print `docs/arguments.md`."""
+
+from megatron_terapipe.arguments.reference import markdown
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,111 @@
+"""From a command line, and the files and presets that it names, to the configuration."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, get_type_hints
+
+from megatron_terapipe.accepted_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.flags import flags
+from megatron_terapipe.arguments.parser import CommandLine, read_command_line
+from megatron_terapipe.checkpoint.directories import existing_checkpoint
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.config import Config
+from megatron_terapipe.config.checkpoint import CheckpointConfig
+from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.presets import find_preset
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.strategy import read_strategy_settings
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Config:
+    """Read the command line, and the strategy file and the preset that it names.
+
+    Args:
+        argv: words after the name of the program; None = those of this process.
+
+    Raises:
+        ConfigError: if a flag or a value is wrong; one line with the value, the rule and the remedy.
+        SystemExit: only for `--help`.
+    """
+    line = read_command_line(sys.argv[1:] if argv is None else argv)
+    given = line.given
+    if given.get("strategy"):
+        _overlay(given, read_strategy_settings(given["strategy"]), given["strategy"])
+    if given.get("model_preset"):
+        # Once its sizes are filled in, the name says nothing more: a checkpoint must not differ by it.
+        for name, value in find_preset(given.pop("model_preset")).settings.items():
+            given.setdefault(name, value)
+    if given.get("use_checkpoint_args"):
+        _take_model_from_checkpoint(given)
+    _check_accepted(line)
+    _fall_back(line)
+    return build_config(given)
+
+
+def build_config(given: Mapping[str, Any]) -> Config:
+    """Build every section from the values given, by field; the rest keep their defaults.
+
+    Raises:
+        ConfigError: if a required value is missing, or a value is wrong.
+    """
+    declared = list(flags())
+    missing = [flag(each.name) for each in declared if each.default is MISSING and each.name not in given]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} must be given: add {'it' if len(missing) == 1 else 'them'}")
+    sections = {
+        section: section_class(
+            **{each.name: given[each.name] for each in declared if each.section == section and each.name in given}
+        )
+        for section, section_class in get_type_hints(Config).items()
+    }
+    return Config(**sections)
+
+
+def _take_model_from_checkpoint(given: dict[str, Any]) -> None:
+    """Fill in the model section. Where a flag says otherwise, the checkpoint is held against it when it is loaded."""
+    checkpoint = CheckpointConfig(
+        **{each.name: given[each.name] for each in fields(CheckpointConfig) if each.name in given}
+    )
+    info = CheckpointInfo.read(existing_checkpoint(str(checkpoint.load), checkpoint.tag))
+    for name, value in info.model.items():
+        given.setdefault(name, value)
+
+
+def _overlay(given: dict[str, Any], strategy: Mapping[str, Any], path: str) -> None:
+    """Add what a strategy file sets to what flags set; one must not contradict the other."""
+    for name, value in strategy.items():
+        explicit = given.setdefault(name, value)
+        if _comparable(explicit) != _comparable(value):
+            raise ConfigError(
+                f"{flag(name)} {explicit} contradicts --strategy {path}, where it is "
+                f"{'left to the default' if value is None else value}: drop the flag, or change the file"
+            )
+
+
+def _comparable(value: object) -> object:
+    return value.replace(" ", "") if isinstance(value, str) else value
+
+
+def _check_accepted(line: CommandLine) -> None:
+    """Hold the flags that change nothing against those that do."""
+    defaults = {each.name: each.default for each in flags()}
+    for spelling in line.accepted:
+        accepted = ACCEPTED_FLAGS[spelling]
+        if accepted.needs and accepted.needs not in line.given:
+            raise ConfigError(f"{spelling} does not say how many: add {flag(accepted.needs)}")
+        if accepted.says is not None:
+            name, promised = accepted.says
+            actual = line.given.get(name, defaults[name])
+            if actual != promised:
+                words = flag(name) if actual is True else f"{flag(name)} {actual}"
+                raise ConfigError(f"{spelling} contradicts {words}: drop one of them")
+
+
+def _fall_back(line: CommandLine) -> None:
+    """Apply the flags that speak only where nothing else does."""
+    defaults = {each.name: each.default for each in flags()}
+    for name, (spelling, value) in line.fallbacks.items():
+        actual = line.given.setdefault(name, value)
+        if actual == defaults[name]:
+            raise ConfigError(f"{spelling} contradicts {line.set_by.get(name, flag(name))} {actual}: drop one of them")

@@ -1,0 +1,207 @@
+"""From words to values by field: `argparse`, told by the fields, with errors of ours."""
+
+import argparse
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from difflib import get_close_matches
+from typing import Any, NoReturn, get_type_hints
+
+from megatron_terapipe.accepted_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.flags import Flag, flags, title_of
+from megatron_terapipe.config import Config
+from megatron_terapipe.config.options import flag, one_of
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.refused_flags import REFUSED_FLAGS
+
+PROGRAM = "pretrain_gpt.py"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandLine:
+    """What a command line says."""
+
+    given: dict[str, Any] = field(default_factory=dict)
+    """Value of each field that a flag sets."""
+
+    fallbacks: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    """Flag, and the value it stands for where nothing else sets the field, by field."""
+
+    accepted: list[str] = field(default_factory=list)
+    """Flags that change nothing."""
+
+    set_by: dict[str, str] = field(default_factory=dict)
+    """Flag that set each field, as it was spelled."""
+
+    def set(self, name: str, value: Any, spelling: str) -> None:
+        """Set a field. A flag may be repeated, and the last counts; two that disagree are a mistake.
+
+        Raises:
+            ConfigError: if another flag set the field to another value.
+        """
+        earlier = self.set_by.setdefault(name, spelling)
+        if earlier != spelling and self.given[name] != value:
+            raise ConfigError(f"{spelling} contradicts {earlier}: drop one of them")
+        self.given[name] = value
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Read words.
+
+    Args:
+        argv: words after the name of the program.
+
+    Raises:
+        ConfigError: if a flag or a value is wrong; one line with the value, the rule and the remedy.
+        SystemExit: only for `--help`.
+    """
+    words = [_with_dashes(word) for word in argv]
+    line = CommandLine()
+    parser, known = _parser(line)
+    _check_flags(words, known)
+    parser.parse_args(words)
+    return line
+
+
+def spellings(each: Flag) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yield the flag, then what else sets the same field; with each its settings for `argparse`."""
+    own, kind = flag(each.name), each.option
+    label = "" if each.default is MISSING else "default: "
+    text = each.help + (f" ({label}{each.default_text})" if each.default_text else "")
+    settings: dict[str, Any] = {"help": text.replace("%", "%%")}
+    if each.kind is bool:
+        settings |= {"nargs": 0, "const": True}
+    else:
+        settings |= {"type": _converter(each.kind, kind.spellings), "metavar": each.metavar}
+    if each.repeated:
+        settings["nargs"] = "+"
+    yield [own, *kind.aliases], settings
+    for spelling, value in kind.shorthands.items():
+        yield [spelling], {"nargs": 0, "const": value, "help": f"The same as {own} {value}."}
+    for spelling, value in kind.fallbacks.items():
+        meaning = f"{own} {value}, unless something else sets it."
+        yield [spelling], {"nargs": 0, "const": value, "help": meaning, "action": _Fallback}
+    for spelling, words in kind.translations.items():
+        means = ", ".join(f"{word} is {value or 'the default'}" for word, value in words.items())
+        metavar = "{" + ",".join(words) + "}"
+        yield [spelling], {"type": _translator(words), "metavar": metavar, "help": f"The same as {own}: {means}."}
+
+
+class _Set(argparse.Action):
+    """Set a field of the command line."""
+
+    def __init__(self, *, line: CommandLine, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.line = line
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None
+        # A frozen section can hold a tuple.
+        value = self.const if self.nargs == 0 else tuple(values) if self.nargs == "+" else values
+        self.keep(option_string, value)
+
+    def keep(self, spelling: str, value: Any) -> None:
+        """Write down what was read."""
+        self.line.set(self.dest, value, spelling)
+
+
+class _Fallback(_Set):
+    """Say what a field is where nothing else does."""
+
+    def keep(self, spelling: str, value: Any) -> None:
+        self.line.fallbacks[self.dest] = (spelling, value)
+
+
+class _Accept(_Set):
+    """Change nothing."""
+
+    def keep(self, spelling: str, value: Any) -> None:
+        values = ACCEPTED_FLAGS[spelling].values
+        if values and value not in values:
+            raise ConfigError(f"{spelling} {value} is not known: choose {one_of(values)}")
+        self.line.accepted.append(spelling)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse writes `argument --lr/--other: what is wrong`; the first spelling is enough.
+        text = re.sub(r"^argument (--[\w-]+)(/--[\w-]+)*: ", r"\1 ", message)
+        text = text.replace("unrecognized arguments:", "no flag takes the value")
+        remedies = {"expected": "give it one", "no flag": "drop it", "ignored": "drop the value"}
+        remedy = next((remedy for clue, remedy in remedies.items() if clue in text), "")
+        raise ConfigError(f"{text}: {remedy}" if remedy else text)
+
+
+def _parser(line: CommandLine) -> tuple[_Parser, list[str]]:
+    """Return a parser that writes into a command line, and every flag it knows."""
+    parser = _Parser(
+        prog=PROGRAM,
+        usage=f"deepspeed {PROGRAM} --num-layers N ... [flags]",
+        description="Pretrain a GPT with data, tensor, pipeline and token-slice parallelism on DeepSpeed.",
+        epilog="Flags may also be spelled with underscores. docs/arguments.md has the same list.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    known = ["--help"]
+    groups = {section: parser.add_argument_group(title_of(section)) for section in get_type_hints(Config)}
+    for each in flags():
+        own: dict[str, Any] = {"action": _Set, "dest": each.name, "line": line}
+        for names, settings in spellings(each):
+            groups[each.section].add_argument(*names, **own | settings)
+            known += names
+    group = parser.add_argument_group("Accepted", "Flags of other trainers that change nothing here.")
+    for name, accepted in ACCEPTED_FLAGS.items():
+        value: dict[str, Any] = {"metavar": "{" + ",".join(accepted.values) + "}"} if accepted.values else {"nargs": 0}
+        group.add_argument(name, action=_Accept, line=line, help=f"{accepted.reason.capitalize()}.", **value)
+        known.append(name)
+    return parser, known
+
+
+def _converter(kind: type[Any], other_words: Mapping[str, str]) -> Callable[[str], Any]:
+    wanted = {int: "a whole number", float: "a number"}
+
+    def convert(text: str) -> Any:
+        try:
+            return kind(other_words.get(text, text))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text} is not {wanted[kind]}: give one") from None
+
+    return convert
+
+
+def _translator(words: Mapping[str, str | None]) -> Callable[[str], str | None]:
+    def translate(text: str) -> str | None:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"{text} is not known: choose {' or '.join(words)}")
+        return words[text]
+
+    return translate
+
+
+def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse a flag that is not ours, with the reason if it is one of Megatron's, else with the nearest of ours."""
+    for word in words:
+        name = word.split("=", 1)[0]
+        if not name.startswith("--") or name in known:
+            continue
+        if name in REFUSED_FLAGS:
+            raise ConfigError(f"{name}: {REFUSED_FLAGS[name]}")
+        nearest = get_close_matches(name, known, n=1)
+        remedy = f"did you mean {nearest[0]}?" if nearest else "see --help"
+        raise ConfigError(f"{name} is not a flag: {remedy}")
+
+
+def _with_dashes(word: str) -> str:
+    """Spell a flag with dashes: launchers pass `--local_rank=0`."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value

@@ -1,0 +1,1 @@
+"""Checkpoints: written for one layout over ranks, read for any."""

@@ -1,0 +1,49 @@
+"""Which directory holds the checkpoint that is meant. Needs no torch: flags may ask."""
+
+from pathlib import Path
+
+from megatron_terapipe.checkpoint.files import LATEST
+from megatron_terapipe.checkpoint.info import RUN_FILE
+from megatron_terapipe.errors import CheckpointError
+
+
+def latest_checkpoint(load: str | Path) -> Path | None:
+    """Directory of the newest whole checkpoint, or None if there is none.
+
+    Raises:
+        CheckpointError: if `latest` names one that is gone.
+    """
+    latest = Path(load) / LATEST
+    if not latest.exists():
+        return None
+    directory = Path(load) / latest.read_text().strip()
+    if not directory.is_dir():
+        raise CheckpointError(f"{latest} names {directory.name}, which is not there: write an existing tag into it")
+    return directory
+
+
+def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:
+    """Directory of the checkpoint of a tag, or of the newest whole one.
+
+    Raises:
+        CheckpointError: if there is none of that tag.
+    """
+    if tag is None:
+        return latest_checkpoint(load)
+    directory = Path(load) / tag
+    if not directory.is_dir():
+        found = sorted(path.parent.name for path in Path(load).glob(f"*/{RUN_FILE}")) or ["none"]
+        raise CheckpointError(f"there is no checkpoint {tag} in {load}: name one that is there ({', '.join(found)})")
+    return directory
+
+
+def existing_checkpoint(load: str | Path, tag: str | None) -> Path:
+    """As `tagged_checkpoint`, where there must be one.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    directory = tagged_checkpoint(load, tag)
+    if directory is None:
+        raise CheckpointError(f"--load {load} holds no checkpoint: give a directory that a run saved to")
+    return directory

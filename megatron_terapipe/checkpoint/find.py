@@ -1,0 +1,69 @@
+"""Finds the checkpoint to go on from, and sees that it is whole, before any process group exists."""
+
+from pathlib import Path
+from zipfile import is_zipfile
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.runtime.topology import layer_file
+from megatron_terapipe.checkpoint.directories import tagged_checkpoint
+from megatron_terapipe.checkpoint.files import LATEST, optimizer_files, state_file
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.config import CheckpointConfig, ModelConfig
+from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.model.gpt import layers_with_weights
+
+
+def find_checkpoint(
+    config: CheckpointConfig, model: ModelConfig, layout: ParallelLayout, optimizer: str
+) -> tuple[Path, CheckpointInfo] | None:
+    """The checkpoint that a run continues from, known to fit; None to start afresh.
+
+    Args:
+        config: the checkpoint section.
+        model: the run's model section, with its vocabulary size known.
+        layout: the run's layout.
+        optimizer: the run's rule of the update.
+
+    Raises:
+        CheckpointError: if there must be one and is not, or it does not fit.
+    """
+    if config.load is None:
+        return None
+    directory = tagged_checkpoint(config.load, config.tag)
+    if directory is None:
+        if config.exit_on_missing_checkpoint or config.finetune:
+            raise CheckpointError(f"--load {config.load} holds no checkpoint: give a directory that does")
+        return None
+    info = CheckpointInfo.read(directory)
+    info.check(model, layout, optimizer, weights_only=config.weights_only)
+    check_files(directory, info, model, weights_only=config.weights_only)
+    return directory, info
+
+
+def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> None:
+    """See that every file is there and was written to its end, so that no rank finds out alone.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or damaged.
+    """
+    tensor_ranks = range(info.tensor_parallel_size)
+    patterns = [layer_file(layer, rank) for layer in layers_with_weights(model) for rank in tensor_ranks]
+    if not weights_only:
+        stages = range(info.num_stages)
+        patterns += [state_file(stage, rank, info.tensor_parallel_size) for stage in stages for rank in tensor_ranks]
+        if info.partitioned:
+            patterns += [
+                f"*{name}"  # In bf16 the names start with bf16_.
+                for stage in stages
+                for rank in tensor_ranks
+                for name in optimizer_files(stage, rank, info.tensor_parallel_size, info.num_replicas)
+            ]
+    for pattern in patterns:
+        path = next(directory.glob(pattern), None)
+        # Tensors are saved as zip archives, whose table of contents comes last.
+        if path is None or not is_zipfile(path):
+            fault = f"lacks {pattern.removeprefix('*')}" if path is None else f"is damaged: {path.name} is not whole"
+            raise CheckpointError(
+                f"checkpoint {directory} {fault}: put the file back, or let {directory.parent / LATEST} name another "
+                "checkpoint"
+            )

@@ -1,0 +1,130 @@
+"""What a checkpoint says of its run.
+
+CHECKPOINTS/latest                       tag of the newest whole checkpoint, written last
+CHECKPOINTS/global_step100/run.json      iteration, model, layout, tokenizer: read before any process group
+CHECKPOINTS/global_step100/layer_00-...  weights, a file per layer and tensor-parallel rank, whatever the stage
+CHECKPOINTS/global_step100/...           optimizer state, as DeepSpeed cuts it
+"""
+
+import json
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.errors import CheckpointError
+
+RUN_FILE = "run.json"
+
+_MAY_CHANGE = {"seq_length", "init_method_std", "hidden_dropout", "attention_dropout"}
+"""Settings of the model that change neither the shape of a weight nor what it means."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointInfo:
+    """What a checkpoint says of its run.
+
+    Attributes:
+        iteration: iterations done.
+        consumed_samples: samples trained on.
+        model: the model section, vocabulary size included.
+        layout: sizes of the parallel axes.
+        optimizer: rule of the update, whose state was saved; None if none was.
+        partitioned: whether that state is spread over data-parallel ranks: under ZeRO 1, and always in bf16.
+        tokenizer: type and files of the tokenizer.
+        skipped_iterations: iterations of those done that did not update the weights, by an overflow in fp16.
+        skipped_samples: samples of those.
+    """
+
+    iteration: int
+    consumed_samples: int
+    model: dict[str, Any]
+    layout: dict[str, int]
+    optimizer: str | None
+    partitioned: bool
+    tokenizer: dict[str, str | None]
+    skipped_iterations: int = 0
+    skipped_samples: int = 0
+
+    @classmethod
+    def read(cls, directory: Path) -> "CheckpointInfo":
+        """Read it from one checkpoint's directory.
+
+        Raises:
+            CheckpointError: if it is missing or broken.
+        """
+        try:
+            found = json.loads((directory / RUN_FILE).read_text())
+            needed = (field.name for field in fields(cls) if field.name in found or field.default is MISSING)
+            return cls(**{name: found[name] for name in needed})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"checkpoint {directory} has no readable {RUN_FILE} ({error}): load one that this trainer saved whole"
+            ) from None
+
+    def write(self, directory: Path) -> None:
+        """Write it into a checkpoint's directory."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / RUN_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that saved it."""
+        return self.layout["pipeline_parallel_size"]
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks over which its weights are cut."""
+        return self.layout["tensor_parallel_size"]
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel ranks that saved it."""
+        return self.layout["data_parallel_size"]
+
+    def check(self, model: ModelConfig, layout: ParallelLayout, optimizer: str, *, weights_only: bool) -> None:
+        """Hold a checkpoint against the run that wants to load it. How either lies on ranks does not matter.
+
+        Args:
+            model: the run's model section.
+            layout: the run's layout.
+            optimizer: the run's rule of the update.
+            weights_only: whether the state of the optimizer stays unread.
+
+        Raises:
+            CheckpointError: if a weight would have another shape or meaning, or the optimizer could not use the state.
+        """
+        self._check_model(model)
+        rows = model.padded_vocab_size(self.tensor_parallel_size), model.padded_vocab_size(layout.tensor_parallel_size)
+        if rows[0] != rows[1]:
+            raise CheckpointError(
+                f"the checkpoint's vocabulary is padded to {rows[0]} for tensor parallel size "
+                f"{self.tensor_parallel_size}, this run's to {rows[1]} for {layout.tensor_parallel_size}: use a tensor "
+                f"parallel size that divides --make-vocab-size-divisible-by {model.make_vocab_size_divisible_by}"
+            )
+        if weights_only:
+            return
+        if self.optimizer is None:
+            raise CheckpointError(
+                "the checkpoint has no state of the optimizer: load the weights alone, with --no-load-optim or "
+                "--finetune"
+            )
+        if self.optimizer != optimizer:
+            raise CheckpointError(
+                f"the checkpoint has the state of --optimizer {self.optimizer}, this run uses {optimizer}: set "
+                f"--optimizer {self.optimizer}, or load the weights alone with --no-load-optim"
+            )
+
+    def _check_model(self, model: ModelConfig) -> None:
+        ours = asdict(model)
+        may_change = set(_MAY_CHANGE)
+        if model.position_embedding_type != "learned_absolute":
+            may_change.add("max_position_embeddings")  # no weight has a row for each
+        for name, theirs in self.model.items():
+            if name not in may_change and ours.get(name) != theirs:
+                flag = "--" + name.replace("_", "-")
+                raise CheckpointError(
+                    f"the checkpoint has {flag} {theirs}, this run {ours.get(name)}: "
+                    f"set {flag} {theirs}, or load another checkpoint"
+                )

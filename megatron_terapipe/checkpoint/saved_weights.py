@@ -1,0 +1,112 @@
+"""Reads weights from the files of layers, and puts together what tensor-parallel ranks saved in parts."""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.runtime.topology import layer_file
+from megatron_terapipe.errors import CheckpointError
+
+
+class SavedWeights:
+    """The weights of one checkpoint, a layer at a time.
+
+    Args:
+        directory: of the checkpoint.
+        tensor_parallel_size: ranks that each layer was saved by.
+    """
+
+    def __init__(self, directory: Path, tensor_parallel_size: int) -> None:
+        self._directory, self.tensor_parallel_size = directory, tensor_parallel_size
+        # The layers of a stage come one after the other, and tied weights from the first of all.
+        self.layer = lru_cache(maxsize=2 * tensor_parallel_size)(self._layer)
+
+    def _layer(self, index: int, tensor_parallel_rank: int = 0) -> Mapping[str, Tensor]:
+        """Weights of a layer by their names in it, as one tensor-parallel rank saved them; mapped, not yet read.
+
+        Raises:
+            CheckpointError: if the file cannot be read.
+        """
+        path = self._directory / layer_file(index, tensor_parallel_rank)
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # On a damaged file an unpickler may raise anything.
+            raise CheckpointError(
+                f"cannot load layer {index} from {path} ({first_line(error)}): save it again"
+            ) from None
+
+    def weight(self, index: int, name: str, tensor_parallel_rank: int = 0) -> Tensor:
+        """One weight of a layer, as one tensor-parallel rank saved it.
+
+        Raises:
+            CheckpointError: if the file cannot be read, or lacks it.
+        """
+        layer = self.layer(index, tensor_parallel_rank)
+        if name not in layer:
+            path = self._directory / layer_file(index, tensor_parallel_rank)
+            raise CheckpointError(f"{path} lacks {name}: load a checkpoint of the same model")
+        return layer[name]
+
+    def whole(self, index: int, layer: nn.Module) -> dict[str, Tensor]:
+        """Weights of a layer that ranks may have shared, put together.
+
+        Args:
+            index: of the layer.
+            layer: the layer as one rank alone has it, by whose parameters it is known what was cut; may be on `meta`.
+
+        Raises:
+            CheckpointError: if a file cannot be read, or holds another layer.
+        """
+        parts = [self.layer(index, rank) for rank in range(self.tensor_parallel_size)]
+        expected = layer.state_dict()
+        cuts = {name: cut_dimension(parameter) for name, parameter in layer.named_parameters()}
+        try:
+            whole = {name: _joined([part[name] for part in parts], cuts.get(name)) for name in parts[0]}
+            shapes = {name: weight.shape for name, weight in whole.items()}
+            wanted = {name: weight.shape for name, weight in expected.items()}
+            if shapes != wanted:
+                raise ValueError(f"it has weights of shapes {_in_words(shapes)}, and not {_in_words(wanted)}")
+        except Exception as error:
+            path = self._directory / layer_file(index)
+            raise CheckpointError(
+                f"cannot load layer {index} from {path} ({first_line(error)}): save it again"
+            ) from None
+        return whole
+
+
+def cut_dimension(parameter: nn.Parameter) -> int | None:
+    """Dimension along which tensor-parallel ranks share a weight; None if each holds the whole."""
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def reshare(part: Callable[[int], Tensor], num_parts: int, *, rank: int, size: int, cut: int | None) -> Tensor:
+    """A rank's part of a tensor that another number of ranks saved.
+
+    Args:
+        part: gives what a rank saved.
+        num_parts: ranks that saved it.
+        rank: the rank whose part is wanted.
+        size: ranks that share it now.
+        cut: dimension they share; None if each holds the whole.
+    """
+    if num_parts == size:
+        return part(rank)
+    if cut is None:
+        return part(0)
+    return torch.cat([part(each) for each in range(num_parts)], dim=cut).tensor_split(size, dim=cut)[rank]
+
+
+def first_line(error: Exception) -> str:
+    """First line of an error, or its type if it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _joined(parts: list[Tensor], cut: int | None) -> Tensor:
+    return parts[0] if cut is None or len(parts) == 1 else torch.cat(parts, dim=cut)
+
+
+def _in_words(shapes: Mapping[str, torch.Size]) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items()) or "nothing"

@@ -1,0 +1,77 @@
+"""`python -m megatron_terapipe.convert`: models to and from the files of Hugging Face."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert. Returns the exit code: 2 for bad input, said in one line."""
+    options = _parser().parse_args(argv)
+    try:
+        output = Path(options.output)
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(f"--output {output} is not an empty directory: name another")
+        print((_to_huggingface if options.command == "to-huggingface" else _from_huggingface)(options, output))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megatron_terapipe.convert", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    exported = commands.add_parser("to-huggingface", help="write a checkpoint as a GPT-2 or Llama of Hugging Face")
+    exported.add_argument("--load", required=True, metavar="CHECKPOINTS", help="directory that a run saved to")
+    exported.add_argument("--load-tag", metavar="TAG", help="checkpoint, such as global_step100 (default: the newest)")
+    exported.add_argument("--output", required=True, metavar="DIR", help="directory to write, empty or new")
+    imported = commands.add_parser("from-huggingface", help="write a GPT-2 or Llama of Hugging Face as a checkpoint")
+    imported.add_argument(
+        "--load", required=True, metavar="HF_DIR", help="directory with config.json and weights as safetensors"
+    )
+    imported.add_argument("--output", required=True, metavar="CHECKPOINTS", help="directory to write, empty or new")
+    for command in (exported, imported):
+        command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="type of the weights (default: theirs)")
+    return parser
+
+
+def _to_huggingface(options: argparse.Namespace, output: Path) -> str:
+    # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
+    from megatron_terapipe.checkpoint.directories import existing_checkpoint
+    from megatron_terapipe.huggingface.export import export_checkpoint
+
+    directory = existing_checkpoint(options.load, options.load_tag)
+    tokenizer = export_checkpoint(directory, output, dtype=options.dtype, eod=_eod(directory))
+    known = f"with {', '.join(tokenizer)}" if tokenizer else "without a tokenizer"
+    return f"wrote {output} from {directory}, {known}"
+
+
+def _eod(directory: Path) -> int | None:
+    """The token that ends a document; None if the tokenizer is not known or its files are gone."""
+    from megatron_terapipe.checkpoint.info import CheckpointInfo
+    from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
+
+    settings = CheckpointInfo.read(directory).tokenizer
+    try:
+        return build_tokenizer(TokenizerSettings(**settings)).eod if settings else None
+    except UserError:
+        return None
+
+
+def _from_huggingface(options: argparse.Namespace, output: Path) -> str:
+    from megatron_terapipe.huggingface.importing import import_model
+
+    checkpoint = import_model(Path(options.load), output, dtype=options.dtype)
+    return (
+        f"wrote {checkpoint} from {options.load}: train on with --load {output} --finetune --use-checkpoint-args, or "
+        f"generate with --load {output}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

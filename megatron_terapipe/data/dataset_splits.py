@@ -1,0 +1,135 @@
+"""The datasets of a run: samples for training, validation and test, out of the data that its flags name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_terapipe.config.data import DataConfig, Part
+from megatron_terapipe.data.blended_dataset import BlendedDataset, SampleDataset, interleave
+from megatron_terapipe.data.gpt_dataset import GPTDataset, samples_in_epochs
+from megatron_terapipe.data.index_cache import IndexCache
+from megatron_terapipe.data.indexed_dataset import IndexedDataset
+from megatron_terapipe.errors import DataError
+
+_PURPOSES: dict[Part, str] = {"train": "training", "valid": "validation", "test": "testing"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSplits:
+    """The three parts of the data; None where no sample was asked for."""
+
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
+
+
+def split_ranges(shares: Sequence[float], num_documents: int) -> tuple[range, range, range]:
+    """Divide documents into training, validation and test.
+
+    Args:
+        shares: of each part; they sum to 1.
+        num_documents: how many to divide.
+
+    Returns:
+        Three ranges that follow one another and cover all documents.
+    """
+    # Rounded like Megatron, so that the same documents are held out.
+    train, valid, test = shares
+    ends = (train, train + valid, train + valid + test)
+    first, second, third = (round(float(end) * num_documents) for end in ends)
+    return range(first), range(first, second), range(second, third)
+
+
+def build_datasets(
+    data: DataConfig,
+    *,
+    seq_length: int,
+    num_samples: tuple[int, int, int],
+    seed: int,
+) -> DatasetSplits:
+    """Build the training, validation and test samples.
+
+    Args:
+        data: the data section. Without weights each prefix has the share of its tokens; every prefix is split alike.
+        seq_length: tokens the model sees per sample.
+        num_samples: samples of training, validation and test; 0 builds none.
+        seed: of every shuffle.
+
+    Raises:
+        DataError: a dataset is missing or damaged, a part that is needed has too little text, or the cache cannot be
+            written.
+    """
+    builder = _Builder(data, seq_length, seed)
+    train, valid, test = num_samples
+    return DatasetSplits(
+        train=builder.part("train", train),
+        valid=builder.part("valid", valid),
+        test=builder.part("test", test),
+    )
+
+
+class _Builder:
+    """Opens each file once, whatever parts it has a share in."""
+
+    def __init__(self, data: DataConfig, seq_length: int, seed: int) -> None:
+        self._data, self._seq_length, self._seed = data, seq_length, seed
+        self._cache = IndexCache(None if data.data_cache_path is None else Path(data.data_cache_path))
+        parts: tuple[Part, ...] = ("train", "valid", "test")
+        prefixes = dict.fromkeys(prefix for part in parts for _, prefix in data.weighted_prefixes(part))
+        self._indexed = {prefix: IndexedDataset(prefix, warm_up=data.mmap_warmup) for prefix in prefixes}
+
+    def part(self, part: Part, wanted: int) -> SampleDataset | None:
+        """Build the samples of one part; none if none are wanted."""
+        weighted = self._data.weighted_prefixes(part)
+        if wanted == 0:
+            return None
+        if not weighted:
+            raise DataError(f"--{part}-data-path is needed for {_PURPOSES[part]} of {wanted} samples: give it")
+        chosen = [(self._indexed[prefix], self._documents(part, prefix, wanted)) for _, prefix in weighted]
+        weights = [
+            weight or float(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=float))
+            for (weight, _), (indexed, documents) in zip(weighted, chosen, strict=True)
+        ]
+        if len(chosen) == 1:
+            return self._dataset(part, *chosen[0], wanted)
+        order = interleave(weights, wanted, self._cache)
+        counts = np.bincount(order, minlength=len(weights)).tolist()
+        datasets = [self._dataset(part, *each, max(1, count)) for each, count in zip(chosen, counts, strict=True)]
+        return BlendedDataset(datasets, order)
+
+    def _documents(self, part: Part, prefix: str, wanted: int) -> range:
+        """Return which documents of a prefix belong to a part."""
+        data, count = self._data, len(self._indexed[prefix])
+        shares = data.split_shares()
+        documents = (
+            range(count) if shares is None else split_ranges(shares, count)[("train", "valid", "test").index(part)]
+        )
+        if not documents:
+            where = f"--{part}-data-path has" if shares is None else f"--split {data.split} leaves"
+            raise DataError(
+                f"{where} no document of the {count} in {prefix} for {_PURPOSES[part]}, which needs {wanted} samples: "
+                + ("name another" if shares is None else "raise its share, or ask for none")
+            )
+        return documents
+
+    def _dataset(self, part: Part, indexed: IndexedDataset, documents: range, wanted: int) -> GPTDataset:
+        """Build the samples of one prefix: as many as wanted, or those of the epochs asked for."""
+        epochs = self._data.train_data_exact_num_epochs
+        if part == "train" and epochs is not None:
+            available = samples_in_epochs(indexed, documents, seq_length=self._seq_length, epochs=epochs)
+            if wanted > available:
+                raise DataError(
+                    f"--train-data-exact-num-epochs {epochs} makes {available} samples of {indexed.prefix} and the run "
+                    f"takes {wanted}: raise it, or train fewer iterations"
+                )
+            wanted = available
+        return GPTDataset(
+            indexed,
+            documents,
+            seq_length=self._seq_length,
+            num_samples=wanted,
+            seed=self._seed,
+            cache=self._cache,
+        )

@@ -1,0 +1,87 @@
+"""What a family of models is: its `config.json`, and where its weights stand."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.huggingface.rules import Rule
+
+
+class Family(Protocol):
+    """One architecture of Hugging Face's library."""
+
+    name: str
+    """What `model_type` calls it."""
+
+    def requirements(self, model: ModelConfig) -> Sequence["Requirement"]:
+        """What a model of ours must be, to be one of this family."""
+
+    def settings(self, model: ModelConfig) -> dict[str, Any]:
+        """Contents of `config.json`, without what says only how to sample."""
+
+    def model(self, settings: Mapping[str, Any]) -> ModelConfig:
+        """The model that `config.json` describes.
+
+        Raises:
+            ConfigError: if it asks for what our models do not have.
+        """
+
+    def rules(self, model: ModelConfig) -> Mapping[int, Sequence[Rule]]:
+        """How weights correspond, by our pipeline layer."""
+
+    def is_ignored(self, tensor: str, model: ModelConfig) -> bool:
+        """Whether a tensor there is no weight: a mask, or a copy of another one."""
+
+    def canonical(self, tensor: str) -> str:
+        """The name that `rules` has for a tensor, which may stand there without the prefix of the whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """One thing that a model must be.
+
+    Attributes:
+        met: whether it is.
+        flag: flag that decides it, and its value.
+        wanted: what the family has instead.
+    """
+
+    met: bool
+    flag: str
+    wanted: str
+
+
+def check_requirements(family: str, requirements: Iterable[Requirement]) -> None:
+    """Refuse a model that a family cannot express.
+
+    Raises:
+        ConfigError: naming the first thing that does not fit.
+    """
+    for each in requirements:
+        if not each.met:
+            raise ConfigError(
+                f"the model has {each.flag}, and Hugging Face's {family} has {each.wanted}: it cannot be written in "
+                "their files without becoming another model, so keep it in ours"
+            )
+
+
+def expect(settings: Mapping[str, Any], name: str, accepted: Iterable[Any], default: Any = None) -> Any:
+    """A setting of `config.json` that our models have one or a few values of.
+
+    Args:
+        settings: contents of the file.
+        name: the setting.
+        accepted: values that our models can have.
+        default: its value where it is left out.
+
+    Raises:
+        ConfigError: if it is something else.
+    """
+    value = settings.get(name, default)
+    accepted = tuple(accepted)
+    if value not in accepted:
+        choices = " or ".join(str(each) for each in accepted)
+        raise ConfigError(f"config.json sets {name} to {value}, and our models have {choices}: convert another model")
+    return value

@@ -1,0 +1,103 @@
+"""How one weight of ours stands in tensors of theirs, there and back."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One weight of a layer of ours, and the tensors that hold it there.
+
+    Attributes:
+        ours: name in our layer.
+        theirs: names of the tensors.
+        split: from our weight to theirs.
+        join: from theirs to ours, without change of a bit.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    split: Callable[[Tensor], Sequence[Tensor]]
+    join: Callable[[Sequence[Tensor]], Tensor]
+
+
+def same(ours: str, theirs: str) -> Rule:
+    """The same tensor."""
+    return Rule(ours, (theirs,), lambda weight: (weight,), lambda tensors: tensors[0])
+
+
+def transposed(ours: str, theirs: str) -> Rule:
+    """[out, in] of ours is [in, out] there; a bias is a bias."""
+    return Rule(ours, (theirs,), lambda weight: (_turned(weight),), lambda tensors: _turned(tensors[0]))
+
+
+def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> Rule:
+    """A row for each word; ours has more, so that ranks can share them.
+
+    Args:
+        ours: name in our layer.
+        theirs: name of the tensor.
+        words: rows there.
+        rows: rows of ours.
+    """
+
+    def padded(tensors: Sequence[Tensor]) -> Tensor:
+        (weight,) = tensors
+        # As the mean of all, what pads is no likelier than a word is on average; as zeros it might be the likeliest.
+        mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
+        return torch.cat([weight, mean.expand(rows - words, -1)])
+
+    return Rule(ours, (theirs,), lambda weight: (weight[:words],), padded)
+
+
+def stacked(ours: str, theirs: Sequence[str]) -> Rule:
+    """Tensors of one shape, one after the other in a dimension of their own."""
+    return Rule(ours, tuple(theirs), lambda weight: weight.unbind(), torch.stack)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How queries, keys and values lie in our product: for each group its query heads, its key and its value head.
+
+    Attributes:
+        groups: key and value heads.
+        heads_of_group: query heads of each.
+        size: channels of a head.
+    """
+
+    groups: int
+    heads_of_group: int
+    size: int
+
+    def apart(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each head after head."""
+        grouped = weight.unflatten(0, (self.groups, self.heads_of_group + 2, self.size))
+        query, key, value = grouped.split([self.heads_of_group, 1, 1], dim=1)
+        return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
+
+    def grouped(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Our product from queries, keys and values."""
+        parts = [each.unflatten(0, (self.groups, -1, self.size)) for each in tensors]
+        return torch.cat(parts, dim=1).flatten(0, 2)
+
+
+def attention(ours: str, theirs: Sequence[str], heads: Heads) -> Rule:
+    """Queries, keys and values in a tensor each."""
+    return Rule(ours, tuple(theirs), heads.apart, heads.grouped)
+
+
+def fused_attention(ours: str, theirs: str, heads: Heads) -> Rule:
+    """All queries, then all keys, then all values, in the columns of one tensor. There are as many of each."""
+    return Rule(
+        ours,
+        (theirs,),
+        lambda weight: (_turned(torch.cat(heads.apart(weight))),),
+        lambda tensors: heads.grouped(_turned(tensors[0]).tensor_split(3)),
+    )
+
+
+def _turned(weight: Tensor) -> Tensor:
+    return weight.t().contiguous() if weight.dim() == 2 else weight

@@ -1,0 +1,142 @@
+"""Tensors in safetensors files, in one or in several with an index."""
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_terapipe.errors import CheckpointError, ConfigError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Bytes of tensors in one file; those of Hugging Face's library are as large."""
+
+
+class SavedTensors:
+    """The tensors of a directory, each read when it is asked for.
+
+    Args:
+        directory: holds one file, or an index and the files that it names.
+
+    Raises:
+        CheckpointError: if there is neither, or a file is missing or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._open = lru_cache(maxsize=None)(self._open_file)
+        self._files = self._index()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._files)
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: if the file that the index names does not hold it.
+        """
+        try:
+            return self._open(self._files[name]).get_tensor(name)
+        except Exception as error:
+            raise self._unreadable(self._files[name], error) from None
+
+    def _index(self) -> dict[str, str]:
+        if (self._directory / INDEX).is_file():
+            try:
+                files: dict[str, str] = json.loads((self._directory / INDEX).read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise self._unreadable(INDEX, error) from None
+            for file in sorted(set(files.values())):
+                self._open(file)
+            return files
+        if not (self._directory / SINGLE).is_file():
+            raise CheckpointError(
+                f"{self._directory} holds neither {SINGLE} nor {INDEX}: give a directory that a model was saved to as "
+                "safetensors"
+            )
+        return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+
+    def _open_file(self, file: str) -> Any:
+        try:
+            return safetensors("").safe_open(self._directory / file, framework="pt")
+        except ConfigError:
+            raise
+        except Exception as error:  # Its errors have a class of their own.
+            raise self._unreadable(file, error) from None
+
+    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return CheckpointError(f"{self._directory / file} cannot be read ({reason}): get it again")
+
+
+def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write tensors as they come; never more than a file's worth of them is in memory.
+
+    Args:
+        directory: where to.
+        tensors: names and tensors.
+        shard_bytes: bytes of tensors after which a new file is begun.
+    """
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = size = 0
+
+    def flush() -> None:
+        save = safetensors(".torch").save_file
+        save(held, directory / _temporary(len(shards)), metadata={"format": "pt"})
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        bytes_of_tensor = tensor.numel() * tensor.element_size()
+        if held and size + bytes_of_tensor > shard_bytes:
+            flush()
+            size = 0
+        held[name] = tensor.contiguous()
+        size, total = size + bytes_of_tensor, total + bytes_of_tensor
+    flush()
+    _name_files(directory, shards, total)
+
+
+def _name_files(directory: Path, shards: list[list[str]], total: int) -> None:
+    """Give the files the names that say how many there are, and write the index if there are several."""
+    if len(shards) == 1:
+        (directory / _temporary(0)).rename(directory / SINGLE)
+        return
+    files: Mapping[str, list[str]] = {
+        f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors": names for number, names in enumerate(shards)
+    }
+    for number, file in enumerate(files):
+        (directory / _temporary(number)).rename(directory / file)
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def safetensors(module: str) -> Any:
+    """The package, or a module of it.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        return import_module(f"safetensors{module}")
+    except ImportError:
+        raise ConfigError("the package safetensors is not installed: pip install safetensors") from None
+
+
+def _temporary(number: int) -> str:
+    return f"shard-{number}.partial"
+
+
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types that weights can be converted to, by their names in flags."""

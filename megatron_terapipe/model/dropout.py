@@ -1,0 +1,25 @@
+"""Dropout on the residual stream."""
+
+from enum import IntEnum
+
+from torch import Tensor
+
+from megatron_terapipe.model.attention import Past
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+
+
+class DropoutSite(IntEnum):
+    """The uses of dropout in one layer, each with masks of its own. Attention's probabilities are site 0."""
+
+    EMBEDDING = 1
+    ATTENTION = 2
+    MLP = 3
+
+
+def residual_dropout(
+    hidden: Tensor, probability: float, site: DropoutSite, past: Past, ranks: TensorParallelRanks
+) -> Tensor:
+    """Dropout on [B, n, hidden] of the tokens this rank has between the matrices."""
+    if not probability:
+        return hidden
+    return past.dropout(hidden, probability, site=site, first_token=ranks.first_token(hidden.shape[1]))

@@ -1,0 +1,70 @@
+"""`python -m megatron_terapipe.neox`: the command that trains what GPT-NeoX's files describe."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.neox.conversion import Conversion, Effect
+from megatron_terapipe.neox.convert import convert
+from megatron_terapipe.neox.files import read_settings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert, print, list. Returns the exit code: 2 for bad input, or with `--strict` for another training."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.world_size is not None and options.world_size < 1:
+            raise ConfigError(f"--world-size {options.world_size} is not positive: give 1 or more")
+        conversion = convert(read_settings(options.files), options.world_size)
+        comments = [*conversion.comments(), *_unfinished(conversion)]
+        text = "".join(f"# {comment}\n" for comment in comments) + conversion.command()
+        if options.output is None:
+            print(text, end="")
+        else:
+            _write(options.output, text)
+        for comment in comments:
+            print(comment, file=sys.stderr)
+        changed = [note.key for note in conversion.notes if note.effect is Effect.CHANGES]
+        if options.strict and changed:
+            raise ConfigError(
+                f"{', '.join(changed)} would not be trained as NeoX does: change the files, or leave out --strict"
+            )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megatron_terapipe.neox", description=__doc__)
+    parser.add_argument("files", nargs="+", metavar="CONFIG.yml", help="NeoX's files, read together")
+    parser.add_argument("--output", metavar="FILE", help="write the command to a file instead of printing it")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="processes of the run, where the batch size depends on them"
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 2 if anything else would be trained")
+    return parser
+
+
+def _unfinished(conversion: Conversion) -> list[str]:
+    """Say what the trainer itself has against the command, as where a file holds only the model."""
+    try:
+        parse_arguments(conversion.words())
+    except ConfigError as error:
+        return [f"the trainer does not take this as it is: {error}"]
+    return []
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written ({error.strerror}): name another file") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

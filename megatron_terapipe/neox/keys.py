@@ -1,0 +1,158 @@
+"""NeoX's settings that are handled one by one: a flag each, or a reason why none is needed.
+
+The defaults are those of NeoX's documentation, `configs/neox_arguments.md`.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+VALUES: Mapping[str, tuple[str, object]] = MappingProxyType(
+    {
+        "num_layers": ("--num-layers", None),
+        "hidden_size": ("--hidden-size", None),
+        "num_attention_heads": ("--num-attention-heads", None),
+        "seq_length": ("--seq-length", None),
+        "max_position_embeddings": ("--max-position-embeddings", None),
+        "make_vocab_size_divisible_by": ("--make-vocab-size-divisible-by", 128),
+        "hidden_dropout": ("--hidden-dropout", 0.1),
+        "attention_dropout": ("--attention-dropout", 0.1),
+        "distributed_backend": ("--distributed-backend", None),
+        "train_iters": ("--train-iters", None),
+        "exit_interval": ("--exit-interval", None),
+        "seed": ("--seed", 1234),
+        "min_lr": ("--min-lr", 0.0),
+        "warmup": ("--lr-warmup-fraction", 0.01),
+        "lr_decay_iters": ("--lr-decay-iters", None),
+        "num_workers": ("--num-workers", 2),
+        "save": ("--save", None),
+        "load": ("--load", None),
+        "log_interval": ("--log-interval", 100),
+        "eval_interval": ("--eval-interval", 1000),
+        "eval_iters": ("--eval-iters", 100),
+        "tensorboard_dir": ("--tensorboard-dir", None),
+    }
+)
+"""Settings whose value is that of a flag, and NeoX's default; None = the flag is left out."""
+
+SWITCHES: Mapping[str, str] = MappingProxyType(
+    {
+        "no_weight_tying": "--untie-embeddings-and-output-weights",
+        "sequence_parallel": "--sequence-parallel",
+        "mmap_warmup": "--mmap-warmup",
+        "eod_mask_loss": "--eod-mask-loss",
+        "finetune": "--finetune",
+        "no_load_optim": "--no-load-optim",
+        "no_load_rng": "--no-load-rng",
+        "no_save_optim": "--no-save-optim",
+        "no_save_rng": "--no-save-rng",
+        "log_param_norm": "--log-params-norm",
+    }
+)
+"""Settings that are true or false, as a flag is there or not."""
+
+FIXED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
+    {
+        "gpt_j_residual": ((False,), "attention and MLP follow each other in every layer"),
+        "gpt_j_tied": ((False,), "attention and MLP follow each other, with a norm each"),
+        "use_qk_layernorm": ((False,), "queries and keys have no norm"),
+        "use_mup": ((False,), "weights and learning rates are not scaled by muP"),
+        "num_unique_layers": ((), "layers do not share weights"),
+        "sliding_window_width": ((), "every token attends to all before it"),
+        "soft_prompt_tuning": ((), "all weights are trained"),
+        "adapter_config": ((), "all weights are trained"),
+        "opt_pos_emb_offset": ((0,), "positions count from 0"),
+        "model_arch": (("gpt2",), "the model is a decoder"),
+        "train_impl": (("normal",), "training is on the next token"),
+        "moe_num_experts": ((0, 1), "layers have one MLP"),
+        "num_experts": ((0, 1), "layers have one MLP"),
+        "expansion_factor": ((), "the width of the MLP is given in channels, with intermediate_size"),
+        "use_bnb_optimizer": ((False,), "the optimizer keeps its state in fp32"),
+        "label_data_paths": ((), "labels are the next tokens"),
+        "weight_by_num_documents": ((False,), "weights of a blend are those given"),
+        "dataset_impl": (("gpt2",), "samples are cut from documents one after the other"),
+        "pack_impl": (("packed",), "samples are cut from documents one after the other"),
+        "train_epochs": ((), "training is counted in iterations: give train_iters"),
+        "curriculum_learning": ((), "sequences have one length"),
+        "data_efficiency": ((), "data is read in one order"),
+        "compression_training": ((), "weights are not compressed"),
+        "scheduler": ((), "the learning rate follows from lr_decay_style and its like"),
+        "amp": ((), "number types are those of fp16 and bf16"),
+        "te_fp8_format": ((), "nothing runs in fp8"),
+        "te_fp8_mha": ((False,), "nothing runs in fp8"),
+        "lora_config": ((), "all weights are trained"),
+    }
+)
+"""Settings that are what they are here: the values that agree with that, and the reason. Null always agrees."""
+
+_KERNELS = "kernels are chosen by what the machine has"
+_RECOMPUTE = "whole layers are recomputed, without variants"
+_LOG = "the log and --metrics-file have what there is"
+_GENERATION = "for generation, use python -m megatron_terapipe.generate"
+_FILE = "it can stand in a file for --deepspeed-config"
+_ONLY_WITH_OTHERS = "it takes effect only with a setting that is noted itself"
+_WANDB = "Weights & Biases takes it from the environment"
+
+
+def _each(names: str, reason: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
+HARMLESS: Mapping[str, str] = MappingProxyType(
+    {
+        **_each(
+            "scaled_upper_triang_masked_softmax_fusion scaled_masked_softmax_fusion bias_dropout_fusion rope_fusion"
+            " te_columnparallel te_rowparallel te_layernorm_mlp te_mha layernorm_fusion"
+            " rmsnorm_fusion use_flashattn_swiglu use_triton rotary_save_freqs_buffer",
+            _KERNELS,
+        ),
+        **_each("attention_softmax_in_fp32 apply_query_key_layer_scaling", "softmax runs in fp32"),
+        **_each("fp16_lm_cross_entropy", "the loss is computed in fp32"),
+        **_each("output_layer_parallelism", "the output layer is cut along the vocabulary"),
+        **_each("use_cpu_initialization lazy_mpu_init", "weights are made on the CPU, then moved"),
+        **_each(
+            "partition_activations contiguous_checkpointing checkpoint_in_cpu synchronize_each_layer profile_backward"
+            " deepspeed_activation_checkpointing activation_checkpointing",
+            _RECOMPUTE,
+        ),
+        **_each(
+            "log_dir log_grad_pct_zeros log_grad_norm log_optimizer_states log_gradient_noise_scale log_memory_stats"
+            " gradient_noise_scale_n_batches gradient_noise_scale_cpu_offload char_level_ppl git_hash memory_profiling"
+            " memory_profiling_path profile profile_step_start profile_step_stop peak_theoretical_tflops",
+            _LOG,
+        ),
+        **_each(
+            "steps_per_print wall_clock_breakdown memory_breakdown dump_state prescale_gradients"
+            " gradient_predivide_factor sparse_gradients communication_data_type comms_logger csv_monitor tensorboard"
+            " wandb checkpoint flops_profiler elasticity autotuning zero_allow_untested_optimizer",
+            _FILE,
+        ),
+        **_each("fp32_allreduce", "gradients are reduced in fp32 where they add up in fp32"),
+        **_each("wandb_group wandb_team wandb_host wandb_init_all_ranks", _WANDB),
+        **_each(
+            "text_gen_type temperature top_p top_k return_logits maximum_tokens prompt_end sample_input_file"
+            " sample_output_file num_samples recompute eval_results_prefix eval_tasks",
+            _GENERATION,
+        ),
+        **_each(
+            "rpe_num_buckets rpe_max_distance param_sharing_style gmlp_attn_dim scalenorm_epsilon sparsity_config"
+            " sparse_attention weighted_sampler_alpha coord_check save_base_shapes base_shapes_file mup_init_scale"
+            " mup_attn_temp mup_output_temp mup_embedding_mult mup_rp_embedding_mult mup_width_scale onnx_safe"
+            " short_seq_prob te_fp8_wgrad te_fp8_margin te_fp8_amax_history_len te_fp8_amax_compute_algo",
+            _ONLY_WITH_OTHERS,
+        ),
+        **_each("data_impl use_shared_fs", "data is memory-mapped, and every rank finds its samples itself"),
+        **_each("checkpoint_validation_with_forward_pass load_universal", "checkpoints load onto every layout"),
+        **_each("extra_save_iters", "checkpoints are saved every --save-interval, and at the end"),
+        **_each("override_lr_scheduler use_checkpoint_lr_scheduler", "the schedule follows from the flags"),
+        **_each("adlr_autoresume adlr_autoresume_interval", "a run resumes with --load"),
+        **_each("detect_nvlink_pairs autotuning_run deepscale deepscale_config", "the launcher does not know it"),
+        **_each(
+            "deepspeed local_rank rank world_size is_pipe_parallel global_num_gpus iteration do_train do_valid do_test"
+            " save_iters user_script padded_vocab_size dynamic_loss_scale config_files lr gas batch_size zero_stage"
+            " zero_reduce_scatter zero_contiguous_gradients zero_reduce_bucket_size zero_allgather_bucket_size"
+            " optimizer_type curriculum_seqlen min_scale loss_scale loss_scale_window hysteresis clip_grad",
+            "NeoX sets it itself",
+        ),
+    }
+)
+"""Settings that do not change what is trained, and why none is written."""

@@ -1,0 +1,133 @@
+"""The ranks that share each matrix, and the collectives among them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Pending = Callable[[], Tensor]
+"""A collective under way: call it to wait for the result."""
+
+# Torch 2.13 renamed both, and warns of the names that older releases have.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelRanks:
+    """Ranks that share each layer's matrices; by default one rank alone.
+
+    Tokens are in dimension 1 of every tensor here.
+
+    Attributes:
+        rank: this one's place among them.
+        size: how many.
+        group: their process group; None for one alone.
+        sequence_parallel: between the matrices, each has its part of the tokens.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+
+    def parameter(
+        self, *shape: int, cut: int, initialize: Callable[[Tensor], object], device: torch.device | None = None
+    ) -> nn.Parameter:
+        """This rank's part of a weight.
+
+        The whole weight is drawn, then cut: so it is the same for any number of ranks.
+
+        Args:
+            shape: of the whole weight.
+            cut: dimension that ranks share.
+            initialize: fills the whole weight in place.
+            device: where it lives; None for torch's default.
+        """
+        whole = torch.empty(*shape, device=device)
+        initialize(whole)
+        part = whole if self.size == 1 else whole.chunk(self.size, dim=cut)[self.rank].clone()
+        parameter = nn.Parameter(part)
+        # Read by DeepSpeed to count norms, by the checkpoint to put parts together.
+        parameter.tensor_model_parallel = True
+        parameter.partition_dim = cut
+        return parameter
+
+    def replicated(self, weight: Tensor) -> nn.Parameter:
+        """A weight that every rank holds whole, and applies to the tokens it has between the matrices."""
+        parameter = nn.Parameter(weight)
+        parameter.sequence_parallel = self.sequence_parallel
+        return parameter
+
+    def own_tokens(self, whole: Tensor) -> Tensor:
+        """Of [B, N, ...], the tokens this rank has between the matrices."""
+        return whole.chunk(self.size, dim=1)[self.rank] if self.sequence_parallel else whole
+
+    def first_token(self, num_tokens: int) -> int:
+        """Tokens of other ranks before the `num_tokens` that this rank has between the matrices."""
+        return self.rank * num_tokens if self.sequence_parallel else 0
+
+    def start_sum(self, part: Tensor) -> Pending:
+        """Start to sum a tensor over all ranks, in place."""
+        if self.size == 1:
+            return lambda: part
+        work = dist.all_reduce(part, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return part
+
+        return finish
+
+    def start_gather(self, part: Tensor) -> Pending:
+        """Start to gather the tokens of all ranks: [B, N / size, C] to [B, N, C]."""
+        part = part.contiguous()
+        gathered = part.new_empty((self.size, *part.shape))
+        work = _all_gather(gathered.flatten(0, 1), part, group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            # With one row the ranks' parts already lie one after the other, and nothing is copied.
+            return gathered.transpose(0, 1).flatten(1, 2)
+
+        return finish
+
+    def start_reduce_scatter(self, whole: Tensor) -> Pending:
+        """Start to sum a tensor over all ranks, of which each gets its tokens: [B, N, C] to [B, N / size, C]."""
+        by_rank = whole.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+        own = torch.empty_like(by_rank[0])
+        work = _reduce_scatter(own, by_rank.flatten(0, 1), group=self.group, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return own
+
+        return finish
+
+    def start_complete(self, partial: Tensor) -> Pending:
+        """Start to sum what every rank computed a part of; each gets the tokens that it has between the matrices."""
+        return self.start_reduce_scatter(partial) if self.sequence_parallel else self.start_sum(partial)
+
+    def sum_parts(self, partial: Tensor) -> Tensor:
+        """Sum what every rank computed a part of: [B, N, C] to the tokens this rank has between the matrices.
+
+        Backward, every rank gets the gradients of all tokens.
+        """
+        return partial if self.size == 1 else _SumParts.apply(partial, self)
+
+
+class _SumParts(torch.autograd.Function):
+    """Megatron's g, or g bar with sequence parallelism."""
+
+    @staticmethod
+    def forward(ctx, partial, ranks: TensorParallelRanks):
+        ctx.ranks = ranks
+        # Summed in place: nobody keeps the part, which a product or an embedding has just made.
+        return ranks.start_complete(partial.detach())()
+
+    @staticmethod
+    def backward(ctx, output_gradient):
+        ranks = ctx.ranks
+        return ranks.start_gather(output_gradient)() if ranks.sequence_parallel else output_gradient, None

@@ -1,0 +1,224 @@
+"""A DeepSpeed configuration of the user's: held against the flags, all that is wrong with it said at once."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from megatron_terapipe.config.json_files import read_json
+from megatron_terapipe.errors import ConfigError
+
+FLAG = "--deepspeed-config"
+
+FLAGS = {
+    "train_batch_size": "--global-batch-size",
+    "train_micro_batch_size_per_gpu": "--micro-batch-size",
+    "gradient_accumulation_steps": "--global-batch-size",
+    "gradient_clipping": "--clip-grad",
+    "zero_optimization.stage": "--zero-stage",
+    "zero_optimization.reduce_bucket_size": "--zero-reduce-bucket-size",
+    "zero_optimization.allgather_bucket_size": "--zero-allgather-bucket-size",
+    "zero_optimization.reduce_scatter": "--zero-reduce-scatter",
+    "zero_optimization.contiguous_gradients": "--zero-contiguous-gradients",
+    "bf16.enabled": "--bf16",
+    "fp16.enabled": "--fp16",
+    "fp16.loss_scale": "--loss-scale",
+    "fp16.initial_scale_power": "--initial-loss-scale",
+    "fp16.loss_scale_window": "--loss-scale-window",
+    "fp16.hysteresis": "--hysteresis",
+    "fp16.min_loss_scale": "--min-loss-scale",
+    "data_types.grad_accum_dtype": "--accumulate-allreduce-grads-in-fp32",
+    "pipeline.token_slices": "--token-slices",
+    "pipeline.schedule": "--pipeline-schedule",
+    "optimizer.type": "--optimizer",
+    "optimizer.params.lr": "--lr",
+    "optimizer.params.betas": "--adam-beta1 or --adam-beta2",
+    "optimizer.params.eps": "--adam-eps",
+    "optimizer.params.weight_decay": "--weight-decay",
+    "optimizer.params.momentum": "--sgd-momentum",
+}
+"""Flag that decides each setting; the rest of what we set follows from no flag."""
+
+NOT_HERE = {
+    "scheduler": "the learning rate is built from --lr-decay-style and its like",
+    "data_parallel_size": "it follows from the world size",
+    "sequence_parallel_size": "sequences are cut with --num-token-slices",
+    "tensor_parallel": "layers are spread with --tensor-model-parallel-size",
+    "flops_profiler": "it times DeepSpeed's own forward, which token slices do not run",
+    "activation_checkpointing.partition_activations": "layers are recomputed with --recompute-granularity",
+    "activation_checkpointing.cpu_checkpointing": "layers are recomputed with --recompute-granularity",
+    "activation_checkpointing.contiguous_memory_optimization": "layers are recomputed with --recompute-granularity",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "layers are recomputed with --recompute-granularity",
+    "activation_checkpointing.profile": "layers are recomputed with --recompute-granularity",
+    "zero_optimization.cpu_offload": "the optimizer stays on the accelerator",
+    "zero_optimization.offload_optimizer": "the optimizer stays on the accelerator",
+    "zero_optimization.offload_param": "weights stay on the accelerator",
+    "amp": "number types are chosen with --fp16 and --bf16",
+    "torch_autocast": "number types are chosen with --fp16 and --bf16",
+    "curriculum_learning": "sequences have one length",
+    "data_efficiency": "data is read by the trainer",
+    "elasticity": "it is no longer in DeepSpeed",
+    "compression_training": "it is no longer in DeepSpeed",
+    "sparse_attention": "attention is dense",
+    "autotuning": "it needs a launcher of its own",
+    "hybrid_engine": "the engine is the one of token slices",
+    "weight_quantization": "weights are not quantized",
+}
+"""Settings that would do nothing here, or harm, and why. Switched off, they may stand in a file."""
+
+OTHERS = {
+    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "disable_python_gc"),
+    *("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op", "sparse_gradients", "fp32_allreduce"),
+    *("communication_data_type", "seq_parallel_communication_data_type", "disable_allgather", "vocabulary_size"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "use_data_before_expert_parallelism"),
+    *("managed_gradient_accumulation", "dataloader_drop_last", "checkpoint", "aio", "datastates_ckpt", "nebula"),
+    *("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "timers", "compile", "expert_parallel"),
+    *("activation_checkpointing", "eigenvalue", "progressive_layer_drop"),
+}
+"""Sections and settings of DeepSpeed's that pass through."""
+
+BUILDERS = ("torch_adam", "fused", "foreach")
+"""Parameters of an optimizer that choose its implementation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fault:
+    """One thing that is wrong with a file."""
+
+    text: str
+    by_flag: bool = False
+
+
+def read_deepspeed_file(path: str, decided: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the file that `--deepspeed-config` names; `auto` and null stand for what we decide.
+
+    Args:
+        path: the file.
+        decided: settings that flags and the engine decide; the file may repeat them, not change them.
+        optimizer: what the file may say of the optimizer, which DeepSpeed is not to build: its type and its params.
+
+    Returns:
+        The settings that are left to hand to DeepSpeed.
+
+    Raises:
+        ConfigError: if it cannot be read, or for all that is wrong with it, in one line.
+    """
+    document = read_json(path, FLAG)
+    if not isinstance(document, dict):
+        raise ConfigError(f"{FLAG} {path} is not a JSON object: write one")
+    if "bfloat16" in document:  # DeepSpeed's older name; under it the conflict with --bf16 would go unseen.
+        document["bf16"] = document.pop("bfloat16")
+    file = _without_auto(document)
+    faults = [
+        *_unknown(file, {*decided, *OTHERS, "optimizer", *(name.split(".")[0] for name in NOT_HERE)}),
+        *_not_here(file),
+        *_disagreements({key: value for key, value in file.items() if key != "optimizer"}, decided),
+        *_optimizer_faults(file.get("optimizer", {}), optimizer),
+        *_malformed(file),
+    ]
+    if faults:
+        raise ConfigError(f"{FLAG} {path} {_line(faults)}")
+    return {key: value for key, value in file.items() if key not in ("optimizer", "scheduler")}
+
+
+def _line(faults: list[_Fault]) -> str:
+    texts = list(dict.fromkeys(f"sets {fault.text}" for fault in faults))
+    several = len(texts) > 1
+    by_flag = sum(fault.by_flag for fault in faults)
+    remedy = f"change the flag{'s' if by_flag > 1 else ''}, or " if by_flag else ""
+    return f"{'; '.join(texts)}: {remedy}remove {'them' if several else 'it'} from the file"
+
+
+def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the settings that a file leaves to us."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in settings.items()
+        if value is not None and value != "auto"
+    }
+
+
+def _unknown(file: Mapping[str, Any], known: set[str]) -> Iterator[_Fault]:
+    """DeepSpeed ignores what it does not know, and a misspelt setting with it."""
+    for key in file:
+        if key not in known:
+            nearest = get_close_matches(key, sorted(known), n=1)
+            yield _Fault(text=f"{key}, which DeepSpeed does not know{f' ({nearest[0]}?)' if nearest else ''}")
+
+
+def _not_here(file: Mapping[str, Any]) -> Iterator[_Fault]:
+    for name, reason in NOT_HERE.items():
+        first, _, second = name.partition(".")
+        value = file.get(first)
+        if second:
+            value = value.get(second) if isinstance(value, Mapping) else None
+        if _switched_on(value):
+            yield _Fault(text=f"{name}, but {reason}")
+
+
+def _switched_on(value: object) -> bool:
+    if not isinstance(value, Mapping):
+        return bool(value)
+    if "enabled" in value:
+        return bool(value["enabled"])
+    if "device" in value:
+        return bool(value["device"] != "none")
+    # A section whose params are all left to us says nothing.
+    return bool(value.get("params") if "params" in value else value)
+
+
+def _disagreements(file: Mapping[str, Any], decided: Mapping[str, Any], prefix: str = "") -> Iterator[_Fault]:
+    for key, ours in decided.items():
+        if key not in file:
+            continue
+        theirs, name = file[key], prefix + key
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            yield from _disagreements(theirs, ours, f"{name}.")
+        elif theirs != ours:
+            owner = f"{FLAGS[name]} makes it" if name in FLAGS else "it must be"
+            text = f"{name} to {json.dumps(theirs)}, but {owner} {json.dumps(ours)}"
+            yield _Fault(text=text, by_flag=name in FLAGS)
+
+
+def _optimizer_faults(file: object, ours: Mapping[str, Any]) -> Iterator[_Fault]:
+    built = "the optimizer is built from --optimizer, --lr and their like"
+    if not isinstance(file, Mapping) or not isinstance(file.get("params", {}), Mapping):
+        yield _Fault(text=f"optimizer, but {built}")
+        return
+    types = ours["type"]
+    if "type" in file and str(file["type"]).lower() not in types:
+        text = f"optimizer.type to {json.dumps(file['type'])}, but --optimizer makes it {json.dumps(types[0])}"
+        yield _Fault(text=text, by_flag=True)
+        return
+    yield from _disagreements({"params": file.get("params", {})}, {"params": ours["params"]}, "optimizer.")
+    for key in file.get("params", {}):
+        if key not in ours["params"] and key not in BUILDERS:
+            yield _Fault(text=f"optimizer.params.{key}, but {built}")
+
+
+def _malformed(file: Mapping[str, Any]) -> Iterator[_Fault]:
+    """What DeepSpeed itself would refuse, and with many lines, once the process group is built."""
+    # Imported where a file has been named: DeepSpeed takes seconds.
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    models = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+    for name, model in models.items():
+        section = file.get(name, {})
+        if not isinstance(section, Mapping):
+            yield _Fault(text=f"{name} to {json.dumps(section)}, which is not an object")
+            continue
+        try:
+            model(**section)
+        except ValidationError as errors:
+            for error in errors.errors():
+                key = ".".join(map(str, error["loc"]))
+                if error["type"] == "extra_forbidden":
+                    yield from (
+                        _Fault(text=f"{name}.{fault.text}") for fault in _unknown({key: 0}, set(model.model_fields))
+                    )
+                else:
+                    value = json.dumps(error["input"])
+                    yield _Fault(text=f"{name}.{key} to {value}, which DeepSpeed does not take")

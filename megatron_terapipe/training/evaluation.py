@@ -1,0 +1,50 @@
+"""Evaluation on samples that are never trained on."""
+
+from typing import Literal
+
+from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from megatron_terapipe.training.metrics import EvaluationMetrics
+from megatron_terapipe.training.micro_batches import micro_batches
+from megatron_terapipe.training.progress import Progress
+from megatron_terapipe.training.reporting.reporter import Reporter
+from megatron_terapipe.training.run import Run
+
+
+class Evaluation:
+    """Evaluates with the token slices that training uses.
+
+    Args:
+        run: the prepared run.
+        engine: its engine.
+        reporter: is told of every evaluation.
+    """
+
+    def __init__(self, run: Run, engine: TokenSlicePipelineEngine, reporter: Reporter) -> None:
+        self._run, self._engine, self._reporter = run, engine, reporter
+
+    def run(self, progress: Progress, part: Literal["validation", "test"] = "validation") -> None:
+        """Report the mean loss over the same samples every time, so that evaluations compare.
+
+        Args:
+            progress: of the training so far.
+            part: which data; where there is none, nothing happens.
+        """
+        datasets = self._run.datasets
+        dataset = datasets.valid if part == "validation" else datasets.test
+        if dataset is None:
+            return
+        eval_iters = self._run.config.logging.eval_iters
+        # Those of the full batch, also where training is still on the ramp to it.
+        num_micro_batches = self._run.config.num_micro_batches(self._run.layout.data_parallel_size)
+        with micro_batches(self._run, self._engine, dataset, 0) as batches:
+            losses = [
+                self._engine.eval_batch(batches, num_micro_batches=num_micro_batches).item() for _ in range(eval_iters)
+            ]
+        self._reporter.evaluation(
+            EvaluationMetrics(
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+                part=part,
+                lm_loss=sum(losses) / eval_iters,
+            )
+        )

@@ -1,0 +1,39 @@
+"""The micro-batches that a rank reads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from megatron_terapipe.data.blended_dataset import SampleDataset
+from megatron_terapipe.data.loader import MicroBatchLoader
+from megatron_terapipe.training.run import Run
+
+
+@contextmanager
+def micro_batches(
+    run: Run, engine: TokenSlicePipelineEngine, dataset: SampleDataset, consumed_samples: int
+) -> Iterator[Iterator[Any]]:
+    """Read a dataset from `consumed_samples` on, if this rank's stage reads any.
+
+    Between the first and the last stage nothing is read, unless attention must know where documents begin.
+    """
+    data = run.config.data
+    if not (engine.is_first_stage() or engine.is_last_stage() or data.separates_documents):
+        yield iter(())
+        return
+    eod = run.tokenizer.eod
+    with MicroBatchLoader(
+        dataset,
+        run.config.batch.micro_batch_size,
+        run.layout.coordinate(run.launch.rank).data,
+        run.layout.data_parallel_size,
+        consumed_samples,
+        num_workers=data.num_workers,
+        separating_eod=eod if data.separates_documents else None,
+        masked_eod=eod if data.eod_mask_loss else None,
+        pin_memory=get_accelerator().device_name() != "cpu",
+    ) as loader:
+        yield loader

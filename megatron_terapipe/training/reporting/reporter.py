@@ -1,0 +1,52 @@
+"""What is told to whoever reports."""
+
+from collections.abc import Sequence
+
+from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
+
+
+class Reporter:
+    """Hears of everything, on the one rank that speaks, and passes on what it is there for."""
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """An iteration is done."""
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """An evaluation is done."""
+
+    def note(self, line: str) -> None:
+        """Something happened that is told in words."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class Reporters(Reporter):
+    """Several as one. A rank that does not speak has none.
+
+    Args:
+        reporters: told in this order.
+    """
+
+    def __init__(self, reporters: Sequence[Reporter] = ()) -> None:
+        self._reporters = tuple(reporters)
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Tell each."""
+        for each in self._reporters:
+            each.iteration(metrics)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Tell each."""
+        for each in self._reporters:
+            each.evaluation(metrics)
+
+    def note(self, line: str) -> None:
+        """Tell each."""
+        for each in self._reporters:
+            each.note(line)
+
+    def close(self) -> None:
+        """Close each."""
+        for each in self._reporters:
+            each.close()

@@ -1,0 +1,135 @@
+"""What ranks of the checkpoint's tests run: train a small GPT one way, save it, and go on from what others saved."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.checkpoint.find import find_checkpoint
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.save import save_checkpoint
+from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.dataset_splits import DatasetSplits
+from megatron_terapipe.data.tokenizer import ByteTokenizer
+from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.engine import build_engine
+from megatron_terapipe.training.launch_environment import LaunchEnvironment
+from megatron_terapipe.training.run import Run
+
+SEQ, VOCAB, ROWS = 16, 257, 8
+BEFORE, AFTER = 3, 3
+FLAGS = (
+    f"--num-layers 3 --hidden-size 16 --num-attention-heads 4 --num-key-value-heads 2 --seq-length {SEQ}"
+    f" --vocab-size {VOCAB} --init-method-std 0.2 --micro-batch-size 2 --global-batch-size {ROWS} --train-iters 10"
+    # A plain division by the root would make much of a gradient's last digits where it is nearly 0.
+    " --lr 1e-2 --adam-eps 1e-3 --data-path unread"
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train the small GPT. All see the same samples in the same global batches."""
+
+    name: str
+    world_size: int
+    flags: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What training some iterations gave: losses, the same on every rank, and this rank's weights.
+
+    Attributes:
+        losses: of the iterations after saving or loading.
+        weights: by the names that the stage has for them.
+        loss_scale: the adaptive one of fp16 at the end; None in other types.
+    """
+
+    losses: list[float]
+    weights: dict[str, np.ndarray]
+    loss_scale: float | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Build a run's engine, from a checkpoint if one is named; save it; train on; perhaps save between.
+
+    Attributes:
+        way: how.
+        load: directory to load from; None to start afresh.
+        save: directory to save to.
+        before: iterations before saving.
+    """
+
+    way: Way
+    load: Path | None
+    save: Path | None
+    before: int = 0
+
+
+def perform(tasks: list[Task]) -> list[Outcome]:
+    """On every rank: all tasks, each with an engine of its own."""
+    return [_perform(task) for task in tasks]
+
+
+def _perform(task: Task) -> Outcome:
+    # DeepSpeed asks for a CPU with fast fp16; slow will do.
+    get_accelerator().is_fp16_supported = lambda: True
+    run = run_of(task.way, task.load)
+    engine = build_engine(run)
+    data_rank = run.layout.coordinate(run.launch.rank).data
+    first = BEFORE if task.load else 0
+    for step in range(task.before):
+        engine.train_batch(iter(_batches(first + step, data_rank, run.layout.data_parallel_size)))
+    if task.save is not None:
+        save_checkpoint(engine, str(task.save), info_of(run))
+    steps = range(first + task.before, BEFORE + AFTER)
+    losses = [
+        engine.train_batch(iter(_batches(step, data_rank, run.layout.data_parallel_size))).item() for step in steps
+    ]
+    weights = {name: each.detach().double().numpy() for name, each in engine.module.named_parameters()}
+    return Outcome(losses, weights, engine.optimizer.cur_scale if engine.fp16_enabled() else None)
+
+
+def run_of(way: Way, load: Path | None = None) -> Run:
+    """A way, prepared but for its data: micro-batches come from `_batches`."""
+    launch = LaunchEnvironment.read()
+    config = parse_arguments(f"{FLAGS} {way.flags}".split())
+    if load is not None:
+        config = replace(config, checkpoint=replace(config.checkpoint, load=str(load)))
+    layout = config.parallel.layout(launch.world_size)
+    return Run(
+        config=config,
+        launch=launch,
+        layout=layout,
+        tokenizer=ByteTokenizer(),
+        datasets=DatasetSplits(train=None, valid=None, test=None),
+        deepspeed_settings=deepspeed_config(config, layout),
+        checkpoint=find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.optimizer),
+    )
+
+
+def info_of(run: Run) -> CheckpointInfo:
+    config = run.config
+    return CheckpointInfo(
+        iteration=BEFORE,
+        consumed_samples=BEFORE * ROWS,
+        model=asdict(config.model),
+        layout=asdict(run.layout),
+        optimizer=config.optimizer.optimizer,
+        partitioned=config.optimizer.zero_stage > 0 or config.precision.bf16,
+        tokenizer={},
+    )
+
+
+def _batches(step: int, data_rank: int, data_parallel_size: int) -> list[Batch]:
+    """This replica's micro-batches of the global batch of one iteration."""
+    generator = torch.Generator().manual_seed(step)
+    samples = torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=generator)
+    return [
+        Batch(tokens=rows[:, :-1], labels=rows[:, 1:], loss_mask=torch.ones(2, SEQ))
+        for rows in samples.split(2)[data_rank::data_parallel_size]
+    ]

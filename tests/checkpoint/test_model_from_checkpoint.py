@@ -1,0 +1,66 @@
+"""`--use-checkpoint-args`: the model is what the checkpoint says."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.errors import UserError
+from tests.inference.checkpoints import MODEL, checkpoint_info, write_checkpoint
+
+REST = "--micro-batch-size 1 --lr 1e-3 --train-iters 5 --data-path unread".split()
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path)
+    return tmp_path
+
+
+def model_of(checkpoints: Path, *more: str):
+    return parse_arguments([*REST, "--load", str(checkpoints), *more]).model
+
+
+def test_the_model_needs_no_flags(checkpoints: Path) -> None:
+    assert model_of(checkpoints, "--use-checkpoint-args") == MODEL
+    assert model_of(checkpoints, "--use-checkpoint-shape") == MODEL
+
+
+def test_a_flag_is_heard_first(checkpoints: Path) -> None:
+    found = model_of(checkpoints, "--use-checkpoint-args", "--seq-length", "16")
+    assert (found.seq_length, found.max_position_embeddings) == (16, 40)
+
+
+def test_an_older_checkpoint_may_be_chosen(checkpoints: Path) -> None:
+    older = checkpoint_info(iteration=3)
+    older.model["hidden_size"] = 64
+    older.model["kv_channels"] = 16
+    older.write(checkpoints / "global_step3")
+    assert model_of(checkpoints, "--use-checkpoint-args", "--ckpt-step", "3").hidden_size == 64
+    assert model_of(checkpoints, "--use-checkpoint-args").hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--use-checkpoint-args"], "--use-checkpoint-args has nothing to load: add --load, or drop it"),
+        (["--load", "nowhere", "--use-checkpoint-args"], "--load nowhere holds no checkpoint"),
+        (["--load-tag", "a"], "--load-tag has nothing to load: add --load, or drop it"),
+        (["--ckpt-step", "3"], "--ckpt-step has nothing to load: add --load, or drop it"),
+        (["--load", "a", "--ckpt-step", "3", "--load-tag", "b"], "both name a checkpoint: drop one of them"),
+        (["--keep-last-n-checkpoints", "2"], "--keep-last-n-checkpoints 2 does not say where to save: add --save"),
+        (["--save", "a", "--keep-last-n-checkpoints", "0"], "--keep-last-n-checkpoints 0"),
+    ],
+)
+def test_flags_that_cannot_be_followed(flags: list[str], said: str) -> None:
+    sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32".split()
+    with pytest.raises(UserError) as caught:
+        parse_arguments([*REST, *sizes, *flags])
+    assert said in str(caught.value)
+
+
+def test_flags_that_are_always_true() -> None:
+    """They ask for what is so without them."""
+    sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32".split()
+    always = ["--universal-checkpoint", "--no-load-rng", "--no-save-rng", "--no-load-lr-state"]
+    assert parse_arguments([*REST, *sizes, *always]).model == parse_arguments([*REST, *sizes]).model

@@ -1,0 +1,107 @@
+"""Token slices of equal length or equal work, and what several ranks that share them need."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.arguments import build_config
+from megatron_terapipe.config import Config, ModelConfig
+from megatron_terapipe.config.balance import TILE, balanced_token_slices
+from megatron_terapipe.model import flops
+
+
+def config(tensor_parallel_size: int, seq_length: int, **settings: Any) -> Config:
+    return build_config(
+        {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 16,
+            "seq_length": seq_length,
+            "micro_batch_size": 1,
+            "train_iters": 10,
+            "lr": 1e-3,
+            "data_path": ("corpus",),
+            "tensor_model_parallel_size": tensor_parallel_size,
+            **settings,
+        }
+    )
+
+
+@given(
+    size=st.sampled_from([2, 4, 8, 16]),
+    per_rank=st.integers(1, 600),
+    balanced=st.booleans(),
+    data=st.data(),
+)
+def test_with_sequence_parallelism_every_rank_gets_as_much_of_each_token_slice(
+    size: int, per_rank: int, balanced: bool, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, min(per_rank, 12)))
+    settings = {"num_token_slices": count, **({"token_slices": "balanced"} if balanced else {})}
+    cut = config(size, size * per_rank, sequence_parallel=True, **settings).token_slices()
+    assert len(cut) == count
+    assert cut.seq_length == size * per_rank
+    assert all(length % size == 0 for length in cut.lengths)
+    if not balanced:
+        assert max(cut.lengths) - min(cut.lengths) in (0, size)
+
+
+def test_without_sequence_parallelism_every_rank_gets_all_of_it() -> None:
+    assert config(4, 127, num_token_slices=2).token_slices().lengths == (64, 63)
+    assert config(4, 128, sequence_parallel=True, num_token_slices=3).token_slices().lengths == (44, 44, 40)
+
+
+@pytest.mark.parametrize("granularity", [1, 4, 16, 32])
+def test_balanced_token_slices_are_whole_tiles_where_they_are_long(granularity: int) -> None:
+    model = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=4096)
+    cut = balanced_token_slices(model, 6, granularity=granularity)
+    assert all(length % TILE == 0 and length % granularity == 0 for length in cut.lengths)
+    assert cut.lengths[0] > cut.lengths[-1]
+
+
+def cost_of(model: ModelConfig, start: int, end: int) -> float:
+    """Forward and backward of all layers, token by token: products thrice, attention 3.5 times."""
+    linear = flops.model_linear_flops_per_token(model)
+    attention = flops.model_attention_flops_per_position(model)
+    return sum(3 * linear + 3.5 * attention * (position + 1) for position in range(start, end))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        None,
+        '[{"mlp": {"no_op": true}}, {"mlp": {"no_op": true}}]',
+        '[{"attention": {"no_op": true}}, {}]',
+        '[{"attention": {"num_query_groups": 1}, "mlp": {"ffn_hidden_size": 2000}}, {}]',
+    ],
+)
+def test_token_slices_cost_the_same_whatever_the_layers(entries: str | None) -> None:
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        seq_length=2048,
+        heterogeneous_layers_config_path=entries and f'{{"block_configs": {entries}}}',
+    )
+    cut = balanced_token_slices(model, 4)
+    costs = [cost_of(model, start, end) for start, end in cut.bounds()]
+    # Each end is off by half a tile of the dearest tokens or less.
+    assert max(costs) - min(costs) <= 2 * cost_of(model, model.seq_length - TILE // 2, model.seq_length)
+    even = TokenSlices.uniform(2048, 4)
+    uneven = [cost_of(model, start, end) for start, end in even.bounds()]
+    assert max(costs) < max(uneven)
+
+
+def test_layers_that_do_not_attend_are_cut_evenly() -> None:
+    no_attention = '{"block_configs": [{"attention": {"no_op": true}}]}'
+    model = ModelConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        seq_length=2048,
+        heterogeneous_layers_config_path=no_attention,
+    )
+    assert balanced_token_slices(model, 4).lengths == (512,) * 4

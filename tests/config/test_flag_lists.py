@@ -1,0 +1,237 @@
+"""Flags of other trainers: each is ours, accepted because it is so anyway, or refused with a reason."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_terapipe.accepted_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments import flags, parse_arguments
+from megatron_terapipe.arguments.parser import spellings
+from megatron_terapipe.config import Config
+from megatron_terapipe.config.options import flag
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.refused_flags import REFUSED_FLAGS
+from pretrain_gpt import main
+
+REQUIRED = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --train-iters 10 "
+    "--lr 1e-3 --data-path corpus "
+)
+OWN = {spelling for each in flags() for names, _ in spellings(each) for spelling in names}
+
+# Megatron-DeepSpeed's arguments by its own groups, and the aliases of Seq1F1B and bigscience.
+MUST_WORK = """
+    tensor-model-parallel-size pipeline-model-parallel-size no-pipeline-parallel local_rank local-rank
+    deepspeed deepspeed_config zero-stage deepspeed-activation-checkpointing
+    num-layers hidden-size num-attention-heads seq-length max-position-embeddings make-vocab-size-divisible-by
+    micro-batch-size global-batch-size rampup-batch-size train-iters seed
+    lr min-lr weight-decay clip-grad adam-beta1 adam-beta2
+    fp16 bf16
+    data-path split vocab-file merge-file tokenizer-type
+    save load save-interval
+    eval-interval eval-iters log-interval tensorboard-dir
+"""
+KNOWN = """
+    num-layers-per-virtual-pipeline-stage sequence-parallel ds-sequence-parallel-size enable-zbh1-pipeline
+    distributed-backend distributed-timeout-minutes use-distributed-optimizer standalone-embedding-stage DDP-impl
+    overlap-p2p-communication model-parallel-size pipe-parallel-size pp-partition-method pipe-sp-splits pipe-sp-strategy
+    partition-activations contigious-checkpointing checkpoint-in-cpu synchronize-each-layer profile-backward
+    zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size zero-allgather-bucket-size remote-device
+    use-pin-memory cpu-optimizer cpu_torch_adam ds_fused_adam
+    ffn-hidden-size num-key-value-heads kv-channels use-rotary-position-embeddings rotary-position-embeddings-theta
+    rotary-percent no-position-embedding normalization layernorm-epsilon swiglu squared-relu openai-gelu
+    untie-embeddings-and-output-weights disable-bias-linear init-method-std attention-dropout hidden-dropout
+    use-flash-attn use-flash-attn-v2 apply-residual-connection-post-layernorm
+    train-samples train-tokens exit-interval exit-duration-in-mins exit-signal-handler optimizer recompute-granularity
+    recompute-method recompute-num-layers recompute-activations checkpoint-activations checkpoint-num-layers
+    dataloader-type num-workers
+    lr-decay-style lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-iters lr-warmup-samples
+    lr-warmup-fraction lr-warmup-tokens override-opt_param-scheduler use-checkpoint-opt_param-scheduler
+    start-weight-decay end-weight-decay weight-decay-incr-style adam-eps sgd-momentum
+    loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis accumulate-allreduce-grads-in-fp32
+    fp32-residual-connection attention-softmax-in-fp32 no-query-key-layer-scaling fp16-lm-cross-entropy
+    train-data-path valid-data-path test-data-path data-cache-path tokenizer-model vocab-size data-impl
+    reset-position-ids reset-attention-mask eod-mask-loss mmap-warmup train-data-exact-num-epochs
+    load-tag finetune no-save-optim no-save-rng no-load-optim no-load-rng no-load-lr-state universal-checkpoint
+    use-checkpoint-args exit-on-missing-checkpoint
+    skip-train tensorboard-log-interval tensorboard-queue-size log-timers-to-tensorboard
+    log-batch-size-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard
+    log-world-size-to-tensorboard log-optimizer-states-to-tensorboard log-params-norm log-num-zeros-in-grad
+    timing-log-level timing-log-option wandb-project wandb-exp-name wandb-save-dir
+    pipeline-model-parallel-split-rank
+"""
+OUT_OF_SCOPE = """
+    retro-workdir retro-add-retriever bert-load mask-prob vision-pretraining num-experts moe-loss-coeff kd
+    num-layers-teacher curriculum-learning-legacy
+"""
+# Of Megatron-LM as it is now.
+MODERN = """
+    position-embedding-type rotary-base norm-epsilon num-query-groups group-query-attention use-mcore-models
+    transformer-impl no-gradient-accumulation-fusion no-masked-softmax-fusion attention-backend add-bias-linear
+    apply-layernorm-1p heterogeneous-layers-config-path overlap-grad-reduce overlap-param-gather qk-layernorm
+    rotary-interleaved use-rope-scaling add-qkv-bias context-parallel-size tp-comm-overlap
+"""
+MODEL_AND_PARALLEL = """
+    sequence-parallel use-rotary-position-embeddings rotary-position-embeddings-theta rotary-percent rotary-base
+    position-embedding-type no-position-embedding normalization norm-epsilon layernorm-epsilon swiglu squared-relu
+    openai-gelu disable-bias-linear untie-embeddings-and-output-weights attention-dropout hidden-dropout vocab-size
+    heterogeneous-layers-config-path num-query-groups num-key-value-heads kv-channels ffn-hidden-size init-method-std
+    zero-reduce-scatter zero-reduce-bucket-size zero-allgather-bucket-size
+"""
+
+
+def parse(words: str = "") -> Config:
+    return parse_arguments((REQUIRED + words).split())
+
+
+def refusal(words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def each_of(*lists: str) -> list[str]:
+    return [f"--{name}".replace("_", "-") for names in lists for name in names.split()]
+
+
+@pytest.mark.parametrize("name", each_of(MUST_WORK, MODEL_AND_PARALLEL))
+def test_what_must_work_is_ours(name: str) -> None:
+    assert name in OWN
+
+
+def test_no_flag_is_unheard_of() -> None:
+    heard_of = OWN | ACCEPTED_FLAGS.keys() | REFUSED_FLAGS.keys()
+    assert not set(each_of(MUST_WORK, KNOWN, OUT_OF_SCOPE, MODERN)) - heard_of
+    assert set(each_of(OUT_OF_SCOPE)) <= REFUSED_FLAGS.keys()
+
+
+def test_no_flag_is_two_things() -> None:
+    assert not OWN & ACCEPTED_FLAGS.keys()
+    assert not OWN & REFUSED_FLAGS.keys()
+    assert not ACCEPTED_FLAGS.keys() & REFUSED_FLAGS.keys()
+
+
+@pytest.mark.parametrize(("name", "line"), REFUSED_FLAGS.items())
+def test_refused_flags_end_in_a_remedy_that_exists(name: str, line: str) -> None:
+    assert re.fullmatch(r"--[a-zA-Z0-9-]+", name)
+    assert re.search(r": (drop it|use|set) ?[^:]*$", line), line
+    assert set(re.findall(r"--[a-z0-9-]+", line)) <= OWN | {"--launcher"}
+    assert refusal(name) == f"{name}: {line}"
+
+
+def words_of(name: str) -> str:
+    """A flag that is accepted, and what it needs beside it."""
+    accepted = ACCEPTED_FLAGS[name]
+    value = f" {accepted.values[0]}" if accepted.values else ""
+    return f"{name}{value}" + (f" {flag(accepted.needs)} 2" if accepted.needs else "")
+
+
+@pytest.mark.parametrize("name", ACCEPTED_FLAGS)
+def test_accepted_flags_change_nothing(name: str) -> None:
+    needs = ACCEPTED_FLAGS[name].needs
+    assert parse(words_of(name)) == parse(f"{flag(needs)} 2" if needs else "")
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.permutations(sorted(ACCEPTED_FLAGS)))
+def test_accepted_flags_change_nothing_together(names: list[str]) -> None:
+    assert parse(" ".join(map(words_of, names))) == parse("--num-key-value-heads 2")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--transformer-impl cuda", "--transformer-impl cuda is not known: choose local or transformer_engine"),
+        ("--use-flash-attn=2", "--use-flash-attn ignored explicit argument '2': drop the value"),
+        ("--attention-backend", "--attention-backend expected one argument: give it one"),
+        ("--group-query-attention", "--group-query-attention does not say how many: add --num-key-value-heads"),
+        ("--add-bias-linear --disable-bias-linear", "--add-bias-linear contradicts --disable-bias-linear: drop one of"),
+        (
+            "--use-distributed-optimizer --zero-stage 0",
+            "--use-distributed-optimizer contradicts --zero-stage 0: drop one of them",
+        ),
+    ],
+)
+def test_accepted_flags_that_would_not_be_true(words: str, line: str) -> None:
+    assert refusal(words).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--swiglu --squared-relu", "--squared-relu contradicts --swiglu: drop one of them"),
+        ("--activation relu --swiglu", "--swiglu contradicts --activation: drop one of them"),
+        ("--num-query-groups 2 --num-key-value-heads 4", "--num-key-value-heads contradicts --num-query-groups: drop"),
+        (
+            "--position-embedding-type learned_absolute --no-position-embedding",
+            "--no-position-embedding contradicts --position-embedding-type learned_absolute: drop one of them",
+        ),
+    ],
+)
+def test_flags_that_contradict_each_other(words: str, line: str) -> None:
+    assert refusal(words).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "positions"),
+    [
+        ("", "learned_absolute"),
+        ("--no-position-embedding", "none"),
+        ("--use-rotary-position-embeddings --no-position-embedding", "rope"),
+        ("--no-position-embedding --use-rotary-position-embeddings", "rope"),
+        ("--no-position-embedding --position-embedding-type rope", "rope"),
+    ],
+)
+def test_no_position_embedding_speaks_of_the_learned_ones(words: str, positions: str) -> None:
+    assert parse(words).model.position_embedding_type == positions
+
+
+def test_a_flag_may_be_repeated_and_the_last_counts() -> None:
+    config = parse("--lr 1 --lr 2 --swiglu --activation swiglu --num-query-groups 2 --num-key-value-heads 2")
+    assert (config.optimizer.lr, config.model.activation, config.model.num_key_value_heads) == (2.0, "swiglu", 2)
+
+
+def test_a_llama_script_of_megatron_deepspeed() -> None:
+    config = parse(
+        "--use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu --normalization rmsnorm "
+        "--disable-bias-linear --num-key-value-heads 2 --ffn-hidden-size 172 --no-query-key-layer-scaling "
+        "--attention-dropout 0 --hidden-dropout 0 --use-flash-attn-v2 --deepspeed --zero-stage 1 --bf16 "
+        "--no-pipeline-parallel --DDP-impl local --no-masked-softmax-fusion --no-bias-gelu-fusion"
+    )
+    model = config.model
+    assert (model.position_embedding_type, model.normalization, model.activation) == ("rope", "rmsnorm", "swiglu")
+    assert model.disable_bias_linear and model.untie_embeddings_and_output_weights
+    assert model.num_key_value_heads == 2
+
+
+def test_a_llama_script_of_megatron_lm() -> None:
+    config = parse(
+        "--use-mcore-models --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0 --swiglu "
+        "--group-query-attention --num-query-groups 2 --normalization RMSNorm --norm-epsilon 1e-6 "
+        "--disable-bias-linear --untie-embeddings-and-output-weights --transformer-impl transformer_engine "
+        "--attention-backend flash --use-distributed-optimizer --attention-softmax-in-fp32"
+    )
+    model = config.model
+    assert (model.rotary_base, model.layernorm_epsilon, model.normalization) == (500000.0, 1e-6, "rmsnorm")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--num-experts 8",
+        "--add-bias-linear --disable-bias-linear",
+        "--swiglu --squared-relu",
+        "--transformer-impl cuda",
+        "--model-preset gpt5",
+        "--zero-reduce-bucket-size 0",
+    ],
+)
+def test_the_trainer_ends_with_one_line_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((REQUIRED + words).split()) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("error: --") and err.count("\n") == 1

@@ -1,0 +1,83 @@
+"""Presets: the published models, and flags that win over them."""
+
+import pytest
+
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config import Config, ModelConfig
+from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.model import flops
+
+REST = "--micro-batch-size 1 --train-iters 10 --lr 1e-3 --data-path corpus "
+
+
+def parse(words: str) -> Config:
+    return parse_arguments((REST + words).split())
+
+
+@pytest.mark.parametrize(("name", "preset"), MODEL_PRESETS.items())
+def test_parameters_are_those_published(name: str, preset: Preset) -> None:
+    model = ModelConfig(**preset.settings)
+    # GPT-3's small models are published with two digits.
+    assert flops.model_parameters(model) == pytest.approx(preset.published_parameters, rel=0.02)
+    assert parse(f"--model-preset {name}").model == model
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+        ("llama-7b", 6_738_415_616),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-1b", 1_235_814_400),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+    ],
+)
+def test_parameters_are_those_of_the_released_weights(name: str, parameters: int) -> None:
+    model = ModelConfig(**MODEL_PRESETS[name].settings, make_vocab_size_divisible_by=1)
+    assert flops.model_parameters(model) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("gpt3-1b", 1.209), ("gpt3-13b", 12.586), ("gpt3-44b", 43.494), ("gpt3-175b", 173.962)]
+)
+def test_layers_are_those_of_terapipes_table(name: str, billions: float) -> None:
+    model = ModelConfig(**MODEL_PRESETS[name].settings)
+    layers = sum(flops.block_parameters(model, block) for block in model.blocks)
+    assert layers / 1e9 == pytest.approx(billions, abs=5e-4)
+    assert model.seq_length == 2048
+
+
+def test_flags_win() -> None:
+    model = parse("--model-preset llama2-7b --num-layers 4 --seq-length 512 --rotary-base 7 --vocab-size 100").model
+    assert (model.num_layers, model.seq_length, model.rotary_base, model.vocab_size) == (4, 512, 7.0, 100)
+    assert (model.hidden_size, model.max_position_embeddings, model.normalization) == (4096, 512, "rmsnorm")
+    assert parse("--model-preset gpt3-13b --seq-length 8192").model.max_position_embeddings == 8192
+
+
+def test_a_flag_beside_a_preset_still_says_what_it_says() -> None:
+    assert parse("--model-preset llama2-7b --no-position-embedding").model.position_embedding_type == "rope"
+    assert parse("--model-preset gpt2 --no-position-embedding").model.position_embedding_type == "none"
+    with pytest.raises(ConfigError, match=r"--add-bias-linear contradicts --disable-bias-linear: drop one of them"):
+        parse("--model-preset llama2-7b --add-bias-linear")
+
+
+def test_a_run_from_a_preset_is_the_run_from_its_flags() -> None:
+    words = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257"
+    assert parse("--model-preset gpt2") == parse(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("gpt3-13", "--model-preset gpt3-13 is not known: did you mean gpt3-13b?"),
+        ("xyzzy", "--model-preset xyzzy is not known: choose among gpt2, gpt2-medium, "),
+    ],
+)
+def test_unknown_preset(name: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(f"--model-preset {name}")
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,105 @@
+"""The data section: which data, what excludes what, and the names that other trainers give."""
+
+from typing import Any
+
+import pytest
+
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config import DataConfig
+from megatron_terapipe.errors import ConfigError
+
+MODEL = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 300 --micro-batch-size 1"
+    " --train-iters 3 --lr 1e-3"
+)
+
+
+def parse(words: str) -> DataConfig:
+    return parse_arguments(f"{MODEL} {words}".split()).data
+
+
+def test_one_body_of_data_is_split() -> None:
+    data = DataConfig(data_path=("0.3", "a", "0.7", "b"))
+    assert data.split == "969,30,1"
+    assert data.split_shares() == pytest.approx((0.969, 0.03, 0.001))
+    for part in ("train", "valid", "test"):
+        assert data.weighted_prefixes(part) == ((0.3, "a"), (0.7, "b"))
+    assert data.has_validation()
+    assert not DataConfig(data_path=("a",), split="1").has_validation()
+
+
+def test_parts_may_have_data_of_their_own() -> None:
+    data = parse("--train-data-path 1 a 3 b --valid_data_path c d")
+    assert (data.split, data.split_shares()) == (None, None)
+    assert data.weighted_prefixes("train") == ((1.0, "a"), (3.0, "b"))
+    assert data.weighted_prefixes("valid") == ((None, "c"), (None, "d"))
+    assert data.weighted_prefixes("test") == ()
+    assert data.has_validation()
+    assert not parse("--train-data-path a --test-data-path b").has_validation()
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({}, "neither --data-path nor --train-data-path is given: add one"),
+        ({"split": "1"}, "neither --data-path nor --train-data-path is given: add one"),
+        ({"valid_data_path": ("a",)}, "--valid-data-path is given without --train-data-path: add it"),
+        (
+            {"data_path": ("a",), "train_data_path": ("b",)},
+            "--data-path divides one body of data and --train-data-path names data of its own: drop one of them",
+        ),
+        (
+            {"data_path": ("a",), "test_data_path": ("b",)},
+            "--data-path divides one body of data and --test-data-path names data of its own: drop one of them",
+        ),
+        (
+            {"split": "1", "train_data_path": ("b",)},
+            "--split divides one body of data and --train-data-path names data of its own: drop one of them",
+        ),
+        (
+            {"train_data_path": ("a",), "valid_data_path": ("1", "b", "c")},
+            "--valid-data-path 1 b c is neither prefixes nor pairs of a positive weight and a prefix: write it as",
+        ),
+        ({"train_data_path": ()}, "--train-data-path (nothing) is neither prefixes nor pairs"),
+        ({"data_path": ("a",), "data_impl": "lazy"}, "--data-impl lazy is not read, only Megatron's mmap format: "),
+        ({"data_path": ("a",), "dataloader_type": "cyclic"}, "--dataloader-type cyclic is not offered, because its"),
+        ({"data_path": ("a",), "train_data_exact_num_epochs": 0}, "--train-data-exact-num-epochs 0 is not positive"),
+        (
+            {"data_path": ("a",), "tokenizer_type": "SentencePieceTokenizer"},
+            "--tokenizer-type SentencePieceTokenizer reads a file: add --tokenizer-model",
+        ),
+    ],
+)
+def test_a_refusal_is_one_line_with_the_remedy(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(**given)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("HFTokenizer", "HuggingFaceTokenizer"),
+        ("HuggingFaceTokenizer", "HuggingFaceTokenizer"),
+        ("SPMTokenizer", "SentencePieceTokenizer"),
+        ("GPTSentencePieceTokenizer", "SentencePieceTokenizer"),
+        ("Llama2Tokenizer", "SentencePieceTokenizer"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--tokenizer-model", "--tokenizer-name-or-path"])
+def test_tokenizers_have_the_names_of_other_trainers(spelling: str, name: str, flag: str) -> None:
+    data = parse(f"--data-path a --tokenizer-type {spelling} {flag} FILE")
+    assert (data.tokenizer_type, data.tokenizer_model) == (name, "FILE")
+
+
+def test_flags_of_megatron_scripts_are_taken() -> None:
+    data = parse(
+        "--data-path a --data-impl infer --mmap-warmup --dataloader-type single --data-cache-path c"
+        " --train-data-exact-num-epochs 2 --reset-position-ids --eod-mask-loss"
+    )
+    assert (data.data_impl, data.mmap_warmup, data.data_cache_path) == ("infer", True, "c")
+    assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, False, True)
+    assert data.separates_documents
+    assert parse("--data-path a --reset-attention-mask").separates_documents
+    assert not parse("--data-path a --eod-mask-loss").separates_documents

@@ -1,0 +1,215 @@
+"""The datasets of a run: which documents, which blend, how many samples."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_terapipe.config import DataConfig
+from megatron_terapipe.data.blended_dataset import BlendedDataset
+from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets, split_ranges
+from megatron_terapipe.data.gpt_dataset import GPTDataset
+from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
+from megatron_terapipe.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("split", "num_documents", "bounds"),
+    [
+        ("969,30,1", 1000, (969, 999, 1000)),
+        ("969,30,1", 249, (241, 249, 249)),
+        ("100,0,0", 7, (7, 7, 7)),
+        ("1", 7, (7, 7, 7)),
+        ("0.5, 0.5", 10, (5, 10, 10)),
+    ],
+)
+def test_documents_are_divided_in_proportion(split: str, num_documents: int, bounds: tuple[int, int, int]) -> None:
+    train, valid, test = split_ranges(shares_of(split), num_documents)
+    assert (train, valid, test) == (
+        range(bounds[0]),
+        range(bounds[0], bounds[1]),
+        range(bounds[1], bounds[2]),
+    )
+
+
+@given(
+    shares=st.lists(st.integers(0, 999), min_size=3, max_size=3).filter(lambda each: each[0] > 0),
+    num_documents=st.integers(0, 5000),
+)
+@settings(max_examples=50, deadline=None)
+def test_documents_are_divided_as_megatron_divides(shares: list[int], num_documents: int) -> None:
+    theirs = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
+    text = ",".join(map(str, shares))
+    matrix = theirs.convert_split_vector_to_split_matrix(theirs.parse_and_normalize_split(text))
+    ours = split_ranges(shares_of(text), num_documents)
+    assert sum(map(len, ours)) == num_documents
+    for part, bookends in zip(ours, matrix, strict=True):
+        if bookends is None:
+            assert not part
+        else:
+            assert (part.start, part.stop) == tuple(round(end * float(num_documents)) for end in bookends)
+
+
+def shares_of(split: str) -> tuple[float, float, float]:
+    shares = DataConfig(data_path=("any",), split=split).split_shares()
+    assert shares is not None
+    return shares
+
+
+def datasets(data_path: list[str], split: str, seq_length: int, num_samples: tuple[int, int, int]) -> DatasetSplits:
+    data = DataConfig(data_path=tuple(data_path), split=split)
+    return build_datasets(data, seq_length=seq_length, num_samples=num_samples, seed=1)
+
+
+def prefixes(tmp_path: Path, **lengths: int) -> list[str]:
+    """Write datasets of ten documents each, whose tokens tell them apart; return the prefixes."""
+    for number, (name, length) in enumerate(lengths.items()):
+        with IndexedDatasetWriter(tmp_path / name, vocab_size=300) as writer:
+            for _ in range(10):
+                writer.add_document([number] * length)
+    return [str(tmp_path / name) for name in lengths]
+
+
+def test_the_parts_are_built_with_the_samples_asked_for(tmp_path: Path) -> None:
+    data_path = prefixes(tmp_path, a=20)
+    parts = datasets(data_path, "8,1,1", 10, (30, 4, 0))
+    assert parts.train is not None
+    assert parts.valid is not None
+    assert (len(parts.train), len(parts.valid), parts.test) == (30, 4, None)
+    assert parts.train[29].shape == (11,)
+
+
+@pytest.mark.parametrize(("weights", "shares"), [((0.75, 0.25), (75, 25)), ((1.0, 1.0), (50, 50)), (None, (20, 80))])
+def test_prefixes_are_blended_by_weight_or_else_by_size(
+    tmp_path: Path, weights: tuple[float, float] | None, shares: tuple[int, int]
+) -> None:
+    a, b = prefixes(tmp_path, a=20, b=80)
+    data_path = [str(weights[0]), a, str(weights[1]), b] if weights else [a, b]
+    train = datasets(data_path, "1", 8, (100, 0, 0)).train
+    assert train is not None
+    drawn = np.array([int(train[sample][0]) for sample in range(100)])
+    # A sample of a uniform dataset shows which one it came from.
+    assert tuple(np.bincount(drawn).tolist()) == shares
+
+
+def test_a_part_without_documents_is_refused_only_when_needed(tmp_path: Path) -> None:
+    data_path = prefixes(tmp_path, a=20)
+    assert datasets(data_path, "99,1,0", 8, (5, 0, 0)).valid is None
+    with pytest.raises(DataError, match=r"no document of the 10 in .*/a for validation.*4 samples"):
+        datasets(data_path, "99,1,0", 8, (5, 4, 0))
+
+
+def test_a_path_that_does_not_exist_names_both_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.bin and .*absent\.idx"):
+        datasets([str(tmp_path / "absent")], "1", 8, (1, 0, 0))
+
+
+def test_each_part_may_have_data_of_its_own(tmp_path: Path) -> None:
+    a, b, c = prefixes(tmp_path, a=20, b=20, c=20)
+    data = DataConfig(train_data_path=("0.5", a, "0.5", b), valid_data_path=(c,))
+    parts = build_datasets(data, seq_length=8, num_samples=(40, 10, 0), seed=1)
+    assert parts.train is not None
+    assert parts.valid is not None
+    assert [int(parts.train[sample][0]) for sample in range(4)] == [0, 1, 0, 1]
+    # All ten documents, and not those that a split would leave.
+    assert {int(parts.valid[sample][0]) for sample in range(10)} == {2}
+    assert isinstance(parts.valid, GPTDataset)
+    assert sorted(parts.valid.document_index) == list(range(10))
+    with pytest.raises(DataError, match="--test-data-path is needed for testing of 3 samples: give it"):
+        build_datasets(data, seq_length=8, num_samples=(40, 10, 3), seed=1)
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_exactly_so_many_epochs(tmp_path: Path, epochs: int) -> None:
+    (a,) = prefixes(tmp_path, a=20)
+    data = DataConfig(data_path=(a,), split="5,5", train_data_exact_num_epochs=epochs)
+    available = (epochs * 100 - 1) // 8
+    parts = build_datasets(data, seq_length=8, num_samples=(3, 3, 0), seed=1)
+    assert isinstance(parts.train, GPTDataset)
+    assert isinstance(parts.valid, GPTDataset)
+    assert (len(parts.train), len(parts.train.document_index)) == (available, 5 * epochs)
+    assert len(parts.valid) == 3
+    build_datasets(data, seq_length=8, num_samples=(available, 0, 0), seed=1)
+    with pytest.raises(DataError, match=rf"makes {available} samples of .*/a and the run takes {available + 1}: raise"):
+        build_datasets(data, seq_length=8, num_samples=(available + 1, 0, 0), seed=1)
+
+
+def test_a_kept_index_gives_the_same_samples(tmp_path: Path) -> None:
+    a, b = prefixes(tmp_path, a=20, b=50)
+    cache = tmp_path / "cache"
+
+    def samples(data_cache_path: Path | None) -> list[list[list[int]]]:
+        data = DataConfig(
+            data_path=("0.3", a, "0.7", b),
+            split="8,2",
+            data_cache_path=None if data_cache_path is None else str(data_cache_path),
+        )
+        parts = build_datasets(data, seq_length=8, num_samples=(90, 20, 0), seed=1)
+        return [[part[number].tolist() for number in range(len(part))] for part in (parts.train, parts.valid) if part]
+
+    plain = samples(None)
+    assert not cache.exists()
+    assert samples(cache) == plain
+    files = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert len(files) > 6
+    assert samples(cache) == plain
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files
+
+
+def test_data_is_the_same_when_warmed_up(tmp_path: Path) -> None:
+    (a,) = prefixes(tmp_path, a=20)
+    data = DataConfig(data_path=(a,), split="1", mmap_warmup=True)
+    train = build_datasets(data, seq_length=8, num_samples=(3, 0, 0), seed=1).train
+    assert train is not None
+    assert set(train[0].tolist()) == {0}
+
+
+def test_a_blend_of_one_epoch_is_megatrons_sample_for_sample(tmp_path: Path) -> None:
+    megatron = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+    from megatron.core.datasets.blended_dataset import BlendedDataset as MegatronBlendedDataset
+    from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronIndexedDataset
+    from megatron.core.datasets.utils import Split
+
+    class Vocabulary:
+        eod, pad, vocab_size = 99_999, 99_998, 100_000
+        unique_identifiers: dict[str, str] = {}  # noqa: RUF012 - the name and type they read
+
+    random = np.random.default_rng(0)
+    names = [str(tmp_path / name) for name in "abc"]
+    for number, name in enumerate(names):
+        with IndexedDatasetWriter(name, vocab_size=1 << 20) as writer:
+            for length in random.integers(1, 60, size=100).tolist():
+                writer.add_document(random.integers(0, 30_000, size=length) + 30_000 * number)
+    weights, wanted = [0.6, 0.3, 0.1], 100
+    words = tuple(word for pair in zip(map(str, weights), names, strict=True) for word in pair)
+    ours = build_datasets(
+        DataConfig(data_path=words, split="8,2"), seq_length=32, num_samples=(wanted, 0, 0), seed=1234
+    ).train
+    assert isinstance(ours, BlendedDataset)
+    config = megatron.GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=32,
+        split="8,2,0",
+        blend=(names, weights),
+        tokenizer=Vocabulary(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    theirs = MegatronBlendedDataset(
+        [
+            megatron.GPTDataset(
+                MegatronIndexedDataset(name), name, np.arange(80, dtype=np.int32), of_name, Split.train, config
+            )
+            for name, of_name in zip(names, (61, 31, 11), strict=True)
+        ],
+        weights,
+        wanted,
+        config,
+    )
+    assert [int(number) for number in ours.dataset_index] == theirs.dataset_index.tolist()
+    for sample in range(wanted):
+        assert ours[sample][:-1].tolist() == theirs[sample]["tokens"].tolist()
+        assert ours[sample][1:].tolist() == theirs[sample]["labels"].tolist()

@@ -1,0 +1,159 @@
+"""Arrays kept on disk: found again, never half there, computed once, and rewritten where damaged."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_terapipe.data.index_cache import Arrays, IndexCache
+from megatron_terapipe.errors import DataError
+
+DESCRIPTION = {"kind": "squares", "size": 5}
+
+
+class Squares:
+    """Computes, and counts how often."""
+
+    def __init__(self, size: int = 5) -> None:
+        self.size, self.calls = size, 0
+
+    def __call__(self) -> Arrays:
+        self.calls += 1
+        numbers = np.arange(self.size, dtype=np.int64)
+        return {"number": numbers, "square": (numbers**2).astype(np.float32)}
+
+
+def values(arrays: Arrays) -> list[list[float]]:
+    return [arrays["number"].tolist(), arrays["square"].tolist()]
+
+
+SQUARES = [[0, 1, 2, 3, 4], [0.0, 1.0, 4.0, 9.0, 16.0]]
+
+
+def test_what_is_computed_once_is_found_by_its_description(tmp_path: Path) -> None:
+    compute = Squares()
+    for _ in range(2):
+        arrays = IndexCache(tmp_path / "deep" / "cache").get(DESCRIPTION, compute)
+        assert values(arrays) == SQUARES
+        assert isinstance(arrays["number"], np.memmap)
+        assert not arrays["number"].flags.writeable
+    assert compute.calls == 1
+    other = IndexCache(tmp_path / "deep" / "cache").get(DESCRIPTION | {"size": 2}, Squares(2))
+    assert values(other) == [[0, 1], [0.0, 1.0]]
+
+
+def test_without_a_directory_nothing_is_kept() -> None:
+    compute, cache = Squares(), IndexCache(None)
+    assert values(cache.get(DESCRIPTION, compute)) == values(cache.get(DESCRIPTION, compute)) == SQUARES
+    assert compute.calls == 2
+    assert not cache.keeps
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def put_another_array_in_its_place(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, np.arange(3))
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, put_another_array_in_its_place])
+@pytest.mark.parametrize("pattern", ["*-number.npy", "*-square.npy", "*.json"])
+def test_what_is_not_whole_is_computed_again(tmp_path: Path, pattern: str, damage: Callable[[Path], None]) -> None:
+    compute, cache = Squares(), IndexCache(tmp_path)
+    cache.get(DESCRIPTION, compute)
+    (path,) = tmp_path.glob(pattern)
+    damage(path)
+    assert values(cache.get(DESCRIPTION, compute)) == SQUARES
+    assert compute.calls == 2
+    assert values(cache.get(DESCRIPTION, compute)) == SQUARES
+    assert compute.calls == 2
+
+
+def test_an_interruption_leaves_nothing_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, saved = np.save, []
+
+    def dies(file: object, array: np.ndarray) -> None:
+        saved.append(array)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        save(file, array)
+
+    monkeypatch.setattr(np, "save", dies)
+    compute, cache = Squares(), IndexCache(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        cache.get(DESCRIPTION, compute)
+    assert not list(tmp_path.glob("*.partial")) + list(tmp_path.glob("*.json"))
+    monkeypatch.undo()
+    assert values(cache.get(DESCRIPTION, compute)) == SQUARES
+
+
+def test_an_exception_of_the_computation_is_raised(tmp_path: Path) -> None:
+    def fails() -> Arrays:
+        raise DataError("too little text")
+
+    with pytest.raises(DataError, match="too little text"):
+        IndexCache(tmp_path).get(DESCRIPTION, fails)
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"^--data-cache-path .*/file cannot be written \(.*\): name another, or"):
+        IndexCache(tmp_path / "file").get(DESCRIPTION, Squares())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_whole_entry_is_read_where_nothing_can_be_written(tmp_path: Path) -> None:
+    IndexCache(tmp_path).get(DESCRIPTION, Squares())
+    tmp_path.chmod(0o500)
+    assert values(IndexCache(tmp_path).get(DESCRIPTION, Squares())) == SQUARES
+
+
+RACER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from megatron_terapipe.data.index_cache import IndexCache
+
+folder, name = Path(sys.argv[1]), sys.argv[2]
+
+def compute(size):
+    (folder / f"computed-{size}-by-{name}").touch()
+    time.sleep(0.2)
+    return {"number": np.arange(100_000)}
+
+print("ready", flush=True)
+sys.stdin.readline()
+for size in range(3):
+    number = IndexCache(folder / "cache").get({"size": size}, lambda: compute(size))["number"]
+    assert number.tolist() == list(range(100_000))
+"""
+
+
+def test_of_many_processes_at_once_each_array_is_computed_by_one(tmp_path: Path) -> None:
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, str(tmp_path), str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("\n")
+        racer.stdin.flush()
+    assert [racer.wait(60) for racer in racers] == [0, 0, 0, 0]
+    assert len(list((tmp_path / "cache").glob("*.json"))) == 3
+    assert len(list((tmp_path / "cache").glob("*.npy"))) == 3
+    assert not list((tmp_path / "cache").glob("*.partial"))
+    assert [len(list(tmp_path.glob(f"computed-{size}-by-*"))) for size in range(3)] == [1, 1, 1]

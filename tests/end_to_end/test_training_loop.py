@@ -1,0 +1,101 @@
+"""What ends a run, what it goes on from in the middle of a ramp, and runs that only evaluate."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.end_to_end.launching import Launch, flags, read_metrics, train_on_this_rank
+
+RAMP = "--global-batch-size 12 --rampup-batch-size 4 4 24 --log-interval 1 --eval-iters 1".split()
+SIZES = [4, 4, 4, 8, 8, 12, 12, 12]
+"""Of the iterations on that ramp: up to 12, 24 and then all the samples."""
+
+
+def run(data: Path, metrics: Path, *more: object) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    words = flags(data, "--metrics-file", metrics, *more)
+    assert run_distributed(train_on_this_rank, 2, words) == [0, 0]
+    return read_metrics(metrics)
+
+
+@pytest.mark.parametrize(
+    "mode", [["--bf16"], ["--zero-stage", "0"], ["--pipeline-model-parallel-size", "1"]], ids=lambda mode: "".join(mode)
+)
+def test_a_run_resumes_in_the_middle_of_the_ramp(data: Path, tmp_path: Path, mode: list[str]) -> None:
+    common = [*RAMP, "--train-iters", 8, *mode, "--save", tmp_path / "saved"]
+    whole, evaluations = run(data, tmp_path / "whole.jsonl", *common, "--save-interval", 4)
+    assert [each["global_batch_size"] for each in whole] == SIZES
+    assert [each["consumed_samples"] for each in whole] == [sum(SIZES[:done]) for done in range(1, 9)]
+    info = json.loads((tmp_path / "saved" / "global_step4" / "run.json").read_text())
+    assert (info["iteration"], info["consumed_samples"]) == (4, sum(SIZES[:4]))
+    (tmp_path / "saved" / "latest").write_text("global_step4")
+    rest, evaluations_of_rest = run(data, tmp_path / "rest.jsonl", *common, "--load", tmp_path / "saved")
+    for name in ("iteration", "global_batch_size", "consumed_samples", "lm_loss", "grad_norm", "learning_rate"):
+        assert [each[name] for each in rest] == [each[name] for each in whole[4:]], name
+    assert evaluations_of_rest == evaluations[-len(evaluations_of_rest) :]
+
+
+def test_a_ramp_reads_the_samples_that_a_constant_batch_reads(data: Path, tmp_path: Path) -> None:
+    """With a learning rate of nothing every sample has its own loss, whatever batch it is in."""
+    still = ["--lr", "1e-30", "--eval-iters", "0"]
+    ramp, _ = run(data, tmp_path / "ramp.jsonl", *RAMP, "--train-iters", 8, *still)
+    constant, _ = run(data, tmp_path / "constant.jsonl", "--global-batch-size", 4, "--train-iters", 16, *still)
+    of_samples = [each["lm_loss"] for each in constant]
+    start = 0
+    for each in ramp:
+        fours = each["global_batch_size"] // 4
+        assert each["lm_loss"] == pytest.approx(sum(of_samples[start : start + fours]) / fours, rel=1e-6)
+        start += fours
+
+
+def test_skip_train_only_evaluates(data: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    split = ["--split", "60,20,20"]
+    _, evaluations = run(data, tmp_path / "trained.jsonl", *split, "--save", saved)
+    assert [sorted(each) for each in evaluations[-2:]] == [
+        ["iteration", "validation_lm_loss"],
+        ["iteration", "test_lm_loss"],
+    ]
+    iterations, again = run(data, tmp_path / "evaluated.jsonl", *split, "--load", saved, "--skip-train")
+    assert not iterations
+    assert again == evaluations[-2:]
+
+
+def test_the_duration_ends_a_run_with_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    iterations, evaluations = run(
+        data, tmp_path / "metrics.jsonl", "--exit-duration-in-mins", "1e-6", "--save", tmp_path / "saved"
+    )
+    assert [each["iteration"] for each in iterations] == [1]
+    assert not evaluations, "who has no time left does not evaluate"
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
+
+
+def test_the_interval_ends_a_run_with_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    iterations, _ = run(data, tmp_path / "metrics.jsonl", "--exit-interval", 2, "--save", tmp_path / "saved")
+    assert [each["iteration"] for each in iterations] == [1, 2]
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
+
+
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_and_exit_code_0(data: Path, tmp_path: Path) -> None:
+    """Whoever hears it first, all save the same iteration, and a next run goes on from there."""
+    outputs = ["--save", "saved", "--metrics-file", "metrics.jsonl", "--train-iters", 100000, "--log-interval", 1]
+    launched = Launch(tmp_path, flags(data, *outputs, "--eval-iters", 0, "--exit-signal-handler"))
+    metrics = tmp_path / "metrics.jsonl"
+    launched.wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
+    last_rank = [pid for pid in launched.survivors() if _environment(pid).get("RANK") == "1"]
+    os.kill(last_rank[0], signal.SIGTERM)
+    assert launched.wait() == 0, launched.output()
+    iterations, _ = read_metrics(metrics)
+    done = iterations[-1]["iteration"]
+    assert f" exiting after iteration {done}, because a SIGTERM came" in launched.output()
+    assert (tmp_path / "saved" / "latest").read_text() == f"global_step{done}"
+    assert not launched.survivors()
+
+
+def _environment(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)

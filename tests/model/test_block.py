@@ -1,0 +1,156 @@
+"""A transformer layer against its formulas, whole and with parts left out, with dropout and with recomputation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.positional_dropout import DropoutPlace, attention_keep_mask, keep_mask
+from deepspeed_ext.runtime.sequence_state import SequenceState
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.block_shape import BlockShape
+from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.model.block import TransformerBlock
+from megatron_terapipe.model.dropout import DropoutSite
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from tests.model import plain
+from tests.model.configs import MODELS, SEQ, llama_config, model_config
+from tests.model.plain import hidden_state, in_token_slices, random_weights
+from tests.model.test_attention import assert_same_with_gradients
+
+CUTS = [(SEQ,), (13, 1, 18)]
+PARTS = {
+    "whole": BlockShape(num_key_value_heads=2, ffn_hidden_size=40),
+    "no_attention": BlockShape(num_key_value_heads=0, ffn_hidden_size=40),
+    "no_mlp": BlockShape(num_key_value_heads=1, ffn_hidden_size=0),
+    "nothing": BlockShape(num_key_value_heads=0, ffn_hidden_size=0),
+}
+
+
+def block_of(model: ModelConfig, shape: BlockShape, *, recompute_cheap: bool = False) -> TransformerBlock:
+    layer = TransformerBlock(model, shape, TensorParallelRanks(), recompute_cheap=recompute_cheap)
+    random_weights(layer)
+    return layer
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_and_mlp_are_added_to_the_residual_stream(name: str, cut: tuple[int, ...]) -> None:
+    model = MODELS[name]
+    for shape in model.blocks:
+        layer = block_of(model, shape)
+        hidden = hidden_state(32, SEQ).requires_grad_()
+        expected = plain.block(layer, model, shape, hidden)
+        assert_same_with_gradients(in_token_slices(layer, hidden, cut), expected, [hidden, *layer.parameters()])
+
+
+@pytest.mark.parametrize("model", [model_config(), llama_config()], ids=["gpt", "llama"])
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_left_out_have_no_weights_and_no_effect(part: str, model: ModelConfig) -> None:
+    shape = PARTS[part]
+    layer = block_of(model, shape)
+    names = {name.split(".")[0] for name, _ in layer.named_parameters()}
+    attention = {"attention_norm", "attention"} if shape.num_key_value_heads else set()
+    assert names == attention | ({"mlp_norm", "mlp"} if shape.ffn_hidden_size else set())
+    hidden = hidden_state(32, SEQ).requires_grad_()
+    found = in_token_slices(layer, hidden, (13, 1, 18))
+    expected = plain.block(layer, model, shape, hidden)
+    assert_same_with_gradients(found, expected, [hidden, *layer.parameters()])
+    if part == "nothing":
+        assert torch.equal(found, hidden)
+
+
+def test_a_later_token_changes_no_earlier_logit() -> None:
+    for name, model in MODELS.items():
+        whole = WholeModel(model).double()
+        tokens = torch.randint(0, 257, (1, SEQ), generator=torch.Generator().manual_seed(0))
+        changed = tokens.clone()
+        changed[0, 20] = (changed[0, 20] + 1) % 257
+        with torch.no_grad():
+            before, after = (whole(each, SequenceState(TokenSlices((SEQ,)))) for each in (tokens, changed))
+        assert torch.equal(before[:, :20], after[:, :20]), name
+        # All later tokens see it, if any layer attends at all.
+        assert torch.all((before[:, 20:] - after[:, 20:]).abs().amax(-1) > 0), name
+
+
+class TestDropout:
+    """At site 0 the probabilities of attention, then what attention and MLP add to the residual stream."""
+
+    LAYER, SEED, ROWS = 3, 7, (5, 9)  # as `in_token_slices` has it, but the layer
+
+    def model(self, **given: object) -> ModelConfig:
+        return llama_config(hidden_dropout=0.25, attention_dropout=0.4, **given)
+
+    def masked(self, values: Tensor, site: str) -> Tensor:
+        if site.startswith("head"):
+            place = DropoutPlace.at(self.SEED, self.LAYER, 0, self.ROWS, 0)
+            rows = place.rows(SEQ, values.device)
+            (head,) = attention_keep_mask(rows, int(site.removeprefix("head ")), 1, 0, SEQ, 0.4).unbind(1)
+            return values * head / 0.6
+        place = DropoutPlace.at(self.SEED, self.LAYER, {"attention": 2, "mlp": 3}[site], self.ROWS, 0)
+        return values * keep_mask(place.rows(SEQ, values.device), 0, values.shape[-1], 0.25) / 0.75
+
+    @pytest.mark.parametrize("recompute_cheap", [False, True])
+    @pytest.mark.parametrize("cut", CUTS, ids=str)
+    def test_values_and_gradients_are_masked_by_place(self, cut: tuple[int, ...], recompute_cheap: bool) -> None:
+        model = self.model()
+        (shape, *_) = model.blocks
+        layer = block_of(model, shape, recompute_cheap=recompute_cheap)
+        hidden = hidden_state(32, SEQ).requires_grad_()
+        found = in_token_slices(layer, hidden, cut, number=self.LAYER)
+        expected = plain.block(layer, model, shape, hidden, self.masked)
+        assert_same_with_gradients(found, expected, [hidden, *layer.parameters()])
+
+    def test_evaluation_drops_nothing(self) -> None:
+        model = self.model()
+        layer, (shape, *_) = block_of(model, model.blocks[0]), model.blocks
+        hidden = hidden_state(32, SEQ)
+        training = in_token_slices(layer, hidden, (SEQ,))
+        evaluated = in_token_slices(layer.eval(), hidden, (SEQ,))
+        without = plain.block(layer, model, shape, hidden)
+        torch.testing.assert_close(evaluated, without, rtol=1e-12, atol=1e-12)
+        assert (training - evaluated).abs().max() > 0.1
+
+    @pytest.mark.parametrize("probabilities", [(0.25, 0.0), (0.0, 0.4)])
+    def test_each_probability_drops_where_it_says(self, probabilities: tuple[float, float]) -> None:
+        hidden_dropout, attention_dropout = probabilities
+        model = replace(self.model(), hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
+
+        def masked(values: Tensor, site: str) -> Tensor:
+            probability = attention_dropout if site.startswith("head") else hidden_dropout
+            return self.masked(values, site) if probability else values
+
+        layer = block_of(model, model.blocks[0])
+        hidden = hidden_state(32, SEQ)
+        found = in_token_slices(layer, hidden, (13, 1, 18), number=self.LAYER)
+        expected = plain.block(layer, model, model.blocks[0], hidden, masked)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+    def test_sites_layers_and_rows_have_masks_of_their_own(self) -> None:
+        ones = torch.ones(2, SEQ, 64)
+        masks = []
+        for layer in (0, 1):
+            past = SequenceState(TokenSlices((SEQ,)), seed=7, sequences=(5, 9)).past(layer, 0)
+            masks += [past.dropout(ones, 0.5, site=site)[row] for site in DropoutSite for row in (0, 1)]
+        assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks) == 12
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputation_changes_no_bit(name: str) -> None:
+    """Over two micro-batches of three token slices, so that weight gradients also add up in place."""
+    model = MODELS[name]
+    for shape in model.blocks:
+        layers = [block_of(model, shape, recompute_cheap=recompute).float() for recompute in (False, True)]
+        results = []
+        for layer in layers:
+            seen = []
+            for seed in (1, 2):
+                hidden = hidden_state(32, SEQ, seed).float().requires_grad_()
+                output = in_token_slices(layer, hidden, (13, 1, 18))
+                output.square().sum().backward()
+                seen += [output.detach(), hidden.grad]
+            results.append([*seen, *(parameter.grad for parameter in layer.parameters())])
+        for kept, recomputed in zip(*results, strict=True):
+            assert torch.equal(kept, recomputed)

@@ -1,0 +1,81 @@
+"""Words and positions in, logits out."""
+
+import pytest
+import torch
+
+from deepspeed_ext.runtime.documents import Documents
+from deepspeed_ext.runtime.positional_dropout import DropoutPlace, keep_mask
+from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from tests.model.configs import SEQ, llama_config, model_config
+from tests.model.plain import hidden_state, in_token_slices
+
+CUTS = [(SEQ,), (8, 8, 8, 8), (13, 1, 18)]
+ALONE = TensorParallelRanks()
+STARTS = ((0, 5, 13, 14), (0, 20))
+POSITIONS = ([*range(5), *range(8), 0, *range(18)], [*range(20), *range(12)])
+
+
+def positions_of(**given: object) -> PositionEmbedding:
+    return PositionEmbedding(model_config(max_position_embeddings=SEQ + 5, **given), ALONE).double()
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_positions_count_from_the_start_of_the_sequence(cut: tuple[int, ...]) -> None:
+    embedding, hidden = positions_of(), hidden_state(32, SEQ)
+    assert torch.equal(in_token_slices(embedding, hidden, cut), hidden + embedding.weight[:SEQ])
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_positions_restart_with_documents(cut: tuple[int, ...]) -> None:
+    embedding, hidden = positions_of(), hidden_state(32, SEQ)
+    found = in_token_slices(embedding, hidden, cut, documents=Documents(STARTS))
+    assert torch.equal(found, hidden + torch.stack([embedding.weight[row] for row in POSITIONS]))
+    going_on = in_token_slices(embedding, hidden, cut, documents=Documents(STARTS, positions_restart=False))
+    assert torch.equal(going_on, hidden + embedding.weight[:SEQ])
+
+
+def test_position_gradients_reach_the_rows_that_were_used() -> None:
+    embedding, hidden = positions_of(), hidden_state(32, SEQ)
+    in_token_slices(embedding, hidden, (13, 1, 18)).sum().backward()
+    assert torch.all(embedding.weight.grad[:SEQ] == 2)  # rows of the micro-batch
+    assert torch.all(embedding.weight.grad[SEQ:] == 0)
+    embedding.weight.grad = None
+    in_token_slices(embedding, hidden, (13, 1, 18), documents=Documents(STARTS)).sum().backward()
+    used = [position for row in POSITIONS for position in row]
+    uses = [used.count(position) for position in range(SEQ + 5)]
+    assert embedding.weight.grad[:, 0].tolist() == uses
+
+
+def test_models_without_learned_positions_have_no_such_weight() -> None:
+    embedding, hidden = PositionEmbedding(llama_config(), ALONE), hidden_state(32, SEQ)
+    assert not list(embedding.parameters())
+    assert torch.equal(in_token_slices(embedding, hidden, (13, 1, 18)), hidden)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_dropout_after_the_embedding(cut: tuple[int, ...]) -> None:
+    embedding, hidden = positions_of(hidden_dropout=0.25), hidden_state(32, SEQ)
+    kept = keep_mask(DropoutPlace.at(7, 1, 1, (5, 9), 0).rows(SEQ, hidden.device), 0, 32, 0.25)
+    expected = (hidden + embedding.weight[:SEQ]) * kept / 0.75
+    torch.testing.assert_close(in_token_slices(embedding, hidden, cut, number=1), expected, rtol=1e-14, atol=0)
+    evaluated = in_token_slices(embedding.eval(), hidden, cut, number=1)
+    assert torch.equal(evaluated, hidden + embedding.weight[:SEQ])
+
+
+def test_words_are_rows_and_tied_logits_are_products_with_them() -> None:
+    model = model_config()
+    embedding = WordEmbedding(model, ALONE).double()
+    assert embedding.weight.shape == (384, 32)  # 257 words, padded
+    tokens = torch.tensor([[3, 256, 3], [0, 1, 2]])
+    hidden = embedding(tokens)
+    assert torch.equal(hidden, embedding.weight[tokens])
+    torch.testing.assert_close(tied_logits(embedding, hidden), hidden @ embedding.weight.T, rtol=1e-13, atol=1e-14)
+
+
+def test_an_output_layer_has_a_weight_of_its_own_and_no_bias() -> None:
+    output = OutputLayer(model_config(), ALONE).double()
+    hidden = hidden_state(32, SEQ)
+    ((name, weight),) = output.named_parameters()
+    assert (name, weight.shape) == ("linear.weight", (384, 32))
+    torch.testing.assert_close(output(hidden), hidden @ weight.T, rtol=1e-13, atol=1e-14)

@@ -1,0 +1,89 @@
+"""Norms against torch's own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megatron_terapipe.model.norm import LayerNorm, RMSNorm
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from tests.model.configs import model_config
+
+MODEL = model_config(hidden_size=12, layernorm_epsilon=1e-3)
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def norm_of(kind: type[nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+    norm = kind(MODEL, TensorParallelRanks()).to(dtype)
+    for seed, parameter in enumerate(norm.parameters(), start=10):
+        parameter.data = drawn(12, seed=seed, dtype=dtype).detach()
+    return norm
+
+
+def torchs(norm: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    if isinstance(norm, LayerNorm):
+        return F.layer_norm(hidden, (12,), norm.weight, norm.bias, 1e-3)
+    return F.rms_norm(hidden, (12,), norm.weight, 1e-3)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)], ids=str)
+def test_values_and_gradients_are_torchs(kind: type[nn.Module], dtype: torch.dtype, tolerance: float) -> None:
+    norm, hidden, coefficients = norm_of(kind, dtype), drawn(2, 3, 12, dtype=dtype), drawn(2, 3, 12, seed=1)
+    found, expected = norm(hidden), torchs(norm, hidden)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    inputs = [hidden, *norm.parameters()]
+    of_found, of_expected = (
+        torch.autograd.grad((output * coefficients.detach().to(dtype)).sum(), inputs) for output in (found, expected)
+    )
+    # Sums of at most twelve numbers of order 1.
+    torch.testing.assert_close(of_found, of_expected, rtol=tolerance, atol=4 * tolerance)
+
+
+def test_the_gradients_of_rmsnorm_are_those_of_its_values() -> None:
+    assert torch.autograd.gradcheck(norm_of(RMSNorm), drawn(2, 3, 12))
+    norm = norm_of(RMSNorm)
+    hidden = drawn(2, 3, 12).detach()
+    assert torch.autograd.gradcheck(
+        lambda weight: torch.func.functional_call(norm, {"weight": weight}, hidden), drawn(12, seed=3)
+    )
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_in_bf16_the_mean_is_taken_in_fp32(kind: type[nn.Module]) -> None:
+    """Each result is off by the roundings of its few last steps, however wide the hidden state."""
+    model = model_config(hidden_size=4096)
+    norm = kind(model, TensorParallelRanks()).to(torch.bfloat16)
+    hidden = drawn(2, 4096, dtype=torch.bfloat16)
+    exact = kind(model, TensorParallelRanks()).double()(hidden.double())
+    found = norm(hidden)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-9)
+    found.sum().backward()
+    assert norm.weight.grad.dtype is torch.bfloat16
+
+
+def test_rmsnorm_of_fp16_squares_in_fp32() -> None:
+    norm = norm_of(RMSNorm, torch.float16)
+    hidden = torch.full((1, 1, 12), 1000.0, dtype=torch.float16)  # its square is no fp16
+    torch.testing.assert_close(norm(hidden)[0, 0], norm.weight, rtol=2**-10, atol=0)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_norms_start_as_norms_alone(kind: type[nn.Module]) -> None:
+    hidden = drawn(50, 12)
+    normed = kind(model_config(hidden_size=12, layernorm_epsilon=1e-12), TensorParallelRanks()).double()(hidden)
+    torch.testing.assert_close(normed.square().mean(-1), torch.ones(50, dtype=torch.float64), rtol=1e-9, atol=0)
+    if kind is LayerNorm:
+        torch.testing.assert_close(normed.mean(-1), torch.zeros(50, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_rmsnorm_keeps_its_input_and_a_number_of_each_token() -> None:
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape), lambda tensor: tensor):
+        norm_of(RMSNorm)(drawn(2, 3, 12))
+    assert sorted(kept) == [(2, 3, 1), (2, 3, 12), (12,)]

@@ -1,0 +1,130 @@
+"""The command of the conversion: files in, a shell's command and notes out."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.neox.__main__ import main
+from megatron_terapipe.neox.files import read_settings
+from tests.neox.test_conversion import LEAST
+
+pytest.importorskip("yaml")
+
+MODEL = """
+# In the manner of NeoX: JSON with comments, and commas where JSON has none.
+{
+  "num-layers": 4,
+  "hidden_size": 64,
+  "num_attention_heads": 4,
+  "seq_length": 128,
+  "max-position-embeddings": 128,
+  "gpt_j_residual": False,
+  "optimizer": {"type": "Adam", "params": {"lr": 6e-4,}},
+}
+"""
+REST = """
+train_micro_batch_size_per_gpu: 2
+train_iters: 100
+data-path: my corpus
+vocab-file: vocab.json
+merge-file: merges.txt
+log-dir: logs
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    (tmp_path / "model.yml").write_text(MODEL)
+    (tmp_path / "rest.yml").write_text(REST)
+    return [str(tmp_path / "model.yml"), str(tmp_path / "rest.yml")]
+
+
+def failing(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_files_are_read_together(files: list[str]) -> None:
+    settings = read_settings(files)
+    assert settings["num_layers"] == 4
+    assert settings["gpt_j_residual"] is False
+    assert settings["data_path"] == "my corpus"
+
+
+def test_the_command_runs_in_a_shell(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(files) == 0
+    out, err = capsys.readouterr()
+    # `deepspeed` stands for a program that says what it was given.
+    script = f'deepspeed() {{ printf "%s\\n" "$@"; }}\n{out}'
+    words = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert words[0] == "pretrain_gpt.py"
+    assert words[words.index("--data-path") + 1] == "my corpus"
+    assert words[words.index("--lr") + 1] == "0.0006"
+    comments = [line.removeprefix("# ") for line in out.splitlines() if line.startswith("# ")]
+    assert comments == err.splitlines()
+    assert any(line.startswith("log_dir: the same training: ") for line in comments)
+
+
+def test_output_file(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*files, "--output", str(tmp_path / "train.sh")]) == 0
+    assert not capsys.readouterr().out
+    assert "--num-layers 4 \\\n" in (tmp_path / "train.sh").read_text()
+    line = failing([*files, "--output", str(tmp_path / "none" / "train.sh")], capsys)
+    assert "train.sh cannot be written (No such file or directory): name another file" in line
+
+
+def test_json_is_yaml_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "neox.json"
+    path.write_text(json.dumps(LEAST))
+    assert main([str(path)]) == 0
+    assert "does not take" not in capsys.readouterr().err
+
+
+def test_half_a_configuration_is_said_to_be_one(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(files[:1]) == 0
+    err = capsys.readouterr().err
+    assert "the trainer does not take this as it is: --micro-batch-size must be given: add it" in err
+
+
+def test_strict(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*files, "--strict"]) == 0
+    (tmp_path / "other.yml").write_text("pos_emb: alibi\nsliding_window_width: 64\n")
+    assert main([*files, str(tmp_path / "other.yml")]) == 0
+    line = failing([*files, str(tmp_path / "other.yml"), "--strict"], capsys)
+    assert line == (
+        "error: pos_emb, sliding_window_width would not be trained as NeoX does: change the files, or leave out "
+        "--strict"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("num_layers: 3\nnum-layers: 4\n", "sets num_layers twice: remove one"),
+        ("num_layers: 3\nnum_layers: 3\n", "sets num_layers twice: remove one"),
+        ("optimizer: {params: {lr: 1, lr: 2}}\n", "sets lr twice: remove one"),
+        ("num_layers: [1\n", "is not YAML ("),
+        ("- 1\n", "is not a mapping of settings to values: write one"),
+        ("", "is not a mapping of settings to values: write one"),
+    ],
+)
+def test_files_that_are_wrong(text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.yml"
+    path.write_text(text)
+    assert f"error: {path} {line}" in failing([str(path)], capsys)
+
+
+def test_keys_in_two_files(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "again.yml").write_text("num_layers: 4\n")
+    line = failing([*files, str(tmp_path / "again.yml")], capsys)
+    assert line == (
+        f"error: {tmp_path}/again.yml sets num_layers, and so does {tmp_path}/model.yml: remove it from one of them"
+    )
+
+
+def test_words_that_are_wrong(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot be read (No such file or directory)" in failing([str(tmp_path / "none.yml")], capsys)
+    assert "--world-size 0 is not positive: give 1 or more" in failing([*files, "--world-size", "0"], capsys)

@@ -1,0 +1,235 @@
+"""What every rank of a tensor-parallel group checks of the layers; all collectives come before the first assertion."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from megatron_terapipe.model.activation import Activation
+from megatron_terapipe.model.embedding import OutputLayer, WordEmbedding, tied_logits
+from megatron_terapipe.model.norm import LayerNorm
+from megatron_terapipe.tensor_parallel.cross_entropy import cross_entropy
+from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from tests.model.configs import model_config
+from tests.tensor_parallel.whole_and_parts import (
+    ALONE,
+    assert_gradients,
+    complete_gradients,
+    drawn,
+    fill,
+    tokens_of,
+)
+
+MODEL = model_config(hidden_size=16, vocab_size=250, make_vocab_size_divisible_by=8)
+
+
+def collectives(ranks: TensorParallelRanks) -> None:
+    for rows in (1, 3):
+        each = [drawn(rows, 8, 5, seed=rank) for rank in range(ranks.size)]
+        own = each[ranks.rank]
+        pending = ranks.start_gather(own), ranks.start_reduce_scatter(own), ranks.start_sum(own.clone())
+        gathered, scattered, summed = (finish() for finish in pending)
+        # A view, as of a gradient.
+        transposed = drawn(8, rows, 5, seed=ranks.rank).transpose(0, 1)
+        gathered_view = ranks.start_gather(transposed)()
+        scattered_view = ranks.start_reduce_scatter(transposed)()
+        total = torch.stack(each).sum(0)
+        step = 8 // ranks.size
+        here = slice(ranks.rank * step, (ranks.rank + 1) * step)
+        assert torch.equal(gathered, torch.cat(each, 1))
+        torch.testing.assert_close(scattered, total[:, here], rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(summed, total, rtol=1e-14, atol=1e-14)
+        views = [drawn(8, rows, 5, seed=rank).transpose(0, 1) for rank in range(ranks.size)]
+        assert torch.equal(gathered_view, torch.cat(views, 1))
+        torch.testing.assert_close(scattered_view, torch.stack(views).sum(0)[:, here], rtol=1e-14, atol=1e-14)
+
+
+def own_tokens(ranks: TensorParallelRanks) -> None:
+    positions = torch.arange(8).repeat(2, 1)
+    assert torch.equal(ranks.own_tokens(positions), tokens_of(positions, ranks))
+    own = ranks.own_tokens(positions)
+    assert own[0, 0] == ranks.first_token(own.shape[1])
+
+
+def sum_of_parts(ranks: TensorParallelRanks) -> None:
+    """The sum's gradient is the same for every part; with sequence parallelism it comes from all ranks' tokens."""
+    each = [drawn(2, 8, 5, seed=rank) for rank in range(ranks.size)]
+    part = each[ranks.rank].clone().requires_grad_()
+    coefficients = drawn(2, 8, 5, seed=50)
+    found = ranks.sum_parts(part * 1)
+    (found * tokens_of(coefficients, ranks)).sum().backward()
+    torch.testing.assert_close(found, tokens_of(torch.stack(each).sum(0), ranks), rtol=1e-14, atol=1e-14)
+    assert torch.equal(part.grad, coefficients)
+
+
+class _Pair(nn.Module):
+    """A norm, columns, an activation, rows."""
+
+    def __init__(self, ranks: TensorParallelRanks, *, bias: bool, gated: bool, recompute: bool) -> None:
+        super().__init__()
+        self.norm, self.recompute = LayerNorm(MODEL, ranks), recompute
+        width = (2, 24) if gated else 24
+        self.columns = ColumnParallelLinear(16, width, ranks, nn.init.normal_, bias=bias)
+        self.activation = Activation("swiglu" if gated else "gelu-exact")
+        self.rows = RowParallelLinear(24, 16, ranks, nn.init.normal_, bias=bias)
+        self.double()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.recompute:
+            return self.rows(self.columns(hidden, self.norm), self.activation)
+        return self.rows(self.activation(self.columns(self.norm(hidden))))
+
+    def written_out(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What one rank alone must compute, by torch."""
+        normed = F.layer_norm(hidden, (16,), self.norm.weight, self.norm.bias, MODEL.layernorm_epsilon)
+        bias = None if self.columns.bias is None else self.columns.bias.flatten()
+        wide = F.linear(normed, self.columns.weight.flatten(0, -2), bias)
+        if self.activation.name == "swiglu":
+            gate, up = wide.tensor_split(2, dim=-1)
+            wide = F.silu(gate) * up
+        else:
+            wide = F.gelu(wide)
+        return F.linear(wide, self.rows.weight, self.rows.bias)
+
+
+def pair_of_products(ranks: TensorParallelRanks) -> None:
+    """Outputs and all gradients over three token slices, so that weight gradients also add up in place."""
+    for bias, gated, recompute in [(True, False, False), (True, True, True), (False, True, False), (True, False, True)]:
+        settings = {"bias": bias, "gated": gated, "recompute": recompute}
+        whole, part = _Pair(ALONE, **settings), _Pair(ranks, **settings)
+        fill(whole, part, ranks)
+        seen = []
+        for step in range(3):
+            hidden, coefficients = drawn(2, 8, 16, seed=step), drawn(2, 8, 16, seed=30 + step)
+            own = tokens_of(hidden, ranks).clone().requires_grad_()
+            found = part(own)
+            (found * tokens_of(coefficients, ranks)).sum().backward()
+            hidden.requires_grad_()
+            expected = whole.written_out(hidden)
+            (expected * coefficients).sum().backward()
+            seen += [(found, tokens_of(expected, ranks)), (own.grad, tokens_of(hidden.grad, ranks))]
+        gradients = complete_gradients(part, ranks)
+        for found, expected in seen:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert_gradients(gradients, part, whole, ranks)
+
+
+def weights_are_the_same_for_any_number_of_ranks(ranks: TensorParallelRanks) -> None:
+    def built(ranks: TensorParallelRanks) -> list[nn.Module]:
+        layers = []
+        for seed, build in enumerate(
+            [
+                lambda: ColumnParallelLinear(16, 24, ranks, nn.init.normal_),
+                lambda: ColumnParallelLinear(16, (2, 24), ranks, nn.init.normal_),
+                lambda: RowParallelLinear(24, 16, ranks, nn.init.normal_),
+                lambda: WordEmbedding(MODEL, ranks),
+                lambda: OutputLayer(MODEL, ranks),
+            ]
+        ):
+            torch.manual_seed(seed)
+            # What is drawn next must not depend on the number of ranks either.
+            layers += [build(), nn.Linear(3, 3)]
+        return layers
+
+    gathered = []
+    for layer in built(ranks):
+        for parameter in layer.parameters():
+            parts = [torch.empty_like(parameter) for _ in range(ranks.size)]
+            dist.all_gather(parts, parameter.detach().contiguous())
+            cut = getattr(parameter, "tensor_model_parallel", False)
+            gathered.append(torch.cat(parts, parameter.partition_dim) if cut else parts[-1])
+    whole = [parameter for layer in built(ALONE) for parameter in layer.parameters()]
+    for found, expected in zip(gathered, whole, strict=True):
+        assert torch.equal(found, expected)
+
+
+def words(ranks: TensorParallelRanks) -> None:
+    whole, part = WordEmbedding(MODEL, ALONE).double(), WordEmbedding(MODEL, ranks).double()
+    fill(whole, part, ranks)
+    assert len(whole.weight) == 256
+    edges = [0, 255, *(rank * 256 // ranks.size for rank in range(ranks.size)), 63, 127, 191, 5]
+    seen = []
+    for step in range(3):
+        tokens = torch.tensor([edges[:8], [*range(250 - step, 243 - step, -1), edges[-1]]])
+        tokens = F.pad(tokens, (0, 8 - tokens.shape[1])) if tokens.shape[1] < 8 else tokens
+        coefficients = drawn(2, 8, 16, seed=step)
+        found, expected = part(tokens), F.embedding(tokens, whole.weight)
+        (found * tokens_of(coefficients, ranks)).sum().backward()
+        (expected * coefficients).sum().backward()
+        seen.append((found, tokens_of(expected, ranks)))
+    for found, expected in seen:
+        assert torch.equal(found, expected)
+    assert_gradients(complete_gradients(part, ranks), part, whole, ranks)
+
+
+def logits(ranks: TensorParallelRanks) -> None:
+    """Tied and untied, from the tokens that a rank has to its part of the vocabulary for all tokens."""
+    coefficients = drawn(2, 8, 256, seed=1)
+    mine = slice(ranks.rank * 256 // ranks.size, (ranks.rank + 1) * 256 // ranks.size)
+    for kind, apply in [(WordEmbedding, tied_logits), (OutputLayer, lambda layer, hidden: layer(hidden))]:
+        whole, part = kind(MODEL, ALONE).double(), kind(MODEL, ranks).double()
+        fill(whole, part, ranks)
+        hidden = drawn(2, 8, 16, seed=2)
+        own = tokens_of(hidden, ranks).clone().requires_grad_()
+        hidden.requires_grad_()
+        found = apply(part, own)
+        (found * coefficients[..., mine]).sum().backward()
+        (weight,) = whole.parameters()
+        expected = hidden @ weight.T
+        (expected * coefficients).sum().backward()
+        gradients = complete_gradients(part, ranks)
+        torch.testing.assert_close(found, expected[..., mine], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(own.grad, tokens_of(hidden.grad, ranks), rtol=1e-12, atol=1e-12)
+        assert_gradients(gradients, part, whole, ranks)
+
+
+def losses(ranks: TensorParallelRanks) -> None:
+    vocabulary = 24
+    width = vocabulary // ranks.size
+    mine = slice(ranks.rank * width, (ranks.rank + 1) * width)
+    targets = torch.tensor([[0, width - 1, width, vocabulary - 1], [3, 11, 12, 23]])
+    far = torch.zeros(vocabulary, dtype=torch.float64)
+    far[:width] = -1e5  # the first rank's logits count nothing
+    cases = {
+        "small": drawn(2, 4, vocabulary, seed=1),
+        "large": drawn(2, 4, vocabulary, seed=2) * 1e4,
+        "one part far below": drawn(2, 4, vocabulary, seed=3) + far,
+        "all equal": torch.full((2, 4, vocabulary), 700.0, dtype=torch.float64),
+    }
+    results = []
+    for name, whole in cases.items():
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            at_least_fp32 = torch.promote_types(dtype, torch.float32)
+            whole_logits = whole.to(dtype, copy=True).to(at_least_fp32).requires_grad_()
+            own = whole.to(dtype)[..., mine].clone().requires_grad_()
+            before = own.detach().clone()
+            found = cross_entropy(own, targets, ranks)
+            expected = F.cross_entropy(whole_logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 4)
+            coefficients = drawn(2, 4, seed=4).to(at_least_fp32)
+            (found * coefficients).sum().backward()
+            (expected * coefficients).sum().backward()
+            results.append((name, dtype, found, expected, own, whole_logits.grad[..., mine], before))
+    for name, dtype, found, expected, own, gradient, before in results:
+        assert found.dtype is expected.dtype, (name, dtype)
+        tolerance = 1e-12 if dtype is torch.float64 else 1e-6
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        assert own.grad.dtype is dtype
+        rounding = 2**-8 if dtype is torch.bfloat16 else tolerance
+        torch.testing.assert_close(own.grad.to(gradient.dtype), gradient, rtol=rounding, atol=tolerance)
+        assert torch.equal(own.detach(), before), "the logits must not be written to"
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        collectives,
+        own_tokens,
+        sum_of_parts,
+        pair_of_products,
+        weights_are_the_same_for_any_number_of_ranks,
+        words,
+        logits,
+        losses,
+    )
+}

@@ -1,0 +1,176 @@
+"""A product that computes what is before it again in the backward: the same bits, and less kept."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_terapipe.model.activation import Activation
+from megatron_terapipe.model.norm import LayerNorm, RMSNorm
+from megatron_terapipe.tensor_parallel import products
+from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from tests.model.configs import model_config
+
+WIDTH = 12
+ALONE = TensorParallelRanks()
+BEFORE = {
+    "layernorm": lambda: LayerNorm(model_config(hidden_size=WIDTH), ALONE),
+    "rmsnorm": lambda: RMSNorm(model_config(hidden_size=WIDTH), ALONE),
+    **{name: lambda name=name: Activation(name) for name in ("gelu", "relu", "squared-relu", "swiglu")},
+}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def inputs_of(name: str, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return drawn(2, 5, 2 * WIDTH if name == "swiglu" else WIDTH, seed=seed, dtype=dtype)
+
+
+def layers_of(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor]:
+    before = BEFORE[name]().to(dtype)
+    for seed, parameter in enumerate(before.parameters()):
+        parameter.data = drawn(WIDTH, seed=20 + seed, dtype=dtype).detach()
+    return before, drawn(8, WIDTH, seed=1, dtype=dtype), drawn(8, seed=2, dtype=dtype)
+
+
+@contextmanager
+def tensors_kept() -> Iterator[list[Tensor]]:
+    """Tensors that the graph built inside keeps."""
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BEFORE)
+def test_outputs_and_gradients_are_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    """Over four backwards, of which all but the first add to the weight's gradient in place."""
+    seen = []
+    for recompute in (False, True):
+        before, weight, bias = layers_of(name, dtype)
+        results = []
+        for step in range(4):
+            inputs = inputs_of(name, 30 + step, dtype)
+            if recompute:
+                output = products.linear(inputs, weight, bias, before=before, parameters_before=before.parameters())
+            else:
+                output = products.linear(before(inputs), weight, bias)
+            output.square().sum().backward()
+            parameters = [weight, bias, *before.parameters()]
+            results += [output.detach(), inputs.grad, *(each.grad.clone() for each in parameters)]
+        seen.append(results)
+    for kept, recomputed in zip(*seen, strict=True):
+        assert torch.equal(kept, recomputed)
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_gradients_are_those_of_plain_autograd(name: str) -> None:
+    before, weight, bias = layers_of(name)
+    inputs, parameters = inputs_of(name, 3), list(before.parameters())
+    wanted = [inputs, weight, bias, *parameters]
+    found = products.linear(inputs, weight, bias, before=before, parameters_before=parameters)
+    expected = before(inputs) @ weight.T + bias
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    gradients = [torch.autograd.grad(each.square().sum(), wanted) for each in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_what_is_kept_is_the_input_and_parameters(name: str) -> None:
+    before, weight, bias = layers_of(name)
+    inputs, parameters = inputs_of(name, 3), list(before.parameters())
+    with tensors_kept() as recomputing:
+        products.linear(inputs, weight, bias, before=before, parameters_before=parameters)
+    assert {each.data_ptr() for each in recomputing} == {each.data_ptr() for each in (inputs, weight, *parameters)}
+    with tensors_kept() as keeping:
+        products.linear(before(inputs), weight, bias)
+    assert len(keeping) > len(recomputing)
+    # The gradient of ReLU is read off its output, which the product keeps: with it there is nothing to gain.
+    gained = len({each.data_ptr() for each in keeping}) - len({each.data_ptr() for each in recomputing})
+    assert gained == 0 if name == "relu" else gained > 0
+
+
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
+def test_norm_weights_get_gradients_where_their_input_needs_none(name: str) -> None:
+    """As in a first layer behind frozen embeddings."""
+    before, weight, bias = layers_of(name)
+    inputs, parameters = inputs_of(name, 3).detach(), list(before.parameters())
+    found = products.linear(inputs, weight, bias, before=before, parameters_before=parameters)
+    of_found = torch.autograd.grad(found.square().sum(), [weight, *parameters])
+    of_expected = torch.autograd.grad((before(inputs) @ weight.T + bias).square().sum(), [weight, *parameters])
+    torch.testing.assert_close(of_found, of_expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_frozen_norm_weights_get_no_gradient_and_stop_no_other(frozen: int) -> None:
+    before, weight, bias = layers_of("layernorm")
+    inputs = inputs_of("layernorm", 3)
+    for parameter in list(before.parameters())[:frozen]:
+        parameter.requires_grad_(False)
+    products.linear(
+        inputs, weight, bias, before=before, parameters_before=before.parameters()
+    ).square().sum().backward()
+    expected = inputs.detach().requires_grad_()
+    (before(expected) @ weight.detach().T + bias.detach()).square().sum().backward()
+    torch.testing.assert_close(inputs.grad, expected.grad, rtol=1e-12, atol=1e-12)
+    for index, parameter in enumerate(before.parameters()):
+        assert (parameter.grad is None) == (index < frozen)
+
+
+def test_a_frozen_product_passes_the_gradient_on() -> None:
+    before, weight, bias = layers_of("rmsnorm")
+    inputs = inputs_of("rmsnorm", 3)
+    products.linear(
+        inputs, weight.detach(), bias.detach(), before=before, parameters_before=before.parameters()
+    ).square().sum().backward()
+    found = inputs.grad, before.weight.grad
+    expected = torch.autograd.grad((before(inputs) @ weight.T + bias).square().sum(), [inputs, before.weight])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_both_linear_layers_hand_over_the_parameters_of_the_layer_before(kind: type[nn.Module]) -> None:
+    before, _, _ = layers_of("layernorm")
+    layer = kind(WIDTH, 8, ALONE, nn.init.normal_).double()
+    inputs = inputs_of("layernorm", 3)
+    wanted = [inputs, layer.weight, layer.bias, *before.parameters()]
+    found = torch.autograd.grad(layer(inputs, before).square().sum(), wanted)
+    expected = torch.autograd.grad(layer(before(inputs)).square().sum(), wanted)
+    for kept, recomputed in zip(expected, found, strict=True):
+        assert torch.equal(kept, recomputed)
+
+
+def test_evaluation_keeps_nothing() -> None:
+    before, weight, bias = layers_of("rmsnorm")
+    with torch.no_grad(), tensors_kept() as kept:
+        output = products.linear(inputs_of("rmsnorm", 3), weight, bias, before=before)
+    assert not kept
+    assert not output.requires_grad
+
+
+def test_a_weight_of_three_dimensions_is_a_matrix_of_its_rows() -> None:
+    weight, bias = drawn(2, 4, WIDTH, seed=1), drawn(2, 4, seed=2)
+    for step in range(3):
+        inputs = drawn(2, 5, WIDTH, seed=3 + step)
+        output = products.linear(inputs, weight, bias)
+        stacked = [inputs @ weight[index].T + bias[index] for index in range(2)]
+        expected = torch.cat(stacked, -1)
+        torch.testing.assert_close(output, expected, rtol=1e-13, atol=1e-13)
+        of_expected = torch.autograd.grad(expected.square().sum(), [inputs, weight, bias])
+        before = [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in (inputs, weight, bias)]
+        output.square().sum().backward()
+        for each, earlier, gradient in zip((inputs, weight, bias), before, of_expected, strict=True):
+            torch.testing.assert_close(each.grad, earlier + gradient, rtol=1e-12, atol=1e-12)

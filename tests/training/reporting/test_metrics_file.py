@@ -1,0 +1,51 @@
+"""The metrics file."""
+
+import json
+from pathlib import Path
+
+from megatron_terapipe.training.reporting.metrics_file import MetricsFile
+from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
+
+
+def objects(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_object_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "deeper" / "metrics.jsonl"
+    file = MetricsFile(str(path))
+    file.iteration(ITERATION)
+    assert objects(path) == [
+        {
+            "iteration": 7,
+            "consumed_samples": 56,
+            "lm_loss": 5.123456789012345,
+            "grad_norm": 1.25,
+            "learning_rate": 0.0001,
+            "iteration_time_s": 0.5,
+            "tokens_per_second": 512.0,
+            "global_batch_size": 8,
+            "tflops_per_device": 100.0,
+            "mfu": 0.25,
+            "loss_scale": None,
+            "skipped_iterations": 2,
+            "params_norm": None,
+            "peak_memory_bytes": None,
+        }
+    ]
+    file.evaluation(EVALUATION)
+    assert objects(path)[1] == {"iteration": 7, "validation_lm_loss": 1000.0}
+    file.evaluation(TEST)
+    assert objects(path)[2] == {"iteration": 7, "test_lm_loss": 2.0}
+
+
+def test_a_skipped_update_has_no_norm(tmp_path: Path) -> None:
+    MetricsFile(str(tmp_path / "metrics.jsonl")).iteration(SKIPPED)
+    assert objects(tmp_path / "metrics.jsonl")[0]["grad_norm"] is None
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        MetricsFile(str(path)).evaluation(EVALUATION)
+    assert len(path.read_text().splitlines()) == 2
