@@ -30,6 +30,8 @@ setup(
         "dev": [
             *("hypothesis", "mypy", "pre-commit", "pytest", "ruff"),
             *("pyyaml", "sentencepiece", "tensorboard", "tokenizers", "zstandard"),
+            # Hugging Face's own models, to hold converted ones against.
+            *("safetensors", "transformers"),
         ],
         # Tokenizers of Hugging Face and SentencePiece.
         "tokenizers": ["sentencepiece>=0.2", "tokenizers>=0.20"],
@@ -38,6 +40,8 @@ setup(
         "wandb": ["wandb"],
         # To convert configurations of GPT-NeoX.
         "neox": ["pyyaml"],
+        # To convert models to and from the files of Hugging Face.
+        "huggingface": ["safetensors>=0.5"],
         # To preprocess .zst files.
         "zstandard": ["zstandard>=0.22"],
         # Megatron's own readers, to hold our data files against.

@@ -34,7 +34,10 @@ LAYERS = (
     Layer(("megatron_terapipe.errors",), PLAN),
     Layer(("megatron_terapipe.refused_flags", "megatron_terapipe.accepted_flags")),
     # The arrow to the configuration is for types alone: the configuration counts FLOPs, so the other way is taken.
-    Layer(("megatron_terapipe.model", "megatron_terapipe.model.flops"), ("megatron_terapipe.config.model",)),
+    Layer(
+        ("megatron_terapipe.model", "megatron_terapipe.model.flops"),
+        ("megatron_terapipe.config.model", "megatron_terapipe.config.block_shape"),
+    ),
     Layer(
         ("megatron_terapipe.config", "megatron_terapipe.config.*"),
         (*PLAN, "megatron_terapipe.errors", "megatron_terapipe.model.flops"),
@@ -63,10 +66,15 @@ LAYERS = (
     ),
     Layer(("megatron_terapipe.neox", "megatron_terapipe.neox.*"), (*PLAN, *CONFIG), ("yaml",)),
     Layer(("deepspeed_ext.runtime", "deepspeed_ext.runtime.*"), PLAN, ("torch", "deepspeed", "packaging")),
-    Layer(("megatron_terapipe.model.*",), (*PLAN, *CONFIG, "megatron_terapipe.model.flops"), ("torch",)),
+    Layer(("megatron_terapipe.tensor_parallel", "megatron_terapipe.tensor_parallel.*"), packages=("torch",)),
+    Layer(
+        ("megatron_terapipe.model.*",),
+        (*PLAN, *CONFIG, "megatron_terapipe.model.flops", "megatron_terapipe.tensor_parallel"),
+        ("torch",),
+    ),
     Layer(
         ("megatron_terapipe.model.gpt",),
-        (*PLAN, *CONFIG, "megatron_terapipe.model"),
+        (*PLAN, *CONFIG, "megatron_terapipe.model", "megatron_terapipe.tensor_parallel"),
         ("torch", "deepspeed.pipe"),
     ),
     Layer(
@@ -100,6 +108,7 @@ LAYERS = (
         (
             *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
             "megatron_terapipe.checkpoint",
+            "megatron_terapipe.tensor_parallel",
         ),
         ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
     ),
@@ -192,6 +201,9 @@ def test_the_walk_sees_what_it_should() -> None:
         ("megatron_terapipe.config.config", "megatron_terapipe.model.gpt", False),
         ("megatron_terapipe.model.block", "deepspeed.pipe", False),
         ("megatron_terapipe.model.gpt", "deepspeed.pipe", True),
+        ("megatron_terapipe.model.block", "megatron_terapipe.tensor_parallel.ranks", True),
+        ("megatron_terapipe.tensor_parallel.linear", "megatron_terapipe.model.norm", False),
+        ("megatron_terapipe.tensor_parallel.linear", "megatron_terapipe.config.model", False),
         ("megatron_terapipe.model.gpt", "deepspeed", False),
         ("megatron_terapipe.data.loader", "megatron_terapipe.training.run", False),
         ("megatron_terapipe.training.run", "megatron_terapipe.inference.generation", False),

@@ -1,6 +1,6 @@
 """What ranks of the checkpoint's tests run: train a small GPT one way, save it, and go on from what others saved."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -83,23 +83,22 @@ def _perform(task: Task) -> Outcome:
     data_rank = run.layout.coordinate(run.launch.rank).data
     first = BEFORE if task.load else 0
     for step in range(task.before):
-        engine.train_batch(iter(_batches(first + step, data_rank, run.layout.data_parallel_size)))
+        engine.train_batch(iter(batches(first + step, data_rank, run.layout.data_parallel_size)))
     if task.save is not None:
         save_checkpoint(engine, str(task.save), info_of(run))
     steps = range(first + task.before, BEFORE + AFTER)
     losses = [
-        engine.train_batch(iter(_batches(step, data_rank, run.layout.data_parallel_size))).item() for step in steps
+        engine.train_batch(iter(batches(step, data_rank, run.layout.data_parallel_size))).item() for step in steps
     ]
     weights = {name: each.detach().double().numpy() for name, each in engine.module.named_parameters()}
     return Outcome(losses, weights, engine.optimizer.cur_scale if engine.fp16_enabled() else None)
 
 
 def run_of(way: Way, load: Path | None = None) -> Run:
-    """A way, prepared but for its data: micro-batches come from `_batches`."""
+    """A way, prepared but for its data: micro-batches come from `batches`."""
     launch = LaunchEnvironment.read()
-    config = parse_arguments(f"{FLAGS} {way.flags}".split())
-    if load is not None:
-        config = replace(config, checkpoint=replace(config.checkpoint, load=str(load)))
+    words = f"{FLAGS} {way.flags}".split()
+    config = parse_arguments(words if load is None else [*words, "--load", str(load)])
     layout = config.parallel.layout(launch.world_size)
     return Run(
         config=config,
@@ -125,7 +124,7 @@ def info_of(run: Run) -> CheckpointInfo:
     )
 
 
-def _batches(step: int, data_rank: int, data_parallel_size: int) -> list[Batch]:
+def batches(step: int, data_rank: int, data_parallel_size: int) -> list[Batch]:
     """This replica's micro-batches of the global batch of one iteration."""
     generator = torch.Generator().manual_seed(step)
     samples = torch.randint(0, VOCAB, (ROWS, SEQ + 1), generator=generator)

@@ -105,3 +105,24 @@ def test_layers_that_do_not_attend_are_cut_evenly() -> None:
         heterogeneous_layers_config_path=no_attention,
     )
     assert balanced_token_slices(model, 4).lengths == (512,) * 4
+
+
+TILE_TOO_LONG = pytest.mark.xfail(strict=True, reason="config/balance.py takes tiles longer than the token slices")
+
+
+@pytest.mark.parametrize(
+    ("size", "seq_length", "count"),
+    [
+        pytest.param(5, 130, 2, marks=TILE_TOO_LONG),
+        pytest.param(7, 259, 4, marks=TILE_TOO_LONG),
+        (3, 195, 3),
+        (5, 325, 4),
+    ],
+)
+def test_odd_numbers_of_ranks(size: int, seq_length: int, count: int) -> None:
+    """A tile that suits both kernels and ranks may be longer than the token slices."""
+    model = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=seq_length)
+    cut = balanced_token_slices(model, count, granularity=size)
+    assert len(cut) == count
+    assert all(length % size == 0 for length in cut.lengths)
+    assert max(cut.lengths) <= 2 * seq_length / count

@@ -136,12 +136,8 @@ CHECKPOINTS = {
         "--hidden-size 64",
         "the checkpoint has --hidden-size 32, this run 64: set --hidden-size 32, or load another checkpoint",
     ),
-    "pipeline_size": (
-        "--pipeline-model-parallel-size 1",
-        "the checkpoint's optimizer state is cut for data_parallel_size 1, this run has 2: launch as it was saved, or "
-        "load the weights alone with --no-load-optim",
-    ),
-    "zero_stage": ("--zero-stage 0", "of ZeRO stage 1, this run is stage 0: set --zero-stage 1, or load the weights"),
+    "optimizer": ("--optimizer sgd", "the state of --optimizer adam, this run uses sgd: set --optimizer adam, or load"),
+    "tag": ("--load-tag global_step4", "there is no checkpoint global_step4 in"),
     "layers": ("--num-layers 5 --finetune", "the checkpoint has --num-layers 4, this run 5: set --num-layers 4"),
 }
 
@@ -149,11 +145,6 @@ CHECKPOINTS = {
 @pytest.mark.parametrize(("words", "said"), CHECKPOINTS.values(), ids=CHECKPOINTS)
 def test_a_checkpoint_of_another_run(refused: Trainer, trained: Trained, words: str, said: str) -> None:
     assert said in refused("--load", trained.checkpoints, *words.split())
-
-
-def test_a_checkpoint_of_another_pipeline_size(refused: Trainer, trained: Trained) -> None:
-    line = refused("--load", trained.checkpoints, "--pipeline-model-parallel-size", 1, world_size=1)
-    assert "is cut for pipeline_parallel_size 2, this run has 1: launch as it was saved, or load the weights" in line
 
 
 def test_a_checkpoint_that_is_not_there(refused: Trainer) -> None:

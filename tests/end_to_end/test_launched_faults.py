@@ -30,13 +30,13 @@ FAILING_RANK = """
 import os
 if os.environ.get("RANK") == "1":
     from megatron_terapipe.errors import DataError
-    from megatron_terapipe.training.trainer import Trainer
-    train = Trainer._train
-    def fail(self, iteration, batches):
-        if iteration == 3:
+    from megatron_terapipe.training.step import TrainingStep
+    train = TrainingStep.run
+    def fail(self, progress, batches):
+        if progress.iteration == 2:
             raise DataError("the text of iteration 3 is gone: bring it back")
-        train(self, iteration, batches)
-    Trainer._train = fail
+        return train(self, progress, batches)
+    TrainingStep.run = fail
 """
 
 

@@ -52,6 +52,9 @@ RESUMED = [
     ([], "--pipeline-schedule gpipe"),
     (["--bf16"], "--bf16"),
     (["--zero-stage", "0"], "--zero-stage 0"),
+    ([], "--pipeline-model-parallel-size 1"),
+    (["--pipeline-model-parallel-size", "1"], "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1"),
+    ([], "--zero-stage 0 --stage-partition 0,1,4"),
 ]
 
 
@@ -59,7 +62,7 @@ RESUMED = [
 def test_a_run_goes_on_in_whatever_way_it_may(
     data: Path, tmp_path: Path, saved_with: list[str], resumed_with: str
 ) -> None:
-    """The token slices and the schedule may change; every optimizer comes back with its state."""
+    """Token slices, schedule and layout may change; every optimizer comes back with its state."""
     checkpoints, metrics = tmp_path / "checkpoints", [tmp_path / name for name in ("whole.jsonl", "resumed.jsonl")]
     whole = flags(data, *saved_with, "--save", checkpoints, "--save-interval", 3, "--metrics-file", metrics[0])
     assert run_distributed(train_on_this_rank, 2, whole) == [0, 0]

@@ -31,6 +31,9 @@ LONG_STEP = 2.0**20
 Key = tuple[str, int, int | None]
 """Name of a parameter in `WholeModel`; this rank among those that share it; the dimension they share, if any."""
 
+Step = tuple[float, float, dict[Key, np.ndarray]]
+"""Loss, norm of the gradient over the whole model, and gradients."""
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -100,8 +103,8 @@ def batches(setup: Setup, data_rank: int) -> list[Batch]:
     return made
 
 
-def gradients(setup: Setup) -> tuple[float, dict[Key, np.ndarray]]:
-    """Train one step: its loss, and the gradient of each parameter of this rank, under its name in `WholeModel`.
+def gradients(setup: Setup) -> Step:
+    """Train one step: its loss, the norm of the gradient, and that of each parameter, under its name in `WholeModel`.
 
     Of a parameter that ranks share, the key also says which part of which dimension it is: `(name, rank, dimension)`.
     """
@@ -121,14 +124,15 @@ def gradients(setup: Setup) -> tuple[float, dict[Key, np.ndarray]]:
     before = _weights(engine)
     data_rank = run.layout.coordinate(run.launch.rank).data
     loss = engine.train_batch(iter(batches(setup, data_rank))).item()
+    norm = float(engine.get_global_grad_norm())
     if kept_in_pieces:
         after = _weights(engine)
-        return loss, {name: (before[name] - after[name]) / LONG_STEP for name in before}
+        return loss, norm, {name: (before[name] - after[name]) / LONG_STEP for name in before}
     seen = engine.optimizer.seen
-    return loss, {_key(engine, name, each): seen[each].numpy() for name, each in engine.module.named_parameters()}
+    return loss, norm, {_key(engine, name, each): seen[each].numpy() for name, each in engine.module.named_parameters()}
 
 
-def gradients_of_all(setups: list[Setup]) -> list[tuple[float, dict[Key, np.ndarray]]]:
+def gradients_of_all(setups: list[Setup]) -> list[Step]:
     return [gradients(setup) for setup in setups]
 
 

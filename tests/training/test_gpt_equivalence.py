@@ -17,7 +17,7 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.inference.whole_model import WholeModel
 from megatron_terapipe.model.gpt import gpt_loss
 from tests.distributed import run_distributed
-from tests.training.gpt_runs import Setup, batches, gradients_of_all
+from tests.training.gpt_runs import Setup, Step, batches, gradients_of_all
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 3e-2}
 """Of every gradient. bf16 has 8 bits, so each product is off by up to 2^-9 = 2e-3, and some ten of them add up."""
@@ -149,7 +149,7 @@ def expected_gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
 
 
 @cache
-def _trained(world_size: int) -> dict[Setup, list[tuple[float, dict[str, np.ndarray]]]]:
+def _trained(world_size: int) -> dict[Setup, list[Step]]:
     """Per setup of a world size, what each rank found. One launch serves them all."""
     setups = [setup for setup in SETUPS if setup.world_size == world_size]
     by_rank = run_distributed(gradients_of_all, world_size, setups)
@@ -161,8 +161,10 @@ def test_loss_and_every_gradient_equal_plain_autograd(setup: Setup) -> None:
     expected_loss, expected = expected_gradients(setup)
     size = parse_arguments(setup.argv()).parallel.tensor_model_parallel_size
     seen = set()
-    for rank, (loss, found) in enumerate(_trained(setup.world_size)[setup]):
+    expected_norm = np.sqrt(sum(np.square(gradient).sum() for gradient in expected.values()))
+    for rank, (loss, norm, found) in enumerate(_trained(setup.world_size)[setup]):
         assert loss == pytest.approx(expected_loss, rel=LOSS_TOLERANCE[setup.dtype])
+        assert norm == pytest.approx(expected_norm, rel=max(1e-6, LOSS_TOLERANCE[setup.dtype]))
         for (name, share, cut), gradient in found.items():
             seen.add(name)
             wanted = expected[name] if cut is None else np.split(expected[name], size, axis=cut)[share]
@@ -191,7 +193,7 @@ def test_each_stage_holds_the_layers_it_was_dealt(setup: Setup, blocks: list[int
     """Layers 0 and 1 are the embeddings, the blocks follow, then the final norm, and the tied embedding again."""
     ends = [2 + sum(blocks[: stage + 1]) for stage in range(len(blocks))]
     starts = [0, *ends[:-1]]
-    for stage, (_, found) in enumerate(_trained(setup.world_size)[setup]):
+    for stage, (_, _, found) in enumerate(_trained(setup.world_size)[setup]):
         expected = set(range(starts[stage], ends[stage]))
         expected |= {6, 0} if stage == len(blocks) - 1 else set()
         assert {int(name.split(".")[1]) for name, *_ in found} == expected

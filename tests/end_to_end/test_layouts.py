@@ -1,0 +1,55 @@
+"""A Llama trained on one layout goes on on another, then leaves for other programs: each step a command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launching import DEEPSPEED, environment, flags, launch, read_metrics
+
+LLAMA = (
+    "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --num-key-value-heads 2"
+).split()
+PACKED = "--reset-position-ids --reset-attention-mask --eod-mask-loss --hidden-dropout 0.1".split()
+ON_TENSOR_RANKS = "--pipeline-model-parallel-size 1 --tensor-model-parallel-size 2 --sequence-parallel".split()
+
+
+@pytest.fixture(scope="module")
+def moved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six iterations on two tensor-parallel ranks; the last three again from a checkpoint, on two stages."""
+    if not DEEPSPEED.exists():
+        pytest.skip(f"{DEEPSPEED} is not there")
+    folder = tmp_path_factory.mktemp("moved")
+    common = [*LLAMA, *PACKED, "--token-slices", "12,8,8,4", "--recompute-activations"]
+    saved = ["--save", "checkpoints", "--save-interval", 3, "--metrics-file", "before.jsonl"]
+    launch(folder, flags(data, *common, *ON_TENSOR_RANKS, *saved))
+    (folder / "checkpoints" / "latest").write_text("global_step3")
+    loaded = ["--load", "checkpoints", "--use-checkpoint-args", "--metrics-file", "after.jsonl"]
+    others = ["--pipeline-schedule", "gpipe", "--token-slices", "20,12", "--num-token-slices", 2]
+    launch(folder, [*flags(data, *PACKED, *loaded, *others)])
+    return folder
+
+
+def test_the_other_layout_goes_on_as_the_first_would_have(moved: Path) -> None:
+    """Dropout, packed documents and Adam's state included: only the order of sums differs."""
+    before, after = (read_metrics(moved / name)[0] for name in ("before.jsonl", "after.jsonl"))
+    assert [each["iteration"] for each in after] == [4, 5, 6]
+    for key in ("lm_loss", "grad_norm"):
+        assert [each[key] for each in after] == pytest.approx([each[key] for each in before[3:]], rel=1e-5)
+
+
+def test_it_is_exported_and_imported_unchanged(moved: Path) -> None:
+    def convert(*words: object) -> None:
+        command = [sys.executable, "-m", "megatron_terapipe.convert", *map(str, words)]
+        subprocess.run(command, check=True, env=environment(), cwd=moved)
+
+    convert("to-huggingface", "--load", "checkpoints", "--output", "exported")
+    convert("from-huggingface", "--load", "exported", "--output", "imported")
+    convert("to-huggingface", "--load", "imported", "--output", "again")
+    assert json.loads((moved / "exported" / "config.json").read_text())["model_type"] == "llama"
+    assert (moved / "again" / "model.safetensors").read_bytes() == (
+        moved / "exported" / "model.safetensors"
+    ).read_bytes()
