@@ -38,7 +38,7 @@ MODEL = (
 TRAINING = (
     "--micro-batch-size 2 --global-batch-size 4 --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine"
     " --lr-warmup-iters 40 --weight-decay 0.1 --adam-beta2 0.95 --zero-stage 0 --split 97,3,0"
-    " --eval-iters 30 --log-interval 20"
+    " --eval-iters 15 --log-interval 20"
 )
 RUNS = {
     "sliced": "--pipeline-model-parallel-size 2 --num-token-slices 4 --token-slices balanced",
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prepare, train, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/convergence"))
-    parser.add_argument("--iterations", type=int, default=600)
+    parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--only", choices=RUNS, action="append", help="train this one (may be repeated)")
     options = parser.parse_args(argv)
     prepare(options.output)

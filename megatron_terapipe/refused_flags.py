@@ -42,7 +42,7 @@ _GROUPS: Iterable[Mapping[str, str]] = (
         "what recomputation keeps stays whole, and where it is: drop it",
     ),
     _each("remote-device use-pin-memory cpu-optimizer cpu_torch_adam", _later("offloading comes")),
-    _each("ds_fused_adam no-pipeline-parallel-zero", "the optimizer is torch's AdamW: drop it"),
+    _each("ds_fused_adam no-pipeline-parallel-zero", "the optimizer is apex's or torch's fused AdamW: drop it"),
     _each("deepscale", "it is an old name: use --deepspeed"),
     _each("deepscale-config", "it is an old name: use --deepspeed-config"),
     _each("deepspeed-mpi", "the launcher decides this: use deepspeed --launcher openmpi"),

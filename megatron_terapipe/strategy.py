@@ -163,7 +163,6 @@ class Strategy:
         Raises:
             ConfigError: if the trainer does not support a value.
         """
-        self._check_supported("tensor_parallel_size", (1,))
         self._check_supported("num_model_chunks", (1,))
         self._check_supported("schedule", tuple(SCHEDULES))
         self._check_supported("recompute", ("none", "selective", "full"))

@@ -89,7 +89,7 @@ class TokenSlices:
         Raises:
             PlanError: if there are more token slices than multiples of `granularity`.
         """
-        _check_count(seq_length // granularity, num_token_slices)
+        _check_count(seq_length, num_token_slices, granularity)
         length, longer = divmod(seq_length // granularity, num_token_slices)
         *lengths, last = ((length + (index < longer)) * granularity for index in range(num_token_slices))
         return cls((*lengths, last + seq_length % granularity))
@@ -120,7 +120,7 @@ class TokenSlices:
         Raises:
             PlanError: if there are more token slices than multiples of `granularity`, or a cost is negative.
         """
-        _check_count(seq_length // granularity, num_token_slices)
+        _check_count(seq_length, num_token_slices, granularity)
         if linear_cost < 0 or attention_cost < 0 or linear_cost + attention_cost == 0:
             raise PlanError(f"costs {linear_cost}, {attention_cost} of a token must be positive")
         total = linear_cost * seq_length + attention_cost * seq_length**2 / 2
@@ -134,8 +134,10 @@ class TokenSlices:
         return cls(tuple(end - start for start, end in pairwise([*ends, seq_length])))
 
 
-def _check_count(seq_length: int, num_token_slices: int) -> None:
-    if not 1 <= num_token_slices <= seq_length:
+def _check_count(seq_length: int, num_token_slices: int, granularity: int) -> None:
+    most = seq_length // granularity
+    if not 1 <= num_token_slices <= most:
+        each = "" if granularity == 1 else f", each a multiple of {granularity}"
         raise PlanError(
-            f"{num_token_slices} token slices of {seq_length} tokens: give between 1 and {seq_length} token slices"
+            f"{num_token_slices} token slices of {seq_length} tokens{each}: give between 1 and {most} token slices"
         )

@@ -28,8 +28,9 @@ def balanced_token_slices(model: ModelConfig, num_token_slices: int, *, granular
     attention = flops.model_attention_flops_per_position(model) * (1 + flops.FLASH_BACKWARD_PER_FORWARD)
     # Every token attends to itself as well, whatever its prefix.
     linear = flops.model_linear_flops_per_token(model) * (1 + flops.BACKWARD_PER_FORWARD) + attention
-    if model.seq_length >= 4 * TILE * num_token_slices:
-        granularity = lcm(TILE, granularity)
+    whole_tiles = lcm(TILE, granularity)
+    if model.seq_length >= 4 * whole_tiles * num_token_slices:
+        granularity = whole_tiles
     return TokenSlices.balanced(
         model.seq_length, num_token_slices, linear_cost=linear, attention_cost=attention, granularity=granularity
     )

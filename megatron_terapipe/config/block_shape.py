@@ -10,6 +10,8 @@ from megatron_terapipe.config.json_files import parse_json, read_json
 from megatron_terapipe.errors import ConfigError
 
 FLAG = "--heterogeneous-layers-config-path"
+_MULTIPLE = 256
+"""Widths that follow from `ffn_mult` are multiples of this, as in Megatron."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +43,10 @@ def canonical_layers(text_or_path: str) -> str:
 def block_shapes(layers: str, *, usual: BlockShape, num_attention_heads: int, hidden_size: int) -> list[BlockShape]:
     """Read a per-layer description in the manner of Megatron's heterogeneous-layers configuration.
 
-    `{"block_configs": [{"attention": {"num_query_groups": 2}, "mlp": {"ffn_hidden_size": 512}}, ...]}`: a layer a
-    entry. What an entry does not name is as usual; `"no_op": true` leaves a part out. Megatron's own keys
-    `n_heads_in_group` (query heads of each key and value head) and `ffn_mult` (width of the MLP over the hidden size)
-    are read too.
+    `{"block_configs": [{"attention": {"num_query_groups": 2}, "mlp": {"ffn_hidden_size": 512}}, ...]}`: a layer an
+    entry. What an entry does not name, or names as null, is as usual; `"no_op": true` leaves a part out. The words of
+    Nemotron's files, which Megatron reads too, are read as Megatron does: `ffn` for `mlp`, `n_heads_in_group` (query
+    heads of each key and value head) and `ffn_mult` (the width is 2/3 of that many hidden sizes, rounded up to 256).
 
     Args:
         layers: the JSON text.
@@ -69,8 +71,9 @@ def _block_shape(index: int, entry: Any, usual: BlockShape, num_attention_heads:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} is {json.dumps(entry)}, not an object: write {{}} for a layer as usual")
     attention = _part(entry, "attention", {"num_query_groups", "n_heads_in_group"}, where)
-    mlp = _part(entry, "mlp", {"ffn_hidden_size", "ffn_mult"}, where)
-    _check_keys(entry, {"attention", "mlp"}, where)
+    name = "ffn" if "ffn" in entry else "mlp"
+    mlp = _part(entry, name, {"ffn_hidden_size", "ffn_mult"}, where)
+    _check_keys(entry, {"attention", name}, where)
     groups, width = usual.num_key_value_heads, usual.ffn_hidden_size
     if "num_query_groups" in attention:
         groups = _count(attention["num_query_groups"], f"{where} attention.num_query_groups")
@@ -83,12 +86,12 @@ def _block_shape(index: int, entry: Any, usual: BlockShape, num_attention_heads:
                 f"{num_attention_heads}: give one of its divisors"
             )
     if "ffn_hidden_size" in mlp:
-        width = _count(mlp["ffn_hidden_size"], f"{where} mlp.ffn_hidden_size")
+        width = _count(mlp["ffn_hidden_size"], f"{where} {name}.ffn_hidden_size")
     elif "ffn_mult" in mlp:
         mult = mlp["ffn_mult"]
         if isinstance(mult, bool) or not isinstance(mult, int | float) or not 0 < mult < 1e6:
-            raise ConfigError(f"{where} mlp.ffn_mult {json.dumps(mult)} is not a number above 0: give one")
-        width = round(mult * hidden_size)
+            raise ConfigError(f"{where} {name}.ffn_mult {json.dumps(mult)} is not a number above 0: give one")
+        width = -(-int(2 * mult * hidden_size / 3) // _MULTIPLE) * _MULTIPLE or _MULTIPLE
     if num_attention_heads % groups:
         raise ConfigError(
             f"{where}: {groups} key and value heads do not divide --num-attention-heads {num_attention_heads}: "
@@ -100,7 +103,7 @@ def _block_shape(index: int, entry: Any, usual: BlockShape, num_attention_heads:
 
 
 def _part(entry: Mapping[str, Any], name: str, keys: set[str], where: str) -> Mapping[str, Any]:
-    """One part of an entry, its keys known."""
+    """One part of an entry, its keys known; those that are null left out."""
     part = entry.get(name, {})
     if not isinstance(part, Mapping):
         raise ConfigError(f"{where} {name} is {json.dumps(part)}, not an object: write {{}} for one as usual")
@@ -110,7 +113,7 @@ def _part(entry: Mapping[str, Any], name: str, keys: set[str], where: str) -> Ma
     if part.get("replace_with_linear"):
         raise ConfigError(f"{where} {name}.replace_with_linear: linear stand-ins are not in this trainer: use no_op")
     _check_keys({key: part[key] for key in part if key != "replace_with_linear"}, {*keys, "no_op"}, f"{where} {name}")
-    return part
+    return {key: value for key, value in part.items() if value is not None}
 
 
 def _check_keys(found: Mapping[str, Any], known: set[str], where: str) -> None:

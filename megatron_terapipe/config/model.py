@@ -33,7 +33,7 @@ class ModelConfig:
     hidden_size: int
     """Width of the residual stream."""
 
-    ffn_hidden_size: int = option(derived="4 x --hidden-size; 8/3 x --hidden-size, rounded up to 64, with swiglu")
+    ffn_hidden_size: int = option(derived="4 x --hidden-size; 8/3 x --hidden-size, rounded down to 64, with swiglu")
     """Width of the hidden layer of the MLP."""
 
     num_attention_heads: int
@@ -120,8 +120,8 @@ class ModelConfig:
                 f"{self.num_attention_heads}: change one of them, or give the width of a head with "
                 "--kv-channels"
             )
-        # Two thirds of 4h: the gate makes three matrices of two (Shazeer, arXiv 2002.05202 section 2).
-        gated_width = -(-8 * self.hidden_size // 3 // 64) * 64
+        # Two thirds of 4h: the gate makes three matrices of two (Shazeer, arXiv 2002.05202 section 2); as Megatron's.
+        gated_width = max(64, 8 * self.hidden_size // 3 // 64 * 64)
         resolve(self, "ffn_hidden_size", gated_width if self.activation == "swiglu" else 4 * self.hidden_size)
         resolve(self, "num_key_value_heads", self.num_attention_heads)
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)

@@ -93,10 +93,8 @@ def test_wrong_documents_end_in_one_line(document: object, line: str) -> None:
 @pytest.mark.parametrize(
     ("document", "line"),
     [
-        ({"tensor_parallel_size": 2}, "strategy: tensor_parallel_size 2 cannot be trained yet: use 1"),
         ({"num_model_chunks": 2}, "strategy: num_model_chunks 2 cannot be trained yet: use 1"),
         ({"schedule": "dual"}, 'strategy: schedule "dual" cannot be trained yet: use "gpipe" or "1f1b"'),
-        ({"recompute": "selective"}, 'strategy: recompute "selective" cannot be trained yet: use "none" or "full"'),
         ({"zero_stage": 2}, "strategy: zero_stage 2 cannot be trained yet: use 0 or 1"),
         ({"placement": [1, 0]}, "strategy: placement [1, 0] cannot be trained yet: use null"),
     ],
@@ -112,3 +110,8 @@ def test_settings() -> None:
     assert set(settings) == set(SETTINGS.values())
     assert (settings["token_slices"], settings["stage_partition"], settings["zero_stage"]) == ("3,2", "0,1", 0)
     assert settings["tensor_model_parallel_size"] == 1
+
+
+def test_tensor_parallelism_and_selective_recomputation_are_trained() -> None:
+    settings = Strategy(tensor_parallel_size=4, recompute="selective").settings()
+    assert (settings["tensor_model_parallel_size"], settings["recompute_granularity"]) == (4, "selective")
