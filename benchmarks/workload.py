@@ -65,6 +65,10 @@ class WholeSequence:
         """Positions from 0."""
         return torch.arange(length).unsqueeze(0)
 
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """Nothing is shared: every layer makes its own."""
+        return make()
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float, first_head: int) -> Tensor:
         """Causal attention."""
         assert not dropout, "the benchmarks train without dropout"

@@ -2,8 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
@@ -16,11 +18,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = Path(options.output)
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ConfigError(f"--output {output} is not an empty directory: name another")
-        print((_to_huggingface if options.command == "to-huggingface" else _from_huggingface)(options, output))
+        convert = _to_huggingface if options.command == "to-huggingface" else _from_huggingface
+        with _removed_on_failure(output):
+            print(convert(options, output))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+@contextmanager
+def _removed_on_failure(output: Path) -> Iterator[None]:
+    """Leave an output that was empty or not there as it was, if the conversion into it fails."""
+    was_there = output.exists()
+    try:
+        yield
+    except BaseException:
+        rmtree(output, ignore_errors=True)
+        if was_there:
+            output.mkdir()
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:

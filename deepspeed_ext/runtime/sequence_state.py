@@ -1,8 +1,9 @@
 """What a stage remembers of a micro-batch from one token slice to the next, and what it knows of its tokens."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from deepspeed_ext.runtime.attention import KeyValueState, TokenSliceAttention
 from deepspeed_ext.runtime.attention_kernels import AttentionDropout, AttentionKernel, PlainAttention, kernel_for
 from deepspeed_ext.runtime.documents import DocumentAttention, Documents
 from deepspeed_ext.runtime.positional_dropout import DropoutPlace
+
+Made = TypeVar("Made")
 
 
 class SequenceState:
@@ -39,6 +42,8 @@ class SequenceState:
         self.token_slices = token_slices
         self.seed, self.sequences, self.documents = seed, tuple(sequences), documents
         self._layers: dict[int, KeyValueState] = defaultdict(lambda: KeyValueState(token_slices.seq_length))
+        self.shared: dict[tuple[int, str], Any] = {}
+        """What layers share of a token slice, by its first position and a name; see `Past.once`."""
 
     def past(self, layer: int, token_slice: int) -> "Past":
         """The state as one layer sees it while it computes one token slice."""
@@ -64,6 +69,18 @@ class Past:
         if documents is None or not documents.positions_restart:
             return torch.arange(self.prefix_len, self.prefix_len + length).unsqueeze(0)
         return documents.positions(self.prefix_len, length)
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """What all layers of this stage need of this token slice: made by the first that asks, given to the others.
+
+        Args:
+            name: what it is.
+            make: makes it.
+        """
+        key = self.prefix_len, name
+        if key not in self._sequence.shared:
+            self._sequence.shared[key] = make()
+        return self._sequence.shared[key]
 
     def attend(
         self,

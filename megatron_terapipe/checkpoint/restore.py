@@ -40,7 +40,7 @@ def restore(engine: TokenSlicePipelineEngine, directory: Path, info: CheckpointI
         cut = cut_dimension(parameter)
         share = partial(reshare, num_parts=info.tensor_parallel_size, rank=rank, size=size, cut=cut)
         layer, name_in_layer = _place(module, name)
-        weight = share(lambda part, layer=layer, name=name_in_layer: weights.weight(layer, name, part))
+        weight = share(partial(weights.weight, layer, name_in_layer))
         if weight.shape != parameter.shape:
             raise CheckpointError(
                 f"checkpoint {directory} has {name} as {tuple(weight.shape)}, and this run needs "

@@ -6,7 +6,7 @@ fragments, in the order of the ranks, are the parameter again: beside them stand
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,23 +70,21 @@ class _WholeOptimizer:
 
     def __init__(self, directory: Path, info: CheckpointInfo) -> None:
         self._directory, self._info = directory, info
+        self._stages = cache(self._load_stages)
 
     def of(self, name: str, tensor_parallel_rank: int) -> ParameterState:
         """State of a parameter; the weight is the model's own."""
-        for by_name in self._by_name[tensor_parallel_rank]:
+        for by_name in self._stages(tensor_parallel_rank):
             if name in by_name:
                 group, state = by_name[name]
                 return ParameterState(weight=None, moments=_moments(state), step=_step(group, state))
         raise _lacking(self._directory, name)
 
-    @cached_property
-    def _by_name(self) -> list[list[dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]]]:
-        """By tensor-parallel rank and stage: for each parameter its group and its state."""
+    def _load_stages(self, tensor_parallel_rank: int) -> list[dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]]:
+        """By stage: for each parameter its group and its state."""
         size = self._info.tensor_parallel_size
-        return [
-            [self._named(self._directory / state_file(stage, rank, size)) for stage in range(self._info.num_stages)]
-            for rank in range(size)
-        ]
+        files = [state_file(stage, tensor_parallel_rank, size) for stage in range(self._info.num_stages)]
+        return [self._named(self._directory / file) for file in files]
 
     def _named(self, path: Path) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
         saved = _load(path)
@@ -103,10 +101,11 @@ class _PartitionedOptimizer:
 
     def __init__(self, directory: Path, info: CheckpointInfo) -> None:
         self._directory, self._info = directory, info
+        self._stages = cache(self._load_stages)
 
     def of(self, name: str, tensor_parallel_rank: int) -> ParameterState:
         """State of a parameter, its fragments put together."""
-        for partitions in self._partitions[tensor_parallel_rank]:
+        for partitions in self._stages(tensor_parallel_rank):
             fragments = [fragment for partition in partitions for fragment in _fragments(partition, name)]
             if fragments:
                 first = fragments[0]
@@ -117,19 +116,15 @@ class _PartitionedOptimizer:
                 )
         raise _lacking(self._directory, name)
 
-    @cached_property
-    def _partitions(self) -> list[list[list[Mapping[str, Any]]]]:
-        """By tensor-parallel rank, stage and replica."""
-        size = self._info.tensor_parallel_size
+    def _load_stages(self, tensor_parallel_rank: int) -> list[list[Mapping[str, Any]]]:
+        """By stage and replica: what one rank saved."""
+        size, replicas = self._info.tensor_parallel_size, self._info.num_replicas
         return [
             [
-                [
-                    _load(_partition_path(self._directory, name))["optimizer_state_dict"]
-                    for name in optimizer_files(stage, rank, size, self._info.num_replicas)
-                ]
-                for stage in range(self._info.num_stages)
+                _load(_partition_path(self._directory, name))["optimizer_state_dict"]
+                for name in optimizer_files(stage, tensor_parallel_rank, size, replicas)
             ]
-            for rank in range(size)
+            for stage in range(self._info.num_stages)
         ]
 
 

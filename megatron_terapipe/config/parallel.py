@@ -159,17 +159,18 @@ class ParallelConfig:
         Raises:
             ConfigError: if the ends leave too few layers for the stages between.
         """
-        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
-        num_between = self.pipeline_model_parallel_size - (first is not None) - (last is not None)
-        rest = num_layers - (first or 0) - (last or 0)
+        first = [] if self.decoder_first_pipeline_num_layers is None else [self.decoder_first_pipeline_num_layers]
+        last = [] if self.decoder_last_pipeline_num_layers is None else [self.decoder_last_pipeline_num_layers]
+        num_between = self.pipeline_model_parallel_size - len(first) - len(last)
+        rest = num_layers - sum(first) - sum(last)
         if rest < num_between:
             raise ConfigError(
                 f"the first and last stage leave {max(rest, 0)} of {num_layers} layers for {num_between} stages: give "
                 "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers fewer"
             )
         between = StagePartition.uniform(rest, num_between)
-        sizes = [first] * (first is not None) + [len(between.layers(stage)) for stage in range(num_between)]
-        return StagePartition(tuple(accumulate([*sizes, *[last] * (last is not None)], initial=0)))
+        sizes = [*first, *(len(between.layers(stage)) for stage in range(num_between)), *last]
+        return StagePartition(tuple(accumulate(sizes, initial=0)))
 
     def stage_bounds(self) -> StagePartition | None:
         """Return the transformer layers of each stage; None if a rule deals them.

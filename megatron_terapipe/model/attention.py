@@ -1,5 +1,6 @@
 """Multi-head self-attention with grouped keys and values."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ class Past(Protocol):
 
     def positions(self, length: int) -> Tensor:
         """Positions of these N tokens: [1, N], or [B, N] where rows differ."""
+
+    def once(self, name: str, make: Callable[[], Rotation]) -> Rotation:
+        """What all layers need of these tokens: made by the first that asks."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float, first_head: int) -> Tensor:
         """Causal attention of these tokens to themselves and to those before: query [B, N, H, D] in, the same out."""
@@ -73,7 +77,10 @@ class SelfAttention(nn.Module):
         query, key, value = groups.split([self.heads_of_group, 1, 1], dim=3)
         query, key, value = (heads.flatten(2, 3) for heads in (query, key, value))
         if self.rotary_channels:
-            rotate = Rotation(past.positions(query.shape[1]), self.rotary_channels, self.rotary_base, query)
+            rotate = past.once(
+                "rotation",
+                lambda: Rotation(past.positions(query.shape[1]), self.rotary_channels, self.rotary_base, query),
+            )
             query, key = rotate(query), rotate(key)
         dropout = self.dropout if self.training else 0.0
         attended = past.attend(query, key, value, dropout=dropout, first_head=self.first_head)

@@ -16,10 +16,10 @@ class Rotation:
 
     def __init__(self, positions: Tensor, channels: int, base: float, like: Tensor) -> None:
         # In fp64: in fp32 a position of 100,000 would be off by a hundredth of a turn.
-        frequencies = base ** (-torch.arange(0, channels, 2, dtype=torch.float64) / channels)
-        angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
+        frequencies = base ** (-torch.arange(0, channels, 2, dtype=torch.float64, device=like.device) / channels)
+        angles = positions.to(like.device, torch.float64).unsqueeze(-1) * frequencies
         dtype = torch.promote_types(like.dtype, torch.float32)
-        self.cosine, self.sine = (each.to(like.device, dtype).unsqueeze(2) for each in (angles.cos(), angles.sin()))
+        self.cosine, self.sine = (each.to(dtype).unsqueeze(2) for each in (angles.cos(), angles.sin()))
 
     def __call__(self, heads: Tensor) -> Tensor:
         """Rotate queries or keys [B, N, H, D]."""

@@ -4,8 +4,10 @@ Each setup trains one step through the trainer's own engine, and is held against
 on one process, whose attention is torch's. An error is the norm of a tensor's difference over the norm of the tensor.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +113,9 @@ class WholePast:
 
     def positions(self, length: int) -> Tensor:
         return torch.stack([_positions(row, length) for row in self.starts])
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        return make()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float, first_head: int) -> Tensor:
         length, repeats = query.shape[1], query.shape[2] // key.shape[2]
