@@ -35,10 +35,14 @@ def moved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_other_layout_goes_on_as_the_first_would_have(moved: Path) -> None:
     """Dropout, packed documents and Adam's state included: only the order of sums differs."""
-    before, after = (read_metrics(moved / name)[0] for name in ("before.jsonl", "after.jsonl"))
+    (before, evaluated_before), (after, evaluated_after) = (
+        read_metrics(moved / name) for name in ("before.jsonl", "after.jsonl")
+    )
     assert [each["iteration"] for each in after] == [4, 5, 6]
     for key in ("lm_loss", "grad_norm"):
         assert [each[key] for each in after] == pytest.approx([each[key] for each in before[3:]], rel=1e-5)
+    losses = [evaluated[-1]["validation_lm_loss"] for evaluated in (evaluated_before, evaluated_after)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_it_is_exported_and_imported_unchanged(moved: Path) -> None:
