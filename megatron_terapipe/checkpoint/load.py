@@ -25,6 +25,8 @@ def load_checkpoint(
     """
     restore(engine, directory, info, weights_only=config.weights_only)
     if config.weights_only:
+        # The masks of dropout go by the step, so a run that goes on counts on.
+        engine.global_steps = 0 if config.finetune else info.iteration
         return
     counters = read_counters(directory, info)
     engine.global_steps, engine.skipped_steps = counters["global_steps"], counters["skipped_steps"]

@@ -1,0 +1,56 @@
+"""The model on a device that is not the host's, forward and backward: nothing of it stays behind on the host.
+
+The meta device stands in for an accelerator: it checks shapes, types and (but for look-ups) devices of operations, and
+computes nothing. Attention takes the kernel for CUDA.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime import sequence_state
+from deepspeed_ext.runtime.attention_kernels import CudaFlash
+from deepspeed_ext.runtime.documents import Documents
+from deepspeed_ext.runtime.sequence_state import SequenceState
+from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.model.gpt import gpt_loss
+from tests.model.configs import SEQ, model_config
+
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "num_key_value_heads": 2,
+}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+PACKED = Documents(((0, 5, 20), (0,)))
+CASES: dict[str, tuple[dict[str, Any], Documents | None]] = {
+    "gpt": ({}, None),
+    "llama": (LLAMA, None),
+    "packed gpt": ({}, PACKED),
+    "packed llama": (LLAMA, PACKED),
+    "dropout": (DROPOUT, None),
+    "dropout, packed": (LLAMA | DROPOUT, PACKED),
+}
+
+
+@pytest.mark.parametrize(("parts", "documents"), CASES.values(), ids=CASES)
+def test_every_tensor_follows(
+    parts: dict[str, Any], documents: Documents | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_state, "kernel_for", lambda query: CudaFlash())
+    device, dtype, half = torch.device("meta"), torch.bfloat16, SEQ // 2
+    model = WholeModel(model_config(**parts)).to(device, dtype)
+    tokens = torch.zeros(2, SEQ, dtype=torch.int64, device=device)
+    state = SequenceState(TokenSlices((half, half)), sequences=(1, 2), documents=documents)
+    logits = [model(tokens[:, index * half : (index + 1) * half], state, index) for index in range(2)]
+    for each in reversed(logits):
+        assert (each.device, each.dtype) == (device, dtype)
+        gpt_loss(each, (tokens[:, :half], torch.ones(2, half, device=device))).backward()
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None, name
+        assert (weight.grad.device, weight.grad.dtype) == (device, dtype), name
