@@ -108,6 +108,7 @@ def our_engine(
     recompute: str = "none",
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     clip: float = 0.0,
+    bf16: bool = False,
 ) -> Any:
     """The token-slice engine."""
     layout = ParallelLayout(pipeline_parallel_size=num_stages, num_token_slices=len(token_slices))
@@ -123,6 +124,9 @@ def our_engine(
             activation_checkpoint_interval=1 if recompute == "full" else 0,
         )
         chosen = settings(num_micro_batches, micro_batch_size) | {"gradient_clipping": clip}
+        if bf16:
+            chosen |= {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "contiguous_gradients": False}}
+            chosen |= {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}
         engine, *_ = initialize(module, chosen, optimizer=(optimizer or _sgd)(module))
     return engine
 
