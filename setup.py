@@ -44,6 +44,8 @@ setup(
         "huggingface": ["safetensors>=0.5"],
         # To preprocess .zst files.
         "zstandard": ["zstandard>=0.22"],
+        # Curves of benchmarks/convergence.py.
+        "bench": ["matplotlib"],
         # Megatron's own readers, to hold our data files against.
         "interchange": ["megatron-core==0.16.1"],
     },

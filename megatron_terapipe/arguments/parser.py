@@ -169,6 +169,9 @@ def _converter(kind: type[Any], other_words: Mapping[str, str]) -> Callable[[str
     wanted = {int: "a whole number", float: "a number"}
 
     def convert(text: str) -> Any:
+        if not text.strip():
+            # A script's variable that is not set: `--save "$DIR"`.
+            raise argparse.ArgumentTypeError("is given an empty value: give another, or drop it")
         try:
             return kind(other_words.get(text, text))
         except ValueError:
@@ -187,16 +190,19 @@ def _translator(words: Mapping[str, str | None]) -> Callable[[str], str | None]:
 
 
 def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
-    """Refuse a flag that is not ours, with the reason if it is one of Megatron's, else with the nearest of ours."""
-    for word in words:
-        name = word.split("=", 1)[0]
-        if not name.startswith("--") or name in known:
-            continue
-        if name in REFUSED_FLAGS:
-            raise ConfigError(f"{name}: {REFUSED_FLAGS[name]}")
-        nearest = get_close_matches(name, known, n=1)
-        remedy = f"did you mean {nearest[0]}?" if nearest else "see --help"
-        raise ConfigError(f"{name} is not a flag: {remedy}")
+    """Refuse the flags that are not ours, all in one line: a script of another trainer often has several."""
+    names = [word.split("=", 1)[0] for word in words if word.startswith("--")]
+    wrong = [f"{name}{_why_not(name, known)}" for name in dict.fromkeys(names) if name not in known]
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+def _why_not(name: str, known: Sequence[str]) -> str:
+    """Say the reason if it is one of Megatron's flags, else the nearest of ours."""
+    if name in REFUSED_FLAGS:
+        return f": {REFUSED_FLAGS[name]}"
+    nearest = get_close_matches(name, known, n=1)
+    return f" is not a flag: did you mean {nearest[0]}?" if nearest else " is not a flag: see --help"
 
 
 def _with_dashes(word: str) -> str:

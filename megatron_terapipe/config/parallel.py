@@ -59,7 +59,12 @@ class ParallelConfig:
     pipeline_schedule: str = option("1f1b", choices=tuple(SCHEDULES))
     """Order in which a stage runs its forwards and backwards."""
 
-    stage_partition: str = option("uniform", metavar="PARTITION", aliases=("--pp-partition-method",))
+    stage_partition: str = option(
+        "uniform",
+        metavar="PARTITION",
+        aliases=("--pp-partition-method",),
+        spellings={"type:transformer": "uniform"},
+    )
     """How layers are dealt to stages: `uniform` deals the same number to each, `parameters` the same number of
     parameters; 0,5,12 gives layers 0 to 4 to the first stage and 5 to 11 to the second, and a JSON file may hold
     that list. Only transformer layers count; the embedding belongs to the first stage, the final norm and the
@@ -180,6 +185,12 @@ class ParallelConfig:
         """
         if self.stage_partition in METHODS:
             return None
+        if self.stage_partition.startswith("type:"):
+            raise ConfigError(
+                f"--stage-partition {self.stage_partition}: only transformer layers are dealt out, and type:transformer "
+                "does that: use uniform, beside it --decoder-first-pipeline-num-layers or "
+                "--decoder-last-pipeline-num-layers where embedding and output layer weigh much"
+            )
         try:
             bounds = StagePartition.parse(self.stage_partition)
         except PlanError as error:

@@ -6,6 +6,9 @@ from typing import Literal
 from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, option
 from megatron_terapipe.errors import ConfigError
 
+SEEDS = 2**32
+"""Seeds that the generator of the samples' order can start from, Megatron's, too."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
@@ -60,6 +63,8 @@ class TrainingConfig:
             self, "train_iters", "train_samples", "exit_interval", "exit_duration_in_mins", "recompute_num_layers"
         )
         check_not_negative(self, "seed")
+        if self.seed >= SEEDS:
+            raise ConfigError(f"--seed {self.seed} is out of range: give {SEEDS - 1} or less")
         if self.train_iters is None and self.train_samples is None:
             raise ConfigError("neither --train-iters nor --train-samples is given: add one")
         if self.train_iters is not None and self.train_samples is not None:

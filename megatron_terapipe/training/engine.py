@@ -19,6 +19,7 @@ from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import TokenSliceTopology
 from megatron_terapipe.checkpoint.load import load_checkpoint
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
@@ -39,11 +40,11 @@ def process_group(run: Run) -> Iterator[None]:
         settle_on_cores(run.launch.local_rank, run.launch.local_size)
     else:
         accelerator.set_device(run.launch.local_rank)
-    init_distributed(
-        dist_backend=run.config.parallel.distributed_backend or accelerator.communication_backend_name(),
-        timeout=_timeout(run),
-        verbose=False,
-    )
+    backend = run.config.parallel.distributed_backend or accelerator.communication_backend_name()
+    try:
+        init_distributed(dist_backend=backend, timeout=_timeout(run), verbose=False)
+    except dist.DistNetworkError as error:
+        raise _not_met(run, error) from error
     try:
         yield
     except UserError:
@@ -54,6 +55,17 @@ def process_group(run: Run) -> Iterator[None]:
         raise
     # Not in a `finally`: after an error the other ranks may never come, and the launcher ends them.
     dist.destroy_process_group()
+
+
+def _not_met(run: Run, error: dist.DistNetworkError) -> Exception:
+    """Return what to raise where the ranks could not meet: one line if the port is taken, as by a second run."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if run.launch.rank == 0 and "EADDRINUSE" in str(error):
+        return ConfigError(
+            f"port {port} of {host}, where the ranks meet, is in use, perhaps by another run: give the launcher "
+            "another with --master_port"
+        )
+    return error
 
 
 def build_engine(run: Run) -> TokenSlicePipelineEngine:

@@ -62,7 +62,7 @@ class LaunchEnvironment:
         )
 
     def export(self, environment: MutableMapping[str, str] = os.environ) -> None:
-        """Set the variables that torch and deepspeed read; alone, also a place to meet.
+        """Set the variables that torch and deepspeed read; alone, also a place to meet, on a port that is free.
 
         Raises:
             ConfigError: if nobody said where the ranks meet.
@@ -71,7 +71,8 @@ class LaunchEnvironment:
         environment["LOCAL_RANK"], environment["LOCAL_SIZE"] = str(self.local_rank), str(self.local_size)
         if self.world_size == 1:
             environment.setdefault("MASTER_ADDR", "127.0.0.1")
-            environment.setdefault("MASTER_PORT", "29500")
+            # torch's store then takes any free port; nobody else needs to know it.
+            environment.setdefault("MASTER_PORT", "0")
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
         if missing and find_spec("mpi4py") is None:  # With it, DeepSpeed asks MPI.
             raise ConfigError(

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.initialize import check_deepspeed_version
 from megatron_terapipe.checkpoint.find import find_checkpoint
@@ -97,6 +99,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     config = replace(config, model=replace(config.model, vocab_size=vocab_size or tokenizer.vocab_size))
     batch_sizes = config.batch.sizes(layout.data_parallel_size)
     _check_outputs(config)
+    _check_accelerator(config)
     check_packages(config.logging)
     checkpoint = find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.optimizer)
     return Run(
@@ -108,6 +111,15 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,
     )
+
+
+def _check_accelerator(config: Config) -> None:
+    if config.parallel.distributed_backend == "nccl" and get_accelerator().device_name() == "cpu":
+        raise ConfigError("--distributed-backend nccl needs GPUs, and there are none: use gloo, or drop it")
+    if config.precision.fp16 and not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            f"--fp16 is not supported by DeepSpeed on this {get_accelerator().device_name()}: use --bf16, or drop it"
+        )
 
 
 def _start(config: Config, checkpoint: tuple[Path, CheckpointInfo] | None) -> Progress:

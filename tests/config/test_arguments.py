@@ -67,6 +67,7 @@ def test_megatrons_example_command_parses() -> None:
         ("--model-parallel-size 1", "parallel", "tensor_model_parallel_size", 1),
         ("--pipe-parallel-size 2", "parallel", "pipeline_model_parallel_size", 2),
         ("--pipe-parallel-size 2 --pp-partition-method 0,1,4", "parallel", "stage_partition", "0,1,4"),
+        ("--pp-partition-method type:transformer", "parallel", "stage_partition", "uniform"),
         ("--pipe-sp-splits 4", "parallel", "num_token_slices", 4),
         ("--pipe-sp-splits 4 --pipe-sp-strategy uniform_comp", "parallel", "token_slices", "balanced"),
         ("--pipe-sp-splits 4 --pipe-sp-strategy average", "parallel", "token_slices", None),
@@ -94,6 +95,10 @@ def test_aliases(words: str, section: str, field: str, value: object) -> None:
         ("--model-parallel-size x", "--tensor-model-parallel-size x is not a whole number: give one"),
         ("--seed", "--seed expected one argument: give it one"),
         ("--seed 1 2", "no flag takes the value 2: drop it"),
+        ("--num-query-groups=", "--num-key-value-heads is given an empty value: give another, or drop it"),
+        ("--save=", "--save is given an empty value: give another, or drop it"),
+        ("--pp-partition-method type:mlp", "--stage-partition type:mlp: only transformer layers are dealt out"),
+        ("--seed 4294967296", "--seed 4294967296 is out of range: give 4294967295 or less"),
         ("--bf16=yes", "--bf16 ignored explicit argument 'yes': drop the value"),
         ("--pipe-sp-strategy best", "--pipe-sp-strategy best is not known: choose average or uniform_comp"),
         ("--onnx-safe", "--onnx-safe: GELU with the error function has a name of its own: use --activation gelu-exact"),
@@ -103,6 +108,14 @@ def test_aliases(words: str, section: str, field: str, value: object) -> None:
 )
 def test_wrong_words_end_in_one_line(words: str, line: str) -> None:
     assert refusal(words).startswith(line)
+
+
+def test_wrong_flags_are_all_named_in_one_line_each_once() -> None:
+    assert refusal("--embed-layernorm --num-layer 4 --seed 1 --moe_loss_coeff=1 --embed-layernorm") == (
+        "--embed-layernorm: it is not in GPT-2 and GPT-3: drop it; "
+        "--num-layer is not a flag: did you mean --num-layers?; "
+        "--moe-loss-coeff: mixtures of experts are out of scope: drop it"
+    )
 
 
 def test_missing_flags_are_all_named() -> None:

@@ -6,6 +6,7 @@ launcher's part is in `test_launched_faults`.
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ FLAGS = {
         "--vocab-size 100 has no room for the 257 tokens of byte: raise it, or leave it out",
     ),
     "a_split_that_leaves_nothing_to_validate_on": ("--split 1,1e-9", "--split 1,1e-9 leaves no document of the 200 in"),
+    "a_network_of_gpus_without_one": (
+        "--distributed-backend nccl",
+        "--distributed-backend nccl needs GPUs, and there are none: use gloo, or drop it",
+    ),
+    "fp16_on_a_cpu": ("--fp16", "--fp16 is not supported by DeepSpeed on this cpu: use --bf16, or drop it"),
     "a_partition_of_other_stages": (
         "--stage-partition 0,1,2,4",
         "has 3 stages, but --pipeline-model-parallel-size is 2",
@@ -225,3 +231,20 @@ def test_ranks_that_cannot_meet(data: Path, tmp_path: Path) -> None:
 def test_only_one_rank_of_a_host_says_what_all_find(data: Path) -> None:
     found = run_pretrain(data, "--token-slices", "9,9", RANK="1", LOCAL_RANK="1")
     assert (found.returncode, found.stdout, found.stderr) == (2, "", "")
+
+
+def test_a_port_that_another_run_holds(data: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        variables = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        command = [
+            sys.executable,
+            str(PRETRAIN),
+            *flags(data, "--save", tmp_path / "save", "--pipeline-model-parallel-size", 1),
+        ]
+        found = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 2, found.stderr
+    (line,) = error_lines(found.stderr)
+    assert line.startswith(f"error: port {port} of 127.0.0.1, where the ranks meet, is in use")
+    assert "Traceback" not in found.stderr
+    assert not (tmp_path / "save").exists()

@@ -79,6 +79,9 @@ def test_alone_a_place_to_meet_is_exported_unless_there_is_one() -> None:
     environment = {"MASTER_PORT": "1234"}
     LaunchEnvironment.read({}).export(environment)
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("127.0.0.1", "1234")
+    nowhere: dict[str, str] = {}
+    LaunchEnvironment.read({}).export(nowhere)
+    assert nowhere["MASTER_PORT"] == "0"  # any that is free: runs beside each other must not meet
 
 
 def test_ranks_that_do_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:

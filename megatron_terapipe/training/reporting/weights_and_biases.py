@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron_terapipe.config import LoggingConfig
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
 from megatron_terapipe.training.reporting.curves import evaluation_points, iteration_points
 from megatron_terapipe.training.reporting.reporter import Reporter
@@ -20,9 +21,17 @@ class WeightsAndBiases(Reporter):
 
     def __init__(self, logging: LoggingConfig, settings: dict[str, Any], world_size: int) -> None:
         # Imported here: the package is optional, and slow to import.
-        self._run = import_module("wandb").init(
-            project=logging.wandb_project, name=logging.wandb_exp_name, dir=logging.wandb_save_dir, config=settings
-        )
+        wandb = import_module("wandb")
+        try:
+            self._run = wandb.init(
+                project=logging.wandb_project, name=logging.wandb_exp_name, dir=logging.wandb_save_dir, config=settings
+            )
+        except wandb.errors.Error as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"--wandb-project {logging.wandb_project} cannot be reported to ({reason}): log in, or set "
+                "WANDB_MODE=offline"
+            ) from error
         self._logging, self._world_size = logging, world_size
 
     def iteration(self, metrics: IterationMetrics) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_terapipe.config import LoggingConfig
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.reporting.curves import evaluation_points, iteration_points
 from megatron_terapipe.training.reporting.reporter import Reporter, Reporters
 from megatron_terapipe.training.reporting.tensorboard import TensorBoard
@@ -89,6 +90,20 @@ def test_weights_and_biases_writes_its_files(tmp_path: Path, monkeypatch: pytest
     written = file.read_bytes()
     for word in (b"thin", b"grad-norm", b"lm loss validation", b"1000"):
         assert word in written
+
+
+def test_weights_and_biases_without_a_login_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**settings: Any) -> None:
+        raise wandb.errors.UsageError("No API key\nconfigured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError) as caught:
+        WeightsAndBiases(LoggingConfig(wandb_project="thin"), {}, 1)
+    assert str(caught.value) == (
+        "--wandb-project thin cannot be reported to (No API key configured.): log in, or set WANDB_MODE=offline"
+    )
 
 
 class RecordedRun:
