@@ -8,13 +8,14 @@ from pathlib import Path
 from shutil import rmtree
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert. Returns the exit code: 2 for bad input, said in one line."""
-    options = _parser().parse_args(argv)
     try:
+        options = _parser().parse_args(argv)
         output = Path(options.output)
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ConfigError(f"--output {output} is not an empty directory: name another")
@@ -40,8 +41,8 @@ def _removed_on_failure(output: Path) -> Iterator[None]:
         raise
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_terapipe.convert", description=__doc__)
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="python -m megatron_terapipe.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     exported = commands.add_parser("to-huggingface", help="write a checkpoint as a GPT-2 or Llama of Hugging Face")
     exported.add_argument("--load", required=True, metavar="CHECKPOINTS", help="directory that a run saved to")

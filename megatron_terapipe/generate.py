@@ -3,18 +3,21 @@
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.tokenizers import TOKENIZER_FILES, TOKENIZER_SPELLINGS
 from megatron_terapipe.errors import CheckpointError, ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the prompt and its continuation. Returns the exit code: 2 for bad input, said in one line."""
-    options = _parser().parse_args(argv)
     try:
-        if options.max_new_tokens < 1 or options.temperature < 0 or options.top_k < 0:
+        options = _parser().parse_args(argv)
+        if options.max_new_tokens < 1 or not 0 <= options.temperature < inf or options.top_k < 0:
             raise ConfigError(
                 f"--max-new-tokens {options.max_new_tokens}, --temperature {options.temperature}, --top-k "
                 f"{options.top_k}: give at least 1, 0 and 0"
@@ -30,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_terapipe.generate", description=__doc__)
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="python -m megatron_terapipe.generate", description=__doc__)
     parser.add_argument("--load", required=True, metavar="CHECKPOINTS", help="directory that a run saved to")
     parser.add_argument("--load-tag", metavar="TAG", help="checkpoint, such as global_step100 (default: the newest)")
     prompt = parser.add_mutually_exclusive_group(required=True)
@@ -46,6 +49,15 @@ def _parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that add up to P (default: all)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
+    parser.add_argument(
+        "--tokenizer-type",
+        type=lambda name: TOKENIZER_SPELLINGS.get(name, name),
+        choices=tuple(TOKENIZER_FILES),
+        metavar="NAME",
+        help="tokenizer, where the checkpoint knows none or its files have moved (default: the checkpoint's)",
+    )
+    for file in ("vocab-file", "merge-file", "tokenizer-model"):
+        parser.add_argument(f"--{file}", metavar="PATH", help="of the tokenizer that --tokenizer-type names")
     return parser
 
 
@@ -73,21 +85,26 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
 
     directory = existing_checkpoint(options.load, options.load_tag)
     info = CheckpointInfo.read(directory)
-    if not info.tokenizer:
-        raise CheckpointError(
-            f"checkpoint {directory} knows no tokenizer: convert it from a directory that has one, or write one into "
-            "its run.json"
+    if options.tokenizer_type is not None:
+        settings = TokenizerSettings(
+            tokenizer_type=options.tokenizer_type,
+            vocab_file=options.vocab_file,
+            merge_file=options.merge_file,
+            tokenizer_model=options.tokenizer_model,
         )
-    tokenizer = build_tokenizer(TokenizerSettings(**info.tokenizer))
+    elif info.tokenizer:
+        settings = TokenizerSettings(**info.tokenizer)
+    else:
+        raise CheckpointError(f"checkpoint {directory} knows no tokenizer: add --tokenizer-type and its files")
+    tokenizer = build_tokenizer(settings)
     config = ModelConfig(**info.model)
     # On `meta` nothing is drawn only to be overwritten.
     with torch.device("meta"):
         model = WholeModel(config)
     model = model.load(directory, info.tensor_parallel_size).float().eval()
-    yield text_before
     prompt = tokenizer.encode(text_before)
     text = TextStream(tokenizer, prompt)
-    for token in generate(
+    tokens = generate(
         model,
         prompt,
         options.max_new_tokens,
@@ -98,7 +115,9 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
-    ):
+    )
+    yield text_before
+    for token in tokens:
         yield text.push(token)
     yield text.rest()
 

@@ -11,8 +11,10 @@ def latest_checkpoint(load: str | Path) -> Path | None:
     """Directory of the newest whole checkpoint, or None if there is none.
 
     Raises:
-        CheckpointError: if `latest` names one that is gone.
+        CheckpointError: if it is no directory, or `latest` names one that is gone.
     """
+    if Path(load).exists() and not Path(load).is_dir():
+        raise CheckpointError(f"--load {load} is a file: give the directory that a run saved to")
     latest = Path(load) / LATEST
     if not latest.exists():
         return None

@@ -156,6 +156,8 @@ class Config:
                 f"--lr-decay-style WSD decays in the last --lr-wsd-decay-{unit} {last} of {decay} {counted}: give 1 to "
                 f"{decay}"
             )
+        if training.skip_train and not self.logging.eval_iters:
+            raise ConfigError("--skip-train with --eval-iters 0 leaves nothing to do: drop one of them")
         if self.logging.timeline and training.train_iters and self.logging.timeline_iteration > training.train_iters:
             raise ConfigError(
                 f"--timeline-iteration {self.logging.timeline_iteration} is after the last of "

@@ -187,8 +187,8 @@ class ParallelConfig:
             return None
         if self.stage_partition.startswith("type:"):
             raise ConfigError(
-                f"--stage-partition {self.stage_partition}: only transformer layers are dealt out, and type:transformer "
-                "does that: use uniform, beside it --decoder-first-pipeline-num-layers or "
+                f"--stage-partition {self.stage_partition}: only transformer layers are dealt out, as by "
+                "type:transformer: use uniform, beside it --decoder-first-pipeline-num-layers or "
                 "--decoder-last-pipeline-num-layers where embedding and output layer weigh much"
             )
         try:

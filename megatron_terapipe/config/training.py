@@ -34,7 +34,8 @@ class TrainingConfig:
     """Stop after the iteration in which so many minutes have passed."""
 
     exit_signal_handler: bool = False
-    """Stop after the iteration in which any rank gets a SIGTERM, with exit code 0."""
+    """Stop after the iteration in which any rank gets a SIGTERM, with exit code 0. Send it to the ranks, or to
+    `deepspeed.launcher.launch` on each host; the `deepspeed` command above it does not pass it on."""
 
     skip_train: bool = False
     """Only evaluate on validation and test data."""

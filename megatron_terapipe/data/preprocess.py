@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.config.tokenizers import TOKENIZER_FILES, TOKENIZER_SPELLINGS
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_terapipe.data.map_ahead import map_ahead
@@ -195,9 +196,8 @@ def _workers(text: str) -> int:
     return int(text)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 2 after one line that says what is wrong."""
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="python -m megatron_terapipe.data.preprocess",
         description="Tokenize a file of JSON lines into Megatron's indexed dataset: "
         "PREFIX_KEY_document.bin and .idx for each JSON key. An existing dataset is replaced, "
@@ -229,21 +229,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     parser.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)")
-    # Megatron's, for BERT; refused by name below.
+    # Of Megatron's scripts: what is so anyway, and what is for BERT and refused by name below.
+    parser.add_argument("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
+    parser.add_argument("--log-interval", help=argparse.SUPPRESS)
     parser.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    encoder = LineEncoder(
-        source=options.input,
-        json_keys=tuple(options.json_keys),
-        append_eod=options.append_eod,
-        tokenizer=TokenizerSettings(
-            tokenizer_type=options.tokenizer_type,
-            vocab_file=options.vocab_file,
-            merge_file=options.merge_file,
-            tokenizer_model=options.tokenizer_model,
-        ),
-    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, or 2 after one line that says what is wrong."""
     try:
+        options = _parser().parse_args(argv)
+        encoder = LineEncoder(
+            source=options.input,
+            json_keys=tuple(options.json_keys),
+            append_eod=options.append_eod,
+            tokenizer=TokenizerSettings(
+                tokenizer_type=options.tokenizer_type,
+                vocab_file=options.vocab_file,
+                merge_file=options.merge_file,
+                tokenizer_model=options.tokenizer_model,
+            ),
+        )
         if options.split_sentences:
             raise DataError("--split-sentences is for BERT, and a GPT reads whole documents: drop it")
         if len(set(options.json_keys)) < len(options.json_keys):

@@ -1,6 +1,7 @@
 """Tensors in safetensors files, in one or in several with an index."""
 
 import json
+import stat
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib import import_module
@@ -110,16 +111,22 @@ def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, sha
 def _name_files(directory: Path, shards: list[list[str]], total: int) -> None:
     """Give the files the names that say how many there are, and write the index if there are several."""
     if len(shards) == 1:
-        (directory / _temporary(0)).rename(directory / SINGLE)
+        _publish(directory / _temporary(0), directory / SINGLE)
         return
     files: Mapping[str, list[str]] = {
         f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors": names for number, names in enumerate(shards)
     }
     for number, file in enumerate(files):
-        (directory / _temporary(number)).rename(directory / file)
+        _publish(directory / _temporary(number), directory / file)
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _publish(temporary: Path, file: Path) -> None:
+    """Give a written file its name, and the rights that the others have: safetensors writes for its owner alone."""
+    temporary.chmod((file.parent.stat().st_mode & 0o666) | stat.S_IRUSR | stat.S_IWUSR)
+    temporary.rename(file)
 
 
 def safetensors(module: str) -> Any:

@@ -1,6 +1,7 @@
 """Continues a text, one token after the other, on the keys and values that training keeps for token slices."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -10,7 +11,6 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.inference.whole_model import WholeModel
 
 
-@torch.no_grad()
 def generate(
     model: WholeModel,
     prompt: Sequence[int],
@@ -24,7 +24,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yield new tokens until `eod`, or as many as asked for.
+    """Check what is asked for, then yield new tokens until `eod`, or as many as asked for.
 
     A growing text is a cut of its own: the prompt is the first token slice, each new token one more.
 
@@ -50,12 +50,25 @@ def generate(
             f"{len(prompt)} tokens of prompt and {max_new_tokens} new ones are more than the {max_positions} positions "
             f"of the model: shorten the prompt, or ask for {max(0, max_positions - len(prompt))} new tokens or fewer"
         )
-    draws = torch.Generator().manual_seed(seed)
+    draw = partial(_draw, temperature=temperature, top_k=top_k, top_p=top_p, draws=torch.Generator().manual_seed(seed))
+    return _new_tokens(model, prompt, max_new_tokens, vocab_size=vocab_size, eod=eod, draw=draw)
+
+
+@torch.no_grad()
+def _new_tokens(
+    model: WholeModel,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    vocab_size: int,
+    eod: int | None,
+    draw: Callable[[torch.Tensor], int],
+) -> Iterator[int]:
     state = SequenceState(TokenSlices((len(prompt),) + (1,) * max_new_tokens))
     tokens = torch.tensor([list(prompt)])
     for token_slice in range(max_new_tokens):
         logits = model(tokens, state, token_slice)[0, -1, :vocab_size].float()
-        token = _draw(logits, temperature, top_k, top_p, draws)
+        token = draw(logits)
         if token == eod:
             return
         yield token

@@ -1,12 +1,12 @@
 """`python -m megatron_terapipe.neox`: the command that trains what GPT-NeoX's files describe."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.conversion import Conversion, Effect
 from megatron_terapipe.neox.convert import convert
@@ -15,8 +15,8 @@ from megatron_terapipe.neox.files import read_settings
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert, print, list. Returns the exit code: 2 for bad input, or with `--strict` for another training."""
-    options = _parser().parse_args(argv)
     try:
+        options = _parser().parse_args(argv)
         if options.world_size is not None and options.world_size < 1:
             raise ConfigError(f"--world-size {options.world_size} is not positive: give 1 or more")
         conversion = convert(read_settings(options.files), options.world_size)
@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_terapipe.neox", description=__doc__)
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="python -m megatron_terapipe.neox", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="CONFIG.yml", help="NeoX's files, read together")
     parser.add_argument("--output", metavar="FILE", help="write the command to a file instead of printing it")
     parser.add_argument(

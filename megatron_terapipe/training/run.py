@@ -3,6 +3,7 @@
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -182,8 +183,19 @@ def _check_outputs(config: Config) -> None:
             reason = f"{above} is not a directory"
         elif path.exists() and path.is_dir() == (flag == "--metrics-file"):
             reason = "it is a directory" if path.is_dir() else "it is a file"
-        elif not os.access(path if path.exists() else above, os.W_OK):
+        elif not _lets_write(path if path.exists() else above):
             reason = f"{path if path.exists() else above} does not let you write"
         else:
             continue
         raise ConfigError(f"{flag} {name} cannot be written, because {reason}: name another")
+
+
+def _lets_write(path: Path) -> bool:
+    """Whether a file can be written to, or made in a directory. Rights alone do not tell: root has them in /proc."""
+    if not path.is_dir():
+        return os.access(path, os.W_OK)
+    try:
+        with TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False

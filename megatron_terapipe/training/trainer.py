@@ -33,6 +33,9 @@ class Trainer:
         training = self._run.config.training
         with ExitStack() as cleanup:
             cleanup.callback(self._reporters.close)
+            if self._run.checkpoint is not None:
+                directory, info = self._run.checkpoint
+                self._reporters.note(f" loaded checkpoint {directory} of iteration {info.iteration}")
             if training.skip_train:
                 self._evaluate_everything(self._run.start)
                 return

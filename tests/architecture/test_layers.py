@@ -33,6 +33,7 @@ LAYERS = (
     Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy",)),
     Layer(("megatron_terapipe.errors",), PLAN),
     Layer(("megatron_terapipe.refused_flags", "megatron_terapipe.accepted_flags")),
+    Layer(("megatron_terapipe.command_parser",), ("megatron_terapipe.errors",)),
     # The arrow to the configuration is for types alone: the configuration counts FLOPs, so the other way is taken.
     Layer(
         ("megatron_terapipe.model", "megatron_terapipe.model.flops"),
@@ -64,7 +65,11 @@ LAYERS = (
             "megatron_terapipe.accepted_flags",
         ),
     ),
-    Layer(("megatron_terapipe.neox", "megatron_terapipe.neox.*"), (*PLAN, *CONFIG), ("yaml",)),
+    Layer(
+        ("megatron_terapipe.neox", "megatron_terapipe.neox.*"),
+        (*PLAN, *CONFIG, "megatron_terapipe.command_parser"),
+        ("yaml",),
+    ),
     Layer(("deepspeed_ext.runtime", "deepspeed_ext.runtime.*"), PLAN, ("torch", "deepspeed", "packaging")),
     Layer(("megatron_terapipe.tensor_parallel", "megatron_terapipe.tensor_parallel.*"), packages=("torch",)),
     Layer(
@@ -79,7 +84,7 @@ LAYERS = (
     ),
     Layer(
         ("megatron_terapipe.data", "megatron_terapipe.data.*"),
-        (*PLAN, *CONFIG),
+        (*PLAN, *CONFIG, "megatron_terapipe.command_parser"),
         ("torch", "numpy", "regex", "tqdm", "tokenizers", "sentencepiece", "zstandard"),
     ),
     Layer(

@@ -209,3 +209,12 @@ def test_weights_alone_need_no_optimizer_files(directory: Path) -> None:
         path.unlink()
     config = CheckpointConfig(load=str(directory.parent), finetune=True)
     assert find_checkpoint(config, MODEL, LAYOUT, "adam") is not None
+
+
+def test_a_file_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
+    """Taken for one without checkpoints, training would start afresh."""
+    (tmp_path / "corpus.jsonl").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"^--load \S+corpus.jsonl is a file: give the directory that a run saved to$"
+    ):
+        latest_checkpoint(tmp_path / "corpus.jsonl")

@@ -8,7 +8,7 @@ from typing import get_type_hints
 import pytest
 
 from deepspeed_ext.plan.partition import StagePartition
-from megatron_terapipe.arguments import build_config
+from megatron_terapipe.arguments import build_config, parse_arguments
 from megatron_terapipe.config import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig
 from megatron_terapipe.config.options import field_help
 from megatron_terapipe.errors import ConfigError
@@ -126,8 +126,8 @@ REFUSALS = [
     ({"num_token_slices": 129}, "--num-token-slices 129 is more than the 128 tokens", "give 128 or less"),
     ({"num_token_slices": 0}, "--num-token-slices 0 is not positive", "give 1 or more"),
     (
-        {"stage_partition": "type:transformer"},
-        "--stage-partition: stage partition 'type:transformer' is neither uniform nor parameters, nor a list",
+        {"stage_partition": "half"},
+        "--stage-partition: stage partition 'half' is neither uniform nor parameters, nor a list",
         "a list as 0,5,12",
     ),
     (
@@ -361,3 +361,11 @@ def test_configuration_imports_no_torch() -> None:
 def test_model_config_alone() -> None:
     model = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4)
     assert model.kv_channels == 4
+
+
+def test_evaluating_alone_must_evaluate() -> None:
+    with pytest.raises(ConfigError, match=r"^--skip-train with --eval-iters 0 leaves nothing to do: drop one of them$"):
+        parse_arguments(
+            "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1"
+            " --data-path d --train-iters 1 --skip-train --eval-iters 0".split()
+        )

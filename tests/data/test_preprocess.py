@@ -170,6 +170,13 @@ def test_missing_files_are_one_clear_line(corpus: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("options", [["--tokenizer-type", "BERT"], ["--workers", "0"]])
-def test_bad_options_exit_with_2(corpus: Path, tmp_path: Path, options: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run(corpus, tmp_path / "c", *options)
+def test_bad_options_exit_with_2(
+    corpus: Path, tmp_path: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(corpus, tmp_path / "c", *options) == 2
+    assert f"argument {options[0]}" in capsys.readouterr().err
+    assert not list(tmp_path.glob("c_*"))
+
+
+def test_words_of_megatrons_scripts_that_are_so_anyway(corpus: Path, tmp_path: Path) -> None:
+    assert run(corpus, tmp_path / "c", "--dataset-impl", "mmap", "--log-interval", "1000") == 0

@@ -45,6 +45,11 @@ def test_the_other_layout_goes_on_as_the_first_would_have(moved: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+def test_the_log_names_the_checkpoint_it_goes_on_from(moved: Path) -> None:
+    (log,) = [path for path in moved.glob("log_*.txt") if "loaded checkpoint" in path.read_text()]
+    assert " loaded checkpoint checkpoints/global_step3 of iteration 3\n" in log.read_text()
+
+
 def test_it_is_exported_and_imported_unchanged(moved: Path) -> None:
     def convert(*words: object) -> None:
         command = [sys.executable, "-m", "megatron_terapipe.convert", *map(str, words)]
@@ -54,6 +59,8 @@ def test_it_is_exported_and_imported_unchanged(moved: Path) -> None:
     convert("from-huggingface", "--load", "exported", "--output", "imported")
     convert("to-huggingface", "--load", "imported", "--output", "again")
     assert json.loads((moved / "exported" / "config.json").read_text())["model_type"] == "llama"
+    # Whoever may read one of the files may read all.
+    assert len({path.stat().st_mode for path in (moved / "exported").iterdir()}) == 1
     assert (moved / "again" / "model.safetensors").read_bytes() == (
         moved / "exported" / "model.safetensors"
     ).read_bytes()

@@ -39,6 +39,8 @@ def test_it_prints_the_prompt_and_the_text_of_the_new_tokens(
         (["--prompt", "a" * 30, "--max-new-tokens", "11"], "30 tokens of prompt and 11 new ones are more than the 40"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature -1"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature nan"),
+        (["--prompt", "a", "--temperature", "inf"], "--temperature inf"),
         (["--prompt", "a", "--top-k", "-2"], "--top-k -2"),
         (["--prompt", "a", "--top-p", "0"], "--top-p 0.0 is out of range"),
         (["--prompt-file", "nowhere"], "--prompt-file nowhere cannot be read"),
@@ -50,6 +52,7 @@ def test_bad_input_is_one_line_and_code_2(
 ) -> None:
     assert main(["--load", str(checkpoints), *options]) == 2
     captured = capsys.readouterr()
+    assert captured.out == ""
     assert captured.err.startswith("error: ")
     assert said in captured.err
     assert captured.err.count("\n") == 1
@@ -74,4 +77,16 @@ def test_the_prompt_may_be_a_file(tmp_path: Path, checkpoints: Path, capsys: pyt
 def test_a_checkpoint_without_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replace(checkpoint_info(), tokenizer={}).write(write_checkpoint(tmp_path))
     assert main(["--load", str(tmp_path), "--prompt", "a"]) == 2
-    assert "global_step5 knows no tokenizer: convert it from a directory that has one" in capsys.readouterr().err
+    assert "global_step5 knows no tokenizer: add --tokenizer-type and its files\n" in capsys.readouterr().err
+
+
+def test_the_tokenizer_may_be_named(tmp_path: Path, checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For a checkpoint that knows none, as one converted from a directory without."""
+    replace(checkpoint_info(), tokenizer={}).write(write_checkpoint(tmp_path))
+    found = []
+    for words in (["--load", str(checkpoints)], ["--load", str(tmp_path), "--tokenizer-type", "byte"]):
+        assert main([*words, "--prompt", PROMPT, "--max-new-tokens", "5", "--temperature", "0"]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+    assert main(["--load", str(tmp_path), "--prompt", "a", "--tokenizer-type", "GPT2BPETokenizer"]) == 2
+    assert capsys.readouterr().err.startswith("error: GPT2BPETokenizer needs --vocab-file: add it")
