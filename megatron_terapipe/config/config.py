@@ -151,7 +151,9 @@ class Config:
                 f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} {counted} until the learning rate has "
                 f"decayed: give {decay - 1} or less"
             )
-        if optimizer.lr_decay_style == "WSD" and not (last and last <= decay):
+        if optimizer.lr_decay_style == "WSD" and last is None:
+            raise ConfigError(f"--lr-decay-style WSD needs the length of its decay: add --lr-wsd-decay-{unit}")
+        if optimizer.lr_decay_style == "WSD" and not 0 < last <= decay:
             raise ConfigError(
                 f"--lr-decay-style WSD decays in the last --lr-wsd-decay-{unit} {last} of {decay} {counted}: give 1 to "
                 f"{decay}"

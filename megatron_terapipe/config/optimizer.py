@@ -121,8 +121,11 @@ class OptimizerConfig:
                         f"{flag(name)} {getattr(self, name)} has no effect on a constant weight decay: add "
                         "--weight-decay-incr-style, or use --weight-decay"
                     )
-        elif start is None or end is None or start > end:
+        elif start is None or end is None:
+            missing = "--start-weight-decay" if start is None else "--end-weight-decay"
+            raise ConfigError(f"--weight-decay-incr-style {style} needs {missing}: add it, or use --weight-decay alone")
+        elif start > end:
             raise ConfigError(
-                f"--weight-decay-incr-style {style} rises from --start-weight-decay {start} to --end-weight-decay "
-                f"{end}: give both, the second no less than the first"
+                f"--weight-decay-incr-style {style} would fall from --start-weight-decay {start} to --end-weight-decay "
+                f"{end}: give the second no less than the first"
             )

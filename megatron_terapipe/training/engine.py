@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
@@ -40,6 +41,8 @@ def process_group(run: Run) -> Iterator[None]:
         settle_on_cores(run.launch.local_rank, run.launch.local_size)
     else:
         accelerator.set_device(run.launch.local_rank)
+    # DeepSpeed calls collectives by names that torch has renamed; nobody who trains can do anything about it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     backend = run.config.parallel.distributed_backend or accelerator.communication_backend_name()
     try:
         init_distributed(dist_backend=backend, timeout=_timeout(run), verbose=False)

@@ -42,7 +42,7 @@ def test_the_unit() -> None:
         ),
         (
             "--train-iters 90 --lr-decay-style WSD",
-            "--lr-decay-style WSD decays in the last --lr-wsd-decay-iters None of 90 iterations: give 1 to 90",
+            "--lr-decay-style WSD needs the length of its decay: add --lr-wsd-decay-iters",
         ),
         (
             "--train-samples 90 --lr-decay-style WSD --lr-wsd-decay-samples 91",
@@ -51,13 +51,12 @@ def test_the_unit() -> None:
         ("--train-iters 9 --lr-warmup-init 2", "--lr-warmup-init 2.0 is above --lr 0.001: give 0.001 or less"),
         (
             "--train-iters 9 --weight-decay-incr-style linear --start-weight-decay 0.1",
-            "--weight-decay-incr-style linear rises from --start-weight-decay 0.1 to --end-weight-decay None: "
-            "give both, the second no less than the first",
+            "--weight-decay-incr-style linear needs --end-weight-decay: add it, or use --weight-decay alone",
         ),
         (
             "--train-iters 9 --weight-decay-incr-style cosine --start-weight-decay 0.1 --end-weight-decay 0",
-            "--weight-decay-incr-style cosine rises from --start-weight-decay 0.1 to --end-weight-decay 0.0: "
-            "give both, the second no less than the first",
+            "--weight-decay-incr-style cosine would fall from --start-weight-decay 0.1 to --end-weight-decay 0.0: "
+            "give the second no less than the first",
         ),
         (
             "--train-iters 9 --end-weight-decay 0.1",
