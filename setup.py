@@ -29,7 +29,7 @@ setup(
         "test": ["hypothesis", "pytest", "pyyaml"],
         "dev": [
             *("hypothesis", "mypy", "pre-commit", "pytest", "ruff"),
-            *("pyyaml", "sentencepiece", "tensorboard", "tokenizers", "zstandard"),
+            *("pyyaml", "sentencepiece", "tensorboard", "tokenizers", "wandb", "zstandard"),
             # Hugging Face's own models, to hold converted ones against.
             *("safetensors", "transformers"),
         ],

@@ -96,6 +96,9 @@ SETUPS = [
     Setup(4, f"{TP4} {EVEN4} {SP} {LLAMA4} {DROPOUT}", fp64=True),
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {UNTIED}"),
     Setup(4, f"{TP2} {EVEN} {SP} {ZERO}"),
+    # Every axis at once.
+    Setup(8, f"{TP2} {PP2} {EVEN} {SP} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True),
+    Setup(8, f"{TP2} {PP2} {UNEVEN} {UNTIED} {DROPOUT} {ZERO}"),
 ]
 
 
