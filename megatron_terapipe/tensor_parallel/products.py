@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.tensor_parallel.ranks import Pending, TensorParallelRanks
 
 
 def linear(
@@ -88,7 +88,9 @@ class _Linear(torch.autograd.Function):
             with torch.enable_grad():
                 raw = raw.detach().requires_grad_()
                 inputs = ctx.before(raw)
-        gather = ranks.start_gather(inputs.detach()) if ranks.sequence_parallel else lambda: inputs.detach()
+        gather: Pending = inputs.detach
+        if ranks.sequence_parallel and ctx.needs_input_grad[1]:
+            gather = ranks.start_gather(inputs.detach())
         if any(needed):
             of_all_inputs = output_gradient @ weight.flatten(0, -2)
             of_inputs = ranks.start_complete(of_all_inputs)
