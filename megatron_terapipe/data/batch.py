@@ -48,15 +48,6 @@ class Batch:
         starts = () if separating_eod is None else tuple(_document_starts(row == separating_eod) for row in tokens)
         return cls(tokens=tokens, labels=labels, loss_mask=loss_mask, document_starts=starts)
 
-    def positions_in_documents(self) -> Tensor:
-        """Return how many tokens of the same document precede each token, int64 [micro_batch, seq]."""
-        rows, seq = self.tokens.shape
-        positions = torch.arange(seq).repeat(rows, 1)
-        for row, starts in zip(positions, self.document_starts, strict=True):
-            for start in starts:
-                row[start:] = torch.arange(seq - start)
-        return positions
-
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory, from which an accelerator copies while it computes."""
         return Batch(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_terapipe.data.token_ids import check_in_vocabulary, without_lone_surrogates
 from megatron_terapipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
-        sound = text.encode("utf-8", errors="replace").decode("utf-8")
-        ids: list[int] = self._model.encode(sound)
+        ids: list[int] = self._model.encode(without_lone_surrogates(text))
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -47,12 +47,7 @@ class SentencePieceTokenizer:
         Raises:
             DataError: an id is outside the vocabulary.
         """
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise DataError(
-                    f"token id {token} is not in the vocabulary of {self.vocab_size} tokens: "
-                    "decode with the tokenizer that encoded the text"
-                )
+        check_in_vocabulary(ids, self.vocab_size)
         text: str = self._model.decode(list(ids))
         return text
 

@@ -5,9 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.runtime.documents import Documents
 from megatron_terapipe.data.batch import Batch
 
 SAMPLES = torch.tensor([[1, 2, 0, 3], [4, 0, 0, 5]])
+
+
+def positions_of(batch: Batch) -> torch.Tensor:
+    """Positions as layers get them."""
+    return Documents(batch.document_starts).positions(0, batch.tokens.shape[1])
 
 
 def test_labels_are_the_next_tokens_and_all_count() -> None:
@@ -31,7 +37,7 @@ def test_documents_begin_after_the_ends_of_others() -> None:
     batch = Batch.from_samples(samples, separating_eod=0)
     # The first row's last end is its last input: what begins after it is in the next sample.
     assert batch.document_starts == ((0, 2), (0, 1, 2), (0,))
-    assert batch.positions_in_documents().tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert positions_of(batch).tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
     assert batch.loss_mask.all()
 
 
@@ -39,7 +45,7 @@ def test_a_batch_made_by_hand_has_one_document_per_row() -> None:
     tokens = torch.zeros(3, 4, dtype=torch.int64)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(3, 4))
     assert batch.document_starts == ((0,), (0,), (0,))
-    assert batch.positions_in_documents().tolist() == [[0, 1, 2, 3]] * 3
+    assert positions_of(batch).tolist() == [[0, 1, 2, 3]] * 3
 
 
 @given(data=st.data(), rows=st.integers(1, 3), seq=st.integers(1, 24))
@@ -50,7 +56,7 @@ def test_documents_are_megatrons(data: st.DataObject, rows: int, seq: int) -> No
     token = st.integers(0, 4)
     samples = torch.tensor([data.draw(st.lists(token, min_size=seq + 1, max_size=seq + 1)) for _ in range(rows)])
     batch = Batch.from_samples(samples, separating_eod=eod, masked_eod=eod)
-    positions = batch.positions_in_documents()
+    positions = positions_of(batch)
     for row in range(rows):
         starts = torch.tensor(batch.document_starts[row])
         # The document of each position: how many have begun by then.

@@ -1,0 +1,26 @@
+"""What tokenizers made by other packages need around them."""
+
+from collections.abc import Iterable
+
+from megatron_terapipe.errors import DataError
+
+
+def without_lone_surrogates(text: str) -> str:
+    """Return text that has UTF-8: a lone surrogate, which has none, becomes `?`."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def check_in_vocabulary(ids: Iterable[int], vocab_size: int) -> None:
+    """See that every id is below the size of the vocabulary.
+
+    A gap between the ids has no text; only what no vocabulary of this size has is an error.
+
+    Raises:
+        DataError: one is not.
+    """
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise DataError(
+                f"token id {token} is not in the vocabulary of {vocab_size} tokens: "
+                "decode with the tokenizer that encoded the text"
+            )
