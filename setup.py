@@ -13,13 +13,15 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["deepspeed_ext*", "megatron_terapipe*"]),
-    package_data={"deepspeed_ext": ["py.typed"], "megatron_terapipe": ["py.typed"]},
+    package_data={"deepspeed_ext": ["py.typed", "plan/render/page/*"], "megatron_terapipe": ["py.typed"]},
     py_modules=["pretrain_gpt"],
     install_requires=[
         "torch>=2.8",
         # The hooks of the engine are those of 0.19.8; see deepspeed_ext/runtime/initialize.py.
         "deepspeed>=0.19.8,<0.20",
         "numpy>=1.26",
+        # The fast simulator and the solvers; 0.60 is the first that takes numpy 2.
+        "numba>=0.60",
         "packaging",
         "regex",
         "tqdm",

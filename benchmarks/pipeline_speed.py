@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.workload import SEQ_LENGTH, batches, benchmark_model, deepspeed_engine, join, our_engine
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import OpKind
-from deepspeed_ext.plan.schedules import SCHEDULES, stage_orders
+from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
@@ -70,7 +70,7 @@ def simulated_makespan(timeline: Timeline, schedule: str) -> float:
         )
 
     costs = OpCosts(table(OpKind.FORWARD), table(OpKind.BACKWARD))
-    return simulate(stage_orders(SCHEDULES[schedule], shape), shape, costs).makespan
+    return simulate(rank_orders(SCHEDULES[schedule], shape), shape, costs).makespan
 
 
 def compare(

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.ops import Placement
 from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
@@ -109,6 +111,9 @@ def our_engine(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     clip: float = 0.0,
     bf16: bool = False,
+    schedule: str | Schedule = "1f1b",
+    num_model_chunks: int = 1,
+    placement: Placement = Placement.LOOPED,
 ) -> Any:
     """The token-slice engine."""
     layout = ParallelLayout(pipeline_parallel_size=num_stages, num_token_slices=len(token_slices))
@@ -118,7 +123,9 @@ def our_engine(
             layout=layout,
             token_slices=token_slices,
             loss_fn=gpt_loss,
-            partition=pipeline_partition(_uniform(model, num_stages)),
+            partition=pipeline_partition(_uniform(model, num_stages * num_model_chunks)),
+            num_model_chunks=num_model_chunks,
+            placement=placement,
             split_batch=split_batch,
             activation_spec=lambda rows, length, dtype: (TensorSpec((rows, length, model.hidden_size), dtype, True),),
             activation_checkpoint_interval=1 if recompute == "full" else 0,
@@ -127,7 +134,7 @@ def our_engine(
         if bf16:
             chosen |= {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "contiguous_gradients": False}}
             chosen |= {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}
-        engine, *_ = initialize(module, chosen, optimizer=(optimizer or _sgd)(module))
+        engine, *_ = initialize(module, chosen, schedule=schedule, optimizer=(optimizer or _sgd)(module))
     return engine
 
 

@@ -31,4 +31,4 @@ python -m megatron_terapipe.generate --load "$out/checkpoints" --temperature 0.7
 
 echo "== the iteration it executed"
 python -m deepspeed_ext.plan --timeline "$out/timeline/timeline.json"
-echo "timeline: $out/timeline/timeline.svg (in a browser) and timeline.trace.json (in Perfetto); curve: $out/metrics.jsonl"
+echo "timeline: $out/timeline/timeline.html (in a browser) and timeline.trace.json (in Perfetto); curve: $out/metrics.jsonl"

@@ -68,6 +68,7 @@ ACCEPTED_FLAGS: Mapping[str, AcceptedFlag] = MappingProxyType(
             "overlap-p2p-communication no-overlap-p2p-communication", "transfers between stages overlap computation"
         ),
         **_each("DDP-impl", "DeepSpeed reduces the gradients", values=("local", "torch", "FSDP")),
+        **_each("enable-zbh1-exact-semantics", "all schedules train the same, to the last digits"),
         **_each(
             "no-contiguous-buffers-in-local-ddp no-async-tensor-model-parallel-allreduce"
             " no-scatter-gather-tensors-in-pipeline",

@@ -18,9 +18,20 @@ def _later(what: str, remedy: str = "drop it") -> str:
 
 _GROUPS: Iterable[Mapping[str, str]] = (
     # Parallelism.
-    _each("num-layers-per-virtual-pipeline-stage", _later("interleaved stages come", "use --num-token-slices")),
-    _each("virtual-pipeline-model-parallel-size", _later("interleaved stages come", "use --num-token-slices")),
-    _each("enable-zbh1-pipeline enable-zbh1-exact-semantics", _later("zero bubble comes")),
+    _each(
+        "microbatch-group-size-per-virtual-pipeline-stage",
+        "the groups in which micro-batches pass a model chunk are as short as keeps every rank busy: drop it",
+    ),
+    _each("pipeline-model-parallel-layout", "layers are dealt in their order: use --stage-partition"),
+    _each(
+        "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
+        "only transformer layers are dealt out: use --decoder-first-pipeline-num-layers or"
+        " --decoder-last-pipeline-num-layers",
+    ),
+    _each(
+        "defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute",
+        "weight gradients are put off by the schedule: use --pipeline-schedule zero-bubble",
+    ),
     _each(
         "ds-sequence-parallel-size context-parallel-size force-ds-sequence-parallel",
         "sequences are not spread over ranks: drop it, and cut them with --num-token-slices",

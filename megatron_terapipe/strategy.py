@@ -9,12 +9,14 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.schedules import SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.json_files import read_json
+from megatron_terapipe.config.parallel import OPTIMISED
 from megatron_terapipe.errors import ConfigError
 
 SETTINGS = {
     "data_parallel_size": "data_parallel_size",
     "tensor_parallel_size": "tensor_model_parallel_size",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "num_model_chunks": "num_model_chunks",
     "num_token_slices": "num_token_slices",
     "token_slices": "token_slices",
     "micro_batch_size": "micro_batch_size",
@@ -69,7 +71,7 @@ class Strategy:
     """Sequences of one optimizer step; None = one micro-batch on each data-parallel rank."""
 
     schedule: str = "1f1b"
-    """Order in which a stage runs its forwards and backwards."""
+    """Order in which a pipeline rank runs forwards and backwards."""
 
     num_model_chunks: int = 1
     """Stages that each pipeline rank owns."""
@@ -163,8 +165,7 @@ class Strategy:
         Raises:
             ConfigError: if the trainer does not support a value.
         """
-        self._check_supported("num_model_chunks", (1,))
-        self._check_supported("schedule", tuple(SCHEDULES))
+        self._check_supported("schedule", (*SCHEDULES, OPTIMISED))
         self._check_supported("recompute", ("none", "selective", "full"))
         self._check_supported("zero_stage", (0, 1))
         self._check_supported("placement", (None,))

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.transfer_costs import TransferCosts
 
 Table = tuple[tuple[float, ...], ...]
 """A time per stage and token slice: `table[stage][token_slice]`."""
@@ -18,35 +20,85 @@ class OpCosts:
 
     Attributes:
         forward: time of a forward per stage and token slice.
-        backward: time of a full backward per stage and token slice.
-        transfer: time from the end of an op until its neighbour may start on the result.
+        backward: time of a backward per stage and token slice, but for the part in `weight_gradient`.
+        weight_gradient: time of weight gradients per stage and token slice; None where `backward` has them in it.
+        transfer: time from the end of an op until its neighbour may start on the result, as one number: a latency,
+            under which any number of messages can be on their way. Or in full: latency, bandwidth and bytes.
     """
 
     forward: Table
     backward: Table
-    transfer: float = 0.0
+    weight_gradient: Table | None = None
+    transfer: float | TransferCosts = 0.0
 
     @classmethod
     def uniform(
-        cls, shape: PipelineShape, *, forward: float = 1.0, backward: float = 1.0, transfer: float = 0.0
+        cls,
+        shape: PipelineShape,
+        *,
+        forward: float = 1.0,
+        backward: float = 1.0,
+        weight_gradient: float | None = None,
+        transfer: float | TransferCosts = 0.0,
     ) -> "OpCosts":
         """The same cost for every op of a kind."""
-        return cls(
-            forward=((forward,) * shape.num_token_slices,) * shape.num_stages,
-            backward=((backward,) * shape.num_token_slices,) * shape.num_stages,
-            transfer=transfer,
-        )
+
+        def table(time: float) -> Table:
+            return ((time,) * shape.num_token_slices,) * shape.num_stages
+
+        apart = None if weight_gradient is None else table(weight_gradient)
+        return cls(table(forward), table(backward), apart, transfer)
 
     def duration(self, op: Op) -> float:
-        """Time of one op."""
-        table = self.forward if op.kind is OpKind.FORWARD else self.backward
-        return table[op.stage][op.token_slice]
+        """Time of one op.
+
+        Raises:
+            PlanError: if it computes weight gradients apart, and their cost is not known apart.
+        """
+        kind, stage, _, token_slice = op
+        if kind is OpKind.FORWARD:
+            return self.forward[stage][token_slice]
+        if kind is OpKind.INPUT_GRADIENT:
+            return self.backward[stage][token_slice]
+        if self.weight_gradient is None:
+            if kind is OpKind.BACKWARD:
+                return self.backward[stage][token_slice]
+            raise PlanError(
+                f"op {op} computes weight gradients apart, and the costs have no weight_gradient: add that table, or "
+                "choose a schedule that does not split the backward"
+            )
+        weight_gradient = self.weight_gradient[stage][token_slice]
+        return weight_gradient + (self.backward[stage][token_slice] if kind is OpKind.BACKWARD else 0.0)
+
+    def durations(self, kind: OpKind) -> Table:
+        """Times of all ops of one kind, by stage and token slice; see `duration`."""
+        if kind is OpKind.BACKWARD and self.weight_gradient is not None:
+            pairs = zip(self.weight_gradient, self.backward, strict=True)
+            return tuple(tuple(map(add, *rows)) for rows in pairs)
+        if kind is OpKind.FORWARD:
+            return self.forward
+        if kind is OpKind.WEIGHT_GRADIENT:
+            self.duration(Op(kind, 0, 0, 0))  # is there such a table?
+            assert self.weight_gradient is not None
+            return self.weight_gradient
+        return self.backward
+
+    def latency(self, boundary: int) -> float:
+        """Time that a message from stage `boundary` to the next, or back, travels after it has left."""
+        return self.transfer.latency[boundary] if isinstance(self.transfer, TransferCosts) else self.transfer
+
+    def sending_time(self, boundary: int, token_slice: int) -> float:
+        """Time for which that message keeps its channel busy, so that the next must wait."""
+        if isinstance(self.transfer, TransferCosts):
+            return self.transfer.sending_time(boundary, token_slice)
+        return 0.0
 
     @classmethod
     def from_json(cls, text: str, shape: PipelineShape) -> "OpCosts":
         """Read `{"forward": [[per stage][per token slice]], "backward": ..., "weight_gradient": ...?, "transfer": x?}`.
 
-        A `weight_gradient` is added to the backward, which computes both in the schedules of today.
+        `transfer` is a number, or what `TransferCosts.from_fields` reads.
+        With model chunks, rows are for stages; or for pipeline ranks, and then each stage takes its part of the time.
 
         Raises:
             PlanError: if a table is missing, of another shape than `shape`, or holds anything but times >= 0.
@@ -65,14 +117,12 @@ class OpCosts:
                 f"costs have the unknown field {min(unknown)!r}: "
                 "the fields are forward, backward, weight_gradient and transfer"
             )
-        backward = _table(fields, "backward", shape)
-        if "weight_gradient" in fields:
-            extra = _table(fields, "weight_gradient", shape)
-            backward = tuple(
-                tuple(time + more for time, more in zip(*rows, strict=True))
-                for rows in zip(backward, extra, strict=True)
-            )
-        return cls(_table(fields, "forward", shape), backward, _time(fields.get("transfer", 0.0), "transfer"))
+        return cls(
+            _table(fields, "forward", shape),
+            _table(fields, "backward", shape),
+            _table(fields, "weight_gradient", shape) if "weight_gradient" in fields else None,
+            _transfer(fields.get("transfer", 0.0), shape),
+        )
 
 
 def _table(fields: Mapping[str, Any], name: str, shape: PipelineShape) -> Table:
@@ -80,12 +130,19 @@ def _table(fields: Mapping[str, Any], name: str, shape: PipelineShape) -> Table:
     if not isinstance(rows, list) or any(not isinstance(row, list) for row in rows):
         raise PlanError(f"costs[{name!r}] is not a list of lists: give one list of times for each stage")
     lengths = [len(row) for row in rows]
+    if shape.num_model_chunks > 1 and lengths == [shape.num_token_slices] * shape.num_ranks:
+        by_rank = [[_time(time, name) / shape.num_model_chunks for time in row] for row in rows]
+        return tuple(tuple(by_rank[shape.rank_of(stage)]) for stage in range(shape.num_stages))
     if lengths != [shape.num_token_slices] * shape.num_stages:
         raise PlanError(
             f"costs[{name!r}] has rows of {lengths} times for {shape.num_stages} stages of {shape.num_token_slices} "
             "token slices: give one row for each stage and one time for each token slice"
         )
     return tuple(tuple(_time(time, name) for time in row) for row in rows)
+
+
+def _transfer(value: object, shape: PipelineShape) -> float | TransferCosts:
+    return TransferCosts.from_fields(value, shape) if isinstance(value, dict) else _time(value, "transfer")
 
 
 def _time(value: object, name: str) -> float:

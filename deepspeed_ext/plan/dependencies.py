@@ -1,31 +1,88 @@
-"""Which ops must be done before an op may start: the data flow, stated once."""
+"""Which ops must be done before an op may start: the data flow, stated once.
+
+    stage i - 1 |  F ------.                 .---> B or BI
+    stage i     |          '-> F ... B or BI-'     BW
+                                     |             ^
+                                     '-- of BI ----'      time to the right
+
+Token slices of a micro-batch on one stage: F of the first to the last, then B (or BI) of the last to the first.
+"""
+
+from typing import NamedTuple
 
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 
 
-def prerequisites(op: Op, shape: PipelineShape) -> tuple[Op, ...]:
-    """Ops whose results an op reads. One on another stage reaches it by a transfer.
+class Dependency(NamedTuple):
+    """An op of kind `op` reads a result of kind `needed`, so far away. One outside the pipeline is not needed."""
 
-    - A forward reads the forward on the stage before (activation), and that of the token slice before (its keys
-      and values).
-    - A backward reads the forward of its own token slice (its graph), the backward on the stage after (gradient of
-      the activation), and that of the token slice after (gradient of this one's keys and values).
-    """
+    op: OpKind
+    needed: OpKind
+    stage: int = 0
+    token_slice: int = 0
+
+
+_ACTIVATION = OpKind.FORWARD
+_GRADIENT = OpKind.INPUT_GRADIENT
+"""Kind of a result: an activation, or the gradient of one, whether the op that gives it is a BI or a whole B."""
+
+DEPENDENCIES = (
+    # The activation of the stage before, and the keys and values of the token slice before.
+    Dependency(OpKind.FORWARD, _ACTIVATION, stage=-1),
+    Dependency(OpKind.FORWARD, _ACTIVATION, token_slice=-1),
+    # Its own graph, the gradient of its activation, and that of its keys and values from the token slice after.
+    *(
+        dependency
+        for backward in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
+        for dependency in (
+            Dependency(backward, _ACTIVATION),
+            Dependency(backward, _GRADIENT, stage=+1),
+            Dependency(backward, _GRADIENT, token_slice=+1),
+        )
+    ),
+    Dependency(OpKind.WEIGHT_GRADIENT, _GRADIENT),
+)
+"""The data flow as a table, which the simulators read."""
+
+_BY_KIND = {kind: [dependency for dependency in DEPENDENCIES if dependency.op is kind] for kind in OpKind}
+_RECEIVED = {dependency.op: dependency for dependency in DEPENDENCIES if dependency.stage}
+"""What an op reads of another stage: one thing at most, since stages form a chain."""
+_WAY = {dependency.needed: -dependency.stage for dependency in _RECEIVED.values()}
+"""Where the stage is that reads a result of its neighbour, by the kind of the result."""
+
+
+def result(op: Op) -> Op:
+    """What an op gives to others, as the op that gives no more than that: of a whole backward, its input gradient."""
+    return Op(_GRADIENT, *op[1:]) if op.kind is OpKind.BACKWARD else op
+
+
+def parts(op: Op) -> tuple[Op, ...]:
+    """What an op computes: of a whole backward, both halves; of any other op, itself."""
+    if op.kind is not OpKind.BACKWARD:
+        return (op,)
+    return Op(OpKind.INPUT_GRADIENT, *op[1:]), Op(OpKind.WEIGHT_GRADIENT, *op[1:])
+
+
+def reading_stage(given: Op, shape: PipelineShape) -> int | None:
+    """The neighbouring stage that reads a result, named as `result` names it; None if there is none."""
+    way = _WAY.get(given.kind)
+    return None if way is None or not 0 <= given.stage + way < shape.num_stages else given.stage + way
+
+
+def prerequisites(op: Op, shape: PipelineShape) -> tuple[Op, ...]:
+    """Results that an op reads, as `result` names them."""
+    kind, stage, micro_batch, token_slice = op
+    num_stages, num_token_slices = shape.num_stages, shape.num_token_slices
     needed = []
-    if op.kind is OpKind.FORWARD:
-        if op.stage > 0:
-            needed.append(op._replace(stage=op.stage - 1))
-        if op.token_slice > 0:
-            needed.append(op._replace(token_slice=op.token_slice - 1))
-    else:
-        needed.append(op._replace(kind=OpKind.FORWARD))
-        if op.stage < shape.last_stage:
-            needed.append(op._replace(stage=op.stage + 1))
-        if op.token_slice < shape.last_token_slice:
-            needed.append(op._replace(token_slice=op.token_slice + 1))
+    for _, of_kind, stages, token_slices in _BY_KIND[kind]:
+        if 0 <= stage + stages < num_stages and 0 <= token_slice + token_slices < num_token_slices:
+            needed.append(Op(of_kind, stage + stages, micro_batch, token_slice + token_slices))
     return tuple(needed)
 
 
-def transferred(op: Op, shape: PipelineShape) -> Op | None:
-    """The prerequisite on another stage, if there is one: at most one, since stages form a chain."""
-    return next((needed for needed in prerequisites(op, shape) if needed.stage != op.stage), None)
+def received(op: Op, shape: PipelineShape) -> Op | None:
+    """The result of another stage that an op reads, if there is one."""
+    dependency = _RECEIVED.get(op.kind)
+    if dependency is None or not 0 <= op.stage + dependency.stage < shape.num_stages:
+        return None
+    return Op(dependency.needed, op.stage + dependency.stage, op.micro_batch, op.token_slice)

@@ -1,4 +1,4 @@
-"""Schedules: in what order each stage runs its ops. One pure generator per schedule, and a registry by name.
+"""Schedules: in what order each pipeline rank runs its ops. One pure generator per schedule, and a registry by name.
 
 The engine, the simulator, the memory estimate, the search and the pictures all read the generators in this file.
 Time runs to the right; F0.1 is the forward of token slice 1 of micro-batch 0. Two stages, two micro-batches, two
@@ -13,55 +13,145 @@ token slices:
 Token slices of a micro-batch go forward first to last, because each attends to the keys and values of those before
 it, and backward last to first, because each must first receive the gradients of its keys and values. Micro-batches
 go first to last both ways, in every schedule, so that gradients add up in the same order (ADR 0005).
+
+`zero-bubble` computes the gradient of the input (BI), which the stage before waits for, ahead of those of the weights
+(BW), which fill the time in which a stage would idle. B is both at once.
+
+    zero-bubble  stage 0 | F0.0  F0.1  F1.0   .    BI0.1 BW0.1 F1.1  BI0.0 BW0.0 BI1.1 BW1.1 BI1.0 BW1.0
+                 stage 1 |  .    F0.0  F0.1  BI0.1 F1.0  BI0.0 BW0.1 F1.1  BI1.1 BW0.0 BI1.0 BW1.1 BW1.0
+
+A rank may own several stages, its model chunks. `interleaved` is 1f1b with shorter steps: a bubble is as long as the
+ops of one stage, and stages are smaller. Four stages on two ranks, one micro-batch; 2F0.1 is on stage 2, of rank 0:
+
+    interleaved  rank 0 | 0F0.0 0F0.1 2F0.0 2F0.1  .     .    2B0.1 2B0.0 0B0.1 0B0.0
+                 rank 1 |  .    1F0.0 1F0.1 3F0.0 3F0.1 3B0.1 3B0.0 1B0.1 1B0.0  .
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 
 Schedule = Callable[[PipelineShape, int], Iterator[Op]]
-"""Called with the shape and a stage, yields the ops of that stage in order."""
+"""Called with the shape and a pipeline rank, yields the ops of that rank's stages in order."""
 
 
-def forward_order(shape: PipelineShape, stage: int) -> Iterator[Op]:
-    """Every forward of a stage; alone, the order of evaluation."""
-    for micro_batch in range(shape.num_micro_batches):
-        for token_slice in range(shape.num_token_slices):
-            yield Op(OpKind.FORWARD, stage, micro_batch, token_slice)
+def forward_order(shape: PipelineShape, rank: int) -> Iterator[Op]:
+    """Every forward of a rank, in the order of `interleaved`; alone, the order of evaluation."""
+    for micro_batches in _groups(shape):
+        for stage in shape.stages_of(rank):
+            for micro_batch in micro_batches:
+                for token_slice in range(shape.num_token_slices):
+                    yield Op(OpKind.FORWARD, stage, micro_batch, token_slice)
 
 
-def backward_order(shape: PipelineShape, stage: int) -> Iterator[Op]:
-    """Every backward of a stage."""
-    for micro_batch in range(shape.num_micro_batches):
-        for token_slice in reversed(range(shape.num_token_slices)):
-            yield Op(OpKind.BACKWARD, stage, micro_batch, token_slice)
+def backward_order(shape: PipelineShape, rank: int, kind: OpKind = OpKind.BACKWARD) -> Iterator[Op]:
+    """Every backward of a rank, or every part of one kind."""
+    for micro_batches in _groups(shape):
+        for stage in reversed(list(shape.stages_of(rank))):
+            for micro_batch in micro_batches:
+                for token_slice in reversed(range(shape.num_token_slices)):
+                    yield Op(kind, stage, micro_batch, token_slice)
 
 
-def gpipe(shape: PipelineShape, stage: int) -> Iterator[Op]:
+def _groups(shape: PipelineShape) -> Iterator[range]:
+    """Micro-batches that pass a model chunk together: the fewest that keep all ranks busy until they come back.
+
+    With fewer, the first would come back to its rank before the rank is done with the last: a bubble in every pass.
+    What is left over joins the groups, which are then a little longer.
+    """
+    least = -(-shape.num_ranks // shape.num_token_slices)
+    num_groups = max(shape.num_micro_batches // least, 1)
+    length, longer = divmod(shape.num_micro_batches, num_groups)
+    start = 0
+    for group in range(num_groups):
+        end = start + length + (group < longer)
+        yield range(start, end)
+        start = end
+
+
+def gpipe(shape: PipelineShape, rank: int) -> Iterator[Op]:
     """All forwards, then all backwards: TeraPipe's order (arXiv 2102.07988 section 3.2), GPipe's if S = 1."""
-    yield from forward_order(shape, stage)
-    yield from backward_order(shape, stage)
+    yield from forward_order(shape, rank)
+    yield from backward_order(shape, rank)
 
 
-def one_f_one_b(shape: PipelineShape, stage: int) -> Iterator[Op]:
+def one_f_one_b(shape: PipelineShape, rank: int) -> Iterator[Op]:
     """Warmup forwards, then one forward and one backward in turn, then the cooldown backwards.
 
     Seq1F1B's order (arXiv 2406.03488 section 3.2), PipeDream-flush for one token slice. The S - 1 warmup forwards
     beyond the classic P - i - 1 are there because the last token slice of a micro-batch turns back first: at most
     min(P - i - 1 + S, M * S) token slices are live on stage i.
     """
-    forwards, backwards = forward_order(shape, stage), backward_order(shape, stage)
-    yield from islice(forwards, shape.num_stages - stage - 2 + shape.num_token_slices)
+    _check_one_stage_each(shape, "1f1b")
+    yield from _alternate(shape, rank, warmup=shape.num_ranks - rank - 2 + shape.num_token_slices)
+
+
+def interleaved(shape: PipelineShape, rank: int) -> Iterator[Op]:
+    """1f1b over several stages a rank: Megatron's interleaving (arXiv 2104.04473 section 2.2) for any M and S.
+
+    Groups of micro-batches pass the first of a rank's stages, then the second, and so on. A rank warms up with all
+    stages but the last of the first group, with the S - 1 token slices that turn back after the first, and with two
+    forwards for each rank after it, since by the time the first backward returns every one of these has run two ops.
+    Where whole micro-batches fill the pipeline (S divides P, P divides M * S) that is Seq1F1B-I's
+    (V - 1) * P + 2 * (P - i - 1) + S - 1, and its bubble is (P - 1) / (V * M * S + P - 1). Groups of whole
+    micro-batches also run where S > P, which locks Seq1F1B-I's groups of P token slices.
+    """
+    if shape.num_model_chunks == 1:
+        yield from one_f_one_b(shape, rank)
+        return
+    if shape.placement is not Placement.LOOPED:
+        raise PlanError(
+            f"schedule 'interleaved' goes round and round, and the placement is {shape.placement.value!r}: "
+            "choose 'looped', or the schedule 'optimised'"
+        )
+    longest = len(next(_groups(shape)))
+    passes = (shape.num_model_chunks - 1) * longest * shape.num_token_slices
+    yield from _alternate(shape, rank, warmup=passes + shape.num_token_slices - 1 + 2 * (shape.num_ranks - rank - 1))
+
+
+def _alternate(shape: PipelineShape, rank: int, warmup: int) -> Iterator[Op]:
+    forwards, backwards = forward_order(shape, rank), backward_order(shape, rank)
+    yield from islice(forwards, warmup)
     for forward in forwards:
         yield forward
         yield next(backwards)
     yield from backwards
 
 
-SCHEDULES: Mapping[str, Schedule] = MappingProxyType({"gpipe": gpipe, "1f1b": one_f_one_b})
+def zero_bubble(shape: PipelineShape, rank: int) -> Iterator[Op]:
+    """1f1b with the backward in two parts, weight gradients late by as many ops as there are ranks before this one.
+
+    ZB-H1's order (arXiv 2401.10241 section 3), for token slices. The last rank has the shortest warmup and the most
+    weight gradients to fill its cooldown with; every rank keeps min(P - 1 + S, M * S) token slices. If all three
+    parts cost the same, the makespan is 2 M S + max(M S + P - 1, S + 2 (P - 1)) ops.
+    """
+    _check_one_stage_each(shape, "zero-bubble")
+    forwards = forward_order(shape, rank)
+    input_gradients = backward_order(shape, rank, OpKind.INPUT_GRADIENT)
+    weight_gradients = backward_order(shape, rank, OpKind.WEIGHT_GRADIENT)
+    yield from islice(forwards, shape.num_ranks - rank - 2 + shape.num_token_slices)
+    for number, input_gradient in enumerate(input_gradients):
+        yield from islice(forwards, 1)
+        yield input_gradient
+        if number >= rank:
+            yield next(weight_gradients)
+    yield from weight_gradients
+
+
+def _check_one_stage_each(shape: PipelineShape, name: str) -> None:
+    if shape.num_model_chunks > 1:
+        raise PlanError(
+            f"schedule {name!r} has one stage on each pipeline rank, and there are {shape.num_model_chunks} model "
+            "chunks: choose 'interleaved' or 'optimised', or one model chunk"
+        )
+
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zero-bubble": zero_bubble}
+)
 """Schedules by the name that flags, strategies and pictures use."""
 
 
@@ -77,6 +167,11 @@ def schedule_named(name: str) -> Schedule:
         raise PlanError(f"schedule {name!r} is not known: choose one of {', '.join(SCHEDULES)}") from None
 
 
-def stage_orders(schedule: Schedule, shape: PipelineShape) -> list[list[Op]]:
-    """The op order of every stage."""
-    return [list(schedule(shape, stage)) for stage in range(shape.num_stages)]
+def rank_orders(schedule: Schedule, shape: PipelineShape) -> list[list[Op]]:
+    """The op order of every pipeline rank."""
+    return [list(schedule(shape, rank)) for rank in range(shape.num_ranks)]
+
+
+def fixed(orders: Sequence[Sequence[Op]]) -> Schedule:
+    """A schedule that was written down or found by a solver: these orders, whatever the shape."""
+    return lambda _, rank: iter(orders[rank])

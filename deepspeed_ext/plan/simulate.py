@@ -1,84 +1,167 @@
-"""Plays the op orders of all stages against the clock, or says why they cannot be played."""
+"""Plays the op orders of all pipeline ranks against the clock, or says why they cannot be played.
 
-from collections import deque
+This is the plain statement of what a schedule takes. `compiled.py` plays the same orders many times faster, and is
+held equal to it.
+"""
+
+from collections import defaultdict, deque
 from collections.abc import Container, Sequence
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.dependencies import prerequisites
+from deepspeed_ext.plan.dependencies import parts, prerequisites, reading_stage, result
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
-from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.timeline import Span, Timeline
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs import Channel
+from deepspeed_ext.plan.timeline import Span, Timeline, Transfer
+from deepspeed_ext.plan.transfer_costs import TransferCosts
 
 
 def simulate(orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCosts) -> Timeline:
-    """Start every op as soon as its stage is free and its prerequisites are done.
+    """Start every op as soon as its rank is free and its prerequisites are there.
 
-    A result of another stage arrives `costs.transfer` after its op ends; transfers overlap with compute, as the
-    engine's do.
+    A result for another rank leaves as its op ends, or once its channel has sent those before it, and travels while
+    both ranks compute, as the engine's messages do.
 
     Args:
-        orders: op order of each stage, as `schedules.stage_orders` gives them.
+        orders: op order of each pipeline rank, as `schedules.rank_orders` gives them.
         shape: extent of the pipeline.
         costs: times of the ops.
 
     Raises:
-        ScheduleDeadlock: if the orders cannot be played to their end; names what each stuck stage waits for.
-        PlanError: if an op stands on another stage's order, or twice.
+        ScheduleDeadlock: if the orders cannot be played to their end; names what each stuck rank waits for.
+        PlanError: if an op stands on another rank's order, or twice.
     """
     check_orders(orders, shape)
+    ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
+    network = _Network(shape, costs)
+    # When each result is there on the rank of its op, and on the rank that reads it.
     end: dict[Op, float] = {}
     spans: list[list[Span]] = [[] for _ in orders]
-    # A stage that cannot go on parks under the op it waits for; the end of that op wakes it. The work is thus
+    # A rank that cannot go on parks under the result it waits for; the end of that op wakes it. The work is thus
     # linear in the number of ops, whatever their order.
     waiting: dict[Op, list[int]] = {}
     runnable = deque(range(len(orders)))
     while runnable:
-        stage = runnable.popleft()
-        order, done = orders[stage], spans[stage]
+        rank = runnable.popleft()
+        order, done = orders[rank], spans[rank]
         clock = done[-1].end if done else 0.0
         for op in order[len(done) :]:
-            needs = prerequisites(op, shape)
-            missing = next((needed for needed in needs if needed not in end), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(stage)
-                break
-            arrivals = (end[needed] + (costs.transfer if needed.stage != stage else 0.0) for needed in needs)
-            start = max(clock, *arrivals) if needs else clock
-            clock = end[op] = start + costs.duration(op)
-            done.append(Span(op, start, clock))
-            runnable.extend(waiting.pop(op, ()))
+            start = clock
+            for needed in prerequisites(op, shape):
+                if needed not in end:
+                    waiting.setdefault(needed, []).append(rank)
+                    break
+                there = end[needed] if ranks[needed.stage] == rank else network.arrival[needed]
+                start = max(start, there)
+            else:
+                clock = start + costs.duration(op)
+                given = result(op)
+                end[given] = clock
+                network.send(given, clock)
+                done.append(Span(op, start, clock))
+                runnable.extend(waiting.pop(given, ()))
+                continue
+            break
     if waiting:
         raise ScheduleDeadlock(_describe_deadlock(orders, [len(done) for done in spans], shape, end))
-    return Timeline(shape, tuple(tuple(stage) for stage in spans))
+    return Timeline(shape, tuple(tuple(rank) for rank in spans), transfers=network.transfers())
+
+
+class _Network:
+    """The channels between ranks: messages of one channel leave one after the other, in the order of their ops.
+
+    Attributes:
+        arrival: when each result that left is there.
+    """
+
+    def __init__(self, shape: PipelineShape, costs: OpCosts) -> None:
+        self.arrival: dict[Op, float] = {}
+        self._shape = shape
+        self._costs = costs
+        self._ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
+        self._free: dict[Channel, float] = defaultdict(float)
+        self._transfers: dict[Channel, list[Transfer]] = defaultdict(list)
+
+    def send(self, given: Op, time: float) -> None:
+        """Let a result leave at a time, if another rank reads it."""
+        target = reading_stage(given, self._shape)
+        if target is None or self._ranks[target] == self._ranks[given.stage]:
+            return
+        channel = Channel(self._ranks[given.stage], self._ranks[target], given.kind)
+        boundary = min(given.stage, target)
+        start = max(time, self._free[channel])
+        sent = start + self._costs.sending_time(boundary, given.token_slice)
+        there = sent + self._costs.latency(boundary)
+        self._free[channel] = sent
+        self.arrival[given] = there
+        # Those that take no time too where one may have to wait for another: slack is counted along them.
+        if there > time or isinstance(self._costs.transfer, TransferCosts):
+            self._transfers[channel].append(Transfer(given, channel, start, there, sent))
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All but those that can never take time."""
+        return tuple(transfer for channel in sorted(self._transfers) for transfer in self._transfers[channel])
 
 
 def check_orders(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
     """Hold orders against the shape.
 
     Raises:
-        PlanError: if a stage has no order, or an op stands outside the shape, on another stage's order, or twice.
+        PlanError: if a rank has no order, or an op stands outside the shape, on another rank's order, or twice.
     """
-    if len(orders) != shape.num_stages:
-        raise PlanError(f"{len(orders)} op orders for {shape.num_stages} stages: give one for each stage")
-    for stage, order in enumerate(orders):
-        seen = set()
-        for op in order:
-            inside = op.micro_batch < shape.num_micro_batches and op.token_slice < shape.num_token_slices
-            if op.stage != stage or not inside:
-                raise PlanError(f"op {op} does not belong to stage {stage} of {shape}: remove it from that order")
-            if op in seen:
-                raise PlanError(f"op {op} stands twice in the order of stage {stage}: remove one of them")
-            seen.add(op)
+    if len(orders) != shape.num_ranks:
+        raise PlanError(f"{len(orders)} op orders for {shape.num_ranks} pipeline ranks: give one for each rank")
+    for rank, order in enumerate(orders):
+        check_order(order, shape, rank)
+
+
+def check_order(order: Sequence[Op], shape: PipelineShape, rank: int) -> None:
+    """Hold the order of one rank against the shape; see `check_orders`."""
+    stages = set(shape.stages_of(rank))
+    seen: set[Op] = set()
+    for op in order:
+        inside = op.micro_batch < shape.num_micro_batches and op.token_slice < shape.num_token_slices
+        if op.stage not in stages or not inside:
+            raise PlanError(f"op {op} does not belong to rank {rank} of {shape}: remove it from that order")
+        computes = parts(op)
+        if not seen.isdisjoint(computes):
+            raise PlanError(f"op {op} stands twice in the order of rank {rank}, whole or in part: remove one of them")
+        seen.update(computes)
+
+
+def check_complete(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
+    """See that nothing of a training step is left out. Orders of evaluation, which have no backward, are not complete.
+
+    Raises:
+        PlanError: if a token slice has no forward on some stage, or no backward, or not both parts of it.
+    """
+    check_orders(orders, shape)
+    for rank, order in enumerate(orders):
+        computed = {part for op in order for part in parts(op)}
+        for stage in shape.stages_of(rank):
+            for micro_batch in range(shape.num_micro_batches):
+                for token_slice in range(shape.num_token_slices):
+                    unit = (stage, micro_batch, token_slice)
+                    missing = [kind for kind in _PARTS_OF_A_STEP if Op(kind, *unit) not in computed]
+                    if missing:
+                        # Neither part of a backward: most likely it is the whole that was forgotten.
+                        kind = OpKind.BACKWARD if len(missing) > 1 and missing[0] in _HALVES else missing[0]
+                        raise PlanError(f"op {Op(kind, *unit)} is missing in the order of rank {rank}: add it")
+
+
+_HALVES = (OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
+_PARTS_OF_A_STEP = (OpKind.FORWARD, *_HALVES)
 
 
 def _describe_deadlock(
     orders: Sequence[Sequence[Op]], positions: Sequence[int], shape: PipelineShape, done: Container[Op]
 ) -> str:
-    """Say for every stage that is not done which op it is at, and which op it waits for."""
+    """Say for every rank that is not done which op it is at, and which op it waits for."""
+    named = {result(op): op for order in orders for op in order}
     stuck = []
-    for stage, (order, position) in enumerate(zip(orders, positions, strict=True)):
+    for rank, (order, position) in enumerate(zip(orders, positions, strict=True)):
         if position < len(order):
             op = order[position]
-            missing = [str(needed) for needed in prerequisites(op, shape) if needed not in done]
-            stuck.append(f"stage {stage} at {op} waits for {' and '.join(missing)}")
+            missing = [str(named.get(needed, needed)) for needed in prerequisites(op, shape) if needed not in done]
+            stuck.append(f"rank {rank} at {op} waits for {' and '.join(missing)}")
     return f"the schedule deadlocks: {'; '.join(stuck)}; reorder these ops"

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from deepspeed_ext.plan.dependencies import reading_stage
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs import Channel
 
 
 class Span(NamedTuple):
@@ -19,29 +21,45 @@ class Span(NamedTuple):
     end: float
 
 
+class Transfer(NamedTuple):
+    """A result on its way to another rank."""
+
+    op: Op
+    """The result, named as `dependencies.result` names it: `0F0.1` is an activation, `1BI0.1` a gradient."""
+    channel: Channel
+    start: float
+    """When it leaves: as its op ends, or once the channel is free."""
+    end: float
+    """When it is there."""
+    sent: float
+    """When the channel is free for the next: a latency before the end."""
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of every stage, in the order each stage ran them.
+    """Spans of every pipeline rank, in the order each rank ran them.
 
     Attributes:
         shape: extent of the pipeline.
-        spans: per stage, its spans by start.
+        spans: per rank, its spans by start.
         unit: what the times count, for axis labels: `s` when measured.
+        transfers: by channel and start; none where they take no time, or nobody measured them.
     """
 
     shape: PipelineShape
     spans: tuple[tuple[Span, ...], ...]
     unit: str = ""
+    transfers: tuple[Transfer, ...] = ()
 
     @cached_property
     def start(self) -> float:
         """Start of the first op."""
-        return min(span.start for stage in self.spans for span in stage)
+        return min(span.start for rank in self.spans for span in rank)
 
     @cached_property
     def end(self) -> float:
         """End of the last op."""
-        return max(span.end for stage in self.spans for span in stage)
+        return max(span.end for rank in self.spans for span in rank)
 
     @property
     def makespan(self) -> float:
@@ -50,32 +68,31 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time each stage spends in ops."""
-        return tuple(sum(span.end - span.start for span in stage) for stage in self.spans)
+        """Time each rank spends in ops."""
+        return tuple(sum(span.end - span.start for span in rank) for rank in self.spans)
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle time over stages x makespan, in [0, 1)."""
+        """Idle time over ranks x makespan, in [0, 1)."""
         if self.makespan == 0:
             return 0.0
         return 1 - sum(self.busy) / (len(self.spans) * self.makespan)
 
     @property
     def peak_live_token_slices(self) -> tuple[int, ...]:
-        """Per stage, the most token slices that had gone forward and not yet finished their backward."""
-        return tuple(_peak_live(span.op for span in stage) for stage in self.spans)
+        """Per rank, the most token slices, of any of its stages, that had gone forward and not yet all backward."""
+        return tuple(_peak_live(span.op for span in rank) for rank in self.spans)
 
     def to_json(self) -> str:
         """Write the timeline as JSON: `from_json` reads it back."""
-        return json.dumps(
-            {
-                "num_stages": self.shape.num_stages,
-                "num_micro_batches": self.shape.num_micro_batches,
-                "num_token_slices": self.shape.num_token_slices,
-                "unit": self.unit,
-                "spans": [[[str(span.op), span.start, span.end] for span in stage] for stage in self.spans],
-            }
-        )
+        fields = {
+            **self.shape.to_fields(),
+            "unit": self.unit,
+            "spans": [[[str(span.op), span.start, span.end] for span in rank] for rank in self.spans],
+        }
+        if self.transfers:
+            fields["transfers"] = [[str(one.op), one.start, one.end, one.sent] for one in self.transfers]
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":
@@ -86,32 +103,44 @@ class Timeline:
         """
         try:
             fields = json.loads(text)
-            shape = PipelineShape(fields["num_stages"], fields["num_micro_batches"], fields["num_token_slices"])
+            shape = PipelineShape.from_fields(fields)
             spans = tuple(
-                tuple(Span(Op.parse(op), float(start), float(end)) for op, start, end in stage)
-                for stage in fields["spans"]
+                tuple(Span(Op.parse(op), float(start), float(end)) for op, start, end in rank)
+                for rank in fields["spans"]
             )
-            timeline = cls(shape, spans, str(fields["unit"]))
-            for stage, row in enumerate(spans):
+            transfers = tuple(_read_transfer(entry, shape) for entry in fields.get("transfers", ()))
+            timeline = cls(shape, spans, str(fields["unit"]), transfers)
+            for rank, row in enumerate(spans):
                 for op, start, end in row:
                     inside = op.micro_batch < shape.num_micro_batches and op.token_slice < shape.num_token_slices
-                    if op.stage != stage or not inside or not -inf < start <= end < inf:
-                        raise PlanError(f"op {op} from {start} to {end} on stage {stage} of {shape}")
+                    if not inside or op.stage not in shape.stages_of(rank) or not -inf < start <= end < inf:
+                        raise ValueError(f"op {op} from {start} to {end} on rank {rank} of {shape}")
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"not a timeline ({error}): give a file written by --json or by the trainer") from None
-        if not any(spans) or len(spans) != shape.num_stages:
-            raise PlanError(f"a timeline of {len(spans)} stages for a pipeline of {shape.num_stages}: write it again")
+        if not any(spans) or len(spans) != shape.num_ranks:
+            raise PlanError(f"a timeline of {len(spans)} ranks for a pipeline of {shape.num_ranks}: write it again")
         return timeline
+
+
+def _read_transfer(entry: Sequence[Any], shape: PipelineShape) -> Transfer:
+    name, *times = entry
+    op, (start, end, sent) = Op.parse(name), map(float, times)
+    target = reading_stage(op, shape)
+    inside = max(op.stage, target or 0) < shape.num_stages
+    if target is None or not inside or not -inf < start <= sent <= end < inf:
+        raise ValueError(f"a transfer of {op} from {start} to {end}")
+    return Transfer(op, Channel(shape.rank_of(op.stage), shape.rank_of(target), op.kind), start, end, sent)
 
 
 def _peak_live(ops: Iterable[Op]) -> int:
     live = peak = 0
     for op in ops:
-        live += 1 if op.kind is OpKind.FORWARD else -1
+        if op.kind is not OpKind.INPUT_GRADIENT:  # what weight gradients read stays until they are done
+            live += 1 if op.kind is OpKind.FORWARD else -1
         peak = max(peak, live)
     return peak
 
 
 def executed_order(timeline: Timeline) -> Sequence[Sequence[Op]]:
-    """Per stage, the ops of a timeline without their times: to hold against a schedule."""
-    return [[span.op for span in stage] for stage in timeline.spans]
+    """Per rank, the ops of a timeline without their times: to hold against a schedule."""
+    return [[span.op for span in rank] for rank in timeline.spans]

@@ -1,6 +1,9 @@
-"""A micro-batch, cut into what each token slice reads."""
+"""A micro-batch, cut into what each token slice reads, and what token slices give put together again.
 
-from collections.abc import Callable
+Data, labels and outputs are tensors, or tuples, lists and dicts of such. Anything else goes along as it is.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +19,8 @@ class TokenSliceBatch:
     """What one token slice of a micro-batch reads.
 
     Attributes:
-        inputs: tensor or tuple of tensors for the first layer.
-        labels: second argument of the loss function.
+        inputs: tensor or tuple of tensors for the first layer, or a dict of what layers take by name.
+        labels: second argument of the loss function, or a dict of what it takes by name.
         loss_weight: this token slice's share of the micro-batch's loss; the shares of a micro-batch sum to 1.
     """
 
@@ -31,22 +34,23 @@ SplitBatch = Callable[[Any, TokenSlices], list[TokenSliceBatch]]
 
 
 def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSliceBatch]:
-    """Cut `(inputs, labels)`, each a tensor or a tuple of tensors, whose second dimension is the sequence.
+    """Cut `(inputs, labels)`, each a tensor or a tuple or dict of tensors, whose second dimension is the sequence.
 
     Tensors without a sequence dimension go to every token slice whole. The loss function returns the mean over the
     tokens it sees, so a token slice weighs as much as it has tokens.
 
     Raises:
-        UserError: if the first tensor of the inputs or of the labels has another sequence length.
+        UserError: if the batch is no pair; or if the first tensor of the inputs or of the labels (any, of a dict) has
+            another sequence length.
     """
+    if not isinstance(batch, Sequence) or len(batch) != 2:
+        raise UserError(
+            f"the data iterator yields a {type(batch).__name__}, and micro-batches are pairs: yield (inputs, labels), "
+            "each a tensor, or a tuple or dict of tensors"
+        )
     inputs, labels = batch
     for name, tensors in (("inputs", inputs), ("labels", labels)):
-        first = tensors if torch.is_tensor(tensors) else tensors[0]
-        if first.dim() < 2 or first.shape[1] != token_slices.seq_length:
-            raise UserError(
-                f"{name} of shape {tuple(first.shape)} do not have the {token_slices.seq_length} tokens of the token "
-                f"slices {token_slices} in dimension 1: feed sequences of that length, or change the token slices"
-            )
+        _check_length(name, tensors, token_slices)
     return [
         TokenSliceBatch(
             _cut(inputs, token_slices.seq_length, start, end),
@@ -57,15 +61,87 @@ def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSli
     ]
 
 
+def _check_length(name: str, tensors: Any, token_slices: TokenSlices) -> None:
+    found = list(_tensors(tensors))
+    # Of a dict nobody knows which entry is the main one.
+    asked = found if isinstance(tensors, Mapping) else found[:1]
+    if asked and not any(_has_sequence(tensor, token_slices.seq_length) for tensor in asked):
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in asked)
+        raise UserError(
+            f"{name} of shape {shapes} do not have the {token_slices.seq_length} tokens of the token "
+            f"slices {token_slices} in dimension 1: feed sequences of that length, or change the token slices"
+        )
+
+
+def _has_sequence(tensor: Tensor, length: int) -> bool:
+    return tensor.dim() >= 2 and tensor.shape[1] == length
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if torch.is_tensor(tree):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for entry in tree.values():
+            yield from _tensors(entry)
+    elif isinstance(tree, (tuple, list)):
+        for entry in tree:
+            yield from _tensors(entry)
+
+
+def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Call a function with each tensor, or what else there is, at one place of trees of the same form."""
+    if isinstance(tree, Mapping):
+        return {name: _map(function, entry, *(other[name] for other in others)) for name, entry in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return tuple(_map(function, *entries) for entries in zip(tree, *others, strict=True))
+    return function(tree, *others)
+
+
 def _cut(tensors: Any, seq_length: int, start: int, end: int) -> Any:
-    if torch.is_tensor(tensors):
-        has_sequence = tensors.dim() >= 2 and tensors.shape[1] == seq_length
-        return tensors[:, start:end] if has_sequence else tensors
-    return tuple(_cut(tensor, seq_length, start, end) for tensor in tensors)
+    def cut(entry: Any) -> Any:
+        return entry[:, start:end] if torch.is_tensor(entry) and _has_sequence(entry, seq_length) else entry
+
+    return _map(cut, tensors)
 
 
 def to_device(tensors: Any, device: torch.device) -> Any:
-    """Move a tensor, or a tuple of such, where a stage computes."""
-    if torch.is_tensor(tensors):
-        return tensors.to(device, non_blocking=True)
-    return tuple(to_device(tensor, device) for tensor in tensors)
+    """Move a tensor, or a tuple or dict of such, where a stage computes."""
+    return _map(lambda entry: entry.to(device, non_blocking=True) if torch.is_tensor(entry) else entry, tensors)
+
+
+def detached(tensors: Any) -> Any:
+    """The values of a tensor, or of a tuple or dict of such, without the graph that computed them."""
+    return _map(lambda entry: entry.detach() if torch.is_tensor(entry) else entry, tensors)
+
+
+def join_token_slices(parts: Sequence[Any], token_slices: TokenSlices) -> Any:
+    """Put together what the token slices of a micro-batch gave: the opposite of the cut.
+
+    Args:
+        parts: of each token slice: a tensor, or a tuple or dict of such.
+        token_slices: how the sequence is cut.
+
+    Returns:
+        The same form. Tensors with a sequence dimension are concatenated along it; what all token slices have in
+        common is given once; tensors [B, ...] or [] without one are stacked to [B, S, ...] or [S].
+    """
+
+    def join(*pieces: Any) -> Any:
+        if all(piece is pieces[0] for piece in pieces):
+            return pieces[0]
+        if all(_has_sequence(piece, length) for piece, length in zip(pieces, token_slices.lengths, strict=True)):
+            return torch.cat(pieces, dim=1)
+        return torch.stack(pieces, dim=min(1, pieces[0].dim()))
+
+    return _map(join, *parts)
+
+
+def join_micro_batches(wholes: Sequence[Any]) -> Any:
+    """Put together what micro-batches gave: rows after rows, and scalars to one dimension."""
+
+    def join(*wholes: Any) -> Any:
+        if not torch.is_tensor(wholes[0]):
+            return wholes[0] if all(whole == wholes[0] for whole in wholes) else list(wholes)
+        return torch.cat(wholes) if wholes[0].dim() else torch.stack(wholes)
+
+    return _map(join, *wholes)

@@ -1,14 +1,16 @@
 """Runs a schedule of token slices on DeepSpeed's pipeline engine.
 
-The engine is a table from instruction to method: a schedule is lowered to this stage's program, and each instruction
-of the program calls the method of its name below. Everything else - optimizers, ZeRO, precision, checkpoints,
-reductions over data-parallel ranks - is DeepSpeed's own.
+The engine is a table from instruction to method: a schedule is lowered to this rank's program, and each instruction
+of the program calls the method of the executor that it names below. Everything else - optimizers, ZeRO, precision,
+checkpoints, reductions over data-parallel ranks - is DeepSpeed's own.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -16,27 +18,54 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.timer import BACKWARD_MICRO_TIMER
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.lowering import InstructionKind
 from deepspeed_ext.plan.ops import Op, OpKind
+from deepspeed_ext.plan.programs import Instruction, InstructionKind
 from deepspeed_ext.plan.schedules import Schedule
+from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
-from deepspeed_ext.runtime.batch import to_device
 from deepspeed_ext.runtime.channels import MessageSpec
+from deepspeed_ext.runtime.executor import BatchPlan, Executor
 from deepspeed_ext.runtime.grad_norm import clip_gradients, global_grad_norm
-from deepspeed_ext.runtime.gradient_sums import sum_over_tensor_parallel_ranks, sum_over_tied_stages
+from deepspeed_ext.runtime.gradient_sums import sum_over_sharing_ranks, sum_over_tensor_parallel_ranks
 from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
-from deepspeed_ext.runtime.live_batch import LiveBatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.op_clock import OpClock
-from deepspeed_ext.runtime.sequence_state import SequenceState
-from deepspeed_ext.runtime.stage_links import StageLinks
-from deepspeed_ext.runtime.stage_programs import StagePrograms
+from deepspeed_ext.runtime.op_ledger import OpLedger
+from deepspeed_ext.runtime.rank_links import RankLinks
+from deepspeed_ext.runtime.rank_programs import RankPrograms
+from deepspeed_ext.runtime.stall_watch import StallWatch
 
 SEQUENCES_PER_STEP = 1 << 32
 """More than any step has, so that every sequence of a run has a number of its own."""
+
+
+_METHODS = {
+    InstructionKind.LOAD_MICRO_BATCH: Executor.load,
+    InstructionKind.RECEIVE_ACTIVATION: Executor.post,
+    InstructionKind.FORWARD: Executor.forward,
+    InstructionKind.SEND_ACTIVATION: Executor.send_activation,
+    InstructionKind.PASS_ACTIVATION: Executor.pass_activation,
+    InstructionKind.RECEIVE_GRADIENT: Executor.post,
+    InstructionKind.BACKWARD: Executor.backward,
+    InstructionKind.INPUT_GRADIENT: Executor.input_gradient,
+    InstructionKind.WEIGHT_GRADIENT: Executor.weight_gradient,
+    InstructionKind.SEND_GRADIENT: Executor.send_gradient,
+    InstructionKind.PASS_GRADIENT: Executor.pass_gradient,
+    InstructionKind.COMPLETE_ACTIVATION: Executor.complete,
+    InstructionKind.COMPLETE_GRADIENT: Executor.complete,
+    InstructionKind.FREE: Executor.free,
+}
+"""What each instruction of a program does."""
+
+
+def _executed_by(method: Callable[[Executor, Instruction], None]) -> Callable[..., None]:
+    def execute(engine: "TokenSlicePipelineEngine", step: Instruction) -> None:
+        method(engine._executor, step)
+        engine._ledger.done()
+
+    return execute
 
 
 class TokenSlicePipelineEngine(PipelineEngine):
@@ -45,32 +74,52 @@ class TokenSlicePipelineEngine(PipelineEngine):
     Args:
         schedule: order of the ops when training.
         timeout: how long a transfer between stages may take.
+        ledger_directory: where ranks write what they have done, if the pipeline stands still.
 
     Other arguments are those of `PipelineEngine`.
     """
 
-    def __init__(self, *arguments: Any, schedule: Schedule, timeout: timedelta, **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, schedule: Schedule, timeout: timedelta, ledger_directory: Path, **keywords: Any
+    ) -> None:
         super().__init__(*arguments, **keywords)
         assert isinstance(self.module, TokenSlicePipelineModule), "made for a TokenSlicePipelineModule"
-        self._programs = StagePrograms(
+        self._programs = RankPrograms(
             schedule,
-            stage=self.stage_id,
-            num_stages=self.num_stages,
-            num_token_slices=len(self.module.token_slices),
-            every_stage_loads=self.module.documents is not None,
+            rank=self.stage_id,
+            shape=self.module.pipeline,
+            loading_ranks=self.module.reading_ranks,
         )
-        self._rows = {"train": self.micro_batch_size, "eval": self.micro_batch_size}
-        self._phase = "train"
-        self._links = StageLinks(
+        self._links = RankLinks(
             self.module.topology(),
             self.global_rank,
+            self.module.pipeline,
             self.device,
             timeout=timeout,
             activation_rule=self._activation_shape if self.module.activation_spec else None,
             dynamic_shape=self.dynamic_shape,
         )
         self._clock: OpClock | None = None
-        self._live = LiveBatch()
+        self._ledger = OpLedger(self.global_rank)
+        if self.is_pipe_parallel:
+            self._watch = StallWatch(
+                self._ledger,
+                rank=self.global_rank,
+                peers=dist.get_process_group_ranks(self.grid.get_pipe_parallel_group()),
+                store=dist.distributed_c10d._get_default_store(),
+                timeout=timeout,
+                directory=ledger_directory,
+            )
+            finalize(self, self._watch.end)
+        self._executor = Executor(
+            self.module,
+            self._links,
+            self.device,
+            next_batch=self._next_batch,
+            loss_scale=self._loss_scale,
+            around=self._around,
+            ledger=self._ledger,
+        )
 
     # ------------------------------------------------------------------ what a user calls
 
@@ -79,17 +128,23 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """Tensors this rank has sent to its neighbours so far, headers included."""
         return self._links.num_messages
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+    def train_batch(self, data_iter: Iterator[Any] | None = None, return_output_label: bool = False) -> Any:
         """Train on one batch.
 
         Args:
-            data_iter: yields micro-batches; read on the first and the last stage.
+            data_iter: yields micro-batches; read where the first and the last stage are, and where layers take entries
+                of the data by name.
+            return_output_label: also return what the last layer gave, and the labels. Nothing of them is kept if not.
 
         Returns:
-            Mean loss over micro-batches and data-parallel ranks, on every rank.
+            Mean loss over micro-batches and data-parallel ranks, on every rank; or `(loss, outputs, labels)`, of all
+            rows and tokens of this replica, None where the last stage is not.
         """
-        self._begin("train")
-        return super().train_batch(data_iter)
+        schedule, token_slices = self._train_schedule(), self.module.token_slices
+        self._begin(schedule, token_slices, self.micro_batch_size, keeps_outputs=return_output_label)
+        loss = super().train_batch(data_iter)
+        live = self._executor.finish()
+        return (loss, *live.outputs_and_labels(token_slices)) if return_output_label else loss
 
     def eval_batch(
         self,
@@ -100,51 +155,70 @@ class TokenSlicePipelineEngine(PipelineEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
         micro_batch_size: int | None = None,
+        token_slices: TokenSlices | Sequence[int] | None = None,
+        return_output_label: bool = False,
     ) -> Any:
-        """Evaluate one batch, forward only, with the same token slices.
+        """Evaluate one batch, forward only, in token slices. Nothing of it need be as when training.
 
         Args:
-            data_iter: yields micro-batches; read on the first and the last stage.
-            return_logits: also return the last layer's outputs, of all micro-batches, on the last stage.
+            data_iter: yields micro-batches; read where `train_batch` reads them.
+            return_logits: also return the last layer's outputs by micro-batch, where the last stage is.
             compute_loss: compute the loss.
             reduce_output: `avg` for the mean over micro-batches and replicas, None for a list by micro-batch.
             bcast_loss: give the mean to every stage; otherwise only the last one has it.
             num_micro_batches: micro-batches to evaluate; those of training if None.
             micro_batch_size: rows of a micro-batch; those of training if None.
+            token_slices: how sequences are cut, which may have any length; as when training if None.
+            return_output_label: also return the last layer's outputs and the labels, each in one piece.
 
         Returns:
-            The loss, or `(loss, outputs)`; outputs are a list of tensors by micro-batch, None on other stages.
+            The loss, or `(loss, outputs)`; outputs are a list of tensors by micro-batch, None on other stages. Or
+            `(loss, outputs, labels)` as `train_batch` returns them.
 
         Raises:
-            UserError: if `reduce_output` is something else.
+            UserError: if `reduce_output` is something else, or outputs are asked for in both forms.
         """
+        if return_logits and return_output_label:
+            raise UserError("return_logits and return_output_label give outputs in two forms: ask for one of them")
         if reduce_output not in ("avg", None):
             raise UserError(f"reduce_output={reduce_output!r}: give 'avg', or None for one loss per micro-batch")
         num_micro_batches = num_micro_batches or self.micro_batches
-        self._begin("eval", micro_batch_size or self.micro_batch_size)
-        self.eval_return_logits, self._compute_loss = return_logits, compute_loss
+        if token_slices is None:
+            token_slices = self.module.token_slices
+        elif not isinstance(token_slices, TokenSlices):
+            token_slices = TokenSlices(tuple(token_slices))
+        schedule = self._programs.evaluation(num_micro_batches, len(token_slices))
+        rows, keeps = micro_batch_size or self.micro_batch_size, return_logits or return_output_label
+        self._begin(schedule, token_slices, rows, computes_loss=compute_loss, keeps_outputs=keeps)
         self.module.eval()
         train_iterator = self.data_iterator
         self.set_dataiterator(data_iter)
         with torch.no_grad():
-            self._exec_schedule(self._inference_schedule(num_micro_batches))
+            self._exec_schedule(schedule)
         self.set_dataiterator(train_iterator)
 
-        losses = [loss for _, loss in sorted(self._live.losses.items())]
-        outputs = None
-        if return_logits and self.is_last_stage():
-            outputs = [torch.cat(parts, dim=1) for _, parts in sorted(self._live.outputs.items())]
-        self._live = LiveBatch()
+        live = self._executor.finish()
+        losses = [loss for _, loss in sorted(live.losses.items())]
         result: Any = losses or None
         if compute_loss and reduce_output == "avg":
             result = self._mean_over_replicas(sum(losses) / num_micro_batches if losses else None, bcast_loss)
-        return (result, outputs) if return_logits else result
+        if return_output_label:
+            return (result, *live.outputs_and_labels(token_slices))
+        return (result, live.outputs_by_micro_batch(token_slices) or None) if return_logits else result
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self.module.pipeline.rank_of(self.module.pipeline.last_stage) == self.stage_id
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank reads what the data iterator yields."""
+        return self.stage_id in self.module.reading_ranks
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Read from another iterator, on the stages that read any."""
-        super().set_dataiterator(iterator)
-        if self.module.documents is not None:
-            self.data_iterator = iterator
+        """Read from another iterator, on the ranks that read any."""
+        self.data_iterator = iterator if self.reads_data else None
 
     def reset_activation_shape(self) -> None:
         """Let the next batch have other shapes; call it on every rank."""
@@ -155,7 +229,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def timeline(self) -> Iterator[list[Timeline]]:
         """Measure the ops of the batches run inside; on leaving, the list yielded holds their timeline.
 
-        All ranks must enter and leave together. Stages start their clocks at a barrier.
+        All ranks must enter and leave together. They start their clocks at a barrier.
         """
         timelines: list[Timeline] = []
         dist.barrier()
@@ -163,9 +237,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
         shape = self._programs.shape(self.micro_batches)
         yield timelines
         spans, self._clock = self._clock.spans(), None
-        stages: list[Any] = [None] * self.num_stages
-        dist.all_gather_object(stages, spans, group=self.grid.get_pipe_parallel_group())
-        timelines.append(Timeline(shape, tuple(tuple(stage) for stage in stages), unit="s"))
+        ranks: list[Any] = [None] * shape.num_ranks
+        dist.all_gather_object(ranks, spans, group=self.grid.get_pipe_parallel_group())
+        timelines.append(Timeline(shape, tuple(tuple(rank) for rank in ranks), unit="s"))
 
     # ------------------------------------------------------------------ schedules
 
@@ -175,137 +249,41 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def _inference_schedule(self, micro_batches: int) -> ProgramSchedule:
         return self._programs.evaluation(micro_batches)
 
-    def _begin(self, phase: str, micro_batch_size: int | None = None) -> None:
-        self._phase = phase
-        if micro_batch_size not in (None, self._rows[phase]):
-            self._rows[phase] = micro_batch_size
-            self._links.forget_shapes()
-        self._links.begin(phase)
-        self._live = LiveBatch()
+    def _begin(self, schedule: ProgramSchedule, token_slices: TokenSlices, rows: int, **settings: bool) -> None:
+        # All that shapes of activations depend on, so that those of one batch are never taken for those of another.
+        self._links.begin((schedule.training, rows, token_slices), schedule.shape)
+        phase = "train" if schedule.training else "eval"
+        self._ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
+        plan = BatchPlan(
+            shape=schedule.shape,
+            token_slices=token_slices,
+            rows=rows,
+            training=schedule.training,
+            first_sequence=self._first_sequence,
+            **settings,
+        )
+        self._executor.begin(plan, puts_weight_gradients_off=schedule.puts_weight_gradients_off)
+
+    def _first_sequence(self, micro_batch: int) -> int:
+        replica = micro_batch * self.dp_world_size + self.grid.get_data_parallel_rank()
+        return self.global_steps * SEQUENCES_PER_STEP + replica * self._executor.plan.rows
 
     def _activation_shape(self, token_slice: int) -> MessageSpec:
-        dtype = next(self.module.parameters()).dtype
-        length = self.module.token_slices.lengths[token_slice]
-        spec = self.module.activation_spec(self._rows[self._phase], length, dtype)
-        training = self._phase == "train"
-        return tuple(entry._replace(requires_grad=entry.requires_grad and training) for entry in spec)
+        plan, dtype = self._executor.plan, next(self.module.parameters()).dtype
+        spec = self.module.activation_spec(plan.rows, plan.token_slices.lengths[token_slice], dtype)
+        return tuple(entry._replace(requires_grad=entry.requires_grad and plan.training) for entry in spec)
 
-    # ------------------------------------------------------------------ instructions
-
-    def _exec_load(self, micro_batch: int, **_: int) -> None:
-        try:
-            batch = self._next_batch()
-        except StopIteration:
-            raise UserError(
-                f"the data iterator ended at micro-batch {micro_batch} of a batch of {self.micro_batches}: "
-                "give one that does not end, such as deepspeed.utils.RepeatingLoader"
-            ) from None
-        if self.is_first_stage() or self.is_last_stage():
-            self._live.parts[micro_batch] = self.module.split_batch(batch, self.module.token_slices)
-        if self.module.documents is not None:
-            self._live.documents[micro_batch] = self.module.documents(batch)
-
-    def _exec_forward(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        held = self._live.buffers[buffer]
-        if self.is_first_stage():
-            inputs = to_device(self._live.parts[micro_batch][token_slice].inputs, self.device)
-        else:
-            held.inputs = self._links.activation((micro_batch, token_slice))
-            inputs = held.inputs[0] if len(held.inputs) == 1 else held.inputs
-        with self._measured(OpKind.FORWARD, micro_batch, token_slice):
-            outputs = self.module(inputs, self._state(micro_batch), token_slice)
-            if self.is_last_stage():
-                held.roots = self._exec_loss(outputs, micro_batch, token_slice)
-            else:
-                held.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                held.roots = tuple(get_gradient_edge(tensor) for tensor in held.outputs if tensor.requires_grad)
-        if not torch.is_grad_enabled() and token_slice == len(self.module.token_slices) - 1:
-            self._live.forget(micro_batch)
-
-    def _state(self, micro_batch: int) -> SequenceState:
-        """What a micro-batch remembers; at its first forward, nothing yet."""
-        if micro_batch not in self._live.states:
-            rows = self._rows[self._phase]
-            first = (micro_batch * self.dp_world_size + self.grid.get_data_parallel_rank()) * rows
-            self._live.states[micro_batch] = SequenceState(
-                self.module.token_slices,
-                seed=self.module.base_seed,
-                sequences=[self.global_steps * SEQUENCES_PER_STEP + first + row for row in range(rows)],
-                documents=self._live.documents.get(micro_batch),
-            )
-        return self._live.states[micro_batch]
-
-    def _exec_loss(self, outputs: Any, micro_batch: int, token_slice: int) -> tuple[Tensor, ...]:
-        """Add a token slice's share of the loss up, and return what backward starts from."""
-        if not torch.is_grad_enabled() and self.eval_return_logits:
-            self._live.outputs[micro_batch].append(outputs)
-        if not self._compute_loss:
-            return ()
-        part = self._live.parts[micro_batch][token_slice]
-        loss = (
-            outputs
-            if self.module.loss_fn is None
-            else self.module.loss_fn(outputs, to_device(part.labels, self.device))
-        )
-        weight = part.loss_weight
-        loss = loss * (weight.to(loss.device) if torch.is_tensor(weight) else weight)
-        self._live.add_loss(micro_batch, loss)
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise UserError(
-                f"the loss of token slice {token_slice} depends on no weight, so later token slices could not pass "
-                "gradients back through it: where no token counts, return outputs.sum() * 0"
-            )
-        return (loss,)
-
-    def _exec_send_activation(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        self._links.send_activation((micro_batch, token_slice), self._live.buffers[buffer].outputs)
-        self._live.buffers[buffer].outputs = ()
-
-    def _exec_backward(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        roots = self._live.buffers[buffer].roots
-        if self.is_last_stage():
-            # Mean over micro-batches; token slices already weigh what they should. Only fp16 scales on top.
-            roots = tuple(root / self.micro_batches for root in roots)
-            roots = tuple(self.optimizer.scale_if_loss(root) for root in roots) if self.fp16_enabled() else roots
-            gradients = tuple(torch.ones_like(root) for root in roots)
-        else:
-            gradients = self._links.gradient((micro_batch, token_slice))
-        with self._measured(OpKind.BACKWARD, micro_batch, token_slice), self._accumulation():
-            if roots:
-                torch.autograd.backward(roots, gradients)
-        self._live.buffers[buffer].roots = ()
-        if token_slice == 0:
-            self._live.forget(micro_batch)
-
-    def _exec_send_gradient(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        gradients = tuple(
-            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for tensor in self._live.buffers[buffer].inputs
-            if tensor.requires_grad
-        )
-        self._links.send_gradient((micro_batch, token_slice), gradients)
-
-    def _exec_post_activation(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        self._links.post_activation((micro_batch, token_slice))
-
-    def _exec_post_gradient(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        self._links.post_gradient((micro_batch, token_slice))
-
-    def _exec_complete_activation(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        self._links.complete_activation((micro_batch, token_slice))
-
-    def _exec_complete_gradient(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        self._links.complete_gradient((micro_batch, token_slice))
-
-    def _exec_free(self, micro_batch: int, token_slice: int, buffer: int) -> None:
-        del self._live.buffers[buffer]
+    def _loss_scale(self, loss: Tensor) -> Tensor:
+        """Mean over micro-batches; token slices already weigh what they should. Only fp16 scales on top."""
+        loss = loss / self.micro_batches
+        return self.optimizer.scale_if_loss(loss) if self.fp16_enabled() else loss
 
     # ------------------------------------------------------------------ end of the batch
 
     def _exec_reduce_tied_grads(self) -> None:
         """Complete the gradients of which several ranks of one replica hold a part."""
         sum_over_tensor_parallel_ranks(self.module, self.grid)
-        sum_over_tied_stages(self.module)
+        sum_over_sharing_ranks(self.module.get_tied_weights_and_groups())
 
     def _exec_reduce_grads(self) -> None:
         # DeepSpeed would copy every gradient even where there is no other replica to reduce with.
@@ -328,27 +306,43 @@ class TokenSlicePipelineEngine(PipelineEngine):
         clip_gradients(self.module.parameters(), self._global_grad_norm, self.gradient_clipping())
 
     def _aggregate_total_loss(self) -> Tensor:
-        losses = self._live.losses.values()
-        loss = self._mean_over_replicas(sum(losses) / self.micro_batches if losses else None)
-        self._live = LiveBatch()
-        return loss
+        losses = self._executor.live.losses.values()
+        return self._mean_over_replicas(sum(losses) / self.micro_batches if losses else None)
 
     # ------------------------------------------------------------------ parts of the above
 
     def _mean_over_replicas(self, loss: Tensor | None, broadcast: bool = True) -> Tensor | None:
-        """Mean over data-parallel ranks of a scalar of the last stage, given to every stage in its own precision."""
+        """Mean over data-parallel ranks of a scalar of the last stage, given to every rank in its own precision."""
         if loss is None:
             dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
             loss = torch.zeros((), dtype=dtype, device=self.device)
         loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-        if self.is_last_stage():
+        if self.computes_loss:
             dist.all_reduce(loss, group=self.grid.get_data_parallel_group())
             loss /= self.dp_world_size
         if not broadcast:
-            return loss if self.is_last_stage() else None
+            return loss if self.computes_loss else None
         if self.is_pipe_parallel:
-            dist.broadcast(loss, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
+            source = self.grid.stage_to_global(self.module.pipeline.rank_of(self.module.pipeline.last_stage))
+            dist.broadcast(loss, src=source, group=self.grid.get_pipe_parallel_group())
         return loss
+
+    @contextmanager
+    def _around(self, op: Op) -> Iterator[None]:
+        """Surround the computing of an op: measure it, and add up the gradients it leaves."""
+        # Forwards are timed by the hooks that DeepSpeed puts on the module.
+        timer = None
+        if self.wall_clock_breakdown() and op.kind is not OpKind.FORWARD:
+            timer = self.timers(BACKWARD_MICRO_TIMER)
+        with ExitStack() as surroundings:
+            if timer is not None:
+                timer.start()
+                surroundings.callback(timer.stop)
+            if self._clock is not None:
+                surroundings.enter_context(self._clock.measure(op))
+            if op.kind is not OpKind.FORWARD:
+                surroundings.enter_context(self._accumulation())
+            yield
 
     @contextmanager
     def _accumulation(self) -> Iterator[None]:
@@ -360,34 +354,11 @@ class TokenSlicePipelineEngine(PipelineEngine):
         if separate:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 
-    @contextmanager
-    def _measured(self, kind: OpKind, micro_batch: int, token_slice: int) -> Iterator[None]:
-        # Forwards are timed by the hooks that DeepSpeed puts on the module.
-        timed = self.wall_clock_breakdown() and kind is OpKind.BACKWARD
-        if timed:
-            self.timers(BACKWARD_MICRO_TIMER).start()
-        if self._clock is None:
-            yield
-        else:
-            with self._clock.measure(Op(kind, self.stage_id, micro_batch, token_slice)):
-                yield
-        if timed:
-            self.timers(BACKWARD_MICRO_TIMER).stop()
-
     # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
     _INSTRUCTION_MAP = {  # noqa: RUF012
         **PipelineEngine._INSTRUCTION_MAP,
         deepspeed_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
         deepspeed_schedule.ReduceGrads: _exec_reduce_grads,
         deepspeed_schedule.OptimizerStep: _exec_optimizer_step,
-        INSTRUCTION_CLASSES[InstructionKind.LOAD_MICRO_BATCH]: _exec_load,
-        INSTRUCTION_CLASSES[InstructionKind.RECEIVE_ACTIVATION]: _exec_post_activation,
-        INSTRUCTION_CLASSES[InstructionKind.FORWARD]: _exec_forward,
-        INSTRUCTION_CLASSES[InstructionKind.SEND_ACTIVATION]: _exec_send_activation,
-        INSTRUCTION_CLASSES[InstructionKind.RECEIVE_GRADIENT]: _exec_post_gradient,
-        INSTRUCTION_CLASSES[InstructionKind.BACKWARD]: _exec_backward,
-        INSTRUCTION_CLASSES[InstructionKind.SEND_GRADIENT]: _exec_send_gradient,
-        INSTRUCTION_CLASSES[InstructionKind.COMPLETE_ACTIVATION]: _exec_complete_activation,
-        INSTRUCTION_CLASSES[InstructionKind.COMPLETE_GRADIENT]: _exec_complete_gradient,
-        INSTRUCTION_CLASSES[InstructionKind.FREE]: _exec_free,
+        **{INSTRUCTION_CLASSES[kind]: _executed_by(method) for kind, method in _METHODS.items()},
     }

@@ -13,7 +13,7 @@ def global_grad_norm(
 ) -> Tensor:
     """2-norm of the gradients of a whole model.
 
-    Counted once are tied weights, which stand on several stages, and parameters that every tensor-parallel rank holds.
+    Counted once are weights that pipeline ranks share, and parameters that every tensor-parallel rank holds.
     DeepSpeed's own norm for fp32 without ZeRO counts the first stage alone.
 
     Args:

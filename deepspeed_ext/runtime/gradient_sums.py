@@ -1,41 +1,88 @@
 """Gradients that lie in parts on several ranks of one replica of the model, summed once a step.
 
-Both sums come before DeepSpeed's own reduction over replicas, and find a gradient wherever DeepSpeed accumulates it.
+All sums come before DeepSpeed's own reduction over replicas, and find a gradient wherever DeepSpeed accumulates it.
+Gradients of one dtype that go the same way travel together: a message for each costs more than its bytes.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
+BUCKET_BYTES = 1 << 26
+"""A message of 64 MiB keeps any network busy, and its copy is small beside the gradients."""
 
-def sum_over_tied_stages(module: PipelineModule) -> None:
-    """Sum the gradients of tied weights over the stages that share them."""
-    for weight, group in module.get_tied_weights_and_groups():
-        dist.all_reduce(accumulated_gradient(weight), group=group)
+
+def sum_over_sharing_ranks(weights_and_groups: Iterable[tuple[nn.Parameter, dist.ProcessGroup]]) -> None:
+    """Sum the gradients of weights that several ranks of a pipeline hold together: tied layers, and shared modules.
+
+    Args:
+        weights_and_groups: each weight, with the group of its ranks; in one order on all of them.
+    """
+    gradients: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for weight, group in weights_and_groups:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if weight.requires_grad and len(ranks) > 1:
+            groups.setdefault(ranks, group)
+            gradients[ranks].append(accumulated_gradient(weight))
+    # In one order on all ranks: where three pairs of three ranks share, each would otherwise wait for another.
+    for ranks in sorted(groups):
+        sum_in_buckets(gradients[ranks], groups[ranks])
 
 
 def sum_over_tensor_parallel_ranks(module: nn.Module, grid: Any) -> None:
     """Sum the gradients of weights that every tensor-parallel rank holds whole, but applied to its part of the tokens.
 
     Such a weight says so by an attribute `sequence_parallel`, as Megatron's do: norms, and the biases behind a
-    reduction. They are small and many, so they travel together, one message for each dtype.
+    reduction.
     """
     if grid.get_slice_parallel_world_size() == 1:
         return
-    gradients: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for weight in module.parameters():
-        if getattr(weight, "sequence_parallel", False) and weight.requires_grad:
-            gradient = accumulated_gradient(weight)
-            gradients[gradient.dtype].append(gradient)
-    for parts in gradients.values():
-        bucket = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(bucket, group=grid.get_slice_parallel_group())
-        for part, summed in zip(parts, bucket.split([part.numel() for part in parts]), strict=True):
-            part.copy_(summed.view_as(part))
+    gradients = [
+        accumulated_gradient(weight)
+        for weight in module.parameters()
+        if getattr(weight, "sequence_parallel", False) and weight.requires_grad
+    ]
+    sum_in_buckets(gradients, grid.get_slice_parallel_group())
+
+
+def sum_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Sum tensors in place over the ranks of a group, in few messages.
+
+    Args:
+        tensors: of the same shapes and dtypes, in the same order, on every rank.
+        group: the ranks.
+        bucket_bytes: the most that one message copies together; a larger tensor travels alone and is not copied.
+    """
+    for bucket in buckets(tensors, bucket_bytes):
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            dist.all_reduce(bucket[0], group=group)
+            continue
+        message = torch.cat([tensor.flatten() for tensor in bucket])
+        dist.all_reduce(message, group=group)
+        for tensor, summed in zip(bucket, message.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(summed.view_as(tensor))
+
+
+def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Group tensors by dtype, in their order, so that no group but that of one tensor is larger than a bucket."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(tensor)
+    for of_one_dtype in by_dtype.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in of_one_dtype:
+            if bucket and size + tensor.nbytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket
 
 
 def accumulated_gradient(weight: nn.Parameter) -> Tensor:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -26,6 +27,7 @@ def initialize(
     *,
     schedule: str | Schedule = "1f1b",
     timeout: timedelta = timedelta(minutes=30),
+    ledger_directory: str | Path = "stalled_pipeline",
     **keywords: Any,
 ) -> tuple[TokenSlicePipelineEngine, Any, Any, Any]:
     """Make the engine of a model, as `deepspeed.initialize` does.
@@ -35,18 +37,26 @@ def initialize(
         config: DeepSpeed configuration, or the file of one.
         schedule: order of the ops: a name of `plan.schedules.SCHEDULES`, or a generator of your own.
         timeout: how long a transfer between stages may take before it counts as lost.
+        ledger_directory: where every rank writes what it has done, is doing and waits for, if the pipeline stands
+            still for most of that time.
         **keywords: others of `deepspeed.initialize`, such as `optimizer`, `model_parameters` or `lr_scheduler`.
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`, as `deepspeed.initialize`.
 
     Raises:
-        UserError: if DeepSpeed has another version, or the configuration asks for what pipelines cannot do.
+        UserError: if DeepSpeed has another version, the configuration asks for what pipelines cannot do, or ranks
+            registered modules to share that do not fit.
     """
     check_deepspeed_version()
     if isinstance(schedule, str):
         schedule = schedule_named(schedule)
-    with _engine_class(partial(TokenSlicePipelineEngine, schedule=schedule, timeout=timeout)):
+    # Before optimizers copy weights and ask which of them to count.
+    model.connect_shared_modules()
+    engine_class = partial(
+        TokenSlicePipelineEngine, schedule=schedule, timeout=timeout, ledger_directory=Path(ledger_directory)
+    )
+    with _engine_class(engine_class):
         engine, *others = deepspeed.initialize(model=model, config=config, **keywords)
     _check_precision(engine)
     return engine, *others

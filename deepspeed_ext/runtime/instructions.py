@@ -10,14 +10,15 @@ from deepspeed.runtime.pipe.schedule import (
     ReduceTiedGrads,
 )
 
-from deepspeed_ext.plan.lowering import InstructionKind, Program
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs import Instruction, InstructionKind, Program
 
 
 class TokenSliceInstruction(PipeInstruction):
-    """One step of a program; its keywords are the coordinates the plan gave it."""
+    """One step of a program, which is its only keyword."""
 
-    def __init__(self, *, micro_batch: int, token_slice: int, buffer: int) -> None:
-        super().__init__(micro_batch=micro_batch, token_slice=token_slice, buffer=buffer)
+    def __init__(self, *, step: Instruction) -> None:
+        super().__init__(step=step)
 
 
 def _instruction_class(kind: InstructionKind) -> type[TokenSliceInstruction]:
@@ -32,12 +33,14 @@ INSTRUCTION_CLASSES: dict[InstructionKind, type[TokenSliceInstruction]] = {
 
 
 class ProgramSchedule(PipeSchedule):
-    """One stage's program, one instruction a step; when training, followed by the reductions and the optimizer step."""
+    """One rank's program, one instruction a step; when training, followed by the reductions and the optimizer step."""
 
-    def __init__(self, program: Program, *, num_micro_batches: int, num_stages: int, training: bool) -> None:
-        super().__init__(micro_batches=num_micro_batches, stages=num_stages, stage_id=program.stage)
-        self.program = program
-        self.training = training
+    def __init__(self, program: Program, shape: PipelineShape, *, training: bool) -> None:
+        super().__init__(micro_batches=shape.num_micro_batches, stages=shape.num_ranks, stage_id=program.rank)
+        self.program, self.shape, self.training = program, shape, training
+        self.puts_weight_gradients_off = any(
+            instruction.kind is InstructionKind.WEIGHT_GRADIENT for instruction in program.instructions
+        )
 
     def num_pipe_buffers(self) -> int:
         """Buffers that the program names."""
@@ -46,12 +49,6 @@ class ProgramSchedule(PipeSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The program, then the end of the batch."""
         for instruction in self.program.instructions:
-            yield [
-                INSTRUCTION_CLASSES[instruction.kind](
-                    micro_batch=instruction.micro_batch,
-                    token_slice=instruction.token_slice,
-                    buffer=instruction.buffer,
-                )
-            ]
+            yield [INSTRUCTION_CLASSES[instruction.kind](step=instruction)]
         if self.training:
             yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]

@@ -1,22 +1,29 @@
 """A model as a sequence of layers, of which each stage holds some, computed one token slice at a time."""
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batch import SplitBatch, split_along_sequence
 from deepspeed_ext.runtime.channels import MessageSpec
+from deepspeed_ext.runtime.data_entries import DataEntries
 from deepspeed_ext.runtime.documents import Documents
+from deepspeed_ext.runtime.forward_arguments import ForwardArguments
 from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.shared_modules import ConnectedWeights, SharedModules, connect
 from deepspeed_ext.runtime.topology import TokenSliceTopology
 
 ActivationSpec = Callable[[int, int, torch.dtype], MessageSpec]
@@ -27,16 +34,21 @@ class TokenSlicePipelineModule(PipelineModule):
     """DeepSpeed's `PipelineModule`, computed token slice by token slice.
 
     A layer takes the output of the layer before it. A layer whose forward (or whose `forward_fn`, for a tied layer)
-    has an argument named `past` also gets the `Past` of its token slice: the way to see earlier tokens.
+    has an argument named `past` also gets the `Past` of its token slice: the way to see earlier tokens. Other arguments
+    get the entries of those names, where the data iterator yields a dict with the labels.
 
     Args:
         layers: layers, `LayerSpec`s, `TiedLayerSpec`s or functions, first to last.
         layout: the parallel layout; its world size is that of the process group.
         token_slices: how every sequence is cut.
-        loss_fn: called with the last layer's output and the labels of a token slice; returns the mean over its tokens.
-            None if the last layer returns that.
+        loss_fn: called with the last layer's output and the labels of a token slice, by name if they are a dict;
+            returns the mean over its tokens. None if the last layer returns that.
         partition: `parameters`, `uniform`, bounds such as `0,5,12`, a JSON file of them, or a `StagePartition`.
+        num_model_chunks: stages that each pipeline rank owns.
+        placement: which ones.
         split_batch: cuts what the data iterator yields for one micro-batch.
+        data_entries: names of the entries, where the data is a dict. Only needed where a layer takes one by an argument
+            with a default, on a stage that would not read the data otherwise.
         documents: reads off what the data iterator yields where its documents begin, which keeps them apart in
             attention and positions; every stage then reads the data. None if every row is one document.
         activation_spec: what passes between stages, so that shapes need never be sent; None to send them once.
@@ -46,7 +58,8 @@ class TokenSlicePipelineModule(PipelineModule):
 
     Raises:
         PlanError: if the partition does not fit the layers and stages.
-        UserError: if the layout and the token slices disagree, or a stage would have nothing to train.
+        UserError: if layout and token slices disagree, a rank would have nothing to train, or the data's entries
+            do not fit the layers.
     """
 
     def __init__(
@@ -57,7 +70,10 @@ class TokenSlicePipelineModule(PipelineModule):
         token_slices: TokenSlices,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         partition: str | StagePartition = "parameters",
+        num_model_chunks: int = 1,
+        placement: Placement = Placement.LOOPED,
         split_batch: SplitBatch = split_along_sequence,
+        data_entries: Collection[str] | None = None,
         documents: Callable[[Any], Documents] | None = None,
         activation_spec: ActivationSpec | None = None,
         activation_checkpoint_interval: int = 0,
@@ -71,15 +87,38 @@ class TokenSlicePipelineModule(PipelineModule):
             )
         layers = list(layers)
         weights = [_trainable_parameters(layer) for layer in layers]
-        bounds = stage_partition(partition, weights, layout.pipeline_parallel_size)
-        for stage in range(bounds.num_stages):
-            if not sum(weights[layer] for layer in bounds.layers(stage)):
+        self.pipeline = PipelineShape(
+            num_stages=layout.pipeline_parallel_size * num_model_chunks,
+            num_micro_batches=1,
+            num_token_slices=len(token_slices),
+            num_model_chunks=num_model_chunks,
+            placement=placement,
+        )
+        """Extent of the pipeline, of one micro-batch."""
+        bounds = stage_partition(partition, weights, self.pipeline.num_stages)
+        for rank in range(self.pipeline.num_ranks):
+            stages = list(self.pipeline.stages_of(rank))
+            if not sum(weights[layer] for stage in stages for layer in bounds.layers(stage)):
                 raise UserError(
-                    f"stage {stage} of the partition {bounds} has no parameters to train, and optimizers cannot do "
-                    "with none: move a layer with parameters to it"
+                    f"stage {' and '.join(map(str, stages))} of the partition {bounds} has no parameters to train, and "
+                    "optimizers cannot do with none: move a layer with parameters to it"
                 )
-        # Read by `_partition_layers`, which DeepSpeed calls before this class has anything else.
+        stages = [bounds.layers(stage) for stage in range(bounds.num_stages)]
+        self.data_entries = DataEntries(layers, stages, loss_fn, data_entries)
+        ends = {0, self.pipeline.last_stage}
+        self.cutting_ranks = frozenset(
+            self.pipeline.rank_of(stage)
+            for stage in range(self.pipeline.num_stages)
+            if stage in ends or self.data_entries.reader(stage)
+        )
+        """Pipeline ranks that cut micro-batches: with tokens, labels, or entries that layers take."""
+        self.reading_ranks = self.cutting_ranks if documents is None else frozenset(range(self.pipeline.num_ranks))
+        """Pipeline ranks that read what the data iterator yields."""
+        self._shares: list[SharedModules] = []
+        self._connected: list[ConnectedWeights] = []
+        # Read by `_partition_layers` and `_build`, which DeepSpeed calls before this class has anything else.
         self._stage_partition = bounds
+        self._layer_numbers: list[int] = []
         super().__init__(
             layers,
             topology=TokenSliceTopology(layout),
@@ -93,47 +132,148 @@ class TokenSlicePipelineModule(PipelineModule):
         self.split_batch = split_batch
         self.documents = documents
         self.activation_spec = activation_spec
+        self.around_layers: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Entered around layers whenever they compute, when recomputed too."""
         self._takes_past = [takes_past(function) for function in self.forward_funcs]
 
     def _partition_layers(self, method: str = "") -> None:
         self.parts = list(self._stage_partition.bounds)
-        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+    def _build(self) -> None:
+        # DeepSpeed builds one run of layers; a rank has one for each of its stages. Layers keep their numbers, by
+        # which they are seeded, named and saved, whichever rank they are on.
+        self._positions: dict[int, range] = {}
+        for stage in self.pipeline.stages_of(self.stage_id):
+            layers = self._stage_partition.layers(stage)
+            self._set_bounds(layers.start, layers.stop)
+            super()._build()
+            self._positions[stage] = range(len(self._layer_numbers), len(self._layer_numbers) + len(layers))
+            self._layer_numbers += layers
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Pipeline rank that has a layer."""
+        stage = bisect_right(self._stage_partition.bounds, layer_idx) - 1
+        return self.pipeline.rank_of(stage)
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """File that one of this rank's layers is saved to, by the layer's number."""
+        return super().ckpt_layer_path(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """Files that one of this rank's layers was saved to, by the layer's number."""
+        return super().ckpt_layer_path_list(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)
 
     def _synchronize_tied_weights(self) -> None:
         # Without no_grad, autograd would record the broadcast of a weight as part of every later backward.
         with torch.no_grad():
             super()._synchronize_tied_weights()
+        for shared in self._connected:
+            shared.synchronize()
 
-    def forward(self, inputs: Any, state: SequenceState | None = None, token_slice: int = 0) -> Any:
-        """Run this stage's layers on one token slice.
+    # ------------------------------------------------------------------ weights that ranks share
+
+    def layer(self, number: int) -> Any:
+        """A layer by its place in the model; None if another rank has it."""
+        if number not in self._layer_numbers:
+            return None
+        spec = self._layer_specs[number]
+        if isinstance(spec, TiedLayerSpec):
+            return self.tied_modules[spec.key]
+        return self.forward_funcs[self._layer_numbers.index(number)]
+
+    def share(self, pipeline_ranks: Iterable[int]) -> SharedModules:
+        """Let pipeline ranks share weights of modules that each of them registers; see `shared_modules`.
+
+        Call it on each of them, before the optimizer is made. `initialize` connects the copies.
 
         Args:
-            inputs: tensor or tuple: the model's inputs on the first stage, else the output of the stage before.
-            state: what earlier token slices of the micro-batch left; None for a whole sequence in one piece.
+            pipeline_ranks: the ranks; copies start equal to those of the first.
+
+        Raises:
+            UserError: if there is no such rank.
+        """
+        members = tuple(dict.fromkeys(pipeline_ranks))
+        for rank in members:
+            if rank not in range(self.pipeline.num_ranks):
+                raise UserError(
+                    f"share({members}) names pipeline rank {rank} of {self.pipeline.num_ranks}: "
+                    f"name some of 0 to {self.pipeline.num_ranks - 1}"
+                )
+        self._shares.append(SharedModules(members, self))
+        return self._shares[-1]
+
+    def share_layers(self, weights: Mapping[int, str | Sequence[str]]) -> SharedModules:
+        """Let layers share weights, wherever they are: `share_layers({0: "words.weight", 25: "projection.weight"})`.
+
+        Args:
+            weights: by number of a layer, the names of its weights; copies start equal to those of the first named.
+        """
+        shared = self.share(self.stage_owner(number) for number in weights)
+        for number, names in weights.items():
+            if (layer := self.layer(number)) is not None:
+                shared.register_module(layer, *([names] if isinstance(names, str) else names))
+        return shared
+
+    def connect_shared_modules(self) -> None:
+        """Make the copies of shared weights equal. `initialize` does so on all ranks together.
+
+        Raises:
+            UserError: on every rank, if what they registered does not fit.
+        """
+        tied = {weight for weight, group in super().get_tied_weights_and_groups() if dist.get_world_size(group) > 1}
+        self._connected = connect(self._shares, self.topology(), self.global_rank, tied=tied)
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """Weights of which other pipeline ranks hold copies, of tied layers and of shared modules, with the ranks."""
+        shared = [(weight, connected.group) for connected in self._connected for weight in connected.weights]
+        return super().get_tied_weights_and_groups() + shared
+
+    # ------------------------------------------------------------------ layers
+
+    def forward(
+        self,
+        inputs: Any,
+        state: SequenceState | None = None,
+        token_slice: int = 0,
+        stage: int | None = None,
+        entries: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """Run the layers of one of this rank's stages on one token slice.
+
+        Args:
+            inputs: tensor or tuple: the model's inputs on the first stage, else the output of the stage before. Or, on
+                the first stage, a dict of entries, from one of which it starts.
+            state: what earlier token slices of the micro-batch left on this stage; None for a whole sequence in one
+                piece.
             token_slice: index of the token slice.
+            stage: the stage; None for the first of this rank.
+            entries: what layers take by name.
 
         Returns:
-            Output of this stage's last layer.
+            Output of the stage's last layer.
         """
         if state is None:
             state = SequenceState(TokenSlices((self.token_slices.seq_length,)))
+        positions = next(iter(self._positions.values())) if stage is None else self._positions[stage]
+        if isinstance(inputs, Mapping):
+            entries, inputs = inputs, inputs[self.data_entries.first]
 
-        def run(hidden: Any, start: int, end: int) -> Any:
-            for index in range(start, end):
-                function = self.forward_funcs[index]
-                if self._takes_past[index]:
-                    hidden = function(hidden, past=state.past(self._local_start + index, token_slice))
-                else:
-                    hidden = function(hidden)
+        def run(hidden: Any, positions: range) -> Any:
+            with self.around_layers():
+                for position in positions:
+                    number = self._layer_numbers[position]
+                    keywords = self.data_entries.given(number, entries)
+                    if self._takes_past[position]:
+                        keywords["past"] = state.past(number, token_slice)
+                    hidden = self.forward_funcs[position](hidden, **keywords)
             return hidden
 
-        num_layers = len(self.forward_funcs)
         interval = self.activation_checkpoint_interval
         if not interval or not torch.is_grad_enabled():
-            return run(inputs, 0, num_layers)
-        for start in range(0, num_layers, interval):
+            return run(inputs, positions)
+        for start in range(0, len(positions), interval):
             # Not reentrant: a reentrant checkpoint drops the gradient of layers whose input needs none, as embeddings'.
-            inputs = checkpoint(run, inputs, start, min(start + interval, num_layers), use_reentrant=False)
+            inputs = checkpoint(run, inputs, positions[start : start + interval], use_reentrant=False)
         return inputs
 
 
@@ -170,4 +310,4 @@ def _trainable_parameters(layer: Any) -> int:
 def takes_past(function: Callable[..., Any]) -> bool:
     """Whether a layer wants to see what came before its token slice: it then has an argument named `past`."""
     forward = function.forward if isinstance(function, nn.Module) else function
-    return "past" in inspect.signature(forward).parameters
+    return ForwardArguments.of("a layer", forward).takes_past

@@ -28,9 +28,13 @@ def balanced_token_slices(model: ModelConfig, num_token_slices: int, *, granular
     attention = flops.model_attention_flops_per_position(model) * (1 + flops.FLASH_BACKWARD_PER_FORWARD)
     # Every token attends to itself as well, whatever its prefix.
     linear = flops.model_linear_flops_per_token(model) * (1 + flops.BACKWARD_PER_FORWARD) + attention
-    whole_tiles = lcm(TILE, granularity)
-    if model.seq_length >= 4 * whole_tiles * num_token_slices:
-        granularity = whole_tiles
+    granularity = granularity_of(model.seq_length, num_token_slices, granularity)
     return TokenSlices.balanced(
         model.seq_length, num_token_slices, linear_cost=linear, attention_cost=attention, granularity=granularity
     )
+
+
+def granularity_of(seq_length: int, num_token_slices: int, needed: int) -> int:
+    """What lengths are to be multiples of: of tiles, too, where token slices are long enough to choose among them."""
+    whole_tiles = lcm(TILE, needed)
+    return whole_tiles if seq_length >= 4 * whole_tiles * num_token_slices else needed

@@ -13,7 +13,7 @@ from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.optimizer import OptimizerConfig
 from megatron_terapipe.config.options import flag
-from megatron_terapipe.config.parallel import ParallelConfig
+from megatron_terapipe.config.parallel import AUTO, ParallelConfig
 from megatron_terapipe.config.precision import PrecisionConfig
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.errors import ConfigError
@@ -39,10 +39,12 @@ class Config:
     deepspeed: DeepSpeedConfig
 
     def __post_init__(self) -> None:
-        """Check what no section can check alone."""
+        """Fill in what follows from two sections, then check what no section can check alone."""
+        object.__setattr__(self, "parallel", self.parallel.for_layers(self.model.num_layers))
         self._check_stages()
         self._check_tensor_parallel()
-        self.token_slices()
+        if self.parallel.token_slices != AUTO:
+            self.token_slices()
         self._check_precision()
         self._check_iterations()
 
@@ -52,14 +54,14 @@ class Config:
         Raises:
             ConfigError: if the cut does not cover the sequence.
         """
+        assert self.parallel.token_slices != AUTO, "found by `plan_pipeline`"
         seq_length, count = self.model.seq_length, self.parallel.num_token_slices
         if count > seq_length:
             raise ConfigError(
                 f"--num-token-slices {count} is more than the {seq_length} tokens of --seq-length: "
                 f"give {seq_length} or less"
             )
-        # With sequence parallelism every tensor-parallel rank gets an equal part of each token slice.
-        granularity = self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
+        granularity = self.token_granularity
         listed = self.parallel.listed_token_slices()
         try:
             if listed is not None:
@@ -78,6 +80,11 @@ class Config:
             )
         return cut
 
+    @property
+    def token_granularity(self) -> int:
+        """What every token slice is a multiple of: tensor-parallel ranks may share its tokens."""
+        return self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
+
     def num_micro_batches(self, data_parallel_size: int) -> int:
         """Micro-batches of one data-parallel rank in one optimizer step.
 
@@ -95,11 +102,13 @@ class Config:
         return self.batch.sizes(data_parallel_size).final
 
     def _check_stages(self) -> None:
-        num_stages, num_layers = self.parallel.pipeline_model_parallel_size, self.model.num_layers
+        parallel, num_layers = self.parallel, self.model.num_layers
+        num_stages, model_chunks = parallel.num_stages, parallel.num_model_chunks
         if num_stages > num_layers:
+            times = f" x --num-model-chunks {model_chunks} = {num_stages}" if model_chunks > 1 else ""
             raise ConfigError(
-                f"--pipeline-model-parallel-size {num_stages} is more than --num-layers {num_layers}: "
-                f"give {num_layers} stages or less"
+                f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}{times} is more than "
+                f"--num-layers {num_layers}: give {num_layers} stages or less"
             )
         self.parallel.uniform_stages(num_layers)
         bounds = self.parallel.stage_bounds()
@@ -160,8 +169,8 @@ class Config:
             )
         if training.skip_train and not self.logging.eval_iters:
             raise ConfigError("--skip-train with --eval-iters 0 leaves nothing to do: drop one of them")
-        if self.logging.timeline and training.train_iters and self.logging.timeline_iteration > training.train_iters:
+        measured, end = self.logging.timeline_iterations, training.train_iters
+        if measured is not None and end and self.logging.measured_iterations(0, end).last > end:
             raise ConfigError(
-                f"--timeline-iteration {self.logging.timeline_iteration} is after the last of "
-                f"--train-iters {training.train_iters}: give {training.train_iters} or less"
+                f"--timeline-iterations {measured} goes on after the last of --train-iters {end}: give {end} or less"
             )

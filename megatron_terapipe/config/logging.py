@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron_terapipe.config.iteration_numbers import IterationNumbers
 from megatron_terapipe.config.options import check_not_negative, check_positive, flag, option
 from megatron_terapipe.errors import ConfigError
 
@@ -73,16 +74,36 @@ class LoggingConfig:
     out, that of the data sheet where the device is known."""
 
     timeline: str | None = option(None, metavar="DIR")
-    """Directory to write the timeline of one iteration to, as it was executed. Left out, none is written."""
+    """Directory to write the timelines of a few iterations to, as they were executed, with drawings of them;
+    `python -m deepspeed_ext.plan --timeline DIR` compares them with a simulation. Left out, none is written."""
 
-    timeline_iteration: int = 3
-    """Iteration whose timeline is written. The first ones are slower than the rest."""
+    timeline_iterations: str | None = option(None, metavar="N,N-N,...", aliases=("--timeline-iteration",))
+    """Iterations whose timelines are written, such as `10` or `10,20` or `30-34`. Left out, the third to the fifth of
+    this run, since the first ones are slower than the rest."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_positive(self, "log_interval", "eval_interval", "timeline_iteration", "peak_tflops_per_device")
+        check_positive(self, "log_interval", "eval_interval", "peak_tflops_per_device")
         check_positive(self, "tensorboard_log_interval", "tensorboard_queue_size")
         check_not_negative(self, "eval_iters")
+        if self.timeline_iterations is not None and self.timeline is None:
+            raise ConfigError(f"--timeline-iterations {self.timeline_iterations} says not where to: add --timeline")
+        self.measured_iterations(0, 1)
         for name in ("wandb_exp_name", "wandb_save_dir"):
             if getattr(self, name) is not None and self.wandb_project is None:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} reports to no project: add --wandb-project")
+
+    def measured_iterations(self, start: int, last: int) -> IterationNumbers:
+        """Return the iterations whose timelines are written, if there is a directory for them.
+
+        Args:
+            start: iterations done before this run.
+            last: the last iteration of the run.
+
+        Raises:
+            ConfigError: if they are given in another form.
+        """
+        if self.timeline_iterations is not None:
+            return IterationNumbers.parse(self.timeline_iterations, "--timeline-iterations")
+        # A run of one or two iterations has but slow ones to show.
+        return IterationNumbers(((min(start + 3, last), min(start + 5, last)),))

@@ -1,21 +1,30 @@
 """The section that says how the work is laid out: over ranks, and over time."""
 
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import ParallelLayout
-from deepspeed_ext.plan.partition import METHODS, StagePartition
+from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config import stage_layers
 from megatron_terapipe.config.options import (
     check_choices,
     check_positive,
+    one_of,
     option,
     resolve,
 )
 from megatron_terapipe.errors import ConfigError
+
+OPTIMISED = "optimised"
+"""The schedule that is found for a run, and so has no generator of its own."""
+
+AUTO = "auto"
+"""Token slices that are found for a run, once it is known how many ranks it has; until then nobody cuts a sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +43,21 @@ class ParallelConfig:
     memory."""
 
     pipeline_model_parallel_size: int = option(1, aliases=("--pipe-parallel-size",))
-    """Stages of the pipeline, each on a rank of its own."""
+    """Ranks of the pipeline, each with its part of the layers."""
+
+    num_model_chunks: int = option(
+        derived="what --num-layers-per-virtual-pipeline-stage comes to, else 1",
+        aliases=("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"),
+    )
+    """Stages that each pipeline rank owns, its model chunks. With more of them stages are smaller and bubbles shorter;
+    more is sent, and more activations are kept."""
+
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Transformer layers of each stage, instead of `--num-model-chunks`."""
+
+    model_chunk_placement: Literal["looped", "v"] = "looped"
+    """Which stages a rank owns where it owns several: `looped` deals them round and round; `v` there and back, so that
+    the first rank has the last stage, too, for `--pipeline-schedule optimised` and schedules from files."""
 
     data_parallel_size: int | None = None
     """Ranks that share the batch. They follow from the world size; given, they are checked against it."""
@@ -43,7 +66,7 @@ class ParallelConfig:
     """Say that there is no pipeline; the pipeline-parallel size must then be 1."""
 
     num_token_slices: int = option(
-        derived="as many as --token-slices lists, else 1",
+        derived="as many as --token-slices lists or finds, else 1",
         aliases=("--pipe-sp-splits",),
     )
     """Token slices that every sequence is cut into. They flow through the pipeline one after the other."""
@@ -54,10 +77,22 @@ class ParallelConfig:
         translations={"--pipe-sp-strategy": {"average": None, "uniform_comp": "balanced"}},
     )
     """Lengths of the token slices, such as 704,688,656; `balanced` gives each the same work, forward and backward,
-    counted in FLOPs. Left out, they are as equal as can be."""
+    counted in FLOPs; `auto` finds the lengths, and without `--num-token-slices` their number, with which the schedule
+    of this run ends soonest. Left out, they are as equal as can be."""
 
-    pipeline_schedule: str = option("1f1b", choices=tuple(SCHEDULES))
-    """Order in which a stage runs its forwards and backwards."""
+    pipeline_schedule: str = option(
+        derived="interleaved with model chunks, else 1f1b",
+        metavar="SCHEDULE",
+        shorthands={"--enable-zbh1-pipeline": "zero-bubble"},
+    )
+    """Order in which a rank runs forwards and backwards: `gpipe`; `1f1b`; `interleaved`, which is 1f1b for model
+    chunks; `zero-bubble`, which computes weight gradients apart, where a rank would idle; `optimised`, which is found
+    for this model, these token slices and this batch before the run starts; or a file of ops, as
+    `python -m deepspeed_ext.plan` writes one."""
+
+    schedule_memory_limit: float | None = option(None, metavar="A")
+    """Activations that `--pipeline-schedule optimised` may keep on a rank, counted in those of one whole micro-batch
+    on it. Left out, as many as `1f1b` keeps there, or with model chunks `interleaved`."""
 
     stage_partition: str = option(
         "uniform",
@@ -65,16 +100,18 @@ class ParallelConfig:
         aliases=("--pp-partition-method",),
         spellings={"type:transformer": "uniform"},
     )
-    """How layers are dealt to stages: `uniform` deals the same number to each, `parameters` the same number of
-    parameters; 0,5,12 gives layers 0 to 4 to the first stage and 5 to 11 to the second, and a JSON file may hold
-    that list. Only transformer layers count; the embedding belongs to the first stage, the final norm and the
-    output layer to the last."""
+    """How layers are dealt to stages, of which there are as many as ranks times model chunks: `uniform` deals the same
+    number to each, `parameters` the same number of parameters; 0,5,12 gives layers 0 to 4 to the first stage and 5 to
+    11 to the second, and a JSON file may hold that list. Only transformer layers count; the embedding belongs to the
+    first stage, the final norm and the output layer to the last."""
 
     decoder_first_pipeline_num_layers: int | None = None
-    """Transformer layers of the first stage, which also holds the embedding; the others share the rest evenly."""
+    """Transformer layers of the first pipeline rank, which also holds the embedding; the others share the rest
+    evenly."""
 
     decoder_last_pipeline_num_layers: int | None = None
-    """Transformer layers of the last stage, which also holds the output layer; the others share the rest evenly."""
+    """Transformer layers of the last pipeline rank, which also holds the output layer; the others share the rest
+    evenly."""
 
     strategy: str | None = option(None, metavar="FILE")
     """Take the parallelism and the batch from a strategy file, as the search writes it."""
@@ -95,6 +132,8 @@ class ParallelConfig:
             self,
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
+            "num_model_chunks",
+            "num_layers_per_virtual_pipeline_stage",
             "data_parallel_size",
             "num_token_slices",
             "decoder_first_pipeline_num_layers",
@@ -110,28 +149,88 @@ class ParallelConfig:
                 f"{self.pipeline_model_parallel_size}: drop one of them"
             )
         self._resolve_token_slices()
-        self._check_ends()
-        self.stage_bounds()
+        self._check_layers_per_stage()
+        if self.num_layers_per_virtual_pipeline_stage is None:
+            resolve(self, "num_model_chunks", 1)
+            self._resolve_schedule()
+            stage_layers.check_ends(self)
+            self.stage_bounds()
 
-    def _check_ends(self) -> None:
-        ends = {
-            "--decoder-first-pipeline-num-layers": self.decoder_first_pipeline_num_layers,
-            "--decoder-last-pipeline-num-layers": self.decoder_last_pipeline_num_layers,
-        }
-        given = [f"{name} {number}" for name, number in ends.items() if number is not None]
-        if given and self.stage_partition != "uniform":
+    def for_layers(self, num_layers: int) -> "ParallelConfig":
+        """Return the section with `--num-layers-per-virtual-pipeline-stage` turned into a number of model chunks.
+
+        Raises:
+            ConfigError: if the layers cannot be dealt so.
+        """
+        each = self.num_layers_per_virtual_pipeline_stage
+        if each is None:
+            return self
+        together = each * self.pipeline_model_parallel_size
+        if num_layers % together:
             raise ConfigError(
-                f"{given[0]} and --stage-partition {self.stage_partition} both deal layers to stages: drop one of them"
+                f"--num-layers {num_layers} is not a multiple of --num-layers-per-virtual-pipeline-stage {each} x "
+                f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} = {together}: change one of them, "
+                "or give --num-model-chunks, which deals layers unevenly"
             )
-        if len(given) > self.pipeline_model_parallel_size - 1:
+        return replace(self, num_layers_per_virtual_pipeline_stage=None, num_model_chunks=num_layers // together)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline: as many as ranks, unless each owns several."""
+        return self.pipeline_model_parallel_size * self.num_model_chunks
+
+    def pipeline(self, num_micro_batches: int = 1) -> PipelineShape:
+        """Extent of the pipeline, with so many micro-batches."""
+        # Of one stage each, there is nothing to place.
+        placement = Placement(self.model_chunk_placement) if self.num_model_chunks > 1 else Placement.LOOPED
+        return PipelineShape(
+            self.num_stages, num_micro_batches, self.num_token_slices or 1, self.num_model_chunks, placement
+        )
+
+    def _check_layers_per_stage(self) -> None:
+        each = self.num_layers_per_virtual_pipeline_stage
+        if each is None:
+            return
+        if self.num_model_chunks is not None:
             raise ConfigError(
-                f"{' and '.join(given)} leave no other stage for the rest of the layers: raise "
-                "--pipeline-model-parallel-size, or drop it"
+                f"--num-layers-per-virtual-pipeline-stage {each} and --num-model-chunks {self.num_model_chunks} both "
+                "say how many stages a rank owns: drop one of them"
+            )
+        if self.stage_partition != "uniform":
+            raise ConfigError(
+                f"--num-layers-per-virtual-pipeline-stage {each} and --stage-partition {self.stage_partition} both "
+                "deal layers to stages: drop the former, and give --num-model-chunks"
+            )
+
+    def _resolve_schedule(self) -> None:
+        resolve(self, "pipeline_schedule", "interleaved" if self.num_model_chunks > 1 else "1f1b")
+        name = self.pipeline_schedule
+        if self.schedule_memory_limit is not None and self.schedule_memory_limit < 1:
+            raise ConfigError(
+                f"--schedule-memory-limit {self.schedule_memory_limit} is less than one micro-batch, which has to go "
+                "forward before it can go backward: give 1 or more"
+            )
+        if self.schedule_memory_limit is not None and name != OPTIMISED:
+            raise ConfigError(
+                f"--schedule-memory-limit {self.schedule_memory_limit} goes with --pipeline-schedule {OPTIMISED}, not "
+                f"with {name}: drop it"
+            )
+        if name in SCHEDULES:
+            try:
+                # A schedule says itself which pipelines it is for.
+                next(SCHEDULES[name](self.pipeline(), 0), None)
+            except PlanError as error:
+                raise ConfigError(f"--pipeline-schedule {name}: {error}") from None
+        elif name != OPTIMISED and not Path(name).is_file():
+            raise ConfigError(
+                f"--pipeline-schedule {name} is neither a schedule nor a file of one: choose "
+                f"{one_of([*SCHEDULES, OPTIMISED])}, or name a file"
             )
 
     def _resolve_token_slices(self) -> None:
-        if self.token_slices == "auto":
-            raise ConfigError("--token-slices auto comes with a later version: use --token-slices balanced")
+        if self.token_slices == AUTO:
+            self._check_auto()
+            return
         if self.token_slices == "balanced":
             if self.num_token_slices is None:
                 raise ConfigError("--token-slices balanced does not say how many: add --num-token-slices")
@@ -145,13 +244,20 @@ class ParallelConfig:
                 )
         resolve(self, "num_token_slices", 1)
 
+    def _check_auto(self) -> None:
+        if self.pipeline_schedule is not None and self.pipeline_schedule not in (*SCHEDULES, OPTIMISED):
+            raise ConfigError(
+                f"--token-slices auto does not go with --pipeline-schedule {self.pipeline_schedule}, a file for one "
+                f"number of token slices: give their lengths, or choose {one_of([*SCHEDULES, OPTIMISED])}"
+            )
+
     def listed_token_slices(self) -> TokenSlices | None:
         """Return the token slices that `--token-slices` lists; None if it lists none.
 
         Raises:
             ConfigError: if it is not a list of positive whole numbers.
         """
-        if self.token_slices is None or self.token_slices == "balanced":
+        if self.token_slices in (None, "balanced", AUTO):
             return None
         try:
             return TokenSlices.parse(self.token_slices)
@@ -164,18 +270,7 @@ class ParallelConfig:
         Raises:
             ConfigError: if the ends leave too few layers for the stages between.
         """
-        first = [] if self.decoder_first_pipeline_num_layers is None else [self.decoder_first_pipeline_num_layers]
-        last = [] if self.decoder_last_pipeline_num_layers is None else [self.decoder_last_pipeline_num_layers]
-        num_between = self.pipeline_model_parallel_size - len(first) - len(last)
-        rest = num_layers - sum(first) - sum(last)
-        if rest < num_between:
-            raise ConfigError(
-                f"the first and last stage leave {max(rest, 0)} of {num_layers} layers for {num_between} stages: give "
-                "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers fewer"
-            )
-        between = StagePartition.uniform(rest, num_between)
-        sizes = [*first, *(len(between.layers(stage)) for stage in range(num_between)), *last]
-        return StagePartition(tuple(accumulate(sizes, initial=0)))
+        return stage_layers.uniform_stages(self, num_layers)
 
     def stage_bounds(self) -> StagePartition | None:
         """Return the transformer layers of each stage; None if a rule deals them.
@@ -183,25 +278,7 @@ class ParallelConfig:
         Raises:
             ConfigError: if the bounds do not give every stage a layer.
         """
-        if self.stage_partition in METHODS:
-            return None
-        if self.stage_partition.startswith("type:"):
-            raise ConfigError(
-                f"--stage-partition {self.stage_partition}: only transformer layers are dealt out, as by "
-                "type:transformer: use uniform, beside it --decoder-first-pipeline-num-layers or "
-                "--decoder-last-pipeline-num-layers where embedding and output layer weigh much"
-            )
-        try:
-            bounds = StagePartition.parse(self.stage_partition)
-        except PlanError as error:
-            raise ConfigError(f"--stage-partition: {error}") from None
-        num_stages = self.pipeline_model_parallel_size
-        if bounds.num_stages != num_stages:
-            raise ConfigError(
-                f"--stage-partition {bounds} has {bounds.num_stages} stages, but --pipeline-model-parallel-size is "
-                f"{num_stages}: give {num_stages + 1} bounds, the first layer of each stage and the end"
-            )
-        return bounds
+        return stage_layers.stage_bounds(self)
 
     def layout(self, world_size: int) -> ParallelLayout:
         """Lay the parallel axes over the ranks.
@@ -214,7 +291,7 @@ class ParallelConfig:
                 world_size,
                 tensor_parallel_size=self.tensor_model_parallel_size,
                 pipeline_parallel_size=self.pipeline_model_parallel_size,
-                num_token_slices=self.num_token_slices,
+                num_token_slices=self.num_token_slices or 1,
             )
         except PlanError as error:
             raise ConfigError(str(error)) from None

@@ -5,16 +5,36 @@ allocation, a write and two reads of the size of the weight for every token slic
 nothing, `C += A B` being what the hardware does; for an embedding only the rows that were used need touching, not the
 whole vocabulary. So from the second token slice on, these functions add to `weight.grad` themselves and tell autograd
 that there is nothing left to do (Megatron's gradient accumulation fusion, arXiv 1909.08053's code base).
+
+A schedule may want weight gradients later than those of the inputs (zero bubble, arXiv 2401.10241 section 2). A weight
+then has an attribute `weight_gradients`; while that is `collecting`, it is given the product to compute later. What a
+product keeps until then is the gradient of its output and its own input, as this rank has it:
+
+    sequence parallel    its own tokens, gathered later: one gather in any case, and less memory in between
+    computed again       the result: as large as what the forward kept for it, or smaller, and the input gradient needs
+                         it too; to keep the raw input instead would cost a third computation
 """
 
 from collections.abc import Callable, Iterable
 from itertools import compress
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_terapipe.tensor_parallel.ranks import Pending, TensorParallelRanks
+
+
+class WeightGradients(Protocol):
+    """Takes the products that are put off; whoever runs the backwards provides it."""
+
+    @property
+    def collecting(self) -> bool:
+        """Whether the backward that runs now puts products off."""
+
+    def add(self, product: Callable[[], None]) -> None:
+        """Compute a product later, without autograd, after all that were added before."""
 
 
 def linear(
@@ -48,16 +68,20 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     return _Embedding.apply(tokens, weight)
 
 
-def _accumulates_in_place(weight: Tensor) -> bool:
-    """Whether a gradient may be added to `weight.grad` behind autograd's back.
+def _is_watched(weight: Tensor) -> bool:
+    """Whether somebody asked to be called for each gradient of a weight, which only autograd does."""
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
-    Not to the first one, which autograd keeps without a copy; nor where somebody asked to be called for each.
-    """
-    return (
-        weight.is_leaf
-        and weight.grad is not None
-        and not (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
-    )
+
+def _accumulates_in_place(weight: Tensor) -> bool:
+    """Whether a gradient may be added to `weight.grad` behind autograd's back: not to the first one, which it keeps."""
+    return weight.is_leaf and weight.grad is not None and not _is_watched(weight)
+
+
+def _taker(weight: Tensor) -> WeightGradients | None:
+    """Who takes the product of a weight, if it is to be computed later."""
+    taker: WeightGradients | None = getattr(weight, "weight_gradients", None) if weight.is_leaf else None
+    return taker if taker is not None and taker.collecting and not _is_watched(weight) else None
 
 
 class _Linear(torch.autograd.Function):
@@ -70,6 +94,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs, weight, bias, ranks: TensorParallelRanks, before, *parameters_before):
         ctx.save_for_backward(inputs, weight, *parameters_before)
+        # Where a forward is repeated, autograd gives back a copy of the weight that has no gradient.
+        ctx.parameter = weight
         ctx.has_bias, ctx.ranks, ctx.before = bias is not None, ranks, before
         if before is not None:
             inputs = before(inputs)
@@ -80,6 +106,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, output_gradient):
         raw, weight, *parameters_before = ctx.saved_tensors
+        taker = _taker(ctx.parameter) if ctx.needs_input_grad[1] else None
         ranks, of_inputs, of_weight, of_bias = ctx.ranks, None, None, None
         # A norm's weights may want their gradient where its input does not, and the reverse.
         needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
@@ -89,13 +116,15 @@ class _Linear(torch.autograd.Function):
                 raw = raw.detach().requires_grad_()
                 inputs = ctx.before(raw)
         gather: Pending = inputs.detach
-        if ranks.sequence_parallel and ctx.needs_input_grad[1]:
+        if ranks.sequence_parallel and ctx.needs_input_grad[1] and taker is None:
             gather = ranks.start_gather(inputs.detach())
         if any(needed):
             of_all_inputs = output_gradient @ weight.flatten(0, -2)
             of_inputs = ranks.start_complete(of_all_inputs)
-        if ctx.needs_input_grad[1]:
-            of_weight = _weight_gradient(weight, output_gradient.flatten(0, -2), gather().flatten(0, -2))
+        if taker is not None:
+            _put_off(taker, ctx.parameter, output_gradient, inputs.detach(), ranks)
+        elif ctx.needs_input_grad[1]:
+            of_weight = _weight_gradient(ctx.parameter, output_gradient, gather())
         if ctx.has_bias and ctx.needs_input_grad[2]:
             of_bias = output_gradient.flatten(0, -2).sum(0).view(weight.shape[:-1])
         found = [None for _ in needed] if of_inputs is None else [of_inputs()]
@@ -107,24 +136,56 @@ class _Linear(torch.autograd.Function):
         return of_raw, of_weight, of_bias, None, None, *of_parameters
 
 
-def _weight_gradient(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
-    """`rows.T @ inputs`, or None once it is added to the gradient that the weight has."""
+def _weight_gradient(weight: Tensor, output_gradient: Tensor, inputs: Tensor) -> Tensor | None:
+    """The product, or None once it is added to the gradient that the weight has."""
+    rows, inputs = output_gradient.flatten(0, -2), inputs.flatten(0, -2)
     if not _accumulates_in_place(weight):
         return (rows.t() @ inputs).view_as(weight)
     weight.grad.flatten(0, -2).addmm_(rows.t(), inputs)
     return None
 
 
+def _put_off(
+    taker: WeightGradients, weight: Tensor, output_gradient: Tensor, inputs: Tensor, ranks: TensorParallelRanks
+) -> None:
+    """Have the product computed later; a function of its own, so that nothing else is kept."""
+
+    def product() -> None:
+        whole = ranks.start_gather(inputs)() if ranks.sequence_parallel else inputs
+        first = _weight_gradient(weight, output_gradient, whole)
+        if first is not None:
+            weight.grad = first
+
+    taker.add(product)
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tokens, weight):
-        ctx.save_for_backward(tokens, weight)
+        ctx.save_for_backward(tokens)
+        ctx.parameter = weight
         return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx, output_gradient):
-        tokens, weight = ctx.saved_tensors
-        in_place = _accumulates_in_place(weight)
-        gradient = weight.grad if in_place else torch.zeros_like(weight)
-        gradient.index_add_(0, tokens.flatten(), output_gradient.flatten(0, -2))
-        return None, None if in_place else gradient
+        (tokens,), weight = ctx.saved_tensors, ctx.parameter
+        taker = _taker(weight)
+        if taker is None:
+            return None, _embedding_gradient(weight, tokens, output_gradient)
+
+        def look_up() -> None:
+            first = _embedding_gradient(weight, tokens, output_gradient)
+            if first is not None:
+                weight.grad = first
+
+        # The input is a number, so all of this backward is for the weight.
+        taker.add(look_up)
+        return None, None
+
+
+def _embedding_gradient(weight: Tensor, tokens: Tensor, output_gradient: Tensor) -> Tensor | None:
+    """The gradient, or None once it is added to the one that the weight has."""
+    in_place = _accumulates_in_place(weight)
+    gradient = weight.grad if in_place else torch.zeros_like(weight)
+    gradient.index_add_(0, tokens.flatten(), output_gradient.flatten(0, -2))
+    return None if in_place else gradient

@@ -24,6 +24,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
+from megatron_terapipe.training.found_plan import check_agreement
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.run import Run
 from megatron_terapipe.training.token_slice_batch import documents_reader, split_batch
@@ -74,6 +75,7 @@ def _not_met(run: Run, error: dist.DistNetworkError) -> Exception:
 def build_engine(run: Run) -> TokenSlicePipelineEngine:
     """Build this rank's stage and its engine, and load the checkpoint if the run goes on from one."""
     config, layout = run.config, run.layout
+    check_agreement(run)
     ranks = tensor_parallel_ranks(run)
     recompute = config.training.recompute_granularity
 
@@ -89,6 +91,8 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
             token_slices=config.token_slices(),
             loss_fn=partial(gpt_loss, ranks=ranks),
             partition=_partition(run),
+            num_model_chunks=config.parallel.num_model_chunks,
+            placement=config.parallel.pipeline().placement,
             split_batch=split_batch,
             documents=documents_reader(config.data),
             activation_spec=hidden_state,
@@ -98,7 +102,7 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
         engine, *_ = initialize(
             module,
             run.deepspeed_settings,
-            schedule=config.parallel.pipeline_schedule,
+            schedule=run.schedule,
             timeout=_timeout(run),
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),
         )

@@ -21,7 +21,7 @@ def micro_batches(
     Between the first and the last stage nothing is read, unless attention must know where documents begin.
     """
     data = run.config.data
-    if not (engine.is_first_stage() or engine.is_last_stage() or data.separates_documents):
+    if not engine.reads_data:
         yield iter(())
         return
     eod = run.tokenizer.eod

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.initialize import check_deepspeed_version
 from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.batch_sizes import BatchSizes
 from megatron_terapipe.config.data import DEFAULT_SPLIT
+from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.config.pipeline_plan import check_schedule, pipeline_schedule, with_found_token_slices
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets
 from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
@@ -37,6 +42,7 @@ class Run:
         datasets: the samples of training, validation and test.
         deepspeed_settings: the configuration of DeepSpeed.
         checkpoint: directory and contents of the checkpoint to go on from, if there is one.
+        found_token_slices: whether the token slices of the configuration were found, and not given.
     """
 
     config: Config
@@ -46,6 +52,7 @@ class Run:
     datasets: DatasetSplits
     deepspeed_settings: dict[str, Any]
     checkpoint: tuple[Path, CheckpointInfo] | None
+    found_token_slices: bool = False
 
     @property
     def global_batch_size(self) -> int:
@@ -56,6 +63,16 @@ class Run:
     def batch_sizes(self) -> BatchSizes:
         """Samples of every iteration."""
         return self.config.batch.sizes(self.layout.data_parallel_size)
+
+    @property
+    def pipeline(self) -> PipelineShape:
+        """Extent of the pipeline, in iterations of `global_batch_size` samples."""
+        return self.config.parallel.pipeline(self.config.num_micro_batches(self.layout.data_parallel_size))
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Order of the ops."""
+        return pipeline_schedule(self.config)
 
     @property
     def train_iters(self) -> int:
@@ -99,11 +116,15 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         )
     config = replace(config, model=replace(config.model, vocab_size=vocab_size or tokenizer.vocab_size))
     batch_sizes = config.batch.sizes(layout.data_parallel_size)
+    finds_token_slices = config.parallel.token_slices == AUTO
+    if finds_token_slices:
+        config = with_found_token_slices(config, config.num_micro_batches(layout.data_parallel_size))
+        layout = config.parallel.layout(launch.world_size)
     _check_outputs(config)
     _check_accelerator(config)
     check_packages(config.logging)
     checkpoint = find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.optimizer)
-    return Run(
+    run = Run(
         config=config,
         launch=launch,
         layout=layout,
@@ -111,7 +132,11 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         datasets=_datasets(config, batch_sizes, _start(config, checkpoint)),
         deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,
+        found_token_slices=finds_token_slices,
     )
+    sequences = config.batch.micro_batch_size * layout.data_parallel_size
+    check_schedule(run.schedule, config, {batch_sizes.start // sequences, batch_sizes.final // sequences})
+    return run
 
 
 def _check_accelerator(config: Config) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.plan.step_record import StepRecord
+from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.training.device_peak import peak_tflops_here
 from megatron_terapipe.training.lr_schedule import LearningRateSchedule
@@ -16,7 +18,7 @@ from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.reporting.reporter import Reporter
 from megatron_terapipe.training.run import Run
 from megatron_terapipe.training.throughput import Throughput
-from megatron_terapipe.training.timeline_files import write_timeline
+from megatron_terapipe.training.timeline_files import write_drawings, write_step
 from megatron_terapipe.training.weight_decay import WeightDecaySchedule
 
 MEMORY_SETTLES_AFTER = 2
@@ -39,6 +41,7 @@ class TrainingStep:
             run.config.optimizer, self._training, global_batch_size=run.global_batch_size
         )
         self._weight_decays = WeightDecaySchedule.from_config(run.config.optimizer, self._training)
+        self._measured = self._logging.measured_iterations(run.start.iteration, run.train_iters)
         self._peak_tflops = self._logging.peak_tflops_per_device or peak_tflops_here(run.config.precision.dtype)
 
     def run(self, progress: Progress, batches: Iterator[Any]) -> Progress:
@@ -100,16 +103,24 @@ class TrainingStep:
     def _train(self, iteration: int, batches: Iterator[Any]) -> tuple[float, float]:
         """Return the loss, and the time it took in seconds."""
         start = time.perf_counter()
-        if self._logging.timeline is None or iteration != self._logging.timeline_iteration:
+        if self._logging.timeline is None or iteration not in self._measured:
             loss = self._engine.train_batch(batches).item()
             return loss, time.perf_counter() - start
         with self._engine.timeline() as timelines:
             loss = self._engine.train_batch(batches).item()
         seconds = time.perf_counter() - start
         if self._run.launch.rank == 0:
-            line = write_timeline(timelines[0], Path(self._logging.timeline), self._run.config.parallel)
-            self._reporter.note(line)
+            self._write_timeline(timelines[0], iteration, Path(self._logging.timeline))
         return loss, seconds
+
+    def _write_timeline(self, timeline: Timeline, iteration: int, directory: Path) -> None:
+        """Write a measured iteration; draw only the last of them, which takes longer."""
+        config = self._run.config
+        lengths = config.token_slices().lengths
+        step = StepRecord(timeline, config.parallel.pipeline_schedule, iteration, lengths)
+        write_step(step, directory)
+        if iteration == self._measured.last:
+            self._reporter.note(write_drawings(step, directory))
 
     def _peak_memory(self, iteration: int) -> tuple[int, ...] | None:
         settles = iteration == self._run.start.iteration + MEMORY_SETTLES_AFTER

@@ -1,18 +1,37 @@
-"""The timeline of an iteration, in the forms that people and programs read."""
+"""Measured iterations, in the forms that people and programs read."""
 
 from pathlib import Path
 
-from deepspeed_ext.plan.render.chrome_trace import render_chrome_trace
-from deepspeed_ext.plan.render.svg import render_svg
-from deepspeed_ext.plan.timeline import Timeline
-from megatron_terapipe.config import ParallelConfig
+from deepspeed_ext.plan.measured import Comparison
+from deepspeed_ext.plan.memory import activation_over_time
+from deepspeed_ext.plan.render import Panel, render_chrome_trace, render_html, render_svg
+from deepspeed_ext.plan.step_record import StepRecord
 
 
-def write_timeline(timeline: Timeline, directory: Path, parallel: ParallelConfig) -> str:
-    """Write a timeline as JSON, as a picture and as a Chrome trace. Returns the line for the log."""
+def write_step(step: StepRecord, directory: Path) -> None:
+    """Write a measured iteration as JSON, for `python -m deepspeed_ext.plan --timeline`."""
     directory.mkdir(parents=True, exist_ok=True)
-    title = f"{parallel.pipeline_schedule}, {parallel.num_token_slices} token slices, as executed"
-    (directory / "timeline.json").write_text(timeline.to_json())
+    (directory / f"iteration_{step.iteration:06d}.json").write_text(step.to_json())
+
+
+def write_drawings(step: StepRecord, directory: Path) -> str:
+    """Draw a measured iteration: a picture, a Chrome trace, and a page with its simulation below it.
+
+    Returns:
+        The line for the log.
+    """
+    timeline = step.timeline
+    title = f"{step.schedule}, iteration {step.iteration}, as executed"
+    comparison = Comparison((timeline,))
+    panels = [
+        Panel(name, each, activation_over_time(each, step.token_slices))
+        for name, each in ((title, timeline), ("simulated with the measured op times", comparison.simulated))
+    ]
+    (directory / "timeline.json").write_text(step.to_json())
     (directory / "timeline.svg").write_text(render_svg(timeline, title))
+    (directory / "timeline.html").write_text(render_html(panels, title))
     (directory / "timeline.trace.json").write_text(render_chrome_trace(timeline))
-    return f" wrote {directory}/timeline.svg, .json and .trace.json: bubble {timeline.bubble_ratio:.1%}"
+    return (
+        f" wrote {directory}/timeline.svg, .html, .json and .trace.json: bubble {timeline.bubble_ratio:.1%}, simulated "
+        f"time {comparison.efficiency:.1%} of the measured"
+    )

@@ -6,6 +6,7 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.save import save_checkpoint
 from megatron_terapipe.training.evaluation import Evaluation
 from megatron_terapipe.training.exit_conditions import ExitConditions, ExitReason, heard_signal
+from megatron_terapipe.training.found_plan import keep_schedule, notes
 from megatron_terapipe.training.micro_batches import micro_batches
 from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.reporting.build import build_reporters
@@ -33,6 +34,9 @@ class Trainer:
         training = self._run.config.training
         with ExitStack() as cleanup:
             cleanup.callback(self._reporters.close)
+            keep_schedule(self._run)
+            for line in notes(self._run):
+                self._reporters.note(line)
             if self._run.checkpoint is not None:
                 directory, info = self._run.checkpoint
                 self._reporters.note(f" loaded checkpoint {directory} of iteration {info.iteration}")

@@ -30,7 +30,7 @@ class Layer:
 
 LAYERS = (
     Layer(("deepspeed_ext", "megatron_terapipe")),
-    Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy",)),
+    Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy", "numba")),
     Layer(("megatron_terapipe.errors",), PLAN),
     Layer(("megatron_terapipe.refused_flags", "megatron_terapipe.accepted_flags")),
     Layer(("megatron_terapipe.command_parser",), ("megatron_terapipe.errors",)),
@@ -42,6 +42,7 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.config", "megatron_terapipe.config.*"),
         (*PLAN, "megatron_terapipe.errors", "megatron_terapipe.model.flops"),
+        ("numpy",),
     ),
     Layer(("megatron_terapipe.strategy",), (*PLAN, *CONFIG)),
     Layer(

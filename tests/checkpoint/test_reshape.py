@@ -30,6 +30,13 @@ EVERYTHING = Way(
 )
 FP16_DATA = Way("fp16, dp2, ZeRO 1", 2, "--fp16 --initial-loss-scale 4096 --loss-scale-window 2")
 FP16_ONE = Way("fp16, one rank", 1, "--fp16 --initial-loss-scale 4096 --loss-scale-window 2")
+_FOUR = "--num-layers 4 --pipeline-model-parallel-size 2"
+MODEL_CHUNKS = Way(
+    "pp2, v2", 2, f"{_FOUR} --num-layers-per-virtual-pipeline-stage 1 --zero-stage 0 --num-token-slices 2"
+)
+MODEL_CHUNKS_ZERO_1 = Way("pp2, v2, ZeRO 1", 2, f"{_FOUR} --num-model-chunks 2 --stage-partition parameters")
+FOUR_ZERO_1 = Way("pp2, zero bubble, ZeRO 1", 2, f"{_FOUR} --pipeline-schedule zero-bubble --num-token-slices 4")
+FOUR_DATA = Way("dp2, four layers", 2, "--num-layers 4 --zero-stage 0")
 
 PAIRS = [
     (ONE, PIPELINE),
@@ -55,8 +62,24 @@ PAIRS = [
     (EVERYTHING, DATA_ZERO_1),
     (DATA_ZERO_1, EVERYTHING),
     (FP16_DATA, FP16_ONE),
+    (MODEL_CHUNKS, FOUR_ZERO_1),
+    (FOUR_ZERO_1, MODEL_CHUNKS_ZERO_1),
+    (MODEL_CHUNKS_ZERO_1, MODEL_CHUNKS),
+    (FOUR_DATA, MODEL_CHUNKS),
 ]
-SAME = [ONE, PIPELINE, PIPELINE_ZERO_1, DATA_ZERO_1, BF16_DATA, BF16_ZERO_0, SGD_DATA, TENSOR, TENSOR_ZERO_1]
+SAME = [
+    MODEL_CHUNKS,
+    FOUR_ZERO_1,
+    ONE,
+    PIPELINE,
+    PIPELINE_ZERO_1,
+    DATA_ZERO_1,
+    BF16_DATA,
+    BF16_ZERO_0,
+    SGD_DATA,
+    TENSOR,
+    TENSOR_ZERO_1,
+]
 IDS = [f"{first.name} to {second.name}" for first, second in PAIRS]
 
 Ranks = list[Outcome]

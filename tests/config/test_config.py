@@ -108,8 +108,6 @@ REFUSALS = [
         "--pipeline-model-parallel-size 5 is more than --num-layers 4",
         "give 4 stages or less",
     ),
-    ({"pipeline_schedule": "2f2b"}, "--pipeline-schedule 2f2b is not known", "choose gpipe"),
-    ({"token_slices": "auto"}, "--token-slices auto comes with a later version", "use --token-slices balanced"),
     ({"token_slices": "balanced"}, "--token-slices balanced does not say how many", "add --num-token-slices"),
     ({"token_slices": "64,many"}, "--token-slices: token slices '64,many' are not whole numbers", "write them as"),
     ({"token_slices": "64,0,64"}, "--token-slices: token slices 64,0,64", "at least one token"),
@@ -207,9 +205,25 @@ REFUSALS = [
     ({"eval_iters": -1}, "--eval-iters -1 is out of range", "give 0 or more"),
     ({"log_interval": 0}, "--log-interval 0 is not positive", "give 1 or more"),
     (
-        {"timeline": "out", "timeline_iteration": 11},
-        "--timeline-iteration 11 is after the last of --train-iters 10",
+        {"timeline": "out", "timeline_iterations": "3,8-11"},
+        "--timeline-iterations 3,8-11 goes on after the last of --train-iters 10",
         "give 10 or less",
+    ),
+    ({"timeline_iterations": "3"}, "--timeline-iterations 3 says not where to", "add --timeline"),
+    (
+        {"timeline": "out", "timeline_iterations": "3-"},
+        "--timeline-iterations 3- is no list of iterations",
+        "write it as 10 or 10,20 or 30-34",
+    ),
+    (
+        {"timeline": "out", "timeline_iterations": "5-3"},
+        "--timeline-iterations 5-3 is no list of iterations",
+        "write it as 10",
+    ),
+    (
+        {"timeline": "out", "timeline_iterations": "0"},
+        "--timeline-iterations 0 names an iteration that is never done",
+        "count from 1",
     ),
 ]
 

@@ -93,8 +93,11 @@ def test_wrong_documents_end_in_one_line(document: object, line: str) -> None:
 @pytest.mark.parametrize(
     ("document", "line"),
     [
-        ({"num_model_chunks": 2}, "strategy: num_model_chunks 2 cannot be trained yet: use 1"),
-        ({"schedule": "dual"}, 'strategy: schedule "dual" cannot be trained yet: use "gpipe" or "1f1b"'),
+        (
+            {"schedule": "dual"},
+            'strategy: schedule "dual" cannot be trained yet: use "gpipe" or "1f1b" or "interleaved" or "zero-bubble" '
+            'or "optimised"',
+        ),
         ({"zero_stage": 2}, "strategy: zero_stage 2 cannot be trained yet: use 0 or 1"),
         ({"placement": [1, 0]}, "strategy: placement [1, 0] cannot be trained yet: use null"),
     ],

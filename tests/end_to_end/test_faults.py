@@ -5,6 +5,7 @@ launcher's part is in `test_launched_faults`.
 """
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -74,8 +75,16 @@ FLAGS = {
     ),
     "an_unknown_flag": ("--num-token-slice 4", "--num-token-slice is not a flag: did you mean --num-token-slices?"),
     "a_flag_of_another_trainer": (
-        "--num-layers-per-virtual-pipeline-stage 2",
-        "--num-layers-per-virtual-pipeline-stage: interleaved stages come with a later version: use --num-token-slices",
+        "--context-parallel-size 2",
+        "--context-parallel-size: sequences are not spread over ranks: drop it, and cut them with --num-token-slices",
+    ),
+    "layers_that_cannot_be_dealt_to_model_chunks": (
+        "--num-layers-per-virtual-pipeline-stage 3",
+        "--num-layers 4 is not a multiple of --num-layers-per-virtual-pipeline-stage 3 x --pipeline-model-",
+    ),
+    "model_chunks_with_a_schedule_that_has_none": (
+        "--num-model-chunks 2 --pipeline-schedule zero-bubble",
+        "--pipeline-schedule zero-bubble: schedule 'zero-bubble' has one stage on each pipeline rank, and there are 2",
     ),
     "contradicting_flags": (
         "--num-token-slices 3 --token-slices 16,16",
@@ -107,6 +116,28 @@ def test_flags_that_cannot_be_trained(refused: Trainer, words: str, said: str | 
         assert "3" in line
     else:
         assert said in line
+
+
+SCHEDULE_FILES = {
+    "of_another_pipeline": (
+        "0F0.0 0B0.0\n1F0.0 1B0.0",
+        r"--pipeline-schedule .*: the schedule of .* is for .*, and the run",
+    ),
+    "that_deadlocks": (
+        "0F0.0 0F0.1 0B0.0 0B0.1\n1F0.0 1F0.1 1B0.1 1B0.0",
+        r"schedule.csv: the schedule deadlocks: rank 0 at 0B0.0 waits for .*; reorder these ops",
+    ),
+    "with_an_op_missing": ("0F0.0 0F0.1 0B0.1\n1F0.0 1F0.1 1B0.1 1B0.0", r"schedule.csv: .*0.*0\.0"),
+    "that_is_something_else": ('{"a": 1}', r"schedule.csv: line 1: op .* is not written as stage, "),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), SCHEDULE_FILES.values(), ids=SCHEDULE_FILES)
+def test_schedule_files_that_cannot_be_run(refused: Trainer, tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text(text)
+    line = refused("--pipeline-schedule", path, "--num-token-slices", 2, "--global-batch-size", 2)
+    assert re.search(said, line), line
 
 
 def test_a_batch_that_the_replicas_cannot_share(refused: Trainer) -> None:

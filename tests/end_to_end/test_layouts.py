@@ -19,7 +19,8 @@ ON_TENSOR_RANKS = "--pipeline-model-parallel-size 1 --tensor-model-parallel-size
 
 @pytest.fixture(scope="module")
 def moved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six iterations on two tensor-parallel ranks; the last three again from a checkpoint, on two stages."""
+    """Six iterations on two tensor-parallel ranks; the last three again from a checkpoint, on four stages of two ranks;
+    and the last two again from there, on two stages whose weight gradients come late."""
     if not DEEPSPEED.exists():
         pytest.skip(f"{DEEPSPEED} is not there")
     folder = tmp_path_factory.mktemp("moved")
@@ -28,26 +29,35 @@ def moved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     launch(folder, flags(data, *common, *ON_TENSOR_RANKS, *saved))
     (folder / "checkpoints" / "latest").write_text("global_step3")
     loaded = ["--load", "checkpoints", "--use-checkpoint-args", "--metrics-file", "after.jsonl"]
-    others = ["--pipeline-schedule", "gpipe", "--token-slices", "20,12", "--num-token-slices", 2]
-    launch(folder, [*flags(data, *PACKED, *loaded, *others)])
+    others = ["--num-layers-per-virtual-pipeline-stage", 1, "--token-slices", "20,12", "--num-token-slices", 2]
+    saved = ["--save", "interleaved", "--save-interval", 1]
+    launch(folder, [*flags(data, *PACKED, *loaded, *others, *saved)])
+    (folder / "interleaved" / "latest").write_text("global_step4")
+    loaded = ["--load", "interleaved", "--use-checkpoint-args", "--metrics-file", "at_last.jsonl"]
+    launch(folder, flags(data, *PACKED, *loaded, "--pipeline-schedule", "zero-bubble"))
     return folder
 
 
-def test_the_other_layout_goes_on_as_the_first_would_have(moved: Path) -> None:
+def test_the_other_layouts_go_on_as_the_first_would_have(moved: Path) -> None:
     """Dropout, packed documents and Adam's state included: only the order of sums differs."""
-    (before, evaluated_before), (after, evaluated_after) = (
-        read_metrics(moved / name) for name in ("before.jsonl", "after.jsonl")
-    )
-    assert [each["iteration"] for each in after] == [4, 5, 6]
-    for key in ("lm_loss", "grad_norm"):
-        assert [each[key] for each in after] == pytest.approx([each[key] for each in before[3:]], rel=1e-5)
-    losses = [evaluated[-1]["validation_lm_loss"] for evaluated in (evaluated_before, evaluated_after)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    before, evaluated_before = read_metrics(moved / "before.jsonl")
+    for name, first in (("after.jsonl", 4), ("at_last.jsonl", 5)):
+        after, evaluated_after = read_metrics(moved / name)
+        assert [each["iteration"] for each in after] == list(range(first, 7))
+        for key in ("lm_loss", "grad_norm"):
+            expected = [each[key] for each in before[first - 1 :]]
+            assert [each[key] for each in after] == pytest.approx(expected, rel=1e-5)
+        losses = [evaluated[-1]["validation_lm_loss"] for evaluated in (evaluated_before, evaluated_after)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_the_log_names_the_checkpoint_it_goes_on_from(moved: Path) -> None:
-    (log,) = [path for path in moved.glob("log_*.txt") if "loaded checkpoint" in path.read_text()]
-    assert " loaded checkpoint checkpoints/global_step3 of iteration 3\n" in log.read_text()
+    logs = [path.read_text() for path in moved.glob("log_*.txt")]
+    for line in (
+        " loaded checkpoint checkpoints/global_step3 of iteration 3\n",
+        " loaded checkpoint interleaved/global_step4 ",
+    ):
+        assert sum(line in log for log in logs) == 1
 
 
 def test_it_is_exported_and_imported_unchanged(moved: Path) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.plan.schedules import schedule_named
-from deepspeed_ext.plan.timeline import Timeline, executed_order
+from deepspeed_ext.plan.command import main as plan_command
+from deepspeed_ext.plan.schedules import rank_orders, schedule_named
+from deepspeed_ext.plan.step_record import StepRecord
+from deepspeed_ext.plan.timeline import executed_order
 from tests.distributed import run_distributed
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.launching import flags, read_metrics, train_on_this_rank
@@ -56,18 +58,35 @@ def test_the_log_says_what_happened(trained: Trained) -> None:
     assert (trained.checkpoints / "latest").read_text() == "global_step6"
 
 
-def test_the_timeline_is_the_schedule_as_executed(trained: Trained) -> None:
+def test_the_timelines_are_the_schedule_as_executed(trained: Trained) -> None:
     folder = trained.folder / "timeline"
-    timeline = Timeline.from_json((folder / "timeline.json").read_text())
-    shape = timeline.shape
-    assert (shape.num_stages, shape.num_micro_batches, shape.num_token_slices) == (2, 4, 4)
-    schedule = schedule_named("1f1b")
-    assert [list(stage) for stage in executed_order(timeline)] == [list(schedule(shape, stage)) for stage in range(2)]
-    iteration = read_metrics(trained.metrics)[0][2]
-    assert 0 < timeline.makespan < iteration["iteration_time_s"] * 1.05
+    files = sorted(path.name for path in folder.glob("iteration_*.json"))
+    assert files == [f"iteration_{iteration:06d}.json" for iteration in (3, 4, 5)]
+    for name, iteration in zip(files, read_metrics(trained.metrics)[0][2:5], strict=True):
+        step = StepRecord.from_json((folder / name).read_text())
+        assert (step.schedule, step.iteration, step.token_slices) == ("1f1b", iteration["iteration"], (8, 8, 8, 8))
+        shape = step.timeline.shape
+        assert (shape.num_stages, shape.num_micro_batches, shape.num_token_slices) == (2, 4, 4)
+        assert executed_order(step.timeline) == rank_orders(schedule_named("1f1b"), shape)
+        assert 0 < step.timeline.makespan < iteration["iteration_time_s"] * 1.05
+
+
+def test_the_last_timeline_is_drawn(trained: Trained) -> None:
+    folder = trained.folder / "timeline"
+    assert (folder / "timeline.json").read_text() == (folder / "iteration_000005.json").read_text()
     assert (folder / "timeline.svg").read_text().startswith("<svg")
+    assert (folder / "timeline.html").read_text().startswith("<!doctype html>")
     events = json.loads((folder / "timeline.trace.json").read_text())
     assert len([each for each in events["traceEvents"] if each["ph"] == "X"]) == 2 * 2 * 4 * 4
+
+
+def test_what_is_measured_is_compared_with_its_simulation(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command(["--timeline", str(trained.folder / "timeline"), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [step["iteration"] for step in figures["steps"]] == [3, 4, 5]
+    assert figures["simulated"]["makespan"] == pytest.approx(figures["eta"] * figures["makespan"])
+    assert figures["eta"] > 0
+    assert figures["deadlock_free"] and figures["schedule"] == "1f1b"
 
 
 def losses_with(data: Path, folder: Path, *more: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

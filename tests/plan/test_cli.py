@@ -1,15 +1,20 @@
+"""The plan command, as people and programs call it."""
+
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.plan import __main__ as cli
-from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import SCHEDULES, backward_order, one_f_one_b, stage_orders
+from deepspeed_ext.plan.command import main
+from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.schedule_file import read_schedule
+from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders
 from deepspeed_ext.plan.timeline import Timeline
 
 PIPELINE = ["--schedule", "1f1b", "--stages", "4", "--micro-batches", "4", "--token-slices", "2"]
+DEADLOCK = "0B0.0, 0F0.0\n"
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -18,9 +23,14 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def figures_of(capsys, *words: str) -> dict:
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
 def refused(capsys, *words: str) -> str:
     """Run a command that must fail on its input, and return its one line."""
-    assert cli.main(words) == 2
+    assert main(words) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
@@ -36,6 +46,7 @@ def test_the_command_prints_the_timeline_and_its_figures():
         "makespan                 22",
         "bubble ratio             27.27% (closed form (P-1)/(MS+P-1): 27.27%)",
         "peak live token slices   5 4 3 2  (by stage)",
+        "peak activation          2.5 2 1.5 1  (by stage), in micro-batches",
         "deadlock free            yes",
     ]
 
@@ -43,20 +54,26 @@ def test_the_command_prints_the_timeline_and_its_figures():
 def test_the_command_refuses_bad_input_in_one_line():
     done = command("--schedule", "2f2b", "--stages", "2", "--micro-batches", "2")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: schedule '2f2b' is not known: choose one of gpipe, 1f1b\n"
+    assert done.stderr == (
+        "error: schedule '2f2b' is not known: choose one of gpipe, 1f1b, interleaved, zero-bubble, optimised, or the "
+        "path of a schedule file\n"
+    )
 
 
 def test_the_command_needs_only_the_standard_library():
     program = (
-        "import sys; from deepspeed_ext.plan.__main__ import main; main(sys.argv[1:]);"
-        "sys.exit(bool({'numpy', 'torch', 'deepspeed'} & sys.modules.keys()))"
+        "import sys; from deepspeed_ext.plan.command import main; main(sys.argv[1:]);"
+        "sys.exit(bool({'numpy', 'numba', 'torch', 'deepspeed'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", program, *PIPELINE], capture_output=True, timeout=60, check=False)
     assert done.returncode == 0
 
 
+# Figures
+
+
 def test_json(capsys):
-    assert cli.main([*PIPELINE, "--json"]) == 0
+    assert main([*PIPELINE, "--json"]) == 0
     printed = capsys.readouterr().out
     figures = json.loads(printed)
     assert figures["schedule"] == "1f1b"
@@ -64,85 +81,294 @@ def test_json(capsys):
     assert figures["makespan"] == 22
     assert figures["bubble_ratio"] == pytest.approx(3 / 11, abs=1e-9)
     assert figures["peak_live_token_slices"] == [5, 4, 3, 2]
+    assert figures["peak_activation"] == [2.5, 2, 1.5, 1]
+    assert figures["token_slices"] == [0.5, 0.5]
     assert figures["deadlock_free"] is True
-    orders = stage_orders(one_f_one_b, PipelineShape(4, 4, 2))
+    assert figures["critical_path"][0] == "0F0.0" and figures["critical_path"][-1] == "0B3.0"
+    orders = rank_orders(one_f_one_b, PipelineShape(4, 4, 2))
     assert figures["orders"] == [[str(op) for op in order] for order in orders]
     assert Timeline.from_json(printed).makespan == 22
 
 
 def test_token_slices_default_to_one(capsys):
-    assert cli.main(["--schedule", "gpipe", "--stages", "2", "--micro-batches", "3", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_token_slices"] == 1
+    figures = figures_of(capsys, "--schedule", "gpipe", "--stages", "2", "--micro-batches", "3")
+    assert figures["num_token_slices"] == 1
+
+
+def test_token_slices_can_be_lengths(capsys):
+    figures = figures_of(capsys, *PIPELINE[:-1], "704,688,656")
+    assert figures["num_token_slices"] == 3 and figures["token_slices"] == [704, 688, 656]
+    # Two micro-batches are in flight, then the first token slice of a third where the last one of the first was.
+    assert figures["peak_activation"][0] == (2 * 2048 - 656 + 704) / 2048
+    assert figures["peak_activation"][-1] == (2048 - 656 + 704) / 2048
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_can_be_asked_for(capsys, name):
+    assert main(["--schedule", name, "--stages", "3", "--micro-batches", "2", "--token-slices", "3"]) == 0
+    assert "deadlock free            yes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES])
+@pytest.mark.parametrize(
+    "num_ranks, micro_batches, token_slices, model_chunks", [(4, 8, 2, 1), (4, 2, 8, 2), (8, 8, 1, 3)]
+)
+def test_the_closed_form_is_what_is_simulated(capsys, name, num_ranks, micro_batches, token_slices, model_chunks):
+    more = ["--model-chunks", str(model_chunks)] if name == "interleaved" else []
+    words = ["--stages", num_ranks, "--micro-batches", micro_batches, "--token-slices", token_slices]
+    assert main(["--schedule", name, *map(str, words), *more]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("bubble"))
+    simulated, closed = line.removeprefix("bubble ratio").rstrip(")").split(" (closed form ")
+    assert closed.split(": ")[1] == simulated.strip()
+
+
+def test_model_chunks_are_stages_of_ranks(capsys):
+    words = ["--schedule", "interleaved", "--stages", "2", "--micro-batches", "4", "--token-slices", "2"]
+    assert main([*words, "--num-model-chunks", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[1].startswith("rank 0 | 0F0.0 0F0.1 2F0.0 2F0.1 ")
+    assert "peak live token slices   6 4  (by rank)" in printed
+    figures = figures_of(capsys, *words, "--model-chunks", "2")
+    assert (figures["num_stages"], figures["num_model_chunks"], figures["placement"]) == (4, 2, "looped")
+    assert len(figures["orders"]) == len(figures["peak_activation"]) == 2
+
+
+# Costs
+
+
+def uneven_costs(tmp_path: Path) -> Path:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"forward": [[1, 2], [3, 1]], "backward": [[2, 1], [4, 2]], "transfer": 0.5}))
+    return costs
+
+
+GPIPE_2_1_2 = ["--schedule", "gpipe", "--stages", "2", "--micro-batches", "1", "--token-slices", "2"]
 
 
 def test_costs_are_read_and_leave_no_closed_form_when_uneven(capsys, tmp_path):
-    costs = tmp_path / "costs.json"
-    costs.write_text(json.dumps({"forward": [[1, 2], [3, 1]], "backward": [[2, 1], [4, 2]], "transfer": 0.5}))
-    words = [
-        "--schedule",
-        "gpipe",
-        "--stages",
-        "2",
-        "--micro-batches",
-        "1",
-        "--token-slices",
-        "2",
-        "--costs",
-        str(costs),
-    ]
-    assert cli.main(words) == 0
+    assert main([*GPIPE_2_1_2, "--costs", str(uneven_costs(tmp_path))]) == 0
     printed = capsys.readouterr().out
     assert "makespan                 14\nbubble ratio             42.86%\n" in printed
 
 
+def test_costs_follow_from_the_share_of_attention(capsys):
+    figures = figures_of(capsys, *GPIPE_2_1_2, "--attention-share", "0.6")
+    # F 0.2 + 0.15 and 0.2 + 0.45; B and W together 0.4 + 0.3 and 0.4 + 0.9, second token slice first.
+    spans = {op: end - start for rank in figures["spans"] for op, start, end in rank}
+    assert [spans[op] for op in ("0F0.0", "0F0.1", "1B0.1", "1B0.0")] == pytest.approx([0.35, 0.65, 1.3, 0.7])
+    with_head = figures_of(capsys, *GPIPE_2_1_2, "--attention-share", "0.6", "--head-share", "0.5")
+    spans = {op: end - start for rank in with_head["spans"] for op, start, end in rank}
+    assert [spans[op] for op in ("0F0.0", "1F0.0", "1B0.0")] == pytest.approx([0.35, 0.6, 1.2])
+
+
+def test_the_costs_of_attention_know_uneven_token_slices(capsys):
+    figures = figures_of(capsys, *GPIPE_2_1_2[:-1], "3,1", "--attention-share", "1")
+    spans = {op: end - start for rank in figures["spans"] for op, start, end in rank}
+    assert [spans["0F0.0"], spans["0F0.1"]] == pytest.approx([9 / 16, 7 / 16])
+
+
 def test_the_example_in_the_help_is_a_costs_file(capsys, tmp_path):
     with pytest.raises(SystemExit) as caught:
-        cli.main(["--help"])
+        main(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for flag in ("--schedule", "--stages", "--micro-batches", "--token-slices", "--costs", "--timeline", "--json"):
+    for flag in (
+        *("--schedule", "--stages", "--model-chunks", "--placement", "--micro-batches", "--token-slices", "--timeline"),
+        *("--costs", "--attention-share", "--head-share", "--solve-slices", "--seq-length", "--min-token-slice"),
+        *("--memory-limit", "--effort", "--token-bytes"),
+        *("--json", "--svg", "--html", "--trace", "--write-schedule"),
+    ):
         assert flag in text
     lines = text[text.index("  {\n") : text.index("  }\n") + 4].splitlines()
     costs = tmp_path / "costs.json"
     costs.write_text("\n".join(line.split("    time ")[0].split("    optional: ")[0] for line in lines))
-    words = [
-        "--schedule",
-        "gpipe",
-        "--stages",
-        "2",
-        "--micro-batches",
-        "1",
-        "--token-slices",
-        "2",
-        "--costs",
-        str(costs),
-    ]
-    assert cli.main([*words, "--json"]) == 0
+    assert main([*GPIPE_2_1_2, "--costs", str(costs), "--json"]) == 0
+
+
+# Schedules in files
+
+
+def test_a_schedule_is_written_and_read_again(capsys, tmp_path):
+    file = tmp_path / "orders.txt"
+    words = ["--schedule", "zero-bubble", "--stages", "3", "--micro-batches", "2", "--token-slices", "2"]
+    written = figures_of(capsys, *words, "--write-schedule", str(file))
+    assert read_schedule(file)[0] == PipelineShape(3, 2, 2)
+    read = figures_of(capsys, "--schedule", str(file))
+    assert read["schedule"] == "orders"
+    assert {name: value for name, value in read.items() if name != "schedule"} == {
+        name: value for name, value in written.items() if name != "schedule"
+    }
+
+
+def test_what_is_said_beside_a_schedule_file_must_agree_with_it(capsys, tmp_path):
+    file = tmp_path / "orders.csv"
+    file.write_text("0F0.0, 3F0.0, 3B0.0, 0B0.0\n1F0.0, 2F0.0, 2B0.0, 1B0.0\n")
+    assert read_schedule(file)[0] == PipelineShape(4, 1, 1, 2, Placement.V)
+    agreeing = ["--stages", "2", "--model-chunks", "2", "--placement", "v", "--micro-batches", "1"]
+    assert main(["--schedule", str(file), *agreeing]) == 0
+    capsys.readouterr()
+    for words, number in (
+        (["--stages", "4"], 2),
+        (["--model-chunks", "1"], 2),
+        (["--placement", "looped"], "v"),
+        (["--micro-batches", "2"], 1),
+        (["--token-slices", "3,4"], 1),
+    ):
+        message = refused(capsys, "--schedule", str(file), *words)
+        assert message.startswith(f"error: {words[0]} ") and f"whose ops say {number}: " in message
+
+
+def test_a_deadlock_is_reported_with_its_reason(capsys, tmp_path):
+    file = tmp_path / "deadlock.txt"
+    file.write_text(DEADLOCK)
+    words = ["--schedule", str(file)]
+    assert main([*words, "--json"]) == 1
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["deadlock_free"] is False
+    assert "rank 0 at 0B0.0 waits for 0F0.0" in figures["reason"]
+    assert main(words) == 1
+    assert "deadlock free            no: " in capsys.readouterr().out
+
+
+# Memory
+
+
+def test_a_schedule_above_the_memory_limit_is_refused(capsys):
+    assert main([*PIPELINE, "--memory-limit", "2.5"]) == 0
+    capsys.readouterr()
+    message = refused(capsys, *PIPELINE, "--memory-limit", "2.49")
+    assert "schedule '1f1b' holds 2.5 activations of a micro-batch on rank 0, and --memory-limit is 2.49" in message
+
+
+def test_memory_is_counted_in_bytes_if_sizes_are_given(capsys, tmp_path):
+    sizes = tmp_path / "sizes.json"
+    sizes.write_text(json.dumps({"activation": [2, 4], "key_value": 1, "key_value_gradient": 3, "logits": 10}))
+    words = ["--schedule", "gpipe", "--stages", "2", "--micro-batches", "1", "--token-slices", "3,1"]
+    html, trace = tmp_path / "t.html", tmp_path / "t.json"
+    figures = figures_of(capsys, *words, "--token-bytes", str(sizes), "--html", str(html), "--trace", str(trace))
+    # Once both are forward: activations, keys and values, gradients of the first three tokens' keys and values.
+    first, last = 4 * 2 + 4 * 1 + 3 * 3, 4 * 4 + 4 * 10 + 4 * 1 + 3 * 3
+    assert figures["peak_memory_bytes"] == [first, last]
+    assert figures["memory_bytes"][0][:2] == [[0, 3 * 2 + 4], [1, 4 * 2 + 4]]
+    assert '"memory_unit":"bytes"' in html.read_text()
+    assert max(e["args"]["held"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "C") == last
+    assert main([*words, "--token-bytes", str(sizes)]) == 0
+    assert (
+        f"peak memory              {first / 2**20:.4g} {last / 2**20:.4g}  (by stage), in MiB"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "sizes are not JSON"),
+        ("[]", 'sizes have no "activation"'),
+        ('{"activation": 1, "weights": 2}', "sizes have the unknown field 'weights'"),
+        ('{"activation": [1, 2]}', "sizes['activation'] has 2 entries for 4 stages"),
+        ('{"activation": -1}', "sizes['activation'] has the entry -1"),
+        ('{"activation": 1, "freed_by_input_gradient": 2}', "sizes['freed_by_input_gradient'] is 2"),
+    ],
+)
+def test_sizes_that_cannot_be_are_one_line(capsys, tmp_path, text, message):
+    sizes = tmp_path / "sizes.json"
+    sizes.write_text(text)
+    assert f"{sizes}: {message}" in refused(capsys, *PIPELINE, "--seq-length", "64", "--token-bytes", str(sizes))
+
+
+# Searches
+
+
+def test_a_schedule_and_token_slices_are_found_within_a_memory_limit(capsys, tmp_path):
+    file = tmp_path / "found.txt"
+    pipeline = ["--stages", "2", "--micro-batches", "2", "--token-slices", "3"]
+    costs, limit = ["--attention-share", "0.5"], ["--memory-limit", "1.5", "--effort", "0.02"]
+    found = figures_of(
+        capsys,
+        *("--schedule", "optimised", *pipeline, *costs, *limit),
+        *("--solve-slices", "--seq-length", "64", "--min-token-slice", "8", "--write-schedule", str(file)),
+    )
+    lengths = found["token_slices"]
+    assert len(lengths) == 3 and sum(lengths) == 64 and min(lengths) >= 8
+    assert max(found["peak_activation"]) <= 1.5 + 1e-9
+    assert 0 < found["lower_bound"] <= found["makespan"] * (1 + 1e-9)
+    # What was written is what was found, and what was found is better than what was known.
+    cut = ["--token-slices", ",".join(map(str, lengths))]
+    again = figures_of(capsys, "--schedule", str(file), *cut, *costs)
+    assert again["makespan"] == pytest.approx(found["makespan"], rel=1e-12)
+    assert again["orders"] == found["orders"]
+    even = figures_of(capsys, "--schedule", "zero-bubble", *pipeline, *costs)
+    assert found["makespan"] < even["makespan"]
+    assert main(["--schedule", "optimised", *pipeline, *costs, *limit]) == 0
+    assert "\nlower bound              " in capsys.readouterr().out
+
+
+def test_token_slices_are_found_for_a_schedule_that_is_given(capsys):
+    words = ["--schedule", "1f1b", "--stages", "4", "--micro-batches", "2", "--token-slices", "4"]
+    even = figures_of(capsys, *words, "--attention-share", "0.6")
+    solved = figures_of(capsys, *words, "--attention-share", "0.6", "--solve-slices")
+    assert solved["makespan"] < even["makespan"]
+    assert sum(solved["token_slices"]) == 4096
+    assert solved["token_slices"][0] > solved["token_slices"][-1]  # later ones have more to attend to
+
+
+# Drawings
 
 
 def test_drawings_are_written(capsys, tmp_path):
-    svg, trace = tmp_path / "t.svg", tmp_path / "t.json"
-    assert cli.main([*PIPELINE, "--svg", str(svg), "--trace", str(trace)]) == 0
+    svg, trace, html = tmp_path / "t.svg", tmp_path / "t.json", tmp_path / "t.html"
+    assert main([*PIPELINE, "--svg", str(svg), "--trace", str(trace), "--html", str(html)]) == 0
     assert svg.read_text().startswith("<svg ") and ">1f1b<" in svg.read_text()
-    assert json.loads(trace.read_text())["traceEvents"]
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert max(event["args"]["held"] for event in events if event["ph"] == "C") == pytest.approx(2.5)
+    assert html.read_text().startswith("<!doctype html>")
 
 
-def test_a_timeline_is_shown_instead(capsys, tmp_path):
-    assert cli.main([*PIPELINE, "--json"]) == 0
-    timeline, svg = tmp_path / "measured.json", tmp_path / "measured.svg"
-    timeline.write_text(capsys.readouterr().out)
-    assert cli.main(["--timeline", str(timeline), "--svg", str(svg)]) == 0
+# Measured timelines
+
+
+@pytest.fixture
+def timeline(capsys, tmp_path):
+    assert main([*PIPELINE, "--json"]) == 0
+    file = tmp_path / "measured.json"
+    file.write_text(capsys.readouterr().out)
+    return file
+
+
+def test_a_timeline_is_shown_beside_its_simulation(capsys, tmp_path, timeline):
+    svg, html, trace = tmp_path / "m.svg", tmp_path / "m.html", tmp_path / "m.trace"
+    drawings = ["--svg", str(svg), "--html", str(html), "--trace", str(trace)]
+    assert main(["--timeline", str(timeline), *drawings]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("stage 0 | F0.0 F0.1") and "bubble ratio             27.27%\n" in printed
-    assert ">measured<" in svg.read_text()
-    assert cli.main(["--timeline", str(timeline), "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["schedule"] is None and figures["makespan"] == 22
+    assert printed.startswith("measured\nstage 0 | F0.0 F0.1") and "\nsimulated\nstage 0 | F0.0 F0.1" in printed
+    lines = printed.splitlines()
+    assert "makespan                 22             22             +0.00%" in lines
+    assert "bubble ratio             27.27%         27.27%         +0.00 points" in lines
+    assert "eta                      1.0000 (simulated / measured makespan)" in lines
+    assert lines[-1] == "largest differences      none"
+    assert ">measured: measured<" in svg.read_text() and ">simulated<" in svg.read_text()
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 64
+    figures = figures_of(capsys, "--timeline", str(timeline))
+    assert (figures["schedule"], figures["makespan"], figures["eta"]) == ("1f1b", 22, 1.0)
+    assert figures["simulated"]["makespan"] == 22
+    assert figures["time_by_rank"][0] == {"busy": 16, "dependency": 6, "transfer": 0, "host_overhead": 0}
 
 
-def test_a_timeline_contradicts_a_schedule(capsys, tmp_path):
+def test_its_op_costs_can_be_used_to_simulate_another_schedule(capsys, tmp_path, timeline):
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(figures_of(capsys, "--timeline", str(timeline))["costs"]))
+    words = ["--schedule", "gpipe", *PIPELINE[2:], "--costs", str(costs)]
+    assert figures_of(capsys, *words)["makespan"] == 22
+
+
+def test_a_timeline_contradicts_a_schedule(capsys):
     message = refused(capsys, "--timeline", "t.json", "--stages", "2")
     assert message == "error: --timeline already says what ran, so --stages has no use: drop one\n"
+    message = refused(capsys, "--timeline", "t.json", "--solve-slices")
+    assert message == "error: --timeline already says what ran, so --solve-slices has no use: drop one\n"
+
+
+# Bad input
 
 
 @pytest.mark.parametrize(
@@ -151,9 +377,34 @@ def test_a_timeline_contradicts_a_schedule(capsys, tmp_path):
         ([], "--schedule is missing"),
         (["--schedule", "1f1b"], "--stages is missing"),
         (["--schedule", "1f1b", "--stages", "2"], "--micro-batches is missing"),
-        ([*PIPELINE, "--stages", "0"], "num_stages=0 is not a positive whole number"),
-        ([*PIPELINE, "--micro-batches", "-1"], "num_micro_batches=-1 is not a positive whole number"),
-        ([*PIPELINE, "--token-slices", "0"], "num_token_slices=0 is not a positive whole number"),
+        ([*PIPELINE, "--stages", "0"], "--stages 0 is not a positive whole number"),
+        ([*PIPELINE, "--micro-batches", "-1"], "--micro-batches -1 is not a positive whole number"),
+        ([*PIPELINE, "--token-slices", "0"], "--token-slices 0 is not a positive whole number"),
+        ([*PIPELINE, "--token-slices", "many"], "--token-slices many is no number and no list of lengths"),
+        ([*PIPELINE, "--token-slices", "4,x"], "token slices '4,x' are not whole numbers"),
+        ([*PIPELINE, "--model-chunks", "0"], "--model-chunks 0 is not a positive whole number"),
+        ([*PIPELINE, "--model-chunks", "2"], "schedule '1f1b' has one stage on each pipeline rank"),
+        ([*PIPELINE, "--placement", "w"], "invalid choice: 'w' (choose from 'looped', 'v')"),
+        ([*PIPELINE, "--attention-share", "1.1"], "--attention-share 1.1 is not a share: give 0 to 1"),
+        ([*PIPELINE, "--attention-share", "nan"], "--attention-share nan is not a share: give 0 to 1"),
+        ([*PIPELINE, "--head-share", "0.5"], "--head-share needs costs that follow from token slices"),
+        ([*PIPELINE, "--attention-share", "0", "--head-share", "-1"], "--head-share -1 is out of range"),
+        ([*PIPELINE, "--solve-slices"], "--solve-slices needs costs that follow from token slices"),
+        ([*PIPELINE, "--costs", "c.json", "--attention-share", "0.5"], "--costs and --attention-share both say"),
+        ([*PIPELINE, "--memory-limit", "0"], "--memory-limit 0 is out of range: give more than 0"),
+        ([*PIPELINE, "--memory-limit", "inf"], "--memory-limit inf is out of range: give more than 0"),
+        ([*PIPELINE, "--min-token-slice", "9"], "--min-token-slice 9 is for --solve-slices: add it"),
+        ([*PIPELINE, "--seq-length", "1"], "2 token slices of 1 tokens: give between 1 and 1 token slices"),
+        ([*PIPELINE[:-1], "3,4", "--seq-length", "8"], "token slices 3,4 sum to 7, but the sequence has 8 tokens"),
+        ([*PIPELINE, "--token-bytes", "b.json"], "--token-bytes needs the tokens of a sequence: add --seq-length"),
+        ([*PIPELINE, "--effort", "2"], "--effort 2 is for what is searched: add --solve-slices, or drop it"),
+        ([*PIPELINE, "--effort", "0"], "--effort 0 is out of range: give more than 0"),
+        ([*PIPELINE, "--min-token-slice", "0"], "--min-token-slice 0 is not a positive whole number"),
+        (
+            [*PIPELINE[:-1], "3,4", "--solve-slices", "--attention-share", "0.5"],
+            "--solve-slices looks for the lengths that --token-slices 3,4 gives: give their number",
+        ),
+        (["--schedule", "nowhere/orders.txt"], "cannot read nowhere/orders.txt: No such file"),
         ([*PIPELINE, "--stages", "two"], "argument --stages: invalid int value: 'two'"),
         ([*PIPELINE, "--speed", "9"], "unrecognized arguments: --speed 9"),
     ],
@@ -168,26 +419,10 @@ def test_files_that_cannot_be_read_or_written_are_one_line(capsys, tmp_path):
     malformed.write_text('{"forward": []}')
     assert f"cannot read {missing}: No such file" in refused(capsys, *PIPELINE, "--costs", str(missing))
     assert f"cannot read {binary}: " in refused(capsys, *PIPELINE, "--costs", str(binary))
-    assert "costs['backward'] is not a list of lists" in refused(capsys, *PIPELINE, "--costs", str(malformed))
+    assert f"{malformed}: costs['forward'] has rows of []" in refused(capsys, *PIPELINE, "--costs", str(malformed))
     assert f"cannot read {missing}: No such file" in refused(capsys, "--timeline", str(missing))
     assert f"{malformed}: not a timeline" in refused(capsys, "--timeline", str(malformed))
-    assert f"cannot write {missing}: No such file" in refused(capsys, *PIPELINE, "--svg", str(missing))
+    assert f"{tmp_path} has no iteration_*.json" in refused(capsys, "--timeline", str(tmp_path))
+    for flag in ("--svg", "--html", "--trace", "--write-schedule"):
+        assert f"cannot write {missing}: No such file" in refused(capsys, *PIPELINE, flag, str(missing))
     assert f"cannot write {tmp_path}: Is a directory" in refused(capsys, *PIPELINE, "--trace", str(tmp_path))
-
-
-def test_a_deadlock_is_reported_with_its_reason(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "schedule_named", lambda name: backward_order)
-    words = ["--schedule", "1f1b", "--stages", "1", "--micro-batches", "1"]
-    assert cli.main([*words, "--json"]) == 1
-    figures = json.loads(capsys.readouterr().out)
-    assert figures["deadlock_free"] is False
-    assert figures["reason"].startswith("the schedule deadlocks: stage 0 at 0B0.0 waits for 0F0.0")
-    assert figures["orders"] == [["0B0.0"]]
-    assert cli.main(words) == 1
-    assert "stage 0 at 0B0.0 waits for 0F0.0" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_can_be_asked_for(capsys, name):
-    assert cli.main(["--schedule", name, "--stages", "3", "--micro-batches", "2", "--token-slices", "3"]) == 0
-    assert "deadlock free            yes" in capsys.readouterr().out

@@ -4,7 +4,7 @@ import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 
 SHAPE = PipelineShape(num_stages=2, num_micro_batches=3, num_token_slices=2)
 TABLE = [[1, 2], [3, 4.5]]
@@ -25,13 +25,47 @@ def test_transfers_cost_nothing_unless_said():
     assert read().transfer == 0.0
 
 
-def test_weight_gradients_are_part_of_the_backward():
-    assert read(weight_gradient=[[0.5, 0], [0, 1]]).backward == ((1.5, 2.0), (3.0, 5.5))
+def test_a_backward_is_its_two_parts():
+    costs = read(weight_gradient=[[0.5, 0], [0, 1]])
+    assert costs.duration(Op.parse("0BI0.0")) == 1.0
+    assert costs.duration(Op.parse("0BW0.0")) == 0.5
+    assert costs.duration(Op.parse("0B0.0")) == 1.5
+    assert costs.duration(Op.parse("1B0.1")) == 5.5
+
+
+def test_a_backward_without_weight_gradients_apart_is_whole():
+    costs = read()
+    assert costs.duration(Op.parse("1B0.0")) == costs.duration(Op.parse("1BI0.0")) == 3.0
+    with pytest.raises(PlanError, match=r"op 1BW0\.0 computes weight gradients apart"):
+        costs.duration(Op.parse("1BW0.0"))
+
+
+@pytest.mark.parametrize("weight_gradient", [None, [[0.5, 0], [0.25, 1]]])
+def test_tables_by_kind_have_the_times_of_the_ops(weight_gradient):
+    costs = read() if weight_gradient is None else read(weight_gradient=weight_gradient)
+    for kind in OpKind:
+        if kind is OpKind.WEIGHT_GRADIENT and weight_gradient is None:
+            with pytest.raises(PlanError, match="computes weight gradients apart"):
+                costs.durations(kind)
+            continue
+        for stage in range(2):
+            for token_slice in range(2):
+                assert costs.durations(kind)[stage][token_slice] == costs.duration(Op(kind, stage, 0, token_slice))
 
 
 def test_uniform():
     costs = OpCosts.uniform(SHAPE, backward=2.0, transfer=0.5)
-    assert costs == OpCosts(((1.0, 1.0), (1.0, 1.0)), ((2.0, 2.0), (2.0, 2.0)), 0.5)
+    assert costs == OpCosts(((1.0, 1.0), (1.0, 1.0)), ((2.0, 2.0), (2.0, 2.0)), None, 0.5)
+    assert OpCosts.uniform(SHAPE, weight_gradient=3.0).weight_gradient == ((3.0, 3.0), (3.0, 3.0))
+
+
+def test_with_model_chunks_rows_are_for_stages_or_for_ranks():
+    shape = PipelineShape(4, 1, 2, num_model_chunks=2, placement=Placement.V)
+    by_rank = json.dumps({"forward": [[1, 2], [3, 4]], "backward": [[2, 4], [6, 8]]})
+    assert OpCosts.from_json(by_rank, shape).forward == ((0.5, 1.0), (1.5, 2.0), (1.5, 2.0), (0.5, 1.0))
+    rows = [[1, 2], [3, 4], [5, 6], [7, 8]]
+    by_stage = OpCosts.from_json(json.dumps({"forward": rows, "backward": rows}), shape)
+    assert by_stage.forward == tuple(map(tuple, rows))
 
 
 @pytest.mark.parametrize("text", ["", "{", "nothing"])

@@ -18,7 +18,7 @@ import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import OpKind, PipelineShape
-from deepspeed_ext.plan.schedules import one_f_one_b, stage_orders
+from deepspeed_ext.plan.schedules import one_f_one_b, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.timeline import Timeline
 
@@ -46,7 +46,7 @@ def simulated(shape: PipelineShape, ends: list[float], rho: float, k: float = 2.
         forward=tuple(tuple(factor * time for time in forward) for factor in factors),
         backward=tuple(tuple(factor * time for time in backward) for factor in factors),
     )
-    return simulate(stage_orders(one_f_one_b, shape), shape, costs)
+    return simulate(rank_orders(one_f_one_b, shape), shape, costs)
 
 
 def percent(timeline: Timeline, digits: int = 1) -> float:
@@ -104,6 +104,6 @@ def test_balanced_token_slices_keep_more_tokens_alive(rho, peak):
 def test_token_slices_shrink_bubble_and_memory_at_once(num_token_slices, bubble, peak):
     # Equal costs, 4 stages, 8 micro-batches: Seq1F1B's closed forms, arXiv 2406.03488.
     shape = PipelineShape(4, 8, num_token_slices)
-    timeline = simulate(stage_orders(one_f_one_b, shape), shape, OpCosts.uniform(shape))
+    timeline = simulate(rank_orders(one_f_one_b, shape), shape, OpCosts.uniform(shape))
     assert percent(timeline) == bubble
     assert timeline.peak_live_token_slices[0] / num_token_slices == peak

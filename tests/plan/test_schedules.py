@@ -14,7 +14,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.render import render_text
-from deepspeed_ext.plan.schedules import SCHEDULES, schedule_named, stage_orders
+from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -26,31 +26,49 @@ SHAPES = [
     PipelineShape(2, 3, 4),  # more token slices than stages
     PipelineShape(1, 2, 2),
 ]
+SHAPES_WITH_MODEL_CHUNKS = [
+    PipelineShape(8, 4, 1, num_model_chunks=2),
+    PipelineShape(8, 4, 2, num_model_chunks=2),
+    PipelineShape(6, 5, 1, num_model_chunks=2),  # two are left over when three fill the pipeline: they join them
+    PipelineShape(4, 3, 4, num_model_chunks=2),  # more token slices than ranks
+    PipelineShape(6, 3, 1, num_model_chunks=3),
+    PipelineShape(2, 2, 2, num_model_chunks=2),
+]
+DRAWN = [
+    (name, shape) for name in SCHEDULES for shape in (SHAPES_WITH_MODEL_CHUNKS if name == "interleaved" else SHAPES)
+]
+
+
+def file_name(name: str, shape: PipelineShape) -> str:
+    extents = f"p{shape.num_ranks}_m{shape.num_micro_batches}_s{shape.num_token_slices}"
+    return f"{name}_{extents}" + (f"_v{shape.num_model_chunks}" if shape.num_model_chunks > 1 else "")
 
 
 def draw(name: str, shape: PipelineShape) -> str:
-    return render_text(simulate(stage_orders(schedule_named(name), shape), shape, OpCosts.uniform(shape)))
+    costs = OpCosts.uniform(shape, weight_gradient=1.0 if name == "zero-bubble" else None)
+    return render_text(simulate(rank_orders(schedule_named(name), shape), shape, costs))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"p{s.num_stages}_m{s.num_micro_batches}_s{s.num_token_slices}")
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name, shape", DRAWN, ids=[file_name(*each) for each in DRAWN])
 def test_drawing(name, shape):
-    path = GOLDEN / f"{name}_p{shape.num_stages}_m{shape.num_micro_batches}_s{shape.num_token_slices}.txt"
+    path = GOLDEN / f"{file_name(name, shape)}.txt"
     drawing = draw(name, shape) + "\n"
     if os.environ.get("UPDATE_GOLDEN"):
         path.write_text(drawing)
     assert drawing == path.read_text()
 
 
-def test_every_golden_drawing_belongs_to_a_schedule():
-    assert {path.name.split("_p")[0] for path in GOLDEN.glob("*.txt")} == set(SCHEDULES)
+def test_every_golden_drawing_is_looked_at():
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == {file_name(*each) for each in DRAWN}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_drawings_in_the_docstring_are_true(name):
-    drawn = re.search(rf"^ +{name} +((?:stage .*\n\s*)+)", schedules.__doc__, re.MULTILINE)
+    noun = "rank " if name == "interleaved" else "stage "
+    drawn = re.search(rf"^ +{name} +((?:{noun}.*\n\s*)+)", schedules.__doc__, re.MULTILINE)
     lines = [line.strip() for line in drawn[1].strip().splitlines()]
-    assert lines == draw(name, PipelineShape(2, 2, 2)).splitlines()
+    shape = PipelineShape(4, 1, 2, num_model_chunks=2) if name == "interleaved" else PipelineShape(2, 2, 2)
+    assert lines == draw(name, shape).splitlines()
 
 
 def test_an_unknown_schedule_is_named_with_the_known_ones():

@@ -1,13 +1,15 @@
 import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.dependencies import prerequisites, transferred
+from deepspeed_ext.plan.dependencies import parts, prerequisites, reading_stage, received, result
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
-from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.schedules import forward_order, gpipe, one_f_one_b, stage_orders
-from deepspeed_ext.plan.simulate import check_orders, simulate
+from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
+from deepspeed_ext.plan.schedules import gpipe, interleaved, one_f_one_b, rank_orders, zero_bubble
+from deepspeed_ext.plan.simulate import check_complete, check_orders, simulate
 
 TWO_BY_TWO = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
+ROUND = PipelineShape(num_stages=4, num_micro_batches=1, num_model_chunks=2)
+THERE_AND_BACK = PipelineShape(4, 1, 1, num_model_chunks=2, placement=Placement.V)
 
 
 def ops(text: str) -> list[Op]:
@@ -15,12 +17,12 @@ def ops(text: str) -> list[Op]:
 
 
 def times(timeline) -> list[list[tuple[str, float, float]]]:
-    return [[(str(op), start, end) for op, start, end in stage] for stage in timeline.spans]
+    return [[(str(op), start, end) for op, start, end in rank] for rank in timeline.spans]
 
 
 def test_uneven_costs_and_transfers_by_hand():
     costs = OpCosts(forward=((1.0, 2.0), (3.0, 1.0)), backward=((2.0, 1.0), (4.0, 2.0)), transfer=0.5)
-    timeline = simulate(stage_orders(gpipe, TWO_BY_TWO), TWO_BY_TWO, costs)
+    timeline = simulate(rank_orders(gpipe, TWO_BY_TWO), TWO_BY_TWO, costs)
     # Stage 1 hears of F0.0 at 1.5 and of F0.1 at 3.5, but is busy until 4.5. Stage 0 hears of B0.1 at 8.0 and of
     # B0.0 at 12.0, long after it is free.
     assert times(timeline) == [
@@ -32,66 +34,131 @@ def test_uneven_costs_and_transfers_by_hand():
     assert timeline.bubble_ratio == pytest.approx(12 / 28)
 
 
-def test_a_transfer_hides_behind_compute():
-    shape = PipelineShape(num_stages=2, num_micro_batches=4)
-    without, short = (
-        simulate([list(forward_order(shape, stage)) for stage in range(2)], shape, OpCosts.uniform(shape, transfer=t))
-        for t in (0.0, 0.9)
-    )
-    # Only the first message is waited for; the others travel while the stage computes.
-    assert short.makespan == pytest.approx(without.makespan + 0.9)
+def test_weight_gradients_apart_by_hand():
+    shape = PipelineShape(num_stages=2, num_micro_batches=1)
+    costs = OpCosts.uniform(shape, backward=2.0, weight_gradient=4.0, transfer=0.5)
+    # Stage 0 goes on at 4.5, while stage 1 still computes weight gradients until 8.0.
+    split = [ops("0F0.0 0BI0.0 0BW0.0"), ops("1F0.0 1BI0.0 1BW0.0")]
+    assert times(simulate(split, shape, costs)) == [
+        [("0F0.0", 0.0, 1.0), ("0BI0.0", 5.0, 7.0), ("0BW0.0", 7.0, 11.0)],
+        [("1F0.0", 1.5, 2.5), ("1BI0.0", 2.5, 4.5), ("1BW0.0", 4.5, 8.5)],
+    ]
+    mixed = [ops("0F0.0 0BI0.0 0BW0.0"), ops("1F0.0 1B0.0")]
+    assert times(simulate(mixed, shape, costs))[0][1:] == [("0BI0.0", 9.0, 11.0), ("0BW0.0", 11.0, 15.0)]
+    whole = [ops("0F0.0 0B0.0"), ops("1F0.0 1BI0.0 1BW0.0")]
+    assert times(simulate(whole, shape, costs))[0][1:] == [("0B0.0", 5.0, 11.0)]
+
+
+def test_model_chunks_by_hand():
+    costs = OpCosts.uniform(ROUND, transfer=0.5)
+    orders = [ops("0F0 2F0 2B0 0B0"), ops("1F0 3F0 3B0 1B0")]
+    # Every step goes to the other rank, so each waits for a transfer, but for the turn at the last stage.
+    starts = [[start for _, start, _ in rank] for rank in times(simulate(orders, ROUND, costs))]
+    assert starts == [[0.0, 3.0, 7.0, 10.0], [1.5, 4.5, 5.5, 8.5]]
+
+
+def test_there_and_back_needs_no_transfer_at_the_turn():
+    costs = OpCosts.uniform(THERE_AND_BACK, transfer=0.5)
+    orders = [ops("0F0 3F0 3B0 0B0"), ops("1F0 2F0 2B0 1B0")]
+    timeline = simulate(orders, THERE_AND_BACK, costs)
+    assert [[start for _, start, _ in rank] for rank in times(timeline)] == [[0.0, 4.0, 5.0, 9.0], [1.5, 2.5, 6.5, 7.5]]
+    assert [str(transfer.op) for transfer in timeline.transfers] == ["3BI0.0", "0F0.0", "1BI0.0", "2F0.0"]
+
+
+def test_weight_gradients_need_a_cost_of_their_own():
+    with pytest.raises(PlanError, match=r"op 1BW0\.1 computes weight gradients apart, and the costs have no weight_gr"):
+        simulate(rank_orders(zero_bubble, TWO_BY_TWO), TWO_BY_TWO, OpCosts.uniform(TWO_BY_TWO))
 
 
 def test_a_forward_needs_the_stage_before_and_the_token_slice_before():
     shape = PipelineShape(3, 2, 3)
     assert prerequisites(Op.parse("1F1.1"), shape) == tuple(ops("0F1.1 1F1.0"))
     assert prerequisites(Op.parse("0F1.0"), shape) == ()
-    assert transferred(Op.parse("1F1.1"), shape) == Op.parse("0F1.1")
-    assert transferred(Op.parse("0F1.1"), shape) is None
+    assert received(Op.parse("1F1.1"), shape) == Op.parse("0F1.1")
+    assert received(Op.parse("0F1.1"), shape) is None
 
 
-def test_a_backward_needs_its_forward_the_stage_after_and_the_token_slice_after():
+@pytest.mark.parametrize("kind", ["B", "BI"])
+def test_a_backward_needs_its_forward_the_stage_after_and_the_token_slice_after(kind):
     shape = PipelineShape(3, 2, 3)
-    assert prerequisites(Op.parse("1B1.1"), shape) == tuple(ops("1F1.1 2B1.1 1B1.2"))
-    assert prerequisites(Op.parse("2B1.2"), shape) == tuple(ops("2F1.2"))
-    assert transferred(Op.parse("2B1.2"), shape) is None
+    assert prerequisites(Op.parse(f"1{kind}1.1"), shape) == tuple(ops("1F1.1 2BI1.1 1BI1.2"))
+    assert prerequisites(Op.parse(f"2{kind}1.2"), shape) == tuple(ops("2F1.2"))
+    assert received(Op.parse(f"1{kind}1.1"), shape) == Op.parse("2BI1.1")
+    assert received(Op.parse(f"2{kind}1.2"), shape) is None
 
 
-def test_a_deadlock_names_every_stuck_stage_and_what_it_waits_for():
+def test_weight_gradients_need_their_input_gradient_alone():
+    shape = PipelineShape(3, 2, 3)
+    assert prerequisites(Op.parse("1BW1.1"), shape) == (Op.parse("1BI1.1"),)
+    assert received(Op.parse("1BW1.1"), shape) is None
+
+
+def test_results_and_who_reads_them():
+    assert result(Op.parse("1B0.0")) == Op.parse("1BI0.0")
+    assert parts(Op.parse("1B0.0")) == tuple(ops("1BI0.0 1BW0.0"))
+    for text in ("1F0.0", "1BI0.0", "1BW0.0"):
+        assert result(Op.parse(text)) == Op.parse(text)
+        assert parts(Op.parse(text)) == (Op.parse(text),)
+    shape = PipelineShape(3, 1)
+    readers = {text: reading_stage(Op.parse(text), shape) for text in ("1F0", "2F0", "1BI0", "0BI0", "1BW0")}
+    assert readers == {"1F0": 2, "2F0": None, "1BI0": 0, "0BI0": None, "1BW0": None}
+
+
+def test_a_deadlock_names_every_stuck_rank_and_what_it_waits_for():
     orders = [ops("0F0.0 0B0.1 0F0.1 0B0.0"), ops("1F0.0 1F0.1 1B0.1 1B0.0")]
     with pytest.raises(ScheduleDeadlock) as caught:
         simulate(orders, TWO_BY_TWO, OpCosts.uniform(TWO_BY_TWO))
     assert str(caught.value) == (
-        "the schedule deadlocks: stage 0 at 0B0.1 waits for 0F0.1 and 1B0.1; stage 1 at 1F0.1 waits for 0F0.1; "
+        "the schedule deadlocks: rank 0 at 0B0.1 waits for 0F0.1 and 1B0.1; rank 1 at 1F0.1 waits for 0F0.1; "
         "reorder these ops"
     )
 
 
+def test_a_deadlock_between_model_chunks_and_parts_of_a_backward_names_the_ops_as_they_stand():
+    # Rank 0 wants to go back before it has gone forward twice; stage 3's backward is in two parts.
+    orders = [ops("0F0 2B0 2F0 0B0"), ops("1F0 3F0 3BI0 3BW0 1B0")]
+    with pytest.raises(ScheduleDeadlock) as caught:
+        simulate(orders, ROUND, OpCosts.uniform(ROUND, weight_gradient=1.0))
+    assert str(caught.value) == (
+        "the schedule deadlocks: rank 0 at 2B0.0 waits for 2F0.0 and 3BI0.0; rank 1 at 3F0.0 waits for 2F0.0; "
+        "reorder these ops"
+    )
+
+
+def test_weight_gradients_before_their_input_gradient_deadlock():
+    shape = PipelineShape(1, 1)
+    with pytest.raises(ScheduleDeadlock, match=r"rank 0 at 0BW0\.0 waits for 0BI0\.0"):
+        simulate([ops("0F0 0BW0 0BI0")], shape, OpCosts.uniform(shape, weight_gradient=1.0))
+
+
 def test_backward_in_forward_order_deadlocks():
     orders = [ops(f"{stage}F0.0 {stage}F0.1 {stage}B0.0 {stage}B0.1") for stage in range(2)]
-    with pytest.raises(ScheduleDeadlock, match=r"stage 1 at 1B0\.0 waits for 1B0\.1"):
+    with pytest.raises(ScheduleDeadlock, match=r"rank 1 at 1B0\.0 waits for 1B0\.1"):
         simulate(orders, TWO_BY_TWO, OpCosts.uniform(TWO_BY_TWO))
 
 
 def test_too_few_warmup_forwards_deadlock():
     shape = PipelineShape(num_stages=1, num_micro_batches=2, num_token_slices=2)
-    with pytest.raises(ScheduleDeadlock, match=r"stage 0 at 0B0\.1 waits for 0F0\.1"):
+    with pytest.raises(ScheduleDeadlock, match=r"rank 0 at 0B0\.1 waits for 0F0\.1"):
         simulate([ops("0F0.0 0B0.1 0F0.1 0B0.0")], shape, OpCosts.uniform(shape))
 
 
 def test_an_order_without_an_op_that_others_need_deadlocks():
-    with pytest.raises(ScheduleDeadlock, match=r"stage 1 at 1F0\.1 waits for 0F0\.1"):
+    with pytest.raises(ScheduleDeadlock, match=r"rank 1 at 1F0\.1 waits for 0F0\.1"):
         simulate([ops("0F0.0"), ops("1F0.0 1F0.1")], TWO_BY_TWO, OpCosts.uniform(TWO_BY_TWO))
 
 
 @pytest.mark.parametrize(
     "orders, message",
     [
-        ([ops("0F0.0")], "1 op orders for 2 stages"),
-        ([ops("1F0.0"), []], "op 1F0.0 does not belong to stage 0"),
-        ([ops("0F1.0"), []], "op 0F1.0 does not belong to stage 0"),
-        ([ops("0F0.2"), []], "op 0F0.2 does not belong to stage 0"),
-        ([ops("0F0.0 0F0.0"), []], "op 0F0.0 stands twice in the order of stage 0"),
+        ([ops("0F0.0")], "1 op orders for 2 pipeline ranks"),
+        ([ops("1F0.0"), []], "op 1F0.0 does not belong to rank 0"),
+        ([ops("0F1.0"), []], "op 0F1.0 does not belong to rank 0"),
+        ([ops("0F0.2"), []], "op 0F0.2 does not belong to rank 0"),
+        ([ops("0F0.0 0F0.0"), []], "op 0F0.0 stands twice in the order of rank 0"),
+        ([ops("0B0.0 0BI0.0"), []], "op 0BI0.0 stands twice in the order of rank 0, whole or in part"),
+        ([ops("0B0.0 0BW0.0"), []], "op 0BW0.0 stands twice in the order of rank 0, whole or in part"),
+        ([ops("0BW0.0 0B0.0"), []], "op 0B0.0 stands twice in the order of rank 0, whole or in part"),
     ],
 )
 def test_orders_that_are_none_of_the_shape(orders, message):
@@ -99,10 +166,40 @@ def test_orders_that_are_none_of_the_shape(orders, message):
         check_orders(orders, TWO_BY_TWO)
 
 
+def test_a_stage_on_the_wrong_rank():
+    check_orders([ops("0F0 3F0"), ops("1F0 2F0")], THERE_AND_BACK)
+    with pytest.raises(PlanError, match=r"op 3F0\.0 does not belong to rank 0"):
+        check_orders([ops("0F0 3F0"), ops("1F0 2F0")], ROUND)
+
+
+@pytest.mark.parametrize(
+    "schedule, left_out, missing, message",
+    [
+        (one_f_one_b, "0F0.1", "0F0.1", "rank 0"),
+        (one_f_one_b, "1B0.0", "1B0.0", "rank 1"),
+        (zero_bubble, "1BI0.0", "1BI0.0", "rank 1"),
+        (zero_bubble, "1BW0.0", "1BW0.0", "rank 1"),
+        (gpipe, "0F0.0", "0F0.0", "rank 0"),
+    ],
+)
+def test_a_step_with_an_op_left_out_is_not_complete(schedule, left_out, missing, message):
+    orders = rank_orders(schedule, TWO_BY_TWO)
+    check_complete(orders, TWO_BY_TWO)
+    short = [[op for op in order if str(op) != left_out] for order in orders]
+    with pytest.raises(PlanError, match=rf"op {missing} is missing in the order of {message}: add it"):
+        check_complete(short, TWO_BY_TWO)
+
+
+def test_a_step_without_the_ops_of_a_model_chunk_is_not_complete():
+    orders = [[op for op in order if op.stage != 3] for order in rank_orders(interleaved, ROUND)]
+    with pytest.raises(PlanError, match=r"op 3F0\.0 is missing in the order of rank 1"):
+        check_complete(orders, ROUND)
+
+
 def test_orders_are_not_bound_to_the_schedules_we_ship():
     # A hand-made order in which micro-batches overtake is fine, as long as it can be played.
     shape = PipelineShape(num_stages=2, num_micro_batches=2)
     orders = [ops("0F1.0 0F0.0 0B1.0 0B0.0"), ops("1F1.0 1B1.0 1F0.0 1B0.0")]
-    mirrored = stage_orders(one_f_one_b, shape)
+    mirrored = rank_orders(one_f_one_b, shape)
     costs = OpCosts.uniform(shape)
     assert simulate(orders, shape, costs).makespan == simulate(mirrored, shape, costs).makespan

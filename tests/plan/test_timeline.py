@@ -1,18 +1,18 @@
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.schedules import schedule_named, stage_orders
+from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.timeline import Span, Timeline, executed_order
-from tests.strategies import costs_of, schedule_names, shapes
+from tests.strategies import costs_with_links, orders_of_pipelines
 
 
-def timeline_of(*stages: str, unit: str = "") -> Timeline:
+def timeline_of(*ranks: str, unit: str = "") -> Timeline:
     """Build a timeline of one micro-batch from words such as `0F0.0:1-2`."""
 
     def span(word: str) -> Span:
@@ -20,7 +20,7 @@ def timeline_of(*stages: str, unit: str = "") -> Timeline:
         start, end = map(float, period.split("-"))
         return Span(Op.parse(op), start, end)
 
-    return Timeline(PipelineShape(len(stages), 1, 2), tuple(tuple(map(span, stage.split())) for stage in stages), unit)
+    return Timeline(PipelineShape(len(ranks), 1, 2), tuple(tuple(map(span, rank.split())) for rank in ranks), unit)
 
 
 def test_figures_by_hand():
@@ -36,10 +36,19 @@ def test_ops_that_take_no_time_leave_no_bubble():
     assert timeline_of("0F0.0:1-1").bubble_ratio == 0.0
 
 
-@given(schedule_names, shapes(3, 3, 3), st.data())
-def test_json_reads_back(name, shape, data):
-    orders = stage_orders(schedule_named(name), shape)
-    timeline = simulate(orders, shape, data.draw(costs_of(shape)))
+def test_a_token_slice_is_live_until_its_weight_gradients_are_done():
+    late = timeline_of("0F0.1:0-1 0BI0.1:1-2 0F0.0:2-3 0BI0.0:3-4 0BW0.1:4-5 0BW0.0:5-6")
+    assert late.peak_live_token_slices == (2,)
+    early = timeline_of("0F0.1:0-1 0BI0.1:1-2 0BW0.1:2-3 0F0.0:3-4 0B0.0:4-6")
+    assert early.peak_live_token_slices == (1,)
+
+
+@given(orders_of_pipelines(3, 3, 3), st.data())
+def test_json_reads_back(orders_and_shape, data):
+    orders, shape = orders_and_shape
+    timeline = simulate(orders, shape, data.draw(costs_with_links(shape)))
+    if shape.num_model_chunks == 1:  # there is but one placement then, and JSON does not keep which
+        timeline = replace(timeline, shape=replace(shape, placement=Placement.LOOPED))
     assert Timeline.from_json(timeline.to_json()) == timeline
     assert executed_order(timeline) == orders
 
@@ -69,6 +78,12 @@ GOOD = json.loads(timeline_of("0F0.0:0-1", unit="s").to_json())
 def test_anything_else_is_no_timeline(fields):
     with pytest.raises(PlanError, match="timeline"):
         Timeline.from_json(json.dumps(fields))
+
+
+def test_files_written_before_there_were_model_chunks_or_transfers_still_read():
+    old = {"num_stages": 1, "num_micro_batches": 1, "num_token_slices": 1, "unit": "s", "spans": [[["0F0.0", 0, 1]]]}
+    timeline = Timeline.from_json(json.dumps(old))
+    assert (timeline.shape, timeline.transfers) == (PipelineShape(1, 1, 1), ())
 
 
 def test_text_that_is_not_json():

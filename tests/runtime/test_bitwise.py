@@ -19,6 +19,10 @@ SETUPS = [
     for schedule in ("gpipe", "1f1b")
     for tied in (False, True)
 ]
+SETUPS += [
+    Setup(pp=2, cut=CUT, micro_batches=3, schedule="interleaved", model_chunks=2, tied=tied) for tied in (False, True)
+]
+SETUPS += [Setup(pp=pp, cut=CUT, micro_batches=3, schedule="zero-bubble", tied=False) for pp in (1, 2, 4)]
 
 
 @cache
@@ -52,6 +56,18 @@ def _assert_same_bits(setup: Setup, other: Setup) -> None:
 @pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup.schedule == "gpipe"], ids=str)
 def test_schedules_agree_bit_for_bit(setup: Setup) -> None:
     _assert_same_bits(setup, replace(setup, schedule="1f1b"))
+
+
+@pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup.schedule == "zero-bubble"], ids=str)
+def test_weight_gradients_apart_agree_bit_for_bit(setup: Setup) -> None:
+    # Not with tied weights on one stage, which add up their two gradients in turns if both are whole.
+    _assert_same_bits(setup, replace(setup, schedule="1f1b"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_chunks_agree_bit_for_bit(tied: bool) -> None:
+    setup = Setup(pp=2, cut=CUT, micro_batches=3, tied=tied)
+    _assert_same_bits(setup, replace(setup, schedule="interleaved", model_chunks=2))
 
 
 @pytest.mark.parametrize("pp", [2, 4])

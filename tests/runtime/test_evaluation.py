@@ -39,7 +39,7 @@ def _evaluations() -> dict[str, Any]:
     found["as when training"] = engine.eval_batch(feed(engine, SETUP)).item()
     with pytest.raises(UserError, match="reduce_output='sum'"):
         engine.eval_batch(_held_out(), reduce_output="sum")
-    found["held"] = sum(map(len, vars(engine._live).values()))
+    found["held"] = sum(map(len, vars(engine._executor.live).values()))
     for name in ("by micro-batch", "outputs alone"):
         found[name] = found[name] and [as_numpy(tensor) for tensor in found[name]]
     loss = found["loss of the last stage"]

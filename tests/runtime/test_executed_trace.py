@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_ext.plan.dependencies import prerequisites
+from deepspeed_ext.plan.dependencies import prerequisites, result
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import SCHEDULES, stage_orders
+from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.timeline import Timeline, executed_order
 from tests.distributed import run_distributed
 from tests.runtime.training import Setup, build, feed
@@ -16,9 +16,9 @@ CLOCK_RESOLUTION_S = 1e-6
 """Rounding of a difference of two readings of the host's clock."""
 
 SETUPS = [
-    Setup(pp=pp, cut=cut, micro_batches=micro_batches, schedule=schedule)
+    Setup(pp=pp, cut=cut, micro_batches=micro_batches, schedule=schedule, model_chunks=model_chunks, num_blocks=6)
     for pp in (1, 2, 4)
-    for schedule in sorted(SCHEDULES)
+    for schedule, model_chunks in (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1))
     for cut, micro_batches in (((9, 1, 8, 6), 3), ((24,), 5), ((12, 12), 1))
 ]
 
@@ -50,20 +50,22 @@ def _measured(pp: int) -> dict[Setup, tuple[Timeline, list[float]]]:
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_executed_order_is_the_schedule(setup: Setup) -> None:
     timeline, _ = _measured(setup.pp)[setup]
-    shape = PipelineShape(setup.pp, setup.micro_batches, len(setup.cut))
+    shape = PipelineShape(setup.pp * setup.model_chunks, setup.micro_batches, len(setup.cut), setup.model_chunks)
     assert timeline.shape == shape
     assert timeline.unit == "s"
-    assert executed_order(timeline) == stage_orders(SCHEDULES[setup.schedule], shape)
+    assert executed_order(timeline) == rank_orders(SCHEDULES[setup.schedule], shape)
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_spans_do_not_overlap_and_keep_dependencies(setup: Setup) -> None:
     timeline, started = _measured(setup.pp)[setup]
-    spans = {span.op: span for stage in timeline.spans for span in stage}
-    for stage in timeline.spans:
-        assert all(span.start < span.end for span in stage)
-        assert all(earlier.end <= later.start for earlier, later in pairwise(stage))
+    spans = {span.op: span for rank in timeline.spans for span in rank}
+    results = {result(op): span for op, span in spans.items()}
+    for rank in timeline.spans:
+        assert all(span.start < span.end for span in rank)
+        assert all(earlier.end <= later.start for earlier, later in pairwise(rank))
+    clock = [started[timeline.shape.rank_of(stage)] for stage in range(timeline.shape.num_stages)]
     for op, span in spans.items():
         for needed in prerequisites(op, timeline.shape):
-            done = started[needed.stage] + spans[needed].end
-            assert done <= started[op.stage] + span.start + CLOCK_RESOLUTION_S, f"{op} ran before {needed} was done"
+            done = clock[needed.stage] + results[needed].end
+            assert done <= clock[op.stage] + span.start + CLOCK_RESOLUTION_S, f"{op} ran before {needed} was done"

@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.ops import OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.programs import SEND
+from deepspeed_ext.plan.schedules import forward_order, schedule_named
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.reference import Reference
@@ -49,6 +53,43 @@ def test_headers_are_sent_in_the_first_step_alone(setup: Setup) -> None:
         # One a token slice; gradients have the shapes of their activations. Evaluation has shapes of its own.
         headers = len(setup.cut) * (stage < setup.pp - 1)
         assert found == [training + headers, training, training, evaluation + headers]
+
+
+SCHEDULED = [
+    Setup(pp=2, cut=CUT, schedule="gpipe"),
+    Setup(pp=2, cut=CUT, schedule="zero-bubble", micro_batches=3),
+    Setup(pp=2, cut=CUT, schedule="interleaved", model_chunks=2, micro_batches=3),
+    Setup(pp=2, cut=CUT, schedule="gpipe", model_chunks=2, placement=Placement.V),
+    Setup(pp=3, cut=(23, 1), schedule="interleaved", model_chunks=2, num_blocks=5),
+    Setup(pp=3, cut=CUT, schedule="zero-bubble", recompute=1),
+]
+
+
+def _transfers(setup: Setup, *, training: bool) -> list[tuple[int, int]]:
+    """Per rank, the transfers of its program, and how many of the activations among them are of a kind of their own."""
+    shape = PipelineShape(
+        setup.pp * setup.model_chunks,
+        setup.micro_batches,
+        len(setup.cut),
+        setup.model_chunks,
+        placement=setup.placement,
+    )
+    found = []
+    for program in lower(schedule_named(setup.schedule) if training else forward_order, shape):
+        sends = [each for each in program.instructions if each.kind in SEND.values()]
+        activations = [each for each in sends if each.kind is SEND[OpKind.FORWARD]]
+        found.append((len(sends), len({(each.stage, each.token_slice) for each in activations})))
+    return found
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["shapes known", "shapes sent once"])
+@pytest.mark.parametrize("setup", SCHEDULED, ids=str)
+def test_messages_are_the_transfers_of_the_program(setup: Setup, known: bool) -> None:
+    by_rank = run_distributed(_messages, setup.pp, setup, {} if known else {"activation_spec": None})
+    training, evaluation = _transfers(setup, training=True), _transfers(setup, training=False)
+    for found, (sends, kinds), (sends_forward, kinds_forward) in zip(by_rank, training, evaluation, strict=True):
+        headers, headers_forward = (0, 0) if known else (kinds, kinds_forward)
+        assert found == [sends + headers, sends, sends, sends_forward + headers_forward]
 
 
 def test_dynamic_shapes_are_sent_with_every_activation() -> None:
@@ -139,6 +180,29 @@ def test_dynamic_shapes_may_change_within_a_step() -> None:
         for first, second in (ROWS_IN_TURN[:2], ROWS_IN_TURN[2:])
     ]
     for found in run_distributed(_changing_rows, 2, True):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def _changing_rows_interleaved() -> list[float]:
+    """Two micro-batches of a step, of different rows, on four stages of two ranks; then an evaluation of others."""
+    setup = Setup(pp=2, cut=CUT, schedule="interleaved", model_chunks=2)
+    engine = build(
+        setup,
+        activation_spec=None,
+        dynamic_shape=True,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+    )
+    trained = engine.train_batch(iter(models.batches(1, 2, seed=2) + models.batches(1, 4, seed=4)))
+    evaluated = engine.eval_batch(iter(models.batches(1, 1, seed=1) + models.batches(1, 3, seed=3)))
+    return [trained.item(), evaluated.item()]
+
+
+def test_dynamic_shapes_reach_every_model_chunk() -> None:
+    expected = [
+        _whole(models.batches(1, first, seed=first) + models.batches(1, second, seed=second))
+        for first, second in ((2, 4), (1, 3))
+    ]
+    for found in run_distributed(_changing_rows_interleaved, 2):
         assert found == pytest.approx(expected, rel=1e-6)
 
 

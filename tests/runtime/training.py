@@ -9,6 +9,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.ops import Placement
+from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
@@ -29,7 +31,9 @@ class Setup:
     dp: int = 1
     cut: tuple[int, ...] = (models.SEQ,)
     micro_batches: int = 2
-    schedule: str = "1f1b"
+    schedule: str | Schedule = "1f1b"
+    model_chunks: int = 1
+    placement: Placement = Placement.LOOPED
     tied: bool = True
     zero: int = 0
     dtype: str = "fp32"
@@ -44,7 +48,13 @@ class Setup:
 
     def __str__(self) -> str:
         parts = [f"pp{self.pp}", f"dp{self.dp}", f"m{self.micro_batches}", "cut" + "_".join(map(str, self.cut))]
-        parts += [self.schedule, "tied" if self.tied else "untied", f"zero{self.zero}", self.dtype]
+        parts += [f"v{self.model_chunks}{self.placement.value}"] * (self.model_chunks > 1)
+        parts += [
+            getattr(self.schedule, "__name__", self.schedule),
+            "tied" if self.tied else "untied",
+            f"zero{self.zero}",
+            self.dtype,
+        ]
         return "-".join(parts + ["recompute"] * bool(self.recompute) + [self.accumulate or ""]).rstrip("-")
 
 
@@ -73,9 +83,11 @@ def build(
     loss_fn: Callable[..., Any] | None = models.loss_fn,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     config: dict[str, Any] | None = None,
+    engine_keywords: dict[str, Any] | None = None,
+    prepare: Callable[[TokenSlicePipelineModule], Any] = lambda model: None,
     **module_keywords: Any,
 ) -> TokenSlicePipelineEngine:
-    """The engine of a setup; SGD with a learning rate of 1 unless told otherwise."""
+    """The engine of a setup; SGD with a learning rate of 1 unless told otherwise. `prepare` sees the module first."""
     torch.manual_seed(0)
     module_keywords.setdefault("activation_spec", hidden_spec)
     module_keywords.setdefault("activation_checkpoint_interval", setup.recompute)
@@ -86,8 +98,11 @@ def build(
         ),
         token_slices=TokenSlices(setup.cut),
         loss_fn=loss_fn,
+        num_model_chunks=setup.model_chunks,
+        placement=setup.placement,
         **module_keywords,
     )
+    prepare(model)
     if optimizer is None:
         optimizer = lambda parameters: RecordingSGD(parameters, lr=LONG_STEP if by_step(setup) else 1.0)  # noqa: E731
     settings: dict[str, Any] = {
@@ -106,6 +121,7 @@ def build(
         model,
         settings | dict(setup.config) | (config or {}),
         schedule=setup.schedule,
+        **(engine_keywords or {}),
         optimizer=optimizer([parameter for parameter in model.parameters() if parameter.requires_grad]),
     )
     if setup.dtype == "fp64":

@@ -1,6 +1,7 @@
 """What ranks of the trainer's tests run: a prepared run of a small GPT, and the gradients of one step of its engine."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config.pipeline_plan import with_found_token_slices
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.data.dataset_splits import DatasetSplits
 from megatron_terapipe.data.tokenizer import ByteTokenizer
@@ -45,7 +47,8 @@ class Setup:
     fp64: bool = False
 
     def __str__(self) -> str:
-        words = self.flags.replace("--", "").replace("-model-parallel-size", "").split()
+        flags = self.flags.replace("--", "").replace("-model-parallel-size", "")
+        words = [Path(word).stem if word.startswith("/") else word for word in flags.split()]
         return "_".join([f"ranks{self.world_size}", f"m{self.micro_batches}", *words] + ["fp64"] * self.fp64)
 
     @property
@@ -77,6 +80,8 @@ def run_of(setup: Setup) -> Run:
     layout = parse_arguments(argv).parallel.layout(launch.world_size)
     global_batch_size = 2 * setup.micro_batches * layout.data_parallel_size
     config = parse_arguments([*argv, "--global-batch-size", str(global_batch_size)])
+    config = with_found_token_slices(config, setup.micro_batches)
+    layout = config.parallel.layout(launch.world_size)
     return Run(
         config=config,
         launch=launch,

@@ -72,3 +72,12 @@ def test_a_resumed_run_knows_what_was_skipped(data: Path, tmp_path: Path) -> Non
     for name in ("consumed_samples", "skipped_iterations", "loss_scale", "learning_rate", "global_batch_size"):
         assert [each[name] for each in rest] == [each[name] for each in whole[8:]], name
     assert [each["lm_loss"] for each in rest] == [each["lm_loss"] for each in whole[8:]]
+
+
+def test_weight_gradients_apart_overflow_and_learn_as_whole_backwards_do(data: Path, tmp_path: Path) -> None:
+    words = "--initial-loss-scale 1048576 --train-iters 10 --eval-iters 0".split()
+    whole = trained(data, tmp_path, *words)
+    apart = trained(data, tmp_path, *words, "--pipeline-schedule", "zero-bubble", metrics="apart.jsonl")
+    assert 0 < sum(each["grad_norm"] is None for each in whole) < 10
+    for name in ("lm_loss", "grad_norm", "loss_scale", "skipped_iterations"):
+        assert [each[name] for each in apart] == [each[name] for each in whole], name

@@ -7,6 +7,7 @@ on one process, whose attention is torch's. An error is the norm of a tensor's d
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,12 @@ HETEROGENEOUS = (
     '--heterogeneous-layers-config-path {"block_configs":[{"mlp":{"ffn_hidden_size":48}},{"attention":{"no_op":true}},'
     '{"attention":{"num_query_groups":2}},{"mlp":{"no_op":true}}]}'
 )
+MODEL_CHUNKS, ZERO_BUBBLE = "--num-layers-per-virtual-pipeline-stage 1", "--pipeline-schedule zero-bubble"
+THERE_AND_BACK = (
+    "--num-model-chunks 2 --model-chunk-placement v --num-token-slices 4"
+    f" --pipeline-schedule {Path(__file__).parent / 'schedules' / 'there_and_back.csv'}"
+)
+FOUND = "--pipeline-schedule optimised --token-slices auto"
 SETUPS = [
     Setup(1, UNIFORM, fp64=True),
     Setup(1, f"{UNEVEN} {GROUPED} {GPIPE}", fp64=True),
@@ -99,6 +106,32 @@ SETUPS = [
     # Every axis at once.
     Setup(8, f"{TP2} {PP2} {EVEN} {SP} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True),
     Setup(8, f"{TP2} {PP2} {UNEVEN} {UNTIED} {DROPOUT} {ZERO}"),
+    # Model chunks, with more token slices than ranks and with fewer; weight gradients apart; schedules from elsewhere.
+    Setup(1, f"{UNEVEN} {ZERO_BUBBLE} {MODEL_CHUNKS.replace('1', '4')} {DROPOUT}", fp64=True),
+    Setup(2, f"{PP2} {UNIFORM} {MODEL_CHUNKS}", fp64=True, micro_batches=3),
+    Setup(2, f"{PP2} {UNEVEN} {MODEL_CHUNKS} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True, micro_batches=5),
+    Setup(2, f"{PP2} --num-token-slices 1 {MODEL_CHUNKS} {FULL} {UNTIED} {ZERO}", micro_batches=4),
+    Setup(2, f"{PP2} {UNEVEN} --num-model-chunks 2 {GPIPE} {GROUPED}", fp64=True),
+    Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True, micro_batches=3),
+    Setup(2, f"{PP2} {UNIFORM} {ZERO_BUBBLE} {HETEROGENEOUS} {DROPOUT} {FULL}", fp64=True),
+    Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {ZERO} {GROUPED}"),
+    Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {BF16}"),
+    Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {BF16} {ZERO} {SELECTIVE}", micro_batches=3),
+    Setup(2, f"{PP2} {THERE_AND_BACK} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True),
+    Setup(2, f"{PP2} {THERE_AND_BACK} {UNTIED} {ZERO}"),
+    Setup(
+        2,
+        f"{PP2} {FOUND} --num-token-slices 5 --num-model-chunks 2 --model-chunk-placement v {LLAMA} {DROPOUT} {PACKED}",
+        fp64=True,
+        micro_batches=3,
+    ),
+    Setup(4, f"{TP2} {PP2} {FOUND} --num-token-slices 4 {SP} {SELECTIVE}"),
+    Setup(4, f"{PP2} {UNEVEN} {MODEL_CHUNKS} {ZERO}"),
+    Setup(4, f"{PP4} {SINGLES} {ZERO_BUBBLE} {GROUPED} {UNTIED}", fp64=True, micro_batches=3),
+    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True),
+    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {MODEL_CHUNKS} {DROPOUT} {FULL}", fp64=True, micro_batches=3),
+    Setup(4, f"{TP2} {PP2} {UNIFORM} {SP} {THERE_AND_BACK}"),
+    Setup(8, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {DROPOUT} {ZERO}"),
 ]
 
 

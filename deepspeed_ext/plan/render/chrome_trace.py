@@ -1,58 +1,91 @@
 """Writes a timeline in the Chrome trace event format, which Perfetto and chrome://tracing open.
 
-Each stage is a process with one thread. Arrows join an op to the op on another stage that reads its result.
+Each pipeline rank is a process, with a thread for each of its stages. Arrows join an op to the op on another rank
+that reads its result. Transfers that take time have tracks of their own. Curves of memory become counters.
 """
 
 import json
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from deepspeed_ext.plan.dependencies import transferred
-from deepspeed_ext.plan.ops import Op, OpKind
+from deepspeed_ext.plan.dependencies import received, result
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.render.labels import KIND_NAMES, rank_name
 from deepspeed_ext.plan.timeline import Span, Timeline
 
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0}
-_CATEGORY = {OpKind.FORWARD: "forward", OpKind.BACKWARD: "backward"}
+_Event = dict[str, Any]
 
 
-def render_chrome_trace(timeline: Timeline) -> str:
+def render_chrome_trace(timeline: Timeline, memory: Sequence[Sequence[tuple[float, float]]] = ()) -> str:
     """Write a timeline as Chrome trace JSON.
 
     Trace times are microseconds from the first op. A timeline without a unit counts each unit as one microsecond.
+
+    Args:
+        timeline: what to write.
+        memory: per rank, times of the timeline and what is held from each of them on; may be left out.
     """
+    return json.dumps({"traceEvents": list(_events(timeline, memory)), "displayTimeUnit": "ms"})
+
+
+def _events(timeline: Timeline, memory: Sequence[Sequence[tuple[float, float]]]) -> Iterator[_Event]:
     scale = _MICROSECONDS.get(timeline.unit, 1.0)
 
     def time(value: float) -> float:
         return (value - timeline.start) * scale
 
-    events: list[dict[str, Any]] = []
-    for stage, spans in enumerate(timeline.spans):
-        place = {"pid": stage, "tid": 0}
-        events.append({"ph": "M", "name": "process_name", **place, "args": {"name": f"stage {stage}"}})
-        events.append({"ph": "M", "name": "process_sort_index", **place, "args": {"sort_index": stage}})
-        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": "ops"}})
+    shape = timeline.shape
+    for rank, spans in enumerate(timeline.spans):
+        yield from _names(shape, rank)
         for op, start, end in spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": str(op),
-                    "cat": _CATEGORY[op.kind],
-                    **place,
-                    "ts": time(start),
-                    "dur": time(end) - time(start),
-                    "args": {"micro_batch": op.micro_batch, "token_slice": op.token_slice},
+            yield {
+                "ph": "X",
+                "name": str(op),
+                "cat": KIND_NAMES[op.kind],
+                **_place(op, shape),
+                "ts": time(start),
+                "dur": time(end) - time(start),
+                "args": {"micro_batch": op.micro_batch, "token_slice": op.token_slice},
+            }
+    yield from _transfers(timeline, time)
+    for rank, curve in enumerate(memory):
+        for start, held in curve:
+            yield {"ph": "C", "name": "memory", "pid": rank, "ts": time(start), "args": {"held": held}}
+    ran = {result(span.op): span for spans in timeline.spans for span in spans}
+    for number, reader in enumerate(ran.values()):
+        needed = received(reader.op, shape)
+        if needed is not None and needed in ran and shape.rank_of(needed.stage) != shape.rank_of(reader.op.stage):
+            for span, ending in ((ran[needed], {"ph": "s"}), (reader, {"ph": "f", "bp": "e"})):
+                yield {"name": "transfer", "cat": "transfer", "id": number, **_place(span.op, shape)} | {
+                    "ts": time(_middle(span)),
+                    **ending,
                 }
-            )
-    ran = {span.op: span for spans in timeline.spans for span in spans}
-    transfers = ((ran.get(needed), span) for op, span in ran.items() if (needed := transferred(op, timeline.shape)))
-    for number, (producer, consumer) in enumerate(transfers):
-        if producer is not None:
-            events.append({**_arrow_end(producer.op, time(_middle(producer)), number), "ph": "s"})
-            events.append({**_arrow_end(consumer.op, time(_middle(consumer)), number), "ph": "f", "bp": "e"})
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _arrow_end(op: Op, time: float, number: int) -> dict[str, Any]:
-    return {"name": "transfer", "cat": "transfer", "id": number, "pid": op.stage, "tid": 0, "ts": time}
+def _transfers(timeline: Timeline, time: Callable[[float], float]) -> Iterator[_Event]:
+    """Transfers that took time, on a track of their source rank for each channel: several can be on their way."""
+    giver = {result(span.op): str(span.op) for spans in timeline.spans for span in spans}
+    for number, (op, channel, start, end, _) in enumerate(timeline.transfers):
+        name = f"{'activations' if channel.result is OpKind.FORWARD else 'gradients'} to rank {channel.target}"
+        shared = {"name": name, "cat": "transfer", "id": f"message {number}", "pid": channel.source, "tid": 0}
+        yield {"ph": "b", **shared, "ts": time(start), "args": {"result_of": giver[op]}}
+        yield {"ph": "e", **shared, "ts": time(end)}
+
+
+def _names(shape: PipelineShape, rank: int) -> Iterator[_Event]:
+    """What viewers call a process and its threads, and where they put it."""
+    name = {"name": rank_name(shape, rank)}
+    yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": name}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    for thread, stage in enumerate(shape.stages_of(rank)):
+        called = "ops" if shape.num_model_chunks == 1 else f"stage {stage}"
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": called}}
+
+
+def _place(op: Op, shape: PipelineShape) -> dict[str, int]:
+    """Process and thread of an op."""
+    return {"pid": shape.rank_of(op.stage), "tid": op.stage // shape.num_ranks}
 
 
 def _middle(span: Span) -> float:

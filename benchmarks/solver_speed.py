@@ -1,0 +1,132 @@
+"""How long the solvers take, and how good what they find is.
+
+python -m benchmarks.solver_speed [--effort 1] [--optimise]
+
+Seconds are those that one core computed for, so a busy machine does not count. Kernels are compiled in the first run on
+a machine, which takes some seconds more.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.optimise import optimise
+from deepspeed_ext.plan.schedules import one_f_one_b, rank_orders, zero_bubble
+from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.solve import PolynomialCosts, op_costs, solve_terapipe, solve_token_slices
+
+SEQ_LENGTH, NUM_STAGES = 131_072, 64
+GRANULARITY, MIN_LENGTH = 128, 1024
+ATTENTION_SHARE = 0.6
+FIXED = 0.001
+"""What each op costs besides, in forwards of a stage."""
+SHORT_SEQ_LENGTH = 8192
+
+PIPELINES = (
+    # Ranks, micro-batches, token slices, attention share.
+    (4, 4, 4, 0.3),
+    (4, 4, 4, 0.6),
+    (4, 1, 8, 0.6),
+    (8, 8, 8, 0.3),
+    (8, 8, 8, 0.6),
+    (8, 8, 8, 0.8),
+    (8, 4, 16, 0.6),
+    (8, 16, 4, 0.6),
+)
+MODEL_CHUNKS = ((1, Placement.LOOPED), (2, Placement.LOOPED), (2, Placement.V), (4, Placement.LOOPED))
+
+_Result = TypeVar("_Result")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--effort", type=float, default=1.0, help="of the solvers")
+    parser.add_argument("--optimise", action="store_true", help="token slices and orders of some pipelines, too")
+    options = parser.parse_args(argv)
+    token_slices(options.effort)
+    if options.optimise:
+        orders(options.effort)
+
+
+def token_slices(effort: float) -> None:
+    """Cut a long sequence for many stages."""
+    costs = PolynomialCosts.of_layers([1] * NUM_STAGES, SEQ_LENGTH, ATTENTION_SHARE, fixed=FIXED)
+    print(f"{SEQ_LENGTH} tokens, {NUM_STAGES} stages, granularity {GRANULARITY}")
+    print(f"{'solver':>12} {'M':>3} {'S':>4} {'seconds':>8} {'bubble':>7}")
+    for name, schedule, num_micro_batches, count in (
+        ("1f1b", one_f_one_b, 8, 16),
+        ("1f1b", one_f_one_b, 16, 32),
+        ("zero-bubble", zero_bubble, 8, 16),
+        ("zero-bubble", zero_bubble, 16, 32),
+    ):
+        shape = PipelineShape(NUM_STAGES, num_micro_batches, count)
+        seconds, solved = _timed(
+            lambda shape=shape, schedule=schedule: solve_token_slices(
+                shape,
+                SEQ_LENGTH,
+                costs,
+                schedule=schedule,
+                granularity=GRANULARITY,
+                min_length=MIN_LENGTH,
+                effort=effort,
+            )
+        )
+        timeline = simulate(rank_orders(schedule, shape), shape, op_costs(shape, solved.cut, costs))
+        print(f"{name:>12} {num_micro_batches:>3} {count:>4} {seconds:>8.2f} {timeline.bubble_ratio:>7.1%}")
+    for count in (None, 16, 64):
+        seconds, exact = _timed(
+            lambda count=count: solve_terapipe(
+                costs,
+                SEQ_LENGTH,
+                num_stages=NUM_STAGES,
+                num_token_slices=count,
+                granularity=GRANULARITY,
+                min_length=MIN_LENGTH,
+            )
+        )
+        over = exact.makespan / exact.lower_bound - 1
+        print(f"{'terapipe':>12} {1:>3} {len(exact.cut):>4} {seconds:>8.2f}  at most {over:.2%} over the best")
+
+
+def orders(effort: float) -> None:
+    """Token slices and op orders under the memory of 1f1b with even token slices, (P + S - 1) / S."""
+    print(f"\n{'P':>3} {'M':>3} {'S':>3} {'share':>5} {'V':>2} {'placement':>9} {'bubble':>7} {'bound':>7}", end="")
+    print(f" {'peak':>6} {'limit':>6} {'cut s':>8} {'orders s':>8}")
+    for num_ranks, num_micro_batches, count, share in PIPELINES:
+        limit = min((num_ranks + count - 1) / count, num_micro_batches)
+        for num_model_chunks, placement in MODEL_CHUNKS:
+            shape = PipelineShape(num_ranks * num_model_chunks, num_micro_batches, count, num_model_chunks, placement)
+            token_slice_costs = PolynomialCosts.of_layers(
+                [1] * shape.num_stages, SHORT_SEQ_LENGTH, share, layer_time=1 / num_model_chunks
+            )
+            cutting, solved = _timed(
+                lambda shape=shape, token_slice_costs=token_slice_costs, limit=limit: solve_token_slices(
+                    shape, SHORT_SEQ_LENGTH, token_slice_costs, memory_limit=limit, granularity=64, effort=effort
+                )
+            )
+            costs = op_costs(shape, solved.cut, token_slice_costs)
+            ordering, found = _timed(
+                lambda shape=shape, costs=costs, limit=limit, cut=solved.cut: optimise(
+                    shape, costs, memory_limit=limit, lengths=cut.lengths, effort=effort
+                )
+            )
+            bound = 1 - (1 - found.bubble_ratio) * found.makespan / found.lower_bound
+            print(
+                f"{num_ranks:>3} {num_micro_batches:>3} {count:>3} {share:>5} {num_model_chunks:>2} {placement:>9} "
+                f"{found.bubble_ratio:>7.1%} {bound:>7.1%} {max(found.peak_activation):>6.3f} {limit:>6.3f} "
+                f"{cutting:>8.1f} {ordering:>8.1f}",
+                flush=True,
+            )
+
+
+def _timed(solve: Callable[[], _Result]) -> tuple[float, _Result]:
+    start = time.process_time()
+    result = solve()
+    return time.process_time() - start, result
+
+
+if __name__ == "__main__":
+    main()

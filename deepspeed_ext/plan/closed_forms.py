@@ -1,0 +1,47 @@
+"""Bubble ratios in closed form, where every op of a kind costs the same and transfers cost nothing.
+
+P pipeline ranks, M micro-batches, S token slices, V model chunks. A bubble is as long as the ops of one token slice on
+one stage for each of the P - 1 ranks that a token slice passes on its way in and out, so it shrinks with all of the
+other three. tests/plan hold the simulator to these.
+"""
+
+from typing import NamedTuple
+
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.ops import PipelineShape, Placement
+
+
+class ClosedForm(NamedTuple):
+    """A bubble ratio, and the formula that gives it."""
+
+    formula: str
+    bubble_ratio: float
+
+
+def closed_form(schedule: str, shape: PipelineShape, costs: OpCosts) -> ClosedForm | None:
+    """The bubble ratio of a schedule, if it has a closed form for this shape and these costs.
+
+    `gpipe` and `1f1b`: arXiv 2102.07988 and 2406.03488, bubble (P-1)/(MS+P-1). `interleaved`: arXiv 2104.04473 section
+    2.2 for token slices, (P-1)/(VMS+P-1), if P token slices are there to fill the pipeline. `zero-bubble`: arXiv
+    2401.10241 section 3 for token slices, if the three parts cost the same.
+    """
+    if not _is_uniform(costs):
+        return None
+    warmup, units = shape.num_ranks - 1, shape.num_micro_batches * shape.num_token_slices
+    if schedule in ("gpipe", "1f1b", "interleaved") and shape.num_model_chunks == 1:
+        return ClosedForm("(P-1)/(MS+P-1)", warmup / (units + warmup))
+    if schedule == "interleaved" and shape.placement is Placement.LOOPED and units >= shape.num_ranks:
+        return ClosedForm("(P-1)/(VMS+P-1)", warmup / (shape.num_model_chunks * units + warmup))
+    if schedule == "zero-bubble" and _first(costs.forward) == _first(costs.backward) == _first(costs.weight_gradient):
+        makespan = 2 * units + max(units + warmup, shape.num_token_slices + 2 * warmup)
+        return ClosedForm("1-3MS/(2MS+max(MS+P-1,S+2(P-1)))", 1 - 3 * units / makespan)
+    return None
+
+
+def _is_uniform(costs: OpCosts) -> bool:
+    tables = (costs.forward, costs.backward, costs.weight_gradient or costs.forward)
+    return costs.transfer == 0 and all(len({time for row in table for time in row}) == 1 for table in tables)
+
+
+def _first(table: tuple[tuple[float, ...], ...] | None) -> float | None:
+    return table[0][0] if table else None

@@ -1,0 +1,98 @@
+"""The figures of a simulated schedule, in words and as JSON."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed_ext.plan.closed_forms import closed_form
+from deepspeed_ext.plan.command.request import Request
+from deepspeed_ext.plan.command.sizes import Memory
+from deepspeed_ext.plan.critical_path import critical_path
+from deepspeed_ext.plan.memory import peak, peak_activation
+from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.plan.timeline import Timeline, executed_order
+
+_NAME_WIDTH = 25
+
+
+def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
+    """The figures in lines of name and value."""
+    bubble_ratio = f"{timeline.bubble_ratio:.2%}"
+    known = closed_form(request.schedule, request.shape, request.costs)
+    if known is not None:
+        bubble_ratio += f" (closed form {known.formula}: {known.bubble_ratio:.2%})"
+    by = by_what(timeline)
+    rows = [
+        ("makespan", with_unit(timeline.makespan, timeline.unit)),
+        ("bubble ratio", bubble_ratio),
+        ("peak live token slices", f"{_joined(timeline.peak_live_token_slices)}  {by}"),
+        ("peak activation", f"{_joined(activation(timeline, request.lengths))}  {by}, in micro-batches"),
+    ]
+    if memory.token_bytes is not None:
+        peaks = " ".join(f"{peak(curve) / 2**20:.4g}" for curve in memory.curves(timeline))
+        rows.append(("peak memory", f"{peaks}  {by}, in MiB"))
+    if request.lower_bound is not None:
+        above = timeline.makespan / request.lower_bound - 1 if request.lower_bound else 0.0
+        rows.insert(1, ("lower bound", f"{request.lower_bound:.6g} (the makespan is {above:.2%} above it)"))
+    if request.shape.num_model_chunks > 1:
+        placed = f"{request.shape.num_model_chunks} on each rank, placement {request.shape.placement.value}"
+        rows.append(("model chunks", placed))
+    if len(set(request.lengths)) > 1:
+        rows.append(("token slices", ",".join(f"{length:.4g}" for length in request.lengths)))
+    return lines(rows)
+
+
+def figures(timeline: Timeline, request: Request, memory: Memory) -> dict[str, Any]:
+    """The figures, and all that `Timeline.from_json` reads, so that `--timeline` shows it again."""
+    bounds = {} if request.lower_bound is None else {"lower_bound": request.lower_bound}
+    return {
+        "schedule": request.schedule,
+        "makespan": timeline.makespan,
+        **bounds,
+        "bubble_ratio": timeline.bubble_ratio,
+        "peak_live_token_slices": list(timeline.peak_live_token_slices),
+        "peak_activation": activation(timeline, request.lengths),
+        **memory_figures(timeline, memory),
+        "deadlock_free": True,
+        "token_slices": list(request.lengths),
+        "critical_path": [str(op) for op in critical_path(timeline).ops],
+        "orders": order_texts(executed_order(timeline)),
+        **json.loads(timeline.to_json()),
+    }
+
+
+def memory_figures(timeline: Timeline, memory: Memory) -> dict[str, Any]:
+    """Peaks and curves of bytes by rank, where sizes are known."""
+    if memory.token_bytes is None:
+        return {}
+    curves = memory.curves(timeline)
+    return {"peak_memory_bytes": [peak(curve) for curve in curves], "memory_bytes": curves}
+
+
+def activation(timeline: Timeline, lengths: Sequence[float]) -> list[float]:
+    """Peak activation by rank, in activations of one micro-batch on one rank."""
+    return list(peak_activation(timeline, lengths or None))
+
+
+def order_texts(orders: Sequence[Sequence[Op]]) -> list[list[str]]:
+    """Ops in their text form."""
+    return [[str(op) for op in order] for order in orders]
+
+
+def by_what(timeline: Timeline) -> str:
+    """Who a row of figures is by."""
+    return "(by rank)" if timeline.shape.num_model_chunks > 1 else "(by stage)"
+
+
+def lines(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values, aligned."""
+    return "\n".join(f"{name:<{_NAME_WIDTH}}{value}" for name, value in rows)
+
+
+def with_unit(time: float, unit: str) -> str:
+    """A time as it is printed."""
+    return f"{time:.6g}{unit and ' ' + unit}"
+
+
+def _joined(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.4g}" for value in values)

@@ -1,0 +1,163 @@
+"""The flags of the command, and their help."""
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.ops import Placement
+from deepspeed_ext.plan.schedules import SCHEDULES
+
+OPTIMISED = "optimised"
+"""Name of the schedule that is searched for."""
+SEQ_LENGTH = 4096
+"""Tokens of a sequence that is cut, unless it is said."""
+
+_DESCRIPTION = """\
+Simulate a pipeline schedule with token slices, print its timeline, and say how much of it is idle; or show a measured
+timeline beside the simulation of it.
+
+Every rank starts an op as soon as it is free and the op's inputs have arrived. F0.1 is the forward of token slice 1
+of micro-batch 0, B its backward, or BI the part for the input and BW the part for the weights; a dot is idle time.
+Where ranks own several stages, 2F0.1 says of which stage."""
+
+_EPILOG = """\
+costs.json
+  {
+    "forward":         [[1.0, 1.2], [1.0, 1.2]],    time of a forward: a row per stage, a time per token slice
+    "backward":        [[1.0, 1.2], [1.0, 1.2]],    time of a backward, without what stands in the next line
+    "weight_gradient": [[1.0, 1.2], [1.0, 1.2]],    optional: time of weight gradients, where they are apart
+    "transfer":        0.1                          optional: time of a transfer between neighbouring stages
+  }
+  Times are in one unit of your choice. A transfer may also be {"latency": x, "bandwidth": y, "bytes": [per token
+  slice]}. With model chunks, rows are for stages, or for pipeline ranks, whose stages then share the time evenly.
+  Without --costs and --attention-share every op takes 1 and transfers take 0.
+
+token_bytes.json
+  {"activation": 81920, "key_value": 8192, "key_value_gradient": 16384, "logits": 200000,
+   "freed_by_input_gradient": 0.3}
+  Bytes that one token of a micro-batch keeps on a stage: for its backward, as keys and values, as their gradients; and
+  as logits on the last stage. Then the share of the activation that a BI frees. The first three may be lists with one
+  number for each stage; all but the first may be left out.
+
+examples
+  python -m deepspeed_ext.plan --schedule 1f1b --stages 4 --micro-batches 4 --token-slices 4
+  python -m deepspeed_ext.plan --schedule interleaved --stages 4 --model-chunks 2 --micro-batches 4 --html plan.html
+  python -m deepspeed_ext.plan --schedule optimised --stages 8 --micro-batches 8 --token-slices 8 \\
+      --attention-share 0.6 --solve-slices --memory-limit 1.875 --write-schedule best.txt
+  python -m deepspeed_ext.plan --schedule best.txt --costs costs.json --json
+  python -m deepspeed_ext.plan --timeline measured/ --html measured.html
+
+exit code: 0, or 1 if the schedule deadlocks, or 2 for bad input."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad input as every command of ours does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line. The fields of what it returns are read in this package alone."""
+    parser = _Parser(
+        prog="python -m deepspeed_ext.plan",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what to simulate")
+    what.add_argument(
+        "--schedule",
+        metavar="NAME|FILE",
+        help=f"one of {', '.join(SCHEDULES)}, {OPTIMISED}; or a file: a line of ops for each rank",
+    )
+    what.add_argument("--stages", type=int, metavar="P", help="pipeline ranks; stages, if each rank owns one")
+    what.add_argument(
+        "--model-chunks",
+        "--num-model-chunks",
+        type=int,
+        metavar="V",
+        help="stages that each pipeline rank owns (default: 1; for the schedule "
+        f"{OPTIMISED} with --attention-share: 1 or 2, whichever is faster)",
+    )
+    what.add_argument(
+        "--placement",
+        "--model-chunk-placement",
+        choices=[placement.value for placement in Placement],
+        help="stages of a rank: looped = round and round, v = there and back (default: looped; where the model chunks "
+        "are chosen, v)",
+    )
+    what.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of an optimizer step")
+    what.add_argument(
+        "--token-slices",
+        metavar="S|N,N,...",
+        help="token slices of a micro-batch, or the tokens of each, such as 704,688,656 (default: 1)",
+    )
+    what.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help=f"tokens of a sequence, cut evenly unless they are listed (with --solve-slices, default: {SEQ_LENGTH})",
+    )
+    what.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE|DIR",
+        help=(
+            "show a timeline instead, beside its simulation: a file or the directory that the trainer wrote with "
+            "--timeline, or a file written by --json"
+        ),
+    )
+    costs = parser.add_argument_group("what it costs")
+    costs.add_argument("--costs", type=Path, metavar="FILE", help="times of ops and transfers, in the form below")
+    costs.add_argument(
+        "--attention-share",
+        type=float,
+        metavar="RHO",
+        help="instead: costs of token slices of which attention takes this share of the forward, 0 to 1; a micro-batch "
+        "on a rank takes 1 in the forward",
+    )
+    costs.add_argument(
+        "--head-share",
+        type=float,
+        metavar="X",
+        help="with --attention-share: the last stage computes a language-model head on top, X times the forward of a "
+        "rank (default: 0)",
+    )
+    costs.add_argument(
+        "--token-bytes", type=Path, metavar="FILE", help="count memory in bytes: what a token keeps, in the form below"
+    )
+    find = parser.add_argument_group("what to find")
+    find.add_argument(
+        "--solve-slices",
+        action="store_true",
+        help="with --attention-share: the lengths of the token slices that make this schedule fastest",
+    )
+    find.add_argument(
+        "--min-token-slice",
+        type=int,
+        metavar="N",
+        help="fewest tokens of a token slice, for --solve-slices (default: 1)",
+    )
+    find.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="A",
+        help="most activation of any rank, in activations of one micro-batch on one rank: a limit for the schedule "
+        f"{OPTIMISED}; others are refused above it",
+    )
+    find.add_argument(
+        "--effort",
+        type=float,
+        metavar="X",
+        help="time to search: 2 takes twice as long as 1, and often finds more (default: 1)",
+    )
+    out = parser.add_argument_group("what to write")
+    out.add_argument("--json", action="store_true", help="print the figures, the op orders and the timeline as JSON")
+    out.add_argument("--svg", type=Path, metavar="FILE", help="write a drawing")
+    out.add_argument("--html", type=Path, metavar="FILE", help="write a page to zoom and pan in, with memory curves")
+    out.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, which Perfetto opens")
+    out.add_argument("--write-schedule", type=Path, metavar="FILE", help="write the op orders, for --schedule FILE")
+    return parser

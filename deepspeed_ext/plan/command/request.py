@@ -1,0 +1,219 @@
+"""What the command line asks to simulate: a pipeline, what its ops cost, and in what order they run."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+from deepspeed_ext.plan.attention_costs import attention_costs
+from deepspeed_ext.plan.command.files import read
+from deepspeed_ext.plan.command.options import OPTIMISED, SEQ_LENGTH
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.schedule_file import read_schedule
+from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
+from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.slicing import TokenSlices
+
+Orders = Sequence[Sequence[Op]]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to simulate.
+
+    Attributes:
+        schedule: its name, or that of its file.
+        shape: extent of the pipeline.
+        lengths: tokens of the token slices, or their shares of a sequence.
+        costs: times of ops.
+        orders: op order of every pipeline rank.
+        lower_bound: no schedule has a smaller makespan; None if nobody has looked for a bound.
+    """
+
+    schedule: str
+    shape: PipelineShape
+    lengths: tuple[float, ...]
+    costs: OpCosts
+    orders: Orders
+    lower_bound: float | None = None
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """Put together what the options ask for.
+
+    Raises:
+        UserError: if an option is missing, out of range, or contradicts another.
+    """
+    if options.schedule is None:
+        raise UserError("--schedule is missing: give it, or a --timeline to show")
+    _check(options)
+    if options.schedule in SCHEDULES or options.schedule == OPTIMISED:
+        return _of_name(options)
+    return _of_file(options, _schedule_file(options.schedule))
+
+
+def _of_name(options: argparse.Namespace) -> Request:
+    for name in ("stages", "micro_batches"):
+        if getattr(options, name) is None:
+            raise UserError(f"--{name.replace('_', '-')} is missing: give it, or a --timeline to show")
+    if _is_free_to_place(options):
+        requests = [_with_placement(options, *chosen) for chosen in _PLACEMENTS]
+        return min(requests, key=lambda request: simulate(request.orders, request.shape, request.costs).makespan)
+    return _with_placement(options, options.model_chunks or 1, Placement(options.placement or Placement.LOOPED))
+
+
+_PLACEMENTS = ((1, Placement.LOOPED), (2, Placement.V))
+"""Model chunks and placements that are tried where nobody says which: whole stages, and halves there and back."""
+
+
+def _is_free_to_place(options: argparse.Namespace) -> bool:
+    """Whether the optimiser may deal stages as it likes: costs that follow from a share are those of any part."""
+    said = options.model_chunks is not None or options.placement is not None
+    return options.schedule == OPTIMISED and options.attention_share is not None and options.stages > 1 and not said
+
+
+def _with_placement(options: argparse.Namespace, model_chunks: int, placement: Placement) -> Request:
+    num_token_slices, lengths = _token_slices(options.token_slices, options.seq_length)
+    shape = PipelineShape(
+        options.stages * model_chunks, options.micro_batches, num_token_slices, model_chunks, placement
+    )
+    if options.solve_slices:
+        return _solved(options, shape)
+    if options.schedule == OPTIMISED:
+        return _optimised(options, shape, lengths)
+    orders = rank_orders(schedule_named(options.schedule), shape)
+    return Request(options.schedule, shape, lengths, _costs(options, shape, lengths, orders), orders)
+
+
+def _of_file(options: argparse.Namespace, path: Path) -> Request:
+    shape, orders = read_schedule(path)
+    num_token_slices, lengths = _token_slices(options.token_slices or str(shape.num_token_slices), options.seq_length)
+    says = {
+        "--stages": (options.stages, shape.num_ranks),
+        "--micro-batches": (options.micro_batches, shape.num_micro_batches),
+        "--token-slices": (num_token_slices, shape.num_token_slices),
+        "--model-chunks": (options.model_chunks, shape.num_model_chunks),
+        "--placement": (options.placement, shape.placement.value),
+    }
+    for flag, (given, written) in says.items():
+        if given is not None and given != written and (flag != "--placement" or shape.num_model_chunks > 1):
+            raise UserError(f"{flag} {given} contradicts {path}, whose ops say {written}: drop it, or change the file")
+    if options.solve_slices:
+        raise UserError("--solve-slices cuts for a schedule that has a name, not for one of a file: drop it")
+    return Request(path.stem, shape, lengths, _costs(options, shape, lengths, orders), orders)
+
+
+def _schedule_file(name: str) -> Path:
+    """The file that a schedule stands in, where it has no name we know."""
+    path = Path(name)
+    if path.exists() or path.suffix or len(path.parts) > 1:
+        return path
+    names = ", ".join([*SCHEDULES, OPTIMISED])
+    raise PlanError(f"schedule {name!r} is not known: choose one of {names}, or the path of a schedule file")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """See that options are in range and go together."""
+    for name in ("stages", "micro_batches", "model_chunks", "seq_length", "min_token_slice"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} {getattr(options, name)} is not a positive whole number: give 1 or more")
+    if options.min_token_slice is not None and not options.solve_slices:
+        raise UserError(f"--min-token-slice {options.min_token_slice} is for --solve-slices: add it")
+    if options.attention_share is not None and not 0 <= options.attention_share <= 1:
+        raise UserError(f"--attention-share {options.attention_share:g} is not a share: give 0 to 1")
+    if options.head_share is not None and not (options.head_share >= 0 and isfinite(options.head_share)):
+        raise UserError(f"--head-share {options.head_share:g} is out of range: give 0 or more")
+    for name in ("memory_limit", "effort"):
+        given = getattr(options, name)
+        if given is not None and not (given > 0 and isfinite(given)):
+            raise UserError(f"--{name.replace('_', '-')} {given:g} is out of range: give more than 0")
+    if options.effort is not None and not (options.solve_slices or options.schedule == OPTIMISED):
+        raise UserError(f"--effort {options.effort:g} is for what is searched: add --solve-slices, or drop it")
+    if options.attention_share is None:
+        for name, given in (("--head-share", options.head_share is not None), ("--solve-slices", options.solve_slices)):
+            if given:
+                raise UserError(f"{name} needs costs that follow from token slices: add --attention-share")
+    elif options.costs is not None:
+        raise UserError("--costs and --attention-share both say what ops cost: drop one of them")
+
+
+def _token_slices(text: str | None, seq_length: int | None) -> tuple[int, tuple[float, ...]]:
+    """How many token slices, and their lengths: in tokens if they are known, else as shares of a sequence."""
+    text = text or "1"
+    if "," in text:
+        cut = TokenSlices.parse(text)
+        return len(cut), (cut if seq_length is None else cut.covering(seq_length)).lengths
+    try:
+        count = int(text)
+    except ValueError:
+        raise UserError(f"--token-slices {text} is no number and no list of lengths: write 3, or 704,688,656") from None
+    if count < 1:
+        raise UserError(f"--token-slices {count} is not a positive whole number: give 1 or more")
+    if seq_length is not None:
+        return count, TokenSlices.uniform(seq_length, count).lengths
+    return count, (1 / count,) * count
+
+
+def _costs(
+    options: argparse.Namespace, shape: PipelineShape, lengths: Sequence[float], orders: Orders | None
+) -> OpCosts:
+    """Times of ops: from the file, from the share of attention, or 1 for each."""
+    if options.costs is not None:
+        try:
+            return OpCosts.from_json(read(options.costs), shape)
+        except PlanError as error:
+            raise PlanError(f"{options.costs}: {error}") from None
+    if options.attention_share is not None:
+        return attention_costs(shape, lengths, options.attention_share, head_share=options.head_share or 0.0)
+    apart = orders is None or any(op.kind is OpKind.WEIGHT_GRADIENT for order in orders for op in order)
+    return OpCosts.uniform(shape, weight_gradient=1.0 if apart else None)
+
+
+def _optimised(options: argparse.Namespace, shape: PipelineShape, lengths: tuple[float, ...]) -> Request:
+    # Imported here, as the solver is: they need numpy and numba, which most commands do without.
+    from deepspeed_ext.plan.optimise import optimise
+
+    costs = _costs(options, shape, lengths, None)
+    found = optimise(shape, costs, memory_limit=options.memory_limit, lengths=lengths, effort=_effort(options))
+    return Request(OPTIMISED, shape, lengths, costs, found.orders, found.lower_bound)
+
+
+def _solved(options: argparse.Namespace, shape: PipelineShape) -> Request:
+    """Find token slices for the schedule, then make of them what their lengths would have given."""
+    from deepspeed_ext.plan.solve import PolynomialCosts, solve_token_slices
+
+    if "," in (options.token_slices or ""):
+        raise UserError(
+            f"--solve-slices looks for the lengths that --token-slices {options.token_slices} gives: give their number"
+        )
+    seq_length = options.seq_length or SEQ_LENGTH
+    costs = PolynomialCosts.of_layers(
+        [1] * shape.num_stages,
+        seq_length,
+        options.attention_share,
+        layer_time=1 / shape.num_model_chunks,
+        head_time=options.head_share or 0.0,
+    )
+    optimised = options.schedule == OPTIMISED
+    solved = solve_token_slices(
+        shape,
+        seq_length,
+        costs,
+        schedule=None if optimised else schedule_named(options.schedule),
+        memory_limit=options.memory_limit,
+        min_length=options.min_token_slice or 1,
+        effort=_effort(options),
+    )
+    lengths = solved.cut.lengths
+    if optimised:
+        return _optimised(options, shape, lengths)
+    orders = rank_orders(schedule_named(options.schedule), shape)
+    return Request(options.schedule, shape, lengths, _costs(options, shape, lengths, orders), orders)
+
+
+def _effort(options: argparse.Namespace) -> float:
+    return 1.0 if options.effort is None else float(options.effort)

@@ -1,0 +1,69 @@
+"""Shows a schedule: simulated, checked, drawn."""
+
+import argparse
+import json
+
+from deepspeed_ext.plan.command.drawings import write_drawings
+from deepspeed_ext.plan.command.figures import activation, figures, order_texts, summary
+from deepspeed_ext.plan.command.files import write
+from deepspeed_ext.plan.command.options import OPTIMISED
+from deepspeed_ext.plan.command.request import Request, request_of
+from deepspeed_ext.plan.command.sizes import memory_of
+from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
+from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.render import render_text
+from deepspeed_ext.plan.schedule_file import write_schedule
+from deepspeed_ext.plan.schedules import fixed
+from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.timeline import Timeline
+
+_TOLERANCE = 1e-9
+"""Of a memory limit: shares of tokens add up to it with rounding."""
+
+
+def show_simulated(options: argparse.Namespace) -> int:
+    """Simulate what the options ask for. Returns the exit code.
+
+    Raises:
+        UserError: if the input is bad, or the schedule is above the memory limit.
+    """
+    request: Request | None = None
+    try:
+        request = request_of(options)
+        timeline = simulate(request.orders, request.shape, request.costs)
+        lower(fixed(request.orders), request.shape)  # the order may be sound, and its transfers still lock
+    except ScheduleDeadlock as deadlock:
+        _show_deadlock(options, deadlock, request)
+        return 1
+    if options.memory_limit is not None:
+        _check_memory(timeline, request, options.memory_limit)
+    if options.write_schedule is not None:
+        write(options.write_schedule, write_schedule(request.orders))
+    memory = memory_of(options, request.shape, request.lengths)
+    write_drawings(options, [(request.schedule, timeline)], memory, request.schedule)
+    if options.json:
+        print(json.dumps(figures(timeline, request, memory)))
+    else:
+        print(f"{render_text(timeline)}\n\n{summary(timeline, request, memory)}\ndeadlock free            yes")
+    return 0
+
+
+def _show_deadlock(options: argparse.Namespace, deadlock: ScheduleDeadlock, request: Request | None) -> None:
+    if not options.json:
+        print(f"deadlock free            no: {deadlock}")
+        return
+    known = {"schedule": options.schedule, "deadlock_free": False, "reason": str(deadlock)}
+    if request is not None:
+        known |= request.shape.to_fields() | {"orders": order_texts(request.orders)}
+    print(json.dumps(known))
+
+
+def _check_memory(timeline: Timeline, request: Request, limit: float) -> None:
+    peaks = activation(timeline, request.lengths)
+    highest = max(peaks)
+    if highest > limit * (1 + _TOLERANCE):
+        remedy = "raise the limit" if request.schedule == OPTIMISED else f"raise it, or choose --schedule {OPTIMISED}"
+        raise PlanError(
+            f"schedule {request.schedule!r} holds {highest:.4g} activations of a micro-batch on rank "
+            f"{peaks.index(highest)}, and --memory-limit is {limit:g}: {remedy}"
+        )

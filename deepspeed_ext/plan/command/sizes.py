@@ -1,0 +1,102 @@
+"""What memory curves count: activations of a micro-batch, or bytes, if a file says what a token keeps."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from deepspeed_ext.plan.command.files import read
+from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.memory import StepFunction, TokenBytes, activation_over_time, memory_over_time
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.timeline import Timeline
+
+_BY_STAGE = ("activation", "key_value", "key_value_gradient")
+_WHOLE = ("logits", "freed_by_input_gradient")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How memory is counted.
+
+    Attributes:
+        lengths: tokens of the token slices, or their shares of a sequence; empty for equal ones.
+        token_bytes: what a token keeps; None to count activations.
+    """
+
+    lengths: Sequence[float]
+    token_bytes: TokenBytes | None = None
+
+    @property
+    def unit(self) -> str:
+        """What the curves count."""
+        return "activations, in micro-batches on one rank" if self.token_bytes is None else "bytes"
+
+    def curves(self, timeline: Timeline) -> list[StepFunction]:
+        """Per rank, what it holds over time."""
+        if self.token_bytes is None:
+            return activation_over_time(timeline, self.lengths or None)
+        return memory_over_time(timeline, self.lengths, self.token_bytes)
+
+
+def memory_of(options: argparse.Namespace, shape: PipelineShape, lengths: Sequence[float]) -> Memory:
+    """How the options say to count.
+
+    Raises:
+        UserError: if bytes are asked for and nobody says how many tokens there are, or the file is something else.
+    """
+    if options.token_bytes is None:
+        return Memory(lengths)
+    if sum(lengths) < 1.5:  # shares of a sequence, or nothing
+        raise UserError(
+            "--token-bytes needs the tokens of a sequence: add --seq-length, or show a timeline of the trainer's"
+        )
+    try:
+        return Memory(lengths, parse_token_bytes(read(options.token_bytes), shape))
+    except PlanError as error:
+        raise PlanError(f"{options.token_bytes}: {error}") from None
+
+
+def parse_token_bytes(text: str, shape: PipelineShape) -> TokenBytes:
+    """Read `{"activation": x, "key_value": x?, "key_value_gradient": x?, "logits": x?, "freed_by_input_gradient": x?}`.
+
+    The first three are numbers, or lists with one for each stage.
+
+    Raises:
+        PlanError: if the text is something else.
+    """
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"sizes are not JSON ({error}): see --help for their form") from None
+    if not isinstance(fields, dict) or "activation" not in fields:
+        raise PlanError('sizes have no "activation": write {"activation": bytes of a token, ...}, see --help')
+    unknown = fields.keys() - {*_BY_STAGE, *_WHOLE}
+    if unknown:
+        raise PlanError(
+            f"sizes have the unknown field {min(unknown)!r}: the fields are {', '.join((*_BY_STAGE, *_WHOLE))}"
+        )
+    activation, key_value, key_value_gradient = (_by_stage(fields, name, shape.num_stages) for name in _BY_STAGE)
+    logits, freed = (_size(fields.get(name, 0.0), name) for name in _WHOLE)
+    if freed > 1:
+        raise PlanError(f"sizes['freed_by_input_gradient'] is {freed:g}, which is no share: give 0 to 1")
+    return TokenBytes(activation, key_value, key_value_gradient, logits, freed)
+
+
+def _by_stage(fields: Mapping[str, Any], name: str, num_stages: int) -> tuple[float, ...]:
+    entries = fields.get(name, 0.0)
+    if not isinstance(entries, list):
+        entries = [entries] * num_stages
+    if len(entries) != num_stages:
+        raise PlanError(
+            f"sizes[{name!r}] has {len(entries)} entries for {num_stages} stages: give one number, or as many"
+        )
+    return tuple(_size(entry, name) for entry in entries)
+
+
+def _size(value: object, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+        raise PlanError(f"sizes[{name!r}] has the entry {value!r}, which is no size: give finite numbers >= 0")
+    return float(value)

@@ -1,0 +1,188 @@
+"""What a pipeline rank holds in memory while a timeline runs: a step function of bytes, and its peak.
+
+For each micro-batch that a stage works on, over its ops F0 F1 ... B1 B0 in time:
+
+    activations         [=== token slice 0 =================]     from the start of F0 to the end of its B or BW
+                            [=== token slice 1 ========]          likewise; a share of it may go with BI already
+    keys and values     [=== of the whole sequence =========]     from the first forward to the last input gradient
+    their gradients                    [=== of the prefix ===]    from the first input gradient to the last
+    logits and loss     [=]  [=]                                  on the last stage, from F to BI or B, token slice by
+                                                                  token slice
+
+Gradients of keys and values are one buffer for the tokens before the last token slice: backwards work on ever shorter
+views of it, and it is dropped as a whole. With one token slice there is none.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import itemgetter
+
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.ops import OpKind, PipelineShape
+from deepspeed_ext.plan.timeline import Span, Timeline
+
+StepFunction = list[tuple[float, float]]
+"""Points (time, value): from that time on the value holds, until the next. Times rise; the first value is reached from
+0, the last is 0. Empty where nothing is held for any time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
+    """Bytes that one token of one micro-batch costs on each stage.
+
+    Attributes:
+        activation: per stage, what autograd keeps from forward to backward, but for keys and values.
+        key_value: per stage, keys and values of all its layers.
+        key_value_gradient: per stage, their gradients, which add up in fp32.
+        logits: on the last stage, logits and what the loss keeps.
+        freed_by_input_gradient: share of `activation` that a BI already frees, where the backward is in two parts;
+            what the products of weights read stays until BW.
+    """
+
+    activation: tuple[float, ...]
+    key_value: tuple[float, ...]
+    key_value_gradient: tuple[float, ...]
+    logits: float = 0.0
+    freed_by_input_gradient: float = 0.0
+
+    @classmethod
+    def activations_only(cls, shape: PipelineShape, lengths: Sequence[float]) -> "TokenBytes":
+        """In the unit A instead of bytes: 1 is the activation of one micro-batch on all stages of one rank."""
+        each = 1 / (sum(lengths) * shape.num_model_chunks)
+        nothing = (0.0,) * shape.num_stages
+        return cls((each,) * shape.num_stages, nothing, nothing)
+
+
+def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: TokenBytes) -> list[StepFunction]:
+    """What each rank holds over the time of a timeline.
+
+    Args:
+        timeline: simulated or measured. What has no backward in it stays until the rank's last op ends.
+        lengths: tokens of each token slice.
+        token_bytes: what a token costs.
+
+    Returns:
+        Per rank a step function of bytes.
+
+    Raises:
+        PlanError: if there are not as many lengths as token slices.
+    """
+    _check_lengths(timeline.shape, lengths)
+    return [_steps(_changes(spans, timeline.shape, lengths, token_bytes)) for spans in timeline.spans]
+
+
+def activation_over_time(timeline: Timeline, lengths: Sequence[float] | None = None) -> list[StepFunction]:
+    """The activations each rank holds, in activations of one micro-batch on one rank; see `peak_activation`."""
+    lengths = token_lengths(lengths, timeline.shape)
+    return memory_over_time(timeline, lengths, TokenBytes.activations_only(timeline.shape, lengths))
+
+
+def peak(curve: StepFunction) -> float:
+    """The highest value of a step function."""
+    return max((value for _, value in curve), default=0.0)
+
+
+def peak_activation(timeline: Timeline, lengths: Sequence[float] | None = None) -> tuple[float, ...]:
+    """Per rank the most activation it holds, in activations of one micro-batch on one pipeline rank.
+
+    A token slice of one stage counts its share of the tokens, over the number of model chunks, from its forward until
+    all of its backward is done.
+
+    Args:
+        timeline: in any unit.
+        lengths: tokens, or shares, of the token slices; None for equal ones.
+
+    Raises:
+        PlanError: if there are not as many lengths as token slices.
+    """
+    shape = timeline.shape
+    lengths = token_lengths(lengths, shape)
+    # Summed as given and divided last, so that whole tokens give exact peaks.
+    whole = sum(lengths) * shape.num_model_chunks
+    return tuple(max(accumulate(_token_changes(spans, lengths)), default=0.0) / whole for spans in timeline.spans)
+
+
+def _token_changes(spans: Iterable[Span], lengths: Sequence[float]) -> Iterator[float]:
+    for op, *_ in spans:
+        if op.kind is OpKind.FORWARD:
+            yield lengths[op.token_slice]
+        elif op.kind is not OpKind.INPUT_GRADIENT:
+            yield -lengths[op.token_slice]
+
+
+def token_lengths(lengths: Sequence[float] | None, shape: PipelineShape) -> Sequence[float]:
+    """Lengths as they were given, or equal ones.
+
+    Raises:
+        PlanError: if there are not as many lengths as token slices, or one is not above 0.
+    """
+    lengths = [1] * shape.num_token_slices if lengths is None else lengths
+    _check_lengths(shape, lengths)
+    return lengths
+
+
+def _check_lengths(shape: PipelineShape, lengths: Sequence[float]) -> None:
+    if len(lengths) != shape.num_token_slices or min(lengths) <= 0:
+        raise PlanError(
+            f"lengths {list(lengths)} for {shape.num_token_slices} token slices: give one above 0 for each of them"
+        )
+
+
+def _changes(
+    spans: Sequence[Span], shape: PipelineShape, lengths: Sequence[float], token_bytes: TokenBytes
+) -> Iterator[tuple[float, float]]:
+    """When a rank holds how much more, or less."""
+    given_back: dict[tuple[int, int, int], float] = defaultdict(float)
+    sequences: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    for op, start, end in spans:
+        sequences[op.stage, op.micro_batch].append(Span(op, start, end))
+        unit = op[1:]
+        tokens = lengths[op.token_slice]
+        activation = tokens * token_bytes.activation[op.stage]
+        logits = tokens * token_bytes.logits if op.stage == shape.last_stage else 0.0
+        if op.kind is OpKind.FORWARD:
+            yield start, activation + logits
+            given_back[unit] = activation + logits
+            continue
+        freed = given_back[unit]
+        if op.kind is OpKind.INPUT_GRADIENT:
+            freed = logits + token_bytes.freed_by_input_gradient * activation
+        given_back[unit] -= freed
+        yield end, -freed
+    last = max((span.end for span in spans), default=0.0)
+    for left in given_back.values():
+        yield last, -left
+    for (stage, _), ops in sequences.items():
+        yield from _key_value_changes(ops, last, stage, lengths, token_bytes)
+
+
+def _key_value_changes(
+    ops: Sequence[Span], last: float, stage: int, lengths: Sequence[float], token_bytes: TokenBytes
+) -> Iterator[tuple[float, float]]:
+    """Of one micro-batch on one stage, whose ops are in order."""
+    forwards = [span for span in ops if span.op.kind is OpKind.FORWARD]
+    backwards = [span for span in ops if span.op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)]
+    if forwards:
+        keys_and_values = sum(lengths) * token_bytes.key_value[stage]
+        yield forwards[0].start, keys_and_values
+        yield (backwards[-1].end if backwards else last), -keys_and_values
+    if backwards:
+        gradients = sum(lengths[: backwards[0].op.token_slice]) * token_bytes.key_value_gradient[stage]
+        yield backwards[0].start, gradients
+        yield backwards[-1].end, -gradients
+
+
+def _steps(changes: Iterable[tuple[float, float]]) -> StepFunction:
+    """Add changes up, those of one time in one step: an op starts with the room that the one before it left."""
+    steps: StepFunction = []
+    held = 0.0
+    for time, of_one_time in groupby(sorted(changes), key=itemgetter(0)):
+        change = sum(change for _, change in of_one_time)
+        held += change
+        if change:
+            steps.append((time, held))
+    if steps:  # everything is given back: what remains is rounding
+        steps[-1] = (steps[-1][0], 0.0)
+    return steps

@@ -1,0 +1,169 @@
+"""Simulated annealing on finished orders: moves single ops that lie on the critical path.
+
+The makespan is the length of a critical path: a chain of ops, each of which starts as the one before it ends, on the
+same rank or over a transfer. Only a move that touches every such chain can shorten it, so moves start from an op of
+one chain, taken anew after every change; from two causes of a start one is taken by lot. The op goes some places
+earlier or later in the order of its rank, but never past an op of its own queue, nor past what it reads or what reads
+it. A move that makes the step longer is taken with a probability that falls as the search cools (Kirkpatrick et al.,
+Science 220, 1983; moves on critical paths: van Laarhoven et al., Operations Research 40, 1992, for job shops, which
+pipelines without memory are). Moves over the memory limit, and those that deadlock, are undone.
+"""
+
+import numpy as np
+
+from deepspeed_ext.plan.optimise.kernel import UNKNOWN, kernel
+from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, Problem, Tables
+from deepspeed_ext.plan.optimise.replay import Orders, peak_of_row, play_rows
+
+HOT, COLD = 1e-3, 1e-6
+"""First and last temperature, in makespans."""
+MEAN_DISTANCE = 3.0
+"""Places that an op moves by, on average."""
+
+
+def anneal(problem: Problem, orders: Orders, num_moves: int, seed: int) -> tuple[float, Orders]:
+    """Better orders, or the same.
+
+    Args:
+        problem: what the orders are for.
+        orders: that keep its memory limit and do not deadlock.
+        num_moves: moves to try; each costs one replay.
+        seed: equal seeds give equal results.
+
+    Returns:
+        Makespan and orders.
+    """
+    best = orders.rows.copy()
+    makespan = _anneal(
+        problem.tables, problem.memory_limit + ROUNDING, orders.rows.copy(), orders.lengths, best, num_moves, seed
+    )
+    return makespan, Orders(best, orders.lengths)
+
+
+@kernel
+def _critical_path(
+    tables: Tables,
+    rows: Numbers,
+    lengths: Numbers,
+    starts: Numbers,
+    ends: Numbers,
+    arrival: Numbers,
+    places: Numbers,
+    path: Numbers,
+) -> int:
+    """Fill `path` with (rank, position) from the last op back; return its length.
+
+    `places` is [4, N, units]: the position of each op in the order of its rank.
+    """
+    num_stages, num_token_slices = tables.times.shape[1:]
+    num_units = tables.num_micro_batches * num_token_slices
+    rank = 0
+    for each in range(1, len(rows)):
+        if ends[each, lengths[each] - 1] > ends[rank, lengths[rank] - 1]:
+            rank = each
+    position = lengths[rank] - 1
+    count = 0
+    while True:
+        path[count, 0], path[count, 1] = rank, position
+        count += 1
+        start = starts[rank, position]
+        if start <= 0.0 or count == len(path):
+            return count
+        op = rows[rank, position]
+        unit, stage, kind = op % num_units, op // num_units % num_stages, op // num_units // num_stages
+        follows = position > 0 and ends[rank, position - 1] >= start
+        reads = False
+        if kind == 0:
+            reads = stage > 0 and arrival[0, stage, unit] >= start
+        elif kind != 2:
+            reads = stage < num_stages - 1 and arrival[1, stage, unit] >= start
+        if reads and not (follows and np.random.random() < 0.5):
+            if kind == 0:
+                stage -= 1
+            else:
+                stage += 1
+                # The gradient came from a BI or from a whole backward.
+                kind = 1 if places[1, stage, unit] >= 0 else 3
+            rank, position = tables.rank_of[stage], places[kind, stage, unit]
+        elif follows:
+            position -= 1
+        else:
+            return count
+
+
+@kernel
+def _farthest(tables: Tables, row: Numbers, position: int, wanted: int) -> int:
+    """How far towards `wanted` the op at a position may move: not past its queue, nor past ops of its own unit."""
+    num_stages, num_token_slices = tables.times.shape[1:]
+    num_units = tables.num_micro_batches * num_token_slices
+    op = row[position]
+    stage, kind = op // num_units % num_stages, op // num_units // num_stages
+    step = 1 if wanted > position else -1
+    while position != wanted:
+        other = row[position + step]
+        if other // num_units % num_stages == stage:
+            other_kind = other // num_units // num_stages
+            # A whole backward stands in the queue of input gradients, and in that of weight gradients.
+            same_queue = other_kind == kind or (other_kind > 0 and kind > 0 and (other_kind == 3 or kind == 3))
+            if same_queue or other % num_units == op % num_units:
+                break
+        position += step
+    return position
+
+
+@kernel
+def _move(row: Numbers, position: int, target: int) -> None:
+    op = row[position]
+    step = 1 if target > position else -1
+    while position != target:
+        row[position] = row[position + step]
+        position += step
+    row[target] = op
+
+
+@kernel
+def _anneal(
+    tables: Tables, limit: float, rows: Numbers, lengths: Numbers, best: Numbers, num_moves: int, seed: int
+) -> float:
+    np.random.seed(seed)
+    num_stages, num_token_slices = tables.times.shape[1:]
+    num_units = tables.num_micro_batches * num_token_slices
+    starts, ends = np.zeros(rows.shape), np.zeros(rows.shape)
+    arrival = np.zeros((2, num_stages, num_units))
+    turned = np.zeros((2, num_stages, num_units), np.bool_)
+    places = np.full((4, num_stages, num_units), -1, np.int64)
+    for rank in range(len(rows)):
+        for position in range(lengths[rank]):
+            op = rows[rank, position]
+            places[op // num_units // num_stages, op // num_units % num_stages, op % num_units] = position
+    shortest = makespan = play_rows(tables, rows, lengths, starts, ends, arrival, turned)
+    best[:] = rows
+    path = np.zeros((rows.size, 2), np.int64)
+    length = _critical_path(tables, rows, lengths, starts, ends, arrival, places, path)
+    for number in range(num_moves):
+        temperature = makespan * HOT * (COLD / HOT) ** (number / num_moves)
+        drawn = np.random.randint(length)
+        rank, position = path[drawn]
+        distance = 1 + int(-MEAN_DISTANCE * np.log(1 - np.random.random()))
+        if np.random.random() < 0.5:
+            distance = -distance
+        wanted = min(max(position + distance, 0), lengths[rank] - 1)
+        target = _farthest(tables, rows[rank], position, wanted)
+        if target == position:
+            continue
+        _move(rows[rank], position, target)
+        changed = UNKNOWN
+        if peak_of_row(tables, rows[rank], lengths[rank]) <= limit:
+            changed = play_rows(tables, rows, lengths, starts, ends, arrival, turned)
+        if changed > makespan - temperature * np.log(1 - np.random.random()):
+            _move(rows[rank], target, position)
+            continue
+        makespan = changed
+        for place in range(min(position, target), max(position, target) + 1):
+            op = rows[rank, place]
+            places[op // num_units // num_stages, op // num_units % num_stages, op % num_units] = place
+        length = _critical_path(tables, rows, lengths, starts, ends, arrival, places, path)
+        if makespan < shortest:
+            shortest = makespan
+            best[:] = rows
+    return shortest

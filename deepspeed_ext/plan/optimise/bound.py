@@ -1,0 +1,242 @@
+"""A makespan that no order can beat: what to hold a found order against.
+
+It holds for all orders that take micro-batches first to last, in the forwards and (ADR 0005) in the backwards of every
+stage, without interrupting ops, under the memory limit. Three arguments, the largest counts.
+
+1.  One rank at a time. An op cannot start before its head: the longest chain of ops and transfers that must run before
+    it. After it at least its tail must run. A rank does one op at a time, so even if ops could be interrupted and were
+    always chosen by the longest tail (Jackson's rule, optimal for one machine), it is not done earlier.
+2.  Memory in the chains. With the limit L, F of unit n on a stage waits for enough of that stage's weight gradients:
+    what went forward up to n, less what was given back, is at most L. Where the rank has c stages before this one,
+    these went forward up to n too, and gave back at most what this one has turned back, so the same less what has
+    turned back is at most L / (c + 1): then F waits for an input gradient. These are chains across micro-batches.
+3.  Memory as an area. A token slice is held at least for the longest chain from its F over the last token slice on the
+    last stage to its BW. Its share of memory times that, for all token slices of a rank, fits into L x makespan.
+
+Heads and tails also count the work that a rank must have done before an op, or has left after it, whoever waits.
+"""
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, Problem
+
+
+class _Key(NamedTuple):
+    """Where an op stands: its kind, stage and unit, as in the arrays."""
+
+    kind: int
+    stage: int
+    unit: int
+
+
+def lower_bound(problem: Problem) -> float:
+    """Makespan that no order that keeps the memory limit can beat."""
+    heads, tails = _heads_and_tails(problem)
+    ranks = range(problem.shape.num_ranks)
+    by_rank = [_one_rank(problem, list(problem.shape.stages_of(rank)), heads, tails) for rank in ranks]
+    return max(*by_rank, _area(problem))
+
+
+def _duration(problem: Problem, key: _Key) -> float:
+    return float(problem.tables.times[key.kind, key.stage, key.unit % problem.shape.num_token_slices])
+
+
+def _transfer(problem: Problem, result: int, stage: int, unit: int) -> float:
+    """Least time that a result of a stage takes to the stage that reads it."""
+    tables = problem.tables
+    if tables.channel[result, stage] < 0:
+        return 0.0
+    return float(tables.sending[result, stage, unit % problem.shape.num_token_slices] + tables.latency[result, stage])
+
+
+def _in_order(problem: Problem) -> Iterator[_Key]:
+    """All ops, each after all that it waits for."""
+    shape = problem.shape
+    stages, token_slices = range(shape.num_stages), range(shape.num_token_slices)
+    for first in range(0, problem.num_units, shape.num_token_slices):
+        yield from (_Key(0, stage, first + at) for stage in stages for at in token_slices)
+        for kind in (1, 2):
+            yield from (_Key(kind, stage, first + at) for stage in reversed(stages) for at in reversed(token_slices))
+
+
+def _before(problem: Problem, key: _Key, room: "_Room") -> Iterator[tuple[_Key, float]]:
+    """Ops that must end before an op starts, and by how much."""
+    kind, stage, unit = key
+    last = problem.shape.num_token_slices - 1
+    if kind == 0:
+        if stage > 0:
+            yield _Key(0, stage - 1, unit), _transfer(problem, 0, stage - 1, unit)
+        if unit > 0:
+            yield _Key(0, stage, unit - 1), 0.0
+        yield from ((earlier, 0.0) for earlier in room.makers(stage, unit))
+        return
+    if kind == 2:
+        yield _Key(1, stage, unit), 0.0
+    else:
+        yield _Key(0, stage, unit), 0.0
+        if stage < problem.shape.num_stages - 1:
+            yield _Key(1, stage + 1, unit), _transfer(problem, 1, stage + 1, unit)
+    token_slice = unit % (last + 1)
+    if token_slice < last:
+        yield _Key(kind, stage, unit + 1), 0.0
+    elif unit > last:
+        yield _Key(kind, stage, unit - 2 * last - 1), 0.0
+
+
+class _Room:
+    """Which backward must have made room before a forward starts: the second argument above."""
+
+    def __init__(self, problem: Problem) -> None:
+        shape, activation = problem.shape, problem.tables.activation
+        self._limit = problem.memory_limit + ROUNDING
+        self._forward = np.cumsum(np.tile(activation, shape.num_micro_batches))
+        self._back = np.cumsum(np.tile(activation[::-1], shape.num_micro_batches))
+        self._num_token_slices = shape.num_token_slices
+        self._stages_before = {
+            stage: number for rank in range(shape.num_ranks) for number, stage in enumerate(shape.stages_of(rank))
+        }
+
+    def makers(self, stage: int, unit: int) -> Iterator[_Key]:
+        """The BW, and the BI, that F of a unit waits for."""
+        yield from self._maker(2, stage, unit, self._limit)
+        if self._stages_before[stage]:
+            yield from self._maker(1, stage, unit, self._limit / (self._stages_before[stage] + 1))
+
+    def _maker(self, kind: int, stage: int, unit: int, limit: float) -> Iterator[_Key]:
+        missing = self._forward[unit] - limit
+        if missing <= ROUNDING:
+            return
+        position = int(np.searchsorted(self._back, missing - ROUNDING))
+        token_slice = position % self._num_token_slices
+        yield _Key(kind, stage, position - token_slice + self._num_token_slices - 1 - token_slice)
+
+
+def _heads_and_tails(problem: Problem) -> tuple[Numbers, Numbers]:
+    """[3, N, units] each: what must pass before an op, and after it."""
+    order = list(_in_order(problem))
+    room = _Room(problem)
+    heads, tails = _loads(problem)
+    # The ranks start when the first token slice reaches them, whatever they have to do then.
+    starts = {0: 0.0}
+    for stage in range(1, problem.shape.num_stages):
+        before = _duration(problem, _Key(0, stage - 1, 0)) + _transfer(problem, 0, stage - 1, 0)
+        starts[stage] = starts[stage - 1] + before
+    for rank in range(problem.shape.num_ranks):
+        stages = list(problem.shape.stages_of(rank))
+        heads[:, stages] += min(starts[stage] for stage in stages)
+    edges = [(key, [*_before(problem, key, room)]) for key in order]
+    for key, needed in edges:
+        for earlier, delay in needed:
+            heads[key] = max(heads[key], heads[earlier] + _duration(problem, earlier) + delay)
+    for key, needed in reversed(edges):
+        after = tails[key] + _duration(problem, key)
+        for earlier, delay in needed:
+            tails[earlier] = max(tails[earlier], after + delay)
+    return heads, tails
+
+
+def _loads(problem: Problem) -> tuple[Numbers, Numbers]:
+    """Work of its own rank that must be done before, and after, each op; [3, N, units] each."""
+    shape, times = problem.shape, problem.tables.times
+    before, after = (np.zeros((3, shape.num_stages, problem.num_units)) for _ in range(2))
+    micro_batch = np.arange(problem.num_units) // shape.num_token_slices
+    left = shape.num_micro_batches - micro_batch
+    for rank in range(shape.num_ranks):
+        stages = list(shape.stages_of(rank))
+        per_kind = times[:, stages].sum(axis=(1, 2))
+        for number, stage in enumerate(stages):
+            earlier, later = stages[:number], stages[number + 1 :]
+            forward = np.tile(times[0, stage], shape.num_micro_batches)
+            forward_done = np.cumsum(forward)
+            forward_earlier = np.cumsum(np.tile(times[0, earlier].sum(axis=0), shape.num_micro_batches))
+            forward_later = np.tile(times[0, later].sum(axis=0), shape.num_micro_batches)
+            before[0, stage] = forward_done - forward + forward_earlier
+            after[0, stage] = forward_done[-1] - forward_done + np.cumsum(forward_later[::-1])[::-1]
+            after[0, stage] += left * (per_kind[1] + per_kind[2])
+            back, back_after = _turned(times[1, stage], shape.num_micro_batches)
+            back_later, _ = _turned(times[1, later].sum(axis=0), shape.num_micro_batches)
+            own_earlier = times[1, earlier].sum(axis=0)
+            _, back_earlier_after = _turned(own_earlier, shape.num_micro_batches)
+            weight, weight_after = _turned(times[2, stage], shape.num_micro_batches)
+            own = np.tile(times[1, stage], shape.num_micro_batches)
+            own_weight = np.tile(times[2, stage], shape.num_micro_batches)
+            forwards = (micro_batch + 1) * per_kind[0]
+            before[1, stage] = back - own + back_later + forwards
+            before[2, stage] = before[1, stage] + own + weight - own_weight
+            weight_earlier = times[2, earlier].sum(axis=0)
+            _, weight_earlier_after = _turned(weight_earlier, shape.num_micro_batches)
+            repeat = np.tile(own_earlier + weight_earlier, shape.num_micro_batches)
+            after[2, stage] = weight_after
+            after[1, stage] = back_after + weight_after + own_weight
+            after[1, stage] += back_earlier_after + weight_earlier_after + repeat
+    return before, after
+
+
+def _turned(times: Numbers, num_micro_batches: int) -> tuple[Numbers, Numbers]:
+    """Of a queue that goes through token slices last to first: the time up to each op with it, and after it."""
+    in_queue = np.tile(times[::-1], num_micro_batches)
+    upto = np.cumsum(in_queue)
+    shape = (num_micro_batches, len(times))
+
+    def by_unit(values: Numbers) -> Numbers:
+        return values.reshape(shape)[:, ::-1].reshape(-1)
+
+    return by_unit(upto), by_unit(upto[-1] - upto)
+
+
+def _one_rank(problem: Problem, stages: list[int], heads: Numbers, tails: Numbers) -> float:
+    """The first argument above for one rank."""
+    jobs = sorted(
+        zip(
+            heads[:, stages].reshape(-1).tolist(),
+            (-tails[:, stages]).reshape(-1).tolist(),
+            np.tile(problem.tables.times[:, stages], problem.shape.num_micro_batches).reshape(-1).tolist(),
+            strict=True,
+        )
+    )
+    waiting: list[tuple[float, float]] = []  # (-tail, work left)
+    time = longest = 0.0
+    position = 0
+    while position < len(jobs) or waiting:
+        if not waiting:
+            time = max(time, jobs[position][0])
+        while position < len(jobs) and jobs[position][0] <= time:
+            heappush(waiting, jobs[position][1:])
+            position += 1
+        turn, work = heappop(waiting)
+        until = jobs[position][0] if position < len(jobs) else inf
+        if time + work > until:
+            heappush(waiting, (turn, time + work - until))
+            time = until
+        else:
+            time += work
+            longest = max(longest, time - turn)
+    return longest
+
+
+def _area(problem: Problem) -> float:
+    """The third argument above."""
+    if problem.memory_limit == inf:
+        return 0.0
+    shape, times = problem.shape, problem.tables.times
+    num_stages, num_token_slices = shape.num_stages, shape.num_token_slices
+    # Longest chains between each (stage, token slice) and the last token slice on the last stage, both ends counted.
+    chains = np.zeros((2, num_stages, num_token_slices))
+    for stage in reversed(range(num_stages)):
+        for at in reversed(range(num_token_slices)):
+            for result in (0, 1):
+                onward = 0.0
+                if stage < num_stages - 1:
+                    sender = stage if result == 0 else stage + 1
+                    onward = chains[result, stage + 1, at] + _transfer(problem, result, sender, at)
+                if at < num_token_slices - 1:
+                    onward = max(onward, chains[result, stage, at + 1])
+                chains[result, stage, at] = onward + times[result, stage, at]
+    held = (chains.sum(axis=0) + times[2]) * problem.tables.activation * shape.num_micro_batches
+    by_rank = np.bincount(problem.tables.rank_of, held.sum(axis=1), shape.num_ranks)
+    return float(by_rank.max()) / problem.memory_limit

@@ -1,0 +1,176 @@
+"""The list scheduler: makes op orders from priorities, and cannot make one that deadlocks.
+
+Each rank has three queues per stage: forwards, input gradients and weight gradients, each in its own fixed order
+(micro-batches first to last; token slices first to last forward, last to first backward). All there is to decide is
+from which queue to take next. Whenever a rank is free, it takes, of the heads of its queues that can start now or
+within its patience, the one of the smallest priority.
+
+Memory. A forward takes room, its weight gradient gives it back. With the limit L, a rank that let later micro-batches
+in too far would have no room to finish the oldest, and all ranks would wait for ever. So room is reserved: let k be
+the first micro-batch that has not gone forward on all stages of the rank; what is held of micro-batches after k must
+leave one whole micro-batch free, held <= L - 1. Then k can go forward on every rank, as all before it can turn back
+and be given up, and after it k + 1: some op can always run (the banker's algorithm, Dijkstra, EWD 623).
+"""
+
+import numpy as np
+
+from deepspeed_ext.plan.optimise.kernel import UNKNOWN, hand_over, kernel
+from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, Problem, Tables
+
+
+def list_schedule(problem: Problem, priorities: Numbers, patience: float) -> tuple[float, Numbers]:
+    """Make orders.
+
+    Args:
+        problem: what to schedule.
+        priorities: [3, N, units] of each op; the smallest goes first.
+        patience: for how long a rank may stay idle to wait for an op of smaller priority.
+
+    Returns:
+        Makespan, and [P, 3 V units] the ops of each rank as numbers.
+    """
+    num_ops = problem.num_ops
+    orders = np.zeros((problem.shape.num_ranks, num_ops // problem.shape.num_ranks), np.int64)
+    makespan = _fill(problem.tables, problem.memory_limit + ROUNDING, priorities, patience, orders)
+    assert makespan < UNKNOWN, "room is reserved for the oldest micro-batch, so some op can always run"
+    return makespan, orders
+
+
+@kernel
+def _unit(kind: int, position: int, num_token_slices: int) -> int:
+    """The unit at a position of a queue of a kind."""
+    token_slice = position % num_token_slices
+    return position if kind == 0 else position - token_slice + num_token_slices - 1 - token_slice
+
+
+@kernel
+def _next_op(
+    tables: Tables,
+    limit: float,
+    later_limit: float,
+    priorities: Numbers,
+    patience: float,
+    rank: int,
+    clock: float,
+    held: float,
+    reserved: float,
+    oldest: int,
+    done: Numbers,
+    arrival: Numbers,
+    starts: Numbers,
+) -> tuple[float, int, int]:
+    """When a rank can go on, and with the queue of which kind and model chunk; UNKNOWN if nothing is there yet."""
+    num_token_slices = tables.times.shape[2]
+    num_stages = len(tables.rank_of)
+    num_units = tables.num_micro_batches * num_token_slices
+    soonest = UNKNOWN
+    for model_chunk in range(tables.stages.shape[1]):
+        stage = tables.stages[rank, model_chunk]
+        for kind in range(3):
+            start = UNKNOWN
+            position = done[kind, stage]
+            if position < num_units:
+                unit = _unit(kind, position, num_token_slices)
+                if kind == 0:
+                    room = tables.activation[unit % num_token_slices]
+                    fits = held + room <= limit
+                    if unit // num_token_slices > oldest:
+                        fits = fits and reserved + room <= later_limit
+                    if fits:
+                        start = max(clock, arrival[0, stage, unit] if stage > 0 else 0.0)
+                elif kind == 1:
+                    if done[0, stage] > unit:
+                        start = max(clock, arrival[1, stage, unit] if stage < num_stages - 1 else 0.0)
+                elif done[1, stage] > position:
+                    start = clock
+            starts[kind, model_chunk] = start
+            soonest = min(soonest, start)
+    best_kind, best_model_chunk = -1, -1
+    if soonest >= UNKNOWN:
+        return UNKNOWN, best_kind, best_model_chunk
+    smallest = np.inf
+    for model_chunk in range(tables.stages.shape[1]):
+        stage = tables.stages[rank, model_chunk]
+        for kind in range(3):
+            if starts[kind, model_chunk] <= soonest + patience:
+                priority = priorities[kind, stage, _unit(kind, done[kind, stage], num_token_slices)]
+                if best_kind < 0 or priority < smallest:
+                    smallest, best_kind, best_model_chunk = priority, kind, model_chunk
+    return starts[best_kind, best_model_chunk], best_kind, best_model_chunk
+
+
+@kernel
+def _held_after(tables: Tables, rank: int, oldest: int, forwards: Numbers) -> float:
+    """What a rank holds of the micro-batches after the oldest; none of these has turned back yet."""
+    num_token_slices = tables.times.shape[2]
+    held = 0.0
+    for model_chunk in range(tables.stages.shape[1]):
+        ahead = forwards[tables.stages[rank, model_chunk]] - (oldest + 1) * num_token_slices
+        if ahead > 0:
+            held += (ahead // num_token_slices) * tables.activation.sum()
+            held += tables.activation[: ahead % num_token_slices].sum()
+    return held
+
+
+@kernel
+def _fill(tables: Tables, limit: float, priorities: Numbers, patience: float, orders: Numbers) -> float:
+    num_ranks, num_model_chunks = tables.stages.shape
+    num_stages, num_token_slices = tables.times.shape[1:]
+    num_units = tables.num_micro_batches * num_token_slices
+    whole = tables.activation.sum() * num_model_chunks
+    done = np.zeros((3, num_stages), np.int64)
+    arrival = np.full((2, num_stages, num_units), UNKNOWN)
+    tables.free[:] = 0.0
+    starts = np.empty((3, num_model_chunks))
+    clock, held, reserved = np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks)
+    oldest, count = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    # The next op of each rank, looked up again only when something that it depends on has changed.
+    stale = np.ones(num_ranks, np.bool_)
+    next_start = np.zeros(num_ranks)
+    next_kind, next_model_chunk = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    for _ in range(orders.size):
+        # Of all ranks the one that goes on first, so that no later decision changes what it could choose from.
+        rank = -1
+        for each in range(num_ranks):
+            if stale[each]:
+                stale[each] = False
+                next_start[each], next_kind[each], next_model_chunk[each] = _next_op(
+                    tables,
+                    limit,
+                    limit - whole,
+                    priorities,
+                    patience,
+                    each,
+                    clock[each],
+                    held[each],
+                    reserved[each],
+                    oldest[each],
+                    done,
+                    arrival,
+                    starts,
+                )
+            if next_start[each] < UNKNOWN and (rank < 0 or next_start[each] < next_start[rank]):
+                rank = each
+        if rank < 0:
+            return UNKNOWN
+        kind, stage = next_kind[rank], tables.stages[rank, next_model_chunk[rank]]
+        unit = _unit(kind, done[kind, stage], num_token_slices)
+        clock[rank] = next_start[rank] + tables.times[kind, stage, unit % num_token_slices]
+        done[kind, stage] += 1
+        orders[rank, count[rank]] = (kind * num_stages + stage) * num_units + unit
+        count[rank] += 1
+        stale[rank] = True
+        if kind == 0:
+            held[rank] += tables.activation[unit % num_token_slices]
+            behind = num_units
+            for model_chunk in range(num_model_chunks):
+                behind = min(behind, done[0, tables.stages[rank, model_chunk]])
+            oldest[rank] = behind // num_token_slices
+            reserved[rank] = _held_after(tables, rank, oldest[rank], done[0])
+        elif kind == 2:
+            held[rank] -= tables.activation[unit % num_token_slices]
+        if kind < 2:
+            reader = hand_over(tables, kind, stage, unit, clock[rank], arrival)
+            if reader >= 0:
+                stale[reader] = True
+    return float(clock.max())

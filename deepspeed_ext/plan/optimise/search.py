@@ -1,0 +1,198 @@
+"""The search: rules, then rules nearby, then some ops of the best, then single ones; see the package for the whole."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_ext.plan.compiled import CompiledOrders
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.dependencies import parts
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.optimise.anneal import anneal
+from deepspeed_ext.plan.optimise.bound import lower_bound
+from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
+from deepspeed_ext.plan.optimise.merge import merged
+from deepspeed_ext.plan.optimise.problem import Numbers, Problem
+from deepspeed_ext.plan.optimise.replay import Orders, keeps_limit, replay
+from deepspeed_ext.plan.optimise.rules import Priorities, Rule
+from deepspeed_ext.plan.schedules import SCHEDULES, Schedule, fixed, rank_orders
+
+SCHEDULED_OPS, MOVED_OPS = 12e6, 100e6
+"""Ops that list schedules, and replays of moves, go through with effort 1: a few seconds of one core each."""
+BY_RULES = 0.5
+"""Share of the list schedules that are made from rules; the others have priorities of some ops changed."""
+DRAWN = 0.4
+"""Share of the rules that are drawn anywhere; the others are near good ones."""
+NUM_ELITE = 8
+FEWEST_SCHEDULES, FEWEST_MOVES = 60, 200
+SEARCHED = "search"
+
+
+@dataclass(frozen=True)
+class OptimisedSchedule:
+    """Op orders, and how good they are.
+
+    Attributes:
+        shape: that they are for.
+        orders: ops of each rank.
+        makespan: with the costs they were optimised for.
+        bubble_ratio: idle time over ranks x makespan.
+        lower_bound: makespan that no order can beat under the memory limit; see `bound`.
+        peak_activation: per rank the most it holds, in activations of one micro-batch.
+        start: what the search went out from: the name of a fixed schedule, or `search`.
+    """
+
+    shape: PipelineShape
+    orders: tuple[tuple[Op, ...], ...]
+    makespan: float
+    bubble_ratio: float
+    lower_bound: float
+    peak_activation: tuple[float, ...]
+    start: str
+
+    @property
+    def schedule(self) -> Schedule:
+        """The same as a schedule: for its shape alone."""
+        return fixed(self.orders)
+
+
+def optimise(
+    shape: PipelineShape,
+    costs: OpCosts,
+    *,
+    memory_limit: float | None = None,
+    lengths: Sequence[float] | None = None,
+    effort: float = 1.0,
+    seed: int = 0,
+) -> OptimisedSchedule:
+    """Find op orders with a short makespan, never worse than a fixed schedule that keeps the limit.
+
+    The result depends on the arguments alone, not on the clock. Its orders do not deadlock and keep the order of
+    micro-batches that all schedules have (ADR 0005).
+
+    Args:
+        shape: of the pipeline; any number and placement of model chunks.
+        costs: of ops and transfers. Without `weight_gradient` all backwards stay whole.
+        memory_limit: activations of one micro-batch on one rank that a rank may hold, 1 or more; None for no limit.
+            A token slice of a stage counts its share of the tokens over the model chunks, from F to BW or B.
+        lengths: of the token slices, for the memory; None for equal ones.
+        effort: time to take, in some seconds of one core; the results of a search that takes longer are as a rule
+            better.
+        seed: of the search.
+
+    Raises:
+        PlanError: if one micro-batch is over the memory limit, or there are not as many lengths as token slices.
+    """
+    if not effort > 0:
+        raise PlanError(f"effort {effort} leaves no time to search: give more than 0")
+    problem = Problem.of(shape, costs, memory_limit, lengths)
+    start = min([*_fixed_schedules(problem), _searched(problem, effort, seed)], key=lambda start: start.makespan)
+    num_moves = max(int(effort * MOVED_OPS / problem.num_ops), FEWEST_MOVES)
+    _, orders = anneal(problem, start.orders, num_moves, seed)
+    named = problem.named(merged(problem, orders).to_list())
+    compiled = CompiledOrders.of(named, shape)
+    playback = compiled.play(costs)
+    return OptimisedSchedule(
+        shape,
+        named,
+        playback.makespan,
+        playback.bubble_ratio,
+        lower_bound(problem),
+        compiled.peak_activation(problem.lengths),
+        start.name,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    makespan: float
+    orders: Orders
+    name: str
+
+
+def _fixed_schedules(problem: Problem) -> list[_Candidate]:
+    """Those that have this shape and these costs, and keep the memory limit."""
+    candidates = []
+    for name, schedule in SCHEDULES.items():
+        try:
+            orders = rank_orders(schedule, problem.shape)
+        except PlanError:  # it has no such model chunks
+            continue
+        if problem.is_split:
+            # The input gradient is there earlier, so no order gets longer.
+            orders = [[part for op in order for part in parts(op)] for order in orders]
+        elif any(op.kind is OpKind.WEIGHT_GRADIENT for order in orders for op in order):
+            continue
+        numbered = Orders.of(problem.numbered(orders))
+        if keeps_limit(problem, numbered):
+            candidates.append(_Candidate(replay(problem, numbered), numbered, name))
+    return candidates
+
+
+def _searched(problem: Problem, effort: float, seed: int) -> _Candidate:
+    """The best orders that priorities give."""
+    num_schedules = max(int(effort * SCHEDULED_OPS / problem.num_ops), FEWEST_SCHEDULES)
+    num_rules = int(BY_RULES * num_schedules)
+    rule = search_rules(problem, num_rules, seed)[0]
+    makespan, rows = _nudged(problem, rule, num_schedules - num_rules, seed)
+    orders = Orders.of(list(rows))
+    return _Candidate(makespan, orders if problem.is_split else merged(problem, orders), SEARCHED)
+
+
+def _nudged(problem: Problem, rule: Rule, num_nudges: int, seed: int) -> tuple[float, Numbers]:
+    """Climb from the priorities of a rule: change those of a kind of ops, on a stage or in a stretch of time or both.
+
+    Equally good priorities are taken too, so that the climb crosses plateaus.
+
+    Returns:
+        Makespan and the ops of each rank, as of `list_schedule`.
+    """
+    random = np.random.default_rng(seed)
+    maker = Priorities(problem)
+    priorities, patience = maker.of(rule), maker.patience(rule)
+    makespan, rows = list_schedule(problem, priorities, patience)
+    for _ in range(num_nudges):
+        step = random.normal() * 10 ** random.uniform(-3, -0.5) * maker.period
+        kind, stage = random.integers(3), random.integers(problem.shape.num_stages)
+        first = random.integers(problem.num_units)
+        stretch = slice(first, first + random.integers(1, problem.shape.num_token_slices + 1))
+        nudged = priorities.copy()
+        nudged[
+            (
+                (kind, stage),
+                (kind, stage, stretch),
+                (kind, slice(None), stretch),
+            )[random.integers(3)]
+        ] += step
+        length, changed = list_schedule(problem, nudged, patience)
+        if length <= makespan:
+            makespan, rows, priorities = length, changed, nudged
+    return makespan, rows
+
+
+def search_rules(problem: Problem, num_rules: int, seed: int, known: Sequence[Rule] = ()) -> list[Rule]:
+    """Good rules for a problem, best first.
+
+    Args:
+        problem: what to schedule.
+        num_rules: list schedules to make.
+        seed: of the draws.
+        known: rules to begin with.
+    """
+    random = np.random.default_rng(seed)
+    priorities = Priorities(problem)
+
+    def makespan(rule: Rule) -> float:
+        return list_schedule(problem, priorities.of(rule), priorities.patience(rule))[0]
+
+    drawn = [*known, *(Rule.drawn(random) for _ in range(int(DRAWN * num_rules)))]
+    elite = sorted(((makespan(rule), number, rule) for number, rule in enumerate(drawn)))[:NUM_ELITE]
+    for number in range(len(drawn), num_rules):
+        rule = elite[random.integers(len(elite))][2].varied(random)
+        length = makespan(rule)
+        # Rules of one makespan most often give one order, which needs to be there but once.
+        if length < elite[-1][0] and all(abs(length - other) > 1e-12 * other for other, *_ in elite):
+            elite = sorted([*elite[: NUM_ELITE - 1], (length, number, rule)])
+    return [rule for *_, rule in elite]

@@ -1,0 +1,217 @@
+"""Programs: what a pipeline rank runs, instruction by instruction, and the check that all of them together end."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from deepspeed_ext.plan.dependencies import prerequisites, received, result
+from deepspeed_ext.plan.errors import ScheduleDeadlock
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+
+
+class InstructionKind(StrEnum):
+    """What a rank does next."""
+
+    LOAD_MICRO_BATCH = "load"
+    """Take a micro-batch from the data iterator and cut it. Roughly: `batches[m] = split(next(data))`."""
+    RECEIVE_ACTIVATION = "receive activation"
+    """Post a receive from the rank of the stage before. Roughly: `inbox[i, m, t] = irecv(rank_of(i - 1))`."""
+    FORWARD = "forward"
+    """Roughly: `buffers[b].outputs = forward(inbox[i, m, t], past[i, m])`."""
+    SEND_ACTIVATION = "send activation"
+    """Post a send to the rank of the stage after. Roughly: `isend(buffers[b].outputs, rank_of(i + 1))`."""
+    PASS_ACTIVATION = "pass activation"
+    """The stage after is this rank's too. Roughly: `inbox[i + 1, m, t] = buffers[b].outputs`."""
+    RECEIVE_GRADIENT = "receive gradient"
+    """Post a receive from the rank of the stage after. Roughly: `inbox[i, m, t] = irecv(rank_of(i + 1))`."""
+    BACKWARD = "backward"
+    """Roughly: `autograd.backward(buffers[b].outputs, inbox[i, m, t])`."""
+    INPUT_GRADIENT = "input gradient"
+    """The same, but products of weights are put off. Roughly: `buffers[b].later = products not computed`."""
+    WEIGHT_GRADIENT = "weight gradient"
+    """Roughly: `for product in buffers[b].later: product()`."""
+    SEND_GRADIENT = "send gradient"
+    """Post a send to the rank of the stage before. Roughly: `isend(buffers[b].inputs.grad, rank_of(i - 1))`."""
+    PASS_GRADIENT = "pass gradient"
+    """The stage before is this rank's too. Roughly: `inbox[i - 1, m, t] = buffers[b].inputs.grad`."""
+    COMPLETE_ACTIVATION = "complete activation"
+    """Wait for a send and drop what it sent. Roughly: `sends.pop((i, m, t)).wait()`."""
+    COMPLETE_GRADIENT = "complete gradient"
+    """The same for a gradient."""
+    FREE = "free"
+    """Empty a buffer for the next token slice. Roughly: `buffers[b] = None`."""
+
+
+COMPUTE = {kind: InstructionKind[kind.name] for kind in OpKind}
+"""Instruction that is an op of each kind."""
+
+# Instructions that serve a transfer, by the kind of result that is transferred.
+RECEIVE = {
+    OpKind.FORWARD: InstructionKind.RECEIVE_ACTIVATION,
+    OpKind.INPUT_GRADIENT: InstructionKind.RECEIVE_GRADIENT,
+}
+SEND = {OpKind.FORWARD: InstructionKind.SEND_ACTIVATION, OpKind.INPUT_GRADIENT: InstructionKind.SEND_GRADIENT}
+PASS = {OpKind.FORWARD: InstructionKind.PASS_ACTIVATION, OpKind.INPUT_GRADIENT: InstructionKind.PASS_GRADIENT}
+COMPLETE = {
+    OpKind.FORWARD: InstructionKind.COMPLETE_ACTIVATION,
+    OpKind.INPUT_GRADIENT: InstructionKind.COMPLETE_GRADIENT,
+}
+UNBUFFERED = {InstructionKind.LOAD_MICRO_BATCH, *COMPLETE.values()}
+"""Instructions that touch no buffer."""
+
+# The same tables as sets, which answer at once.
+_COMPUTES, _RECEIVES = frozenset(COMPUTE.values()), frozenset(RECEIVE.values())
+_SENDS, _COMPLETES = frozenset(SEND.values()), frozenset(COMPLETE.values())
+
+_OP_KINDS = {instruction: kind for table in (RECEIVE, SEND, PASS, COMPLETE) for kind, instruction in table.items()} | {
+    instruction: kind for kind, instruction in COMPUTE.items()
+}
+
+
+class Instruction(NamedTuple):
+    """One step of a rank's program. `buffer` holds the token slice's tensors; -1 where the step needs none."""
+
+    kind: InstructionKind
+    stage: int
+    micro_batch: int
+    token_slice: int = 0
+    buffer: int = -1
+
+    def __str__(self) -> str:
+        """For example `forward 2F0.3 @1`: stage 2, micro-batch 0, token slice 3, buffer 1."""
+        where = "" if self.buffer < 0 else f" @{self.buffer}"
+        return f"{self.kind.value} {self.op}{where}"
+
+    @property
+    def op(self) -> Op:
+        """The op that this is or serves, as `dependencies.result` names it where it serves a transfer."""
+        return Op(_OP_KINDS.get(self.kind, OpKind.FORWARD), self.stage, self.micro_batch, self.token_slice)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one pipeline rank runs.
+
+    Attributes:
+        rank: the pipeline rank.
+        instructions: in order.
+        num_buffers: buffers the instructions name, counted from 0.
+    """
+
+    rank: int
+    instructions: tuple[Instruction, ...]
+    num_buffers: int
+
+    def ops(self) -> Iterator[Op]:
+        """The ops in the program, without the transfers: equal to the schedule it was lowered from."""
+        return (instruction.op for instruction in self.instructions if instruction.kind in _COMPUTES)
+
+
+class Channel(NamedTuple):
+    """The way that results of one kind take from one pipeline rank to another."""
+
+    source: int
+    target: int
+    result: OpKind
+    """`FORWARD` for activations, `INPUT_GRADIENT` for their gradients."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both stages are on one rank."""
+        return self.source == self.target
+
+
+def channel_of(op: Op, shape: PipelineShape) -> Channel | None:
+    """The channel that brings an op what it reads of another stage; None if it reads nothing of one."""
+    needed = received(op, shape)
+    return None if needed is None else Channel(shape.rank_of(needed.stage), shape.rank_of(op.stage), needed.kind)
+
+
+def channels(shape: PipelineShape) -> list[Channel]:
+    """Every channel of a pipeline between two ranks."""
+    ways = [(shape.rank_of(stage), shape.rank_of(stage + 1)) for stage in range(shape.last_stage)]
+    there = {Channel(source, target, OpKind.FORWARD) for source, target in ways}
+    back = {Channel(target, source, OpKind.INPUT_GRADIENT) for source, target in ways}
+    return sorted(channel for channel in there | back if not channel.is_local)
+
+
+def check_programs(programs: Sequence[Program], shape: PipelineShape) -> None:
+    """Play programs as the engine runs them, one instruction at a time.
+
+    Sends and receives never wait; an op waits for what it reads; a completion waits until the other side has posted
+    the receive.
+
+    Raises:
+        ScheduleDeadlock: if some rank waits for ever, or a channel's two ends disagree about the order of messages.
+    """
+    _check_channels(programs, shape)
+    positions = [0] * len(programs)
+    computed: set[Op] = set()
+    receiving: set[Op] = set()
+
+    def waits_for(instruction: Instruction) -> list[Op]:
+        """What is not there yet: results that an op reads, or the receive of a message that was sent."""
+        if instruction.kind in _COMPUTES:
+            return [needed for needed in prerequisites(instruction.op, shape) if needed not in computed]
+        if instruction.kind in _COMPLETES and (message := instruction.op) not in receiving:
+            return [message]
+        return []
+
+    progress = True
+    while progress:
+        progress = False
+        for program in programs:
+            while (position := positions[program.rank]) < len(program.instructions):
+                instruction = program.instructions[position]
+                if waits_for(instruction):
+                    break
+                if instruction.kind in _COMPUTES:
+                    computed.add(result(instruction.op))
+                elif instruction.kind in _RECEIVES:
+                    receiving.add(_message(instruction, shape))
+                positions[program.rank] += 1
+                progress = True
+    stuck = []
+    for program in programs:
+        for instruction in program.instructions[positions[program.rank] :][:1]:
+            what = "the receive of " if instruction.kind in _COMPLETES else ""
+            waits = " and ".join(f"{what}{op}" for op in waits_for(instruction))
+            stuck.append(f"rank {program.rank} at '{instruction}' waits for {waits}")
+    if stuck:
+        raise ScheduleDeadlock(f"the programs deadlock: {'; '.join(stuck)}; reorder these instructions")
+
+
+def _check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
+    """Hold what one end of a channel sends against what the other end receives: the same messages in the same order."""
+    sent: dict[Channel, list[Op]] = defaultdict(list)
+    taken: dict[Channel, list[Op]] = defaultdict(list)
+    for program in programs:
+        for instruction in program.instructions:
+            if instruction.kind in _SENDS:
+                away = _reader(instruction.op)
+                sent[Channel(program.rank, shape.rank_of(away.stage), away.kind)].append(instruction.op)
+            elif instruction.kind in _RECEIVES:
+                message = _message(instruction, shape)
+                taken[Channel(shape.rank_of(message.stage), program.rank, message.kind)].append(message)
+    for channel in sorted(sent.keys() | taken.keys()):
+        if sent[channel] != taken[channel]:
+            messages, receives = (", ".join(map(str, ops[channel])) or "nothing" for ops in (sent, taken))
+            raise ScheduleDeadlock(
+                f"rank {channel.source} sends {messages} to rank {channel.target}, which receives {receives}: "
+                "both ends of a channel must keep one order"
+            )
+
+
+def _reader(message: Op) -> Op:
+    """The op of the neighbouring stage that reads a result."""
+    way = 1 if message.kind is OpKind.FORWARD else -1
+    return Op(message.kind, message.stage + way, message.micro_batch, message.token_slice)
+
+
+def _message(receive: Instruction, shape: PipelineShape) -> Op:
+    """The result that a receive is for."""
+    needed = received(receive.op, shape)
+    assert needed is not None, "a receive serves an op that reads of another stage"
+    return needed

@@ -1,0 +1,142 @@
+"""Schedules read from a file, and written to one.
+
+One line for each pipeline rank, first to last, with its ops in the order it runs them, between commas or blanks:
+
+    # two ranks, one micro-batch of two token slices
+    0F0.0, 0F0.1,        ,        , 0B0.1, 0B0.0
+         , 1F0.0, 1F0.1, 1B0.1, 1B0.0
+
+Empty cells, lines with nothing else, and what follows a `#` are skipped. Where there is one token slice it may be left
+out (`0F0`), and `I` and `W` may stand for `BI` and `BW`, so that the CSV files of torch.distributed.pipelining can be
+read. How many stages, micro-batches and token slices there are, and who owns which stage, follows from the ops.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
+from deepspeed_ext.plan.schedules import Schedule, fixed
+from deepspeed_ext.plan.simulate import check_complete, check_order
+
+Orders = list[list[Op]]
+
+
+def read_schedule(path: Path | str) -> tuple[PipelineShape, Orders]:
+    """Read a schedule and see that it is whole and can be run.
+
+    Returns:
+        The shape of the pipeline it is for, and the op order of every rank.
+
+    Raises:
+        UserError: if the file cannot be read.
+        PlanError: if a line has something else than ops, or an op that is another rank's or stands twice; if an op is
+            missing, or the stages are placed neither round and round nor there and back. Names the line.
+        ScheduleDeadlock: if ranks would wait for each other.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        return parse_schedule(text)
+    except PlanError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def parse_schedule(text: str) -> tuple[PipelineShape, Orders]:
+    """Read a schedule from the text of its file; see `read_schedule`."""
+    lines = dict(_lines_with_ops(text))
+    if not lines:
+        raise PlanError("no ops: write a line such as '0F0.0, 0B0.0' for each pipeline rank")
+    numbers, orders = list(lines), list(lines.values())
+    shape = _shape_of(orders, numbers)
+    for rank, order in enumerate(orders):
+        try:
+            check_order(order, shape, rank)
+        except PlanError as error:
+            raise PlanError(f"line {numbers[rank]}: {error}") from None
+    check_complete(orders, shape)
+    lower(fixed(orders), shape)
+    return shape, orders
+
+
+def schedule_from_file(path: Path | str) -> Schedule:
+    """The schedule of a file, as a generator like any other, for the shape of the file alone.
+
+    Raises:
+        UserError: as `read_schedule` does; and the schedule itself, if it is asked for another shape.
+    """
+    written_for, orders = read_schedule(path)
+    schedule = fixed(orders)
+
+    def checked(shape: PipelineShape, rank: int) -> Iterator[Op]:
+        if shape != written_for:
+            raise PlanError(
+                f"the schedule of {path} is for {_in_words(written_for)}, and the run has {_in_words(shape)}: "
+                "change the run, or choose another schedule"
+            )
+        return schedule(shape, rank)
+
+    return checked
+
+
+def write_schedule(orders: Sequence[Sequence[Op]]) -> str:
+    """The text that `read_schedule` reads back, with a line break at its end."""
+    return "".join(", ".join(map(str, order)) + "\n" for order in orders)
+
+
+def _lines_with_ops(text: str) -> Iterator[tuple[int, list[Op]]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = re.split(r"[,\s]+", line.partition("#")[0])
+        try:
+            order = [Op.parse(word.strip('"')) for word in words if word.strip('"')]
+        except PlanError as error:
+            raise PlanError(f"line {number}: {error}") from None
+        if order:
+            yield number, order
+
+
+def _shape_of(orders: Orders, numbers: Sequence[int]) -> PipelineShape:
+    """The smallest shape that holds all ops, with the placement that puts every stage on the rank it stands on."""
+    num_ranks = len(orders)
+    _, *last = map(max, zip(*(op for order in orders for op in order), strict=True))
+    num_stages, num_micro_batches, num_token_slices = (1 + int(index) for index in last)
+    rank_of_stage = {op.stage: rank for rank, order in enumerate(orders) for op in order}
+    gap = next((stage for stage in range(num_stages) if stage not in rank_of_stage), None)
+    if gap is not None:
+        raise PlanError(f"stage {gap} has no ops, and there are {num_stages} stages: add its ops to a line")
+    if num_stages % num_ranks:
+        raise PlanError(
+            f"{num_stages} stages stand on {num_ranks} lines, one for each pipeline rank: give all ranks as many stages"
+        )
+    shapes = [
+        PipelineShape(num_stages, num_micro_batches, num_token_slices, num_stages // num_ranks, placement)
+        for placement in (Placement.LOOPED, Placement.V)
+    ]
+    for shape in shapes:
+        if all(shape.rank_of(stage) == rank for stage, rank in rank_of_stage.items()):
+            return shape
+    # Against the placement that fits best, the first op that is on a wrong line.
+    best = min(shapes, key=lambda shape: sum(shape.rank_of(stage) != rank for stage, rank in rank_of_stage.items()))
+    number, op, rank = next(
+        (number, op, rank)
+        for rank, (number, order) in enumerate(zip(numbers, orders, strict=True))
+        for op in order
+        if best.rank_of(op.stage) != rank
+    )
+    raise PlanError(
+        f"line {number}: op {op} stands on rank {rank}, and stage {op.stage} of {num_stages} on {num_ranks} ranks is "
+        f"rank {shapes[0].rank_of(op.stage)}'s if stages go round and round (looped), "
+        f"rank {shapes[1].rank_of(op.stage)}'s if they go there and back (v): move it"
+    )
+
+
+def _in_words(shape: PipelineShape) -> str:
+    placement = f" placed {shape.placement.value!r}" if shape.num_model_chunks > 1 else ""
+    return (
+        f"{shape.num_stages} stages on {shape.num_ranks} pipeline ranks{placement}, "
+        f"{shape.num_micro_batches} micro-batches and {shape.num_token_slices} token slices"
+    )

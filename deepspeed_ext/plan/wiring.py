@@ -1,0 +1,169 @@
+"""Orders in numbers: what each op waits for, gives and sends, as arrays for the fast simulator.
+
+A result has the number unit + units x kind, where units count stages, micro-batches and token slices. Where it arrives
+on another rank it has one more number, behind all those. Functions import numpy when they are called, so that the
+modules that import this one load at once.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_ext.plan.dependencies import DEPENDENCIES, parts, reading_stage, result
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.play import NOTHING
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+    Numbers = ndarray[Any, Any]
+
+KINDS = tuple(OpKind)
+CODE = {kind: code for code, kind in enumerate(KINDS)}
+"""Number of each kind of op."""
+_MOST_NEEDS = max(sum(dependency.op is kind for dependency in DEPENDENCIES) for kind in OpKind)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OpColumns:
+    """Ops in columns, rank after rank; [N] each.
+
+    Attributes:
+        kind: codes of the kinds.
+        stage: virtual stage.
+        micro_batch: of the op.
+        token_slice: of the op.
+    """
+
+    kind: "Numbers"
+    stage: "Numbers"
+    micro_batch: "Numbers"
+    token_slice: "Numbers"
+
+    def units(self, shape: PipelineShape) -> "Numbers":
+        """Number of each op's token slice, of one micro-batch on one stage."""
+        return _unit(self.stage, self.micro_batch, self.token_slice, shape)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Wiring:
+    """Arrays by the names that `play.play` has for them, and where to find the times that it wants.
+
+    Attributes:
+        needs: [K * N] what each op waits for.
+        gives: [N] its result.
+        arrives: [N] its result where it is sent to.
+        targets: [N] the rank it is sent to.
+        channels: [N] the channel it takes.
+        op_costs: [N] where the op's time is in a table by kind, stage and token slice.
+        message_costs: [N] where those of its message are in tables by boundary and token slice.
+        num_results: results of all ops, each counted where it is made and where it arrives.
+        num_channels: channels, with one for what stays.
+    """
+
+    needs: "Numbers"
+    gives: "Numbers"
+    arrives: "Numbers"
+    targets: "Numbers"
+    channels: "Numbers"
+    op_costs: "Numbers"
+    message_costs: "Numbers"
+    num_results: int
+    num_channels: int
+
+
+def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
+    """Whether every op is inside the shape, on its own rank, and there but once, whole or in part.
+
+    Args:
+        bounds: [R + 1] where the ops of each rank begin and end.
+        columns: the ops.
+        shape: extent of the pipeline.
+    """
+    import numpy as np
+
+    if len(bounds) != shape.num_ranks + 1:
+        return False
+    extents = (shape.num_stages, shape.num_micro_batches, shape.num_token_slices)
+    indices = (columns.stage, columns.micro_batch, columns.token_slice)
+    if any(index.max(initial=0) >= extent for index, extent in zip(indices, extents, strict=True)):
+        return False
+    ranks = np.repeat(np.arange(shape.num_ranks), np.diff(bounds))
+    if not np.array_equal(ranks_of_stages(shape)[columns.stage], ranks):
+        return False
+    units = columns.units(shape)
+    for part in (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT):
+        computes = [CODE[kind] for kind in KINDS if Op(part, 0, 0, 0) in parts(Op(kind, 0, 0, 0))]
+        if np.bincount(units[np.isin(columns.kind, computes)], minlength=1).max() > 1:
+            return False
+    return True
+
+
+def wire(columns: OpColumns, shape: PipelineShape) -> Wiring:
+    """Look up in the table of dependencies what each op waits for, and where its result goes."""
+    import numpy as np
+
+    num_made = len(KINDS) * shape.num_stages * shape.num_micro_batches * shape.num_token_slices
+    given = np.array([CODE[result(Op(kind, 0, 0, 0)).kind] for kind in KINDS])
+    gives = given[columns.kind] * (num_made // len(KINDS)) + columns.units(shape)
+    targets, channels, boundaries, num_channels = _ways(shape)
+    way = columns.kind.astype(np.int64) * shape.num_stages + columns.stage
+    return Wiring(
+        _needs(columns, shape, num_made).reshape(-1).astype(np.int32),
+        gives.astype(np.int32),
+        np.where(targets[way] == NOTHING, NOTHING, gives + num_made).astype(np.int32),
+        targets[way].astype(np.int32),
+        channels[way].astype(np.int32),
+        (way * shape.num_token_slices + columns.token_slice).astype(np.int32),
+        (boundaries[way] * shape.num_token_slices + columns.token_slice).astype(np.int32),
+        2 * num_made,
+        num_channels,
+    )
+
+
+def _needs(columns: OpColumns, shape: PipelineShape, num_made: int) -> "Numbers":
+    """[N, K] numbers of results."""
+    import numpy as np
+
+    ranks = ranks_of_stages(shape)
+    needs = np.full((len(columns.kind), _MOST_NEEDS), NOTHING, np.int64)
+    for kind in KINDS:
+        ops = np.flatnonzero(columns.kind == CODE[kind])
+        rows = [dependency for dependency in DEPENDENCIES if dependency.op is kind]
+        for column, (_, needed, stages, token_slices) in enumerate(rows):
+            there, then = columns.stage[ops] + stages, columns.token_slice[ops] + token_slices
+            inside = (there >= 0) & (there < shape.num_stages) & (then >= 0) & (then < shape.num_token_slices)
+            readers, there, then = ops[inside], there[inside], then[inside]
+            unit = _unit(there, columns.micro_batch[readers], then, shape)
+            travels = ranks[there] != ranks[columns.stage[readers]]
+            needs[readers, column] = CODE[needed] * (num_made // len(KINDS)) + unit + num_made * travels
+    return needs
+
+
+def _ways(shape: PipelineShape) -> "tuple[Numbers, Numbers, Numbers, int]":
+    """Rank, channel and stage boundary that the result of each kind of op on each stage goes by; how many channels."""
+    import numpy as np
+
+    targets, boundaries, ways = [], [], []
+    for kind in KINDS:
+        for stage in range(shape.num_stages):
+            given = result(Op(kind, stage, 0, 0))
+            reader = reading_stage(given, shape)
+            source, target = shape.rank_of(stage), NOTHING if reader is None else shape.rank_of(reader)
+            targets.append(NOTHING if target == source else target)
+            boundaries.append(0 if reader is None else min(stage, reader))
+            ways.append((source, targets[-1], given.kind))
+    numbers = {way: number for number, way in enumerate(dict.fromkeys(ways))}
+    channels = [numbers[way] for way in ways]
+    return np.array(targets), np.array(channels), np.array(boundaries), len(numbers)
+
+
+def ranks_of_stages(shape: PipelineShape) -> "Numbers":
+    """Rank that each stage is on."""
+    import numpy as np
+
+    return np.array([shape.rank_of(stage) for stage in range(shape.num_stages)])
+
+
+def _unit(stage: "Numbers", micro_batch: "Numbers", token_slice: "Numbers", shape: PipelineShape) -> "Numbers":
+    unit: Numbers = (stage.astype("int64") * shape.num_micro_batches + micro_batch) * shape.num_token_slices
+    return unit + token_slice

@@ -1,0 +1,290 @@
+"""Runs the instructions of one pipeline rank on the layers of its stages.
+
+Each method is what one instruction of `plan.programs` means. Nothing here knows of optimizers or replicas: the engine
+says what surrounds a batch, and this says what happens to a token slice.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs import Instruction
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.batch import detached, to_device
+from deepspeed_ext.runtime.live_batch import Buffer, LiveBatch
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.op_ledger import OpLedger
+from deepspeed_ext.runtime.rank_links import RankLinks
+from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.weight_gradients import WeightGradients, compute
+
+Around = Callable[[Op], AbstractContextManager[None]]
+"""Surrounds the computing of an op: measures it, and accumulates the gradients it leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """What there is to know of a batch before it runs.
+
+    Attributes:
+        shape: extent of the pipeline.
+        token_slices: how its sequences are cut.
+        rows: sequences of a micro-batch.
+        training: backward follows.
+        first_sequence: number of a micro-batch's first row among all sequences of the run, which dropout goes by.
+        computes_loss: call the loss function.
+        keeps_outputs: keep the last layer's outputs, and the labels.
+    """
+
+    shape: PipelineShape
+    token_slices: TokenSlices
+    rows: int
+    training: bool
+    first_sequence: Callable[[int], int]
+    computes_loss: bool = True
+    keeps_outputs: bool = False
+
+
+class Executor:
+    """The stages of one pipeline rank, at work on one batch after the other.
+
+    Args:
+        module: their layers.
+        links: to other ranks.
+        device: where tensors live.
+        next_batch: gives the next micro-batch.
+        loss_scale: scales the loss of a token slice before backward.
+        around: surrounds the computing of each op.
+        ledger: is told of waits.
+    """
+
+    def __init__(
+        self,
+        module: TokenSlicePipelineModule,
+        links: RankLinks,
+        device: torch.device,
+        *,
+        next_batch: Callable[[], Any],
+        loss_scale: Callable[[Tensor], Tensor],
+        around: Around,
+        ledger: OpLedger,
+    ) -> None:
+        self._module, self._links, self._device = module, links, device
+        self._next_batch, self._loss_scale, self._around = next_batch, loss_scale, around
+        self._ledger = ledger
+        self._stages = list(module.pipeline.stages_of(module.stage_id))
+        self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
+        self._weight_gradients = WeightGradients()
+        self.live = LiveBatch()
+
+    def begin(self, plan: BatchPlan, *, puts_weight_gradients_off: bool) -> None:
+        """Forget the batch before, and expect another."""
+        self.plan, self.live = plan, LiveBatch()
+        if puts_weight_gradients_off:
+            self._weight_gradients.attach(self._module)
+        self._module.around_layers = self._weight_gradients.products if puts_weight_gradients_off else nullcontext
+
+    def finish(self) -> LiveBatch:
+        """Hand over what the batch left, and keep nothing of it."""
+        finished, self.live = self.live, LiveBatch()
+        return finished
+
+    # ------------------------------------------------------------------ data
+
+    def load(self, step: Instruction) -> None:
+        """Take a micro-batch and cut it."""
+        try:
+            batch = self._next_batch()
+        except StopIteration:
+            raise UserError(
+                f"the data iterator ended at micro-batch {step.micro_batch} of a batch of "
+                f"{self.plan.shape.num_micro_batches}: give one that does not end, such as "
+                "deepspeed.utils.RepeatingLoader"
+            ) from None
+        module = self._module
+        if batch is None:
+            raise UserError(f"{self._reads_data()} and was given no data iterator: pass one on this rank too")
+        if module.stage_id in module.cutting_ranks:
+            parts = module.split_batch(batch, self.plan.token_slices)
+            module.data_entries.check(parts[0].inputs, parts[0].labels, cutting_stages=self._cutting_stages)
+            self.live.parts[step.micro_batch] = parts
+        if module.documents is not None:
+            self.live.documents[step.micro_batch] = module.documents(batch)
+
+    # ------------------------------------------------------------------ ops
+
+    def forward(self, step: Instruction) -> None:
+        """Compute a token slice's way through a stage."""
+        op, held = step.op, self.live.buffers[step.buffer]
+        inputs = self._inputs(op, held)
+        entries = self._entries(op) if op.stage else {}
+        with self._around(op):
+            outputs = self._module(inputs, self._state(op), op.token_slice, op.stage, entries)
+            if op.stage == self.plan.shape.last_stage:
+                held.roots = self._loss(outputs, op)
+            else:
+                held.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                held.roots = tuple(get_gradient_edge(tensor) for tensor in held.outputs if tensor.requires_grad)
+        if not self.plan.training and op.token_slice == self.plan.shape.last_token_slice:
+            self._forget(op, last_stage=self._stages[-1])
+
+    def backward(self, step: Instruction) -> None:
+        """Compute the gradients that a token slice gives a stage's inputs and weights."""
+        self._backward(step)
+
+    def input_gradient(self, step: Instruction) -> None:
+        """Compute the gradients of inputs; put the products of weights off."""
+        with self._weight_gradients.put_off() as later:
+            self._backward(step)
+        self.live.buffers[step.buffer].later = later
+
+    def weight_gradient(self, step: Instruction) -> None:
+        """Compute the products that were put off."""
+        held = self.live.buffers[step.buffer]
+        with self._around(step.op):
+            compute(held.later)
+
+    def free(self, step: Instruction) -> None:
+        """Empty a buffer."""
+        del self.live.buffers[step.buffer]
+
+    # ------------------------------------------------------------------ transfers
+
+    def post(self, step: Instruction) -> None:
+        """Expect what an op reads of another rank."""
+        self._links.post(step.op)
+
+    def send_activation(self, step: Instruction) -> None:
+        """Post an activation to the rank of the stage after."""
+        held = self.live.buffers[step.buffer]
+        self._links.send(_reader(step.op), held.outputs)
+        held.outputs = ()
+
+    def pass_activation(self, step: Instruction) -> None:
+        """Give an activation to the stage after, which is this rank's too."""
+        held = self.live.buffers[step.buffer]
+        passed = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in held.outputs)
+        self.live.passed[_reader(step.op)] = passed
+        held.outputs = ()
+
+    def send_gradient(self, step: Instruction) -> None:
+        """Post the gradients of a stage's inputs to the rank of the stage before."""
+        self._links.send(_reader(step.op), _gradients(self.live.buffers[step.buffer]))
+
+    def pass_gradient(self, step: Instruction) -> None:
+        """Give the gradients of a stage's inputs to the stage before, which is this rank's too."""
+        self.live.passed[_reader(step.op)] = _gradients(self.live.buffers[step.buffer])
+
+    def complete(self, step: Instruction) -> None:
+        """Let go of a message once it has left."""
+        reader = _reader(step.op)
+        with self._ledger.waiting_for(self._links.peer(reader)):
+            self._links.complete(reader)
+
+    # ------------------------------------------------------------------ parts of the above
+
+    def _inputs(self, op: Op, held: Buffer) -> Any:
+        if op.stage == 0:
+            inputs = self.live.parts[op.micro_batch][op.token_slice].inputs
+            return self._entries(op) if isinstance(inputs, Mapping) else to_device(inputs, self._device)
+        held.inputs = self._read(op)
+        return held.inputs[0] if len(held.inputs) == 1 else held.inputs
+
+    def _entries(self, op: Op) -> dict[str, Any]:
+        """What the layers of a stage take of the data by name: moved to the device for one token slice, and no more."""
+        parts = self.live.parts.get(op.micro_batch)
+        if parts is None or not isinstance(inputs := parts[op.token_slice].inputs, Mapping):
+            return {}
+        return to_device(self._module.data_entries.given_to_stage(op.stage, inputs), self._device)
+
+    def _reads_data(self) -> str:
+        """Why this rank reads the data, in words."""
+        readers = (self._module.data_entries.reader(stage) for stage in self._stages)
+        for_whom = next((f" for {reader}" for reader in readers if reader), "")
+        return f"pipeline rank {self._module.stage_id} reads the data{for_whom},"
+
+    def _read(self, op: Op) -> tuple[Tensor, ...]:
+        """What an op reads of another stage: passed on by this rank, or come from another."""
+        if op in self.live.passed:
+            return self.live.passed.pop(op)
+        with self._ledger.waiting_for(self._links.peer(op)):
+            return self._links.wait(op)
+
+    def _state(self, op: Op) -> SequenceState:
+        """What a micro-batch remembers on a stage; at its first forward there, nothing yet."""
+        key = op.stage, op.micro_batch
+        if key not in self.live.states:
+            first = self.plan.first_sequence(op.micro_batch)
+            self.live.states[key] = SequenceState(
+                self.plan.token_slices,
+                seed=self._module.base_seed,
+                sequences=range(first, first + self.plan.rows),
+                documents=self.live.documents.get(op.micro_batch),
+            )
+        return self.live.states[key]
+
+    def _forget(self, op: Op, *, last_stage: int) -> None:
+        """Let go of what a stage remembers of a micro-batch; at this rank's last stage to need it, of its data too."""
+        del self.live.states[op.stage, op.micro_batch]
+        if op.stage == last_stage:
+            self.live.forget_batch(op.micro_batch)
+
+    def _loss(self, outputs: Any, op: Op) -> tuple[Tensor, ...]:
+        """Add a token slice's share of the loss up, and return what backward starts from."""
+        if self.plan.keeps_outputs:
+            self.live.outputs[op.micro_batch].append(detached(outputs))
+            self.live.labels[op.micro_batch].append(self.live.parts[op.micro_batch][op.token_slice].labels)
+        if not self.plan.computes_loss:
+            return ()
+        part, loss_fn = self.live.parts[op.micro_batch][op.token_slice], self._module.loss_fn
+        if loss_fn is None:
+            loss = outputs
+        elif isinstance(part.labels, Mapping):
+            labels = self._module.data_entries.given_to_loss(part.labels)
+            loss = loss_fn(outputs, **to_device(labels, self._device))
+        else:
+            loss = loss_fn(outputs, to_device(part.labels, self._device))
+        weight = part.loss_weight
+        loss = loss * (weight.to(loss.device) if torch.is_tensor(weight) else weight)
+        self.live.add_loss(op.micro_batch, loss)
+        if self.plan.training and not loss.requires_grad:
+            raise UserError(
+                f"the loss of token slice {op.token_slice} depends on no weight, so later token slices could not pass "
+                "gradients back through it: where no token counts, return outputs.sum() * 0"
+            )
+        return (loss,)
+
+    def _backward(self, step: Instruction) -> None:
+        op, held = step.op, self.live.buffers[step.buffer]
+        roots = held.roots
+        if op.stage == self.plan.shape.last_stage:
+            roots = tuple(self._loss_scale(root) for root in roots)
+            gradients = tuple(torch.ones_like(root) for root in roots)
+        else:
+            gradients = self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
+        with self._around(op):
+            if roots:
+                torch.autograd.backward(roots, gradients)
+        held.roots = ()
+        if op.token_slice == 0:
+            self._forget(op, last_stage=self._stages[0])
+
+
+def _reader(result: Op) -> Op:
+    """The op of the neighbouring stage that reads a result, as messages are named."""
+    return result._replace(stage=result.stage + (1 if result.kind is OpKind.FORWARD else -1))
+
+
+def _gradients(held: Buffer) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        for tensor in held.inputs
+        if tensor.requires_grad
+    )

@@ -1,0 +1,263 @@
+"""Weights that several pipeline ranks hold together: equal at the start, and given the sum of their gradients.
+
+    shared = model.share((0, 3))                  # on every rank, after the model is built
+    if model.layer(0) is not None:                # an embedding, on pipeline rank 0
+        shared.register_module(model.layer(0).words)
+    if model.layer(25) is not None:               # a head of another class, on pipeline rank 3
+        shared.register_module(model.layer(25).projection)
+    engine, *_ = initialize(model, config)        # connects them
+
+Unlike DeepSpeed's tied layers, the modules may be of any classes and parts of larger layers. What is registered is
+compared across ranks before anything else happens, so that a mistake is an error on every rank and not a hang.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.topology import TokenSliceTopology
+
+
+class WeightSpec(NamedTuple):
+    """What ranks must agree on of a shared weight, and its name for messages."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+    @classmethod
+    def of(cls, name: str, weight: nn.Parameter) -> "WeightSpec":
+        """Describe a weight."""
+        return cls(name, tuple(weight.shape), weight.dtype, weight.requires_grad)
+
+    def __str__(self) -> str:
+        """For messages."""
+        frozen = "" if self.trained else " frozen"
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}{frozen}"
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What one rank says of one share.
+
+    Attributes:
+        pipeline_ranks: the ranks that share.
+        modules: weights of each module registered on this rank.
+    """
+
+    pipeline_ranks: tuple[int, ...]
+    modules: tuple[tuple[WeightSpec, ...], ...] = ()
+
+
+@dataclass(slots=True)
+class SharedModules:
+    """Modules of which several pipeline ranks hold a copy. Made by `TokenSlicePipelineModule.share`.
+
+    Attributes:
+        pipeline_ranks: the ranks that share; the weights of the first one are where all start.
+    """
+
+    pipeline_ranks: tuple[int, ...]
+    _root: nn.Module
+    _modules: list[dict[str, nn.Parameter]] = field(default_factory=list)
+
+    def register_module(self, module: nn.Module, *weights: str) -> None:
+        """Share a module of this rank with what the other ranks register.
+
+        Weights match by their order. Where a rank registers several modules, as in a pipeline of one rank, they get
+        the very same weights, so make the optimizer later.
+
+        Args:
+            module: a module of any class.
+            weights: names of the weights to share, such as `word.weight`; all of the module's if none is given.
+
+        Raises:
+            UserError: if the module has no such weight.
+        """
+        held = dict(module.named_parameters())
+        unknown = [name for name in weights if name not in held]
+        if unknown or not held:
+            raise UserError(
+                f"{type(module).__name__} has no weight {unknown[0] if unknown else 'at all'} to share: name some of "
+                f"{', '.join(held) or 'another module'}"
+            )
+        self._modules.append({name: held[name] for name in weights or held})
+        first, latest = self._modules[0], self._modules[-1]
+        if _differences(self._declared(first), self._declared(latest)) is None:
+            for kept, replaced in zip(first.values(), list(latest.values()), strict=True):
+                _replace(self._root, replaced, kept)
+            self._modules[-1] = dict(zip(latest, first.values(), strict=True))
+
+    def declaration(self) -> Declaration:
+        """What this rank says of the share."""
+        return Declaration(self.pipeline_ranks, tuple(map(self._declared, self._modules)))
+
+    def weights(self) -> list[nn.Parameter]:
+        """This rank's copies of the shared weights; none on a rank that does not share."""
+        return list(self._modules[0].values()) if self._modules else []
+
+    @staticmethod
+    def _declared(module: Mapping[str, nn.Parameter]) -> tuple[WeightSpec, ...]:
+        return tuple(WeightSpec.of(name, weight) for name, weight in module.items())
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedWeights:
+    """This rank's copies of the weights of one share.
+
+    Attributes:
+        weights: in the order of all ranks.
+        source: rank whose copies they start from.
+        group: the ranks that have copies.
+    """
+
+    weights: tuple[nn.Parameter, ...]
+    source: int
+    group: dist.ProcessGroup
+
+    def synchronize(self) -> None:
+        """Make all copies equal."""
+        with torch.no_grad():
+            for weight in self.weights:
+                dist.broadcast(weight, src=self.source, group=self.group)
+
+
+def connect(
+    shares: Sequence[SharedModules], topology: TokenSliceTopology, rank: int, *, tied: Container[nn.Parameter] = ()
+) -> list[ConnectedWeights]:
+    """Check what all ranks registered, and make the copies of each weight equal. Every rank must call this together.
+
+    Args:
+        shares: in the same order on the ranks of each of them; other ranks may leave them out.
+        topology: of all ranks.
+        rank: this rank.
+        tied: weights of tied layers, which are shared already.
+
+    Returns:
+        What this rank shares.
+
+    Raises:
+        UserError: on every rank alike, if what they registered does not fit.
+    """
+    declared: list[tuple[list[Declaration], str | None]] = [([], None)] * dist.get_world_size()
+    mine = [share.declaration() for share in shares], _shared_twice(shares, tied)
+    dist.all_gather_object(declared, mine)
+    pipelines = topology.get_axis_comm_lists("pipe")
+    for ranks in pipelines:
+        faults = [declared[each][1] for each in ranks]
+        fault = next(filter(None, faults), None) or find_fault([declared[each][0] for each in ranks])
+        if fault is not None:
+            raise UserError(fault)
+    # Ranks that share nothing take part too, since groups are made by all together.
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for members in sorted({each.pipeline_ranks for declarations, _ in declared for each in declarations}):
+        for ranks in pipelines:
+            group = dist.new_group([ranks[pipeline_rank] for pipeline_rank in members])
+            if rank in ranks:
+                groups[members] = group
+    return [
+        _connected(share, next(ranks for ranks in pipelines if rank in ranks), rank, groups)
+        for share in shares
+        if share.weights()
+    ]
+
+
+def _connected(
+    share: SharedModules, ranks: Sequence[int], rank: int, groups: Mapping[tuple[int, ...], dist.ProcessGroup]
+) -> ConnectedWeights:
+    source = ranks[share.pipeline_ranks[0]]
+    connected = ConnectedWeights(tuple(share.weights()), source, groups[share.pipeline_ranks])
+    connected.synchronize()
+    for weight in connected.weights:
+        # By this DeepSpeed counts a weight once in the norm of gradients.
+        weight.ds_pipe_replicated = rank != source
+    return connected
+
+
+def find_fault(by_rank: Sequence[Sequence[Declaration]]) -> str | None:
+    """What is wrong with the declarations of one pipeline, if anything.
+
+    Args:
+        by_rank: declarations of each pipeline rank, in the order they were made.
+    """
+    shares: dict[tuple[int, ...], list[dict[int, Declaration]]] = defaultdict(list)
+    for rank, declarations in enumerate(by_rank):
+        seen: Counter[tuple[int, ...]] = Counter()
+        for declaration in declarations:
+            members = declaration.pipeline_ranks
+            if seen[members] == len(shares[members]):
+                shares[members].append({})
+            shares[members][seen[members]][rank] = declaration
+            seen[members] += 1
+    found = (_fault_of(members, share) for members, numbered in shares.items() for share in numbered)
+    return next(filter(None, found), None)
+
+
+def _fault_of(members: tuple[int, ...], declarations: Mapping[int, Declaration]) -> str | None:
+    named = f"share({members})"
+    for rank, declaration in declarations.items():
+        if declaration.modules and rank not in members:
+            return f"pipeline rank {rank} registers a module with {named}: name it among the ranks that share"
+    modules: list[tuple[int, tuple[WeightSpec, ...]]] = []
+    for rank in members:
+        registered = declarations[rank].modules if rank in declarations else ()
+        if not registered:
+            return (
+                f"pipeline rank {rank} registers no module with {named}: call register_module on each of its ranks "
+                "before initialize"
+            )
+        modules += [(rank, module) for module in registered]
+    (first_rank, first), *others = modules
+    for rank, module in others:
+        difference = _differences(first, module)
+        if difference is not None:
+            expected, found = difference
+            return (
+                f"with {named} pipeline rank {rank} registers {found}, and pipeline rank {first_rank} {expected}: "
+                "register weights of the same shapes and dtypes, in the same order"
+            )
+    return None
+
+
+def _differences(first: Sequence[WeightSpec], other: Sequence[WeightSpec]) -> tuple[str, str] | None:
+    """Where two lists of weights differ, in words; names may."""
+    if len(first) != len(other):
+        return f"{len(first)} ({', '.join(map(str, first))})", f"{len(other)} weights ({', '.join(map(str, other))})"
+    for expected, found in zip(first, other, strict=True):
+        if expected[1:] != found[1:]:
+            return str(expected), str(found)
+    return None
+
+
+def _shared_twice(shares: Iterable[SharedModules], tied: Container[nn.Parameter]) -> str | None:
+    """A weight of this rank that two shares would sum."""
+    owner: dict[nn.Parameter, SharedModules] = {}
+    for share in shares:
+        for name, weight in _named(share):
+            if weight in tied or owner.setdefault(weight, share) is not share:
+                already = "a tied layer" if weight in tied else f"share({owner[weight].pipeline_ranks})"
+                return (
+                    f"{name} {list(weight.shape)} is in share({share.pipeline_ranks}) and in {already}, and its "
+                    "gradient would be summed twice: share it once, among all the ranks that hold it"
+                )
+    return None
+
+
+def _named(share: SharedModules) -> Iterator[tuple[str, nn.Parameter]]:
+    for module in share._modules:
+        yield from module.items()
+
+
+def _replace(root: nn.Module, replaced: nn.Parameter, kept: nn.Parameter) -> None:
+    """Let every module that holds a weight hold another instead."""
+    for module in root.modules():
+        for name, weight in module._parameters.items():
+            if weight is replaced:
+                module._parameters[name] = kept

@@ -1,0 +1,151 @@
+"""Weight gradients put off: the part of a backward that only the optimizer step waits for.
+
+The backward of a matrix product Y = X W^T is two products. The stage before waits for the first, and for the second
+nobody does, so a schedule may run it where the rank would idle (zero bubble, arXiv 2401.10241 section 2):
+
+    BI    dX = dY W          at once
+    BW    dW += dY^T X       later: dY and X are kept until then, and nothing else of the graph is
+
+An operation that can do so asks the `weight_gradients` of its weight whether products are being put off, and hands
+its second product over if they are. The matrix products of any model do, inside `products()`; other operations, such
+as norms and biases, compute everything in BI, which is as correct and only less apart. What is put off is computed in
+the order in which it was, so every weight adds its gradients up as a whole backward does.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+Product = Callable[[], None]
+"""Adds one product to the gradient of its weight."""
+
+
+class WeightGradients:
+    """Where backwards leave the products that are put off.
+
+    Example:
+        >>> weight_gradients = WeightGradients()
+        >>> weight_gradients.attach(module)                 # doctest: +SKIP
+        >>> with weight_gradients.products():               # doctest: +SKIP
+        ...     loss = module(inputs)
+        >>> with weight_gradients.put_off() as later:       # doctest: +SKIP
+        ...     loss.backward()
+        >>> compute(later)                                  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self._later: list[Product] | None = None
+
+    @property
+    def collecting(self) -> bool:
+        """Whether the backward that runs now puts products off."""
+        return self._later is not None
+
+    def attach(self, module: nn.Module) -> None:
+        """Let the weights of a module be asked: each gets this object as its `weight_gradients`."""
+        for parameter in module.parameters():
+            parameter.weight_gradients = self
+
+    @contextmanager
+    def put_off(self) -> Iterator[list[Product]]:
+        """Around a backward: products go to the list that this yields, instead of being computed."""
+        assert self._later is None, "one backward at a time"
+        self._later = later = []
+        try:
+            yield later
+        finally:
+            self._later = None
+
+    def add(self, product: Product) -> None:
+        """Put a product off; only while `collecting`."""
+        assert self._later is not None, "nobody is there to compute it"
+        self._later.append(product)
+
+    def products(self) -> TorchFunctionMode:
+        """Around a forward: every `F.linear` of a weight of an attached module can then be put off.
+
+        To be entered again where activation checkpointing repeats the forward, so that both keep the same tensors.
+        """
+        return _LinearProducts(self)
+
+
+def compute(later: list[Product]) -> None:
+    """Compute what was put off, in its order, and let go of each product's tensors at once: the list is empty then."""
+    later.reverse()
+    with torch.no_grad():
+        while later:
+            later.pop()()
+
+
+class _LinearProducts(TorchFunctionMode):
+    """Sees every call of torch in a forward, and takes `F.linear` over, by which all linear layers come."""
+
+    def __init__(self, weight_gradients: WeightGradients) -> None:
+        super().__init__()
+        self._weight_gradients = weight_gradients
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        positional: Sequence[Any] = (),
+        keywords: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function is F.linear:
+            return self._linear(*positional, **(keywords or {}))
+        return function(*positional, **(keywords or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if getattr(weight, "weight_gradients", None) is not self._weight_gradients or not _can_be_put_off(
+            input, weight
+        ):
+            return F.linear(input, weight, bias)
+        return _Linear.apply(input, weight, bias)
+
+
+def _can_be_put_off(inputs: Tensor, weight: Tensor) -> bool:
+    # Autocast computes the product from copies of another type, whose gradients torch knows how to convert.
+    autocast = torch.is_autocast_enabled(inputs.device.type)
+    return weight.is_leaf and weight.requires_grad and weight.dim() == 2 and inputs.dim() > 1 and not autocast
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear`, whose backward is the same two products as torch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        # Where a forward is repeated, autograd gives back a copy of the weight that nobody asks for gradients.
+        ctx.parameter = weight
+        return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (inputs, weight), parameter = ctx.saved_tensors, ctx.parameter
+        rows = output_gradient.flatten(0, -2)
+        of_inputs = output_gradient @ weight if ctx.needs_input_grad[0] else None
+        of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        store = parameter.weight_gradients
+        inputs = inputs.flatten(0, -2)
+        if not store.collecting or _is_watched(parameter):
+            return of_inputs, rows.t() @ inputs, of_bias
+        store.add(lambda: _add(parameter, rows.t() @ inputs))
+        return of_inputs, None, of_bias
+
+
+def _is_watched(parameter: Tensor) -> bool:
+    """Whether somebody asked to be called for each of its gradients, which only autograd does."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    """Add a gradient as autograd does: the first is kept as it is."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient

@@ -1,0 +1,77 @@
+"""Draws the pictures of docs/schedules.md into the directory that is named."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed_ext.plan.attention_costs import attention_costs
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.render import render_comparison
+from deepspeed_ext.plan.schedule_file import read_schedule
+from deepspeed_ext.plan.schedules import rank_orders, schedule_named
+from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.timeline import Timeline
+
+FOUND = Path(__file__).parent / "schedules" / "optimised_p4_m4_s4.txt"
+"""Written by the command that docs/schedules.md shows."""
+FOUND_CUT = (1467, 1141, 805, 683)
+EVEN, BALANCED = (1.0,) * 4, TokenSlices.balanced(4096, 4, linear_cost=0.4, attention_cost=1.2 / 4096).lengths
+
+
+def played(
+    name: str,
+    lengths: Sequence[float] = EVEN,
+    *,
+    attention_share: float = 0.0,
+    ranks: int = 4,
+    micro_batches: int = 4,
+    model_chunks: int = 1,
+) -> Timeline:
+    """A schedule, simulated."""
+    shape = PipelineShape(ranks * model_chunks, micro_batches, len(lengths), model_chunks)
+    costs = attention_costs(shape, lengths, attention_share)
+    return simulate(rank_orders(schedule_named(name), shape), shape, costs)
+
+
+def found() -> Timeline:
+    """The schedule that the optimiser found."""
+    shape, orders = read_schedule(FOUND)
+    return simulate(orders, shape, attention_costs(shape, FOUND_CUT, 0.6))
+
+
+def pictures() -> dict[str, list[tuple[str, Timeline]]]:
+    """Panels of each picture, by its file's name."""
+    whole = (1.0,)
+    return {
+        "token-slices": [
+            ("gpipe, whole micro-batches", played("gpipe", whole, micro_batches=2)),
+            ("gpipe, 4 token slices", played("gpipe", micro_batches=2)),
+        ],
+        "1f1b": [("gpipe, 4 token slices", played("gpipe")), ("1f1b, 4 token slices", played("1f1b"))],
+        "interleaved": [
+            ("1f1b", played("1f1b", whole)),
+            ("interleaved, 2 model chunks", played("interleaved", whole, model_chunks=2)),
+            ("interleaved, 2 model chunks, 4 token slices", played("interleaved", model_chunks=2)),
+        ],
+        "zero-bubble": [("1f1b", played("1f1b", whole)), ("zero-bubble", played("zero-bubble", whole))],
+        "attention": [
+            ("1f1b, even token slices", played("1f1b", attention_share=0.6, micro_batches=2)),
+            ("1f1b, balanced token slices", played("1f1b", BALANCED, attention_share=0.6, micro_batches=2)),
+        ],
+        "optimised": [
+            ("1f1b, balanced token slices", played("1f1b", BALANCED, attention_share=0.6)),
+            ("zero-bubble, balanced token slices", played("zero-bubble", BALANCED, attention_share=0.6)),
+            ("optimised, two stages on each rank", found()),
+        ],
+    }
+
+
+def main(directory: str) -> None:
+    """Write every picture."""
+    for name, panels in pictures().items():
+        (Path(directory) / f"{name}.svg").write_text(render_comparison(panels))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

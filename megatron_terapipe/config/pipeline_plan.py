@@ -1,0 +1,143 @@
+"""The order of a run's ops, as flags name it or as it is found, and the token slices that are found with it.
+
+All of this follows from the configuration and the number of micro-batches, so every rank finds the same.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.schedule_file import schedule_from_file
+from deepspeed_ext.plan.schedules import SCHEDULES, Schedule
+from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config.balance import granularity_of
+from megatron_terapipe.config.config import Config
+from megatron_terapipe.config.op_costs import op_costs, stage_terms
+from megatron_terapipe.config.parallel import AUTO, OPTIMISED
+from megatron_terapipe.errors import ConfigError
+
+if TYPE_CHECKING:  # The solvers compile their kernels, and not every run needs one.
+    from deepspeed_ext.plan.optimise import OptimisedSchedule
+
+EFFORT = 0.2
+"""Of the solvers, before a run starts: some seconds of one core, on every rank at once."""
+
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of token slices that are tried where no flag says one."""
+
+
+def pipeline_schedule(config: Config) -> Schedule:
+    """The schedule that `--pipeline-schedule` names; one to be found is found when its first op is asked for.
+
+    Raises:
+        UserError: if it is a file that cannot be read, or holds no schedule.
+    """
+    name = config.parallel.pipeline_schedule
+    if name == OPTIMISED:
+        return FoundSchedule(config)
+    return SCHEDULES[name] if name in SCHEDULES else schedule_from_file(name)
+
+
+def check_schedule(schedule: Schedule, config: Config, micro_batches: Iterable[int]) -> None:
+    """Lower a schedule for every number of micro-batches that a run has, as the engine will.
+
+    Raises:
+        ConfigError: if it is for another pipeline, or would leave ranks waiting for each other.
+    """
+    for number in micro_batches:
+        try:
+            lower(schedule, config.parallel.pipeline(number))
+        except PlanError as error:
+            raise ConfigError(f"--pipeline-schedule {config.parallel.pipeline_schedule}: {error}") from None
+
+
+class FoundSchedule:
+    """A schedule that is found for each number of micro-batches when it is first asked for.
+
+    Args:
+        config: the configuration, its token slices known.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._costs = op_costs(config)
+        self._token_slices = config.token_slices()
+        self._memory_limit = config.parallel.schedule_memory_limit
+        self._found: dict[PipelineShape, OptimisedSchedule] = {}
+
+    def __call__(self, shape: PipelineShape, rank: int) -> Iterator[Op]:
+        """The ops of a rank in order, as `plan.schedules.Schedule` says."""
+        return iter(self.found(shape).orders[rank])
+
+    def found(self, shape: PipelineShape) -> "OptimisedSchedule":
+        """The whole of it, with its makespan."""
+        from deepspeed_ext.plan.optimise import optimise
+
+        if shape not in self._found:
+            limit = self._memory_limit or memory_of_1f1b(shape, self._token_slices)
+            lengths = self._token_slices.lengths
+            self._found[shape] = optimise(shape, self._costs, memory_limit=limit, lengths=lengths, effort=EFFORT)
+        return self._found[shape]
+
+
+def memory_of_1f1b(shape: PipelineShape, token_slices: TokenSlices) -> float:
+    """Activations that 1f1b keeps on the first rank, in those of one whole micro-batch on it.
+
+    They are of P - 1 + S token slices in a row, from the first of a micro-batch on, or of all that there are.
+    """
+    whole, rest = divmod(shape.num_ranks - 1 + len(token_slices), len(token_slices))
+    return min(shape.num_micro_batches, whole + token_slices.prefix_len(rest) / token_slices.seq_length)
+
+
+def with_found_token_slices(config: Config, num_micro_batches: int) -> Config:
+    """Return the configuration with the token slices that `--token-slices auto` asks for; any other as it is.
+
+    Without `--num-token-slices` numbers are tried upwards, as long as the step gets shorter.
+
+    Raises:
+        ConfigError: if the sequence is too short for the number asked for.
+    """
+    if config.parallel.token_slices != AUTO:
+        return config
+    wanted = config.parallel.num_token_slices
+    best: tuple[float, TokenSlices] | None = None
+    for count in (wanted,) if wanted else COUNTS:
+        found = _found_cut(config, count, num_micro_batches)
+        if best is not None and (found is None or found[0] >= best[0]):
+            break
+        best = found
+    if best is None:
+        raise ConfigError(
+            f"--token-slices auto: {wanted or 1} token slices of {config.model.seq_length} tokens, each a multiple of "
+            f"{config.token_granularity}: give fewer"
+        )
+    cut = best[1]
+    return replace(config, parallel=replace(config.parallel, token_slices=str(cut), num_token_slices=len(cut)))
+
+
+def _found_cut(config: Config, num_token_slices: int, num_micro_batches: int) -> tuple[float, TokenSlices] | None:
+    """Makespan and lengths of so many token slices; None if so many do not fit."""
+    import numpy as np
+
+    from deepspeed_ext.plan.solve import PolynomialCosts, solve_token_slices
+
+    seq_length, parallel = config.model.seq_length, config.parallel
+    granularity = granularity_of(seq_length, num_token_slices, config.token_granularity)
+    if num_token_slices * granularity > seq_length:
+        return None
+    shape = replace(parallel.pipeline(num_micro_batches), num_token_slices=num_token_slices)
+    optimised = parallel.pipeline_schedule == OPTIMISED
+    uniform = TokenSlices.uniform(seq_length, num_token_slices)
+    solved = solve_token_slices(
+        shape,
+        seq_length,
+        PolynomialCosts(np.array(stage_terms(config)).swapaxes(0, 1)),
+        schedule=None if optimised else SCHEDULES[parallel.pipeline_schedule],
+        memory_limit=parallel.schedule_memory_limit or memory_of_1f1b(shape, uniform) if optimised else None,
+        granularity=granularity,
+        min_length=granularity,
+        effort=EFFORT,
+    )
+    return solved.makespan, solved.cut

@@ -1,0 +1,178 @@
+"""Which schedule a run has, on how many stages: what flags say, what follows, and what cannot be."""
+
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.schedule_file import write_schedule
+from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config import Config
+from megatron_terapipe.config.pipeline_plan import check_schedule, pipeline_schedule
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.strategy import Strategy
+
+REQUIRED = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --train-iters 10 "
+    "--lr 1e-3 --data-path corpus --pipeline-model-parallel-size 2 "
+)
+
+
+def parse(words: str = "") -> Config:
+    return parse_arguments((REQUIRED + words).split())
+
+
+@pytest.mark.parametrize(
+    ("words", "schedule", "num_model_chunks"),
+    [
+        ("", "1f1b", 1),
+        ("--pipeline-schedule gpipe", "gpipe", 1),
+        ("--pipeline-schedule zero-bubble", "zero-bubble", 1),
+        ("--enable-zbh1-pipeline", "zero-bubble", 1),
+        ("--enable-zbh1-pipeline --enable-zbh1-exact-semantics", "zero-bubble", 1),
+        ("--pipeline-schedule interleaved", "interleaved", 1),
+        ("--num-model-chunks 2", "interleaved", 2),
+        ("--num-virtual-stages-per-pipeline-rank 4", "interleaved", 4),
+        ("--num-layers-per-virtual-pipeline-stage 1", "interleaved", 4),
+        ("--num_layers_per_virtual_pipeline_stage 2", "interleaved", 2),
+        ("--num-layers-per-virtual-pipeline-stage 4", "1f1b", 1),
+        ("--num-model-chunks 2 --pipeline-schedule gpipe", "gpipe", 2),
+        ("--num-model-chunks 2 --pipeline-schedule optimised --model-chunk-placement v", "optimised", 2),
+    ],
+)
+def test_what_follows_from_flags(words: str, schedule: str, num_model_chunks: int) -> None:
+    parallel = parse(words).parallel
+    assert (parallel.pipeline_schedule, parallel.num_model_chunks) == (schedule, num_model_chunks)
+    assert parallel.num_stages == 2 * num_model_chunks
+
+
+def test_the_pipeline_of_a_run() -> None:
+    words = "--num-model-chunks 2 --pipeline-schedule optimised --model-chunk-placement v --num-token-slices 3"
+    assert parse(words).parallel.pipeline(5) == PipelineShape(4, 5, 3, 2, Placement.V)
+    assert parse("--model-chunk-placement v").parallel.pipeline() == PipelineShape(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--num-layers-per-virtual-pipeline-stage 3",
+            "--num-layers 8 is not a multiple of --num-layers-per-virtual-pipeline-stage 3 x "
+            "--pipeline-model-parallel-size 2 = 6: change one of them",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2 --num-model-chunks 2",
+            "--num-layers-per-virtual-pipeline-stage 2 and --num-model-chunks 2 both say how many stages a rank owns: ",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2 --stage-partition 0,2,4,6,8",
+            "--num-layers-per-virtual-pipeline-stage 2 and --stage-partition 0,2,4,6,8 both deal layers to stages: ",
+        ),
+        ("--num-layers-per-virtual-pipeline-stage 0", "--num-layers-per-virtual-pipeline-stage 0 is not positive: "),
+        ("--num-model-chunks 0", "--num-model-chunks 0 is not positive: give 1 or more"),
+        (
+            "--num-model-chunks 5",
+            "--pipeline-model-parallel-size 2 x --num-model-chunks 5 = 10 is more than --num-layers 8: give 8 stages",
+        ),
+        (
+            "--num-model-chunks 2 --pipeline-schedule 1f1b",
+            "--pipeline-schedule 1f1b: schedule '1f1b' has one stage on each pipeline rank, and there are 2 model",
+        ),
+        (
+            "--num-model-chunks 2 --pipeline-schedule zero-bubble",
+            "--pipeline-schedule zero-bubble: schedule 'zero-bubble' has one stage on each pipeline rank, and there",
+        ),
+        (
+            "--num-model-chunks 2 --model-chunk-placement v",
+            "--pipeline-schedule interleaved: schedule 'interleaved' goes round and round, and the placement is 'v': ",
+        ),
+        (
+            "--pipeline-schedule 2f2b",
+            "--pipeline-schedule 2f2b is neither a schedule nor a file of one: choose gpipe, 1f1b, interleaved, ",
+        ),
+        (
+            "--schedule-memory-limit 2",
+            "--schedule-memory-limit 2.0 goes with --pipeline-schedule optimised, not with 1f1b: drop it",
+        ),
+        (
+            "--pipeline-schedule optimised --schedule-memory-limit 0",
+            "--schedule-memory-limit 0.0 is less than one micro-batch, which has to go forward before it can go",
+        ),
+        (
+            "--num-model-chunks 2 --stage-partition 0,2,8",
+            "--stage-partition 0,2,8 has 2 stages, but --pipeline-model-parallel-size is 2 x --num-model-chunks 2: "
+            "give 5 bounds",
+        ),
+        (
+            "--num-model-chunks 2 --decoder-first-pipeline-num-layers 3",
+            "--decoder-first-pipeline-num-layers 3 cannot be dealt to 2 model chunks: give a multiple of 2, or use",
+        ),
+        (
+            "--num-model-chunks 2 --model-chunk-placement v --pipeline-schedule optimised"
+            " --decoder-last-pipeline-num-layers 2",
+            "--decoder-last-pipeline-num-layers 2 with --model-chunk-placement v, where one rank has the first and the",
+        ),
+    ],
+)
+def test_what_cannot_be_ends_in_one_line(words: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "bounds"),
+    [
+        ("--num-model-chunks 2", (0, 2, 4, 6, 8)),
+        ("--num-model-chunks 2 --decoder-first-pipeline-num-layers 2", (0, 1, 4, 5, 8)),
+        ("--num-model-chunks 2 --decoder-last-pipeline-num-layers 2", (0, 3, 4, 7, 8)),
+        ("--num-layers 9 --num-model-chunks 2", (0, 3, 5, 7, 9)),
+    ],
+)
+def test_layers_are_dealt_to_the_stages_of_all_model_chunks(words: str, bounds: tuple[int, ...]) -> None:
+    """Ends are of a rank, as Megatron's: each of its stages gets a part."""
+    config = parse(words)
+    assert config.parallel.uniform_stages(config.model.num_layers).bounds == bounds
+
+
+def written(folder: Path, shape: PipelineShape) -> Path:
+    path = folder / "schedule.csv"
+    path.write_text(write_schedule(rank_orders(one_f_one_b, shape)))
+    return path
+
+
+def test_a_schedule_from_a_file(tmp_path: Path) -> None:
+    shape = PipelineShape(2, 4, 3)
+    config = parse(f"--num-token-slices 3 --pipeline-schedule {written(tmp_path, shape)}")
+    schedule = pipeline_schedule(config)
+    assert rank_orders(schedule, shape) == rank_orders(one_f_one_b, shape)
+    check_schedule(schedule, config, [4])
+    with pytest.raises(
+        ConfigError, match=r"--pipeline-schedule .*schedule.csv: .* is for .*: change the run, or"
+    ) as caught:
+        check_schedule(schedule, config, [2, 4])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_schedule_that_deadlocks_is_found_before_any_rank_starts(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0.0, 0B0.0, 0F1.0, 0B1.0\n1F1.0, 1B1.0, 1F0.0, 1B0.0\n")
+    with pytest.raises(ValueError, match=r"schedule.csv: the schedule deadlocks: rank 0 at 0B0.0 waits for"):
+        pipeline_schedule(parse(f"--pipeline-schedule {path}"))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_by_name(name: str) -> None:
+    config = parse(f"--pipeline-schedule {name} --num-token-slices 3")
+    assert pipeline_schedule(config) is SCHEDULES[name]
+    check_schedule(SCHEDULES[name], config, [1, 4])
+
+
+def test_a_strategy_says_model_chunks_and_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "strategy.json"
+    strategy = Strategy(pipeline_parallel_size=2, num_model_chunks=2, schedule="interleaved", num_token_slices=4)
+    path.write_text(str(strategy.to_json()).replace("'", '"').replace("None", "null"))
+    parallel = parse(f"--micro-batch-size 1 --strategy {path}").parallel
+    assert (parallel.num_model_chunks, parallel.pipeline_schedule, parallel.num_token_slices) == (2, "interleaved", 4)

@@ -1,0 +1,124 @@
+"""The fast simulator against the plain one."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ext.plan import compiled as compiled_module
+from deepspeed_ext.plan.compiled import CompiledOrders
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
+from deepspeed_ext.plan.memory import peak_activation
+from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.schedules import forward_order, interleaved, one_f_one_b, rank_orders, zero_bubble
+from deepspeed_ext.plan.simulate import simulate
+from tests.strategies import costs_with_links, orders_of_pipelines
+
+SHAPE = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
+
+
+def ops(text: str) -> list[Op]:
+    return [Op.parse(word) for word in text.split()]
+
+
+def assert_equal(orders, shape, costs) -> None:
+    """Times to the last bit; the bubble sums them up in another order."""
+    plain = simulate(orders, shape, costs)
+    fast = CompiledOrders.of(orders, shape).play(costs)
+    assert fast.timeline().spans == plain.spans
+    assert fast.makespan == plain.makespan
+    assert fast.bubble_ratio == pytest.approx(plain.bubble_ratio, rel=0, abs=1e-12)
+
+
+@given(orders_of_pipelines(), st.data())
+def test_equal_to_the_plain_simulator(orders_and_shape, data):
+    orders, shape = orders_and_shape
+    assert_equal(orders, shape, data.draw(costs_with_links(shape)))
+
+
+@given(orders_of_pipelines(3, 3, 3), st.data())
+def test_equal_where_numba_is_not_installed(orders_and_shape, data):
+    orders, shape = orders_and_shape
+    costs = data.draw(costs_with_links(shape))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_module, "compiled_play", lambda: None)
+        assert_equal(orders, shape, costs)
+
+
+@given(orders_of_pipelines(), st.data())
+def test_peaks_of_activation_are_those_of_the_timeline(orders_and_shape, data):
+    orders, shape = orders_and_shape
+    lengths = data.draw(st.lists(st.integers(1, 99), min_size=shape.num_token_slices, max_size=shape.num_token_slices))
+    timeline = simulate(orders, shape, OpCosts.uniform(shape, weight_gradient=1.0))
+    compiled = CompiledOrders.of(orders, shape)
+    assert compiled.peak_activation(lengths) == peak_activation(timeline, lengths)
+    assert compiled.peak_activation() == peak_activation(timeline)
+
+
+@given(orders_of_pipelines(3, 3, 3), st.data())
+def test_replays_do_not_touch_each_other(orders_and_shape, data):
+    orders, shape = orders_and_shape
+    compiled = CompiledOrders.of(orders, shape)
+    costs, others = data.draw(costs_with_links(shape)), data.draw(costs_with_links(shape))
+    first = compiled.play(costs)
+    compiled.play(others)
+    again = compiled.play(costs)
+    assert first.starts.tolist() == again.starts.tolist() and first.ends.tolist() == again.ends.tolist()
+
+
+def test_evaluation_too():
+    assert_equal([list(forward_order(SHAPE, rank)) for rank in range(2)], SHAPE, OpCosts.uniform(SHAPE, transfer=0.5))
+
+
+def test_a_rank_may_have_nothing_to_do():
+    assert_equal([ops("0F0.0"), []], SHAPE, OpCosts.uniform(SHAPE))
+
+
+@pytest.mark.parametrize("schedule, shape", [(zero_bubble, SHAPE), (interleaved, PipelineShape(6, 2, 2, 3))])
+def test_orders_can_be_had_from_a_schedule(schedule, shape):
+    costs = OpCosts.uniform(shape, weight_gradient=1.0)
+    fast = CompiledOrders.of_schedule(schedule, shape).play(costs)
+    assert fast.timeline() == simulate(rank_orders(schedule, shape), shape, costs)
+
+
+def test_deadlocks_are_explained_as_the_plain_simulator_does():
+    orders = [ops("0F0.0 0B0.1 0F0.1 0B0.0"), ops("1F0.0 1F0.1 1B0.1 1B0.0")]
+    compiled = CompiledOrders.of(orders, SHAPE)
+    with pytest.raises(ScheduleDeadlock, match=r"rank 0 at 0B0\.1 waits for 0F0\.1 and 1B0\.1; rank 1 at 1F0\.1 waits"):
+        compiled.play(OpCosts.uniform(SHAPE))
+
+
+@pytest.mark.parametrize(
+    "orders, message",
+    [
+        ([ops("0F0.0")], "1 op orders for 2 pipeline ranks"),
+        ([ops("1F0.0"), []], "op 1F0.0 does not belong to rank 0"),
+        ([ops("0F1.0"), []], "op 0F1.0 does not belong to rank 0"),
+        ([ops("0F0.2"), []], "op 0F0.2 does not belong to rank 0"),
+        ([ops("9F0.0"), []], "op 9F0.0 does not belong to rank 0"),
+        ([ops("0F0.0 0F0.0"), []], "op 0F0.0 stands twice"),
+        ([ops("0B0.0 0BI0.0"), []], "op 0BI0.0 stands twice"),
+        ([ops("0BW0.0 0B0.0"), []], "op 0B0.0 stands twice"),
+    ],
+)
+def test_orders_that_are_none_of_the_shape(orders, message):
+    with pytest.raises(PlanError, match=message):
+        CompiledOrders.of(orders, SHAPE)
+
+
+def test_costs_that_know_no_weight_gradients():
+    with pytest.raises(PlanError, match="computes weight gradients apart, and the costs have no weight_gradient"):
+        CompiledOrders.of_schedule(zero_bubble, SHAPE).play(OpCosts.uniform(SHAPE))
+
+
+def test_numbers_of_lengths():
+    with pytest.raises(PlanError, match=r"lengths \[1, 2, 3\] for 2 token slices"):
+        CompiledOrders.of_schedule(one_f_one_b, SHAPE).peak_activation([1, 2, 3])
+
+
+def test_neither_numpy_nor_numba_is_loaded_before_it_is_needed():
+    program = "import sys, deepspeed_ext.plan.compiled; sys.exit(bool({'numpy', 'numba'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

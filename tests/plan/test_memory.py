@@ -1,0 +1,141 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.memory import (
+    TokenBytes,
+    activation_over_time,
+    memory_over_time,
+    peak,
+    peak_activation,
+)
+from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.schedules import gpipe, interleaved, one_f_one_b, rank_orders, zero_bubble
+from deepspeed_ext.plan.simulate import simulate
+from tests.strategies import costs_with_links, orders_of_pipelines
+
+ALONE = PipelineShape(num_stages=1, num_micro_batches=1, num_token_slices=2)
+
+
+def timeline_of(*orders: str, shape: PipelineShape = ALONE):
+    """Every op takes 1."""
+    costs = OpCosts.uniform(shape, backward=1.0, weight_gradient=0.0)
+    costs = OpCosts(costs.forward, costs.backward, costs.forward)
+    ops = [[Op.parse(word) for word in order.split()] for order in orders]
+    return simulate(ops, shape, costs)
+
+
+def only(**bytes_per_token) -> TokenBytes:
+    """Costs of one stage, of which all but some are 0."""
+    nothing = {"activation": (0.0,), "key_value": (0.0,), "key_value_gradient": (0.0,)}
+    return TokenBytes(**{**nothing, **bytes_per_token})
+
+
+def test_activations_by_hand():
+    # F0.0 F0.1 and then each whole backward takes 2.
+    timeline = timeline_of("0F0.0 0F0.1 0B0.1 0B0.0")
+    (curve,) = memory_over_time(timeline, [3, 1], only(activation=(10.0,)))
+    assert curve == [(0.0, 30.0), (1.0, 40.0), (4.0, 30.0), (6.0, 0.0)]
+
+
+def test_an_op_starts_with_the_room_that_the_one_before_it_left():
+    timeline = timeline_of("0F0.0 0B0.0 0F1.0 0B1.0", shape=PipelineShape(1, 2))
+    (curve,) = memory_over_time(timeline, [4], only(activation=(1.0,)))
+    assert curve == [(0.0, 4.0), (6.0, 0.0)]
+
+
+def test_what_weight_gradients_read_stays_until_they_are_done():
+    timeline = timeline_of("0F0.0 0F0.1 0BI0.1 0BI0.0 0BW0.1 0BW0.0")
+    (curve,) = memory_over_time(timeline, [3, 1], only(activation=(10.0,)))
+    assert curve == [(0.0, 30.0), (1.0, 40.0), (5.0, 30.0), (6.0, 0.0)]
+    (curve,) = memory_over_time(timeline, [3, 1], only(activation=(10.0,), freed_by_input_gradient=0.4))
+    assert curve == [(0.0, 30.0), (1.0, 40.0), (3.0, 36.0), (4.0, 24.0), (5.0, 18.0), (6.0, 0.0)]
+
+
+def test_keys_and_values_are_there_for_the_whole_sequence_until_the_last_input_gradient():
+    timeline = timeline_of("0F0.0 0F0.1 0BI0.1 0BI0.0 0BW0.1 0BW0.0")
+    (curve,) = memory_over_time(timeline, [3, 1], only(key_value=(10.0,)))
+    assert curve == [(0.0, 40.0), (4.0, 0.0)]
+
+
+def test_gradients_of_keys_and_values_are_of_the_prefix_of_the_last_token_slice():
+    timeline = timeline_of("0F0.0 0F0.1 0BI0.1 0BI0.0 0BW0.1 0BW0.0")
+    (curve,) = memory_over_time(timeline, [3, 1], only(key_value_gradient=(10.0,)))
+    assert [point for point in curve if point[1]] == [(2.0, 30.0)] and curve[-1] == (4.0, 0.0)
+    # With one token slice nothing is owed to any before it.
+    timeline = timeline_of("0F0.0 0B0.0", shape=PipelineShape(1, 1))
+    (curve,) = memory_over_time(timeline, [4], only(key_value_gradient=(10.0,)))
+    assert peak(curve) == 0.0
+
+
+def test_logits_are_of_the_last_stage_until_the_input_gradient():
+    shape = PipelineShape(2, 1)
+    timeline = timeline_of("0F0.0 0BI0.0 0BW0.0", "1F0.0 1BI0.0 1BW0.0", shape=shape)
+    curves = memory_over_time(timeline, [4], TokenBytes((1.0, 1.0), (0.0, 0.0), (0.0, 0.0), logits=5.0))
+    assert curves == [[(0.0, 4.0), (5.0, 0.0)], [(1.0, 24.0), (3.0, 4.0), (4.0, 0.0)]]
+
+
+def test_stages_may_differ():
+    shape = PipelineShape(2, 1)
+    timeline = timeline_of("0F0.0 0B0.0", "1F0.0 1B0.0", shape=shape)
+    curves = memory_over_time(timeline, [4], TokenBytes((1.0, 2.0), (0.0, 0.0), (0.0, 0.0)))
+    assert [peak(curve) for curve in curves] == [4.0, 8.0]
+
+
+def test_evaluation_keeps_what_no_backward_frees_until_the_end():
+    # The curve knows of no backward; the engine, which frees at once, does not ask.
+    timeline = timeline_of("0F0.0 0F0.1")
+    (curve,) = memory_over_time(timeline, [3, 1], only(activation=(10.0,), key_value=(1.0,)))
+    assert curve == [(0.0, 34.0), (1.0, 44.0), (2.0, 0.0)]
+
+
+def test_peaks_by_hand():
+    shape = PipelineShape(num_stages=4, num_micro_batches=4, num_token_slices=4)
+
+    def peaks(schedule, shape=shape, lengths=None):
+        costs = OpCosts.uniform(shape, weight_gradient=1.0)
+        return peak_activation(simulate(rank_orders(schedule, shape), shape, costs), lengths)
+
+    assert peaks(gpipe) == (4.0,) * 4
+    assert peaks(one_f_one_b) == (1.75, 1.5, 1.25, 1.0)  # (P - i + S - 1) / S
+    assert peaks(zero_bubble) == (1.75,) * 4
+    # Rank 3 is fullest with 1.0 of the first micro-batch less its last two, 0.3, and the first two of the next, 0.7.
+    assert peaks(one_f_one_b, lengths=[40, 30, 20, 10]) == (2.1, 1.8, 1.6, 1.4)
+    # Of P (1 + (P - 1) / (V P)) in Megatron's interleaving, P = 4 and V = 2.
+    assert peaks(interleaved, PipelineShape(8, 8, 1, 2))[0] == 4 * (1 + 3 / 8)
+
+
+@given(orders_of_pipelines(), st.data())
+def test_the_highest_point_of_the_curve_is_the_peak(orders_and_shape, data):
+    orders, shape = orders_and_shape
+    lengths = data.draw(st.lists(st.integers(1, 99), min_size=shape.num_token_slices, max_size=shape.num_token_slices))
+    timeline = simulate(orders, shape, OpCosts.uniform(shape, weight_gradient=1.0))
+    curves = activation_over_time(timeline, lengths)
+    assert [peak(curve) for curve in curves] == pytest.approx(peak_activation(timeline, lengths), rel=1e-9)
+
+
+@given(orders_of_pipelines(3, 3, 3), st.data())
+def test_curves_rise_in_time_stay_above_zero_and_end_there(orders_and_shape, data):
+    orders, shape = orders_and_shape
+    timeline = simulate(orders, shape, data.draw(costs_with_links(shape)))
+    each = (1.0,) * shape.num_stages
+    token_bytes = TokenBytes(each, each, each, logits=2.0, freed_by_input_gradient=0.5)
+    curves = memory_over_time(timeline, [2] * shape.num_token_slices, token_bytes)
+    for curve, spans in zip(curves, timeline.spans, strict=True):
+        moments = [time for time, _ in curve]
+        assert moments == sorted(set(moments))
+        assert all(value >= -1e-9 for _, value in curve)
+        if curve:  # unless what is held is held for no time
+            assert curve[-1][1] == 0.0
+            assert spans[0].start <= curve[0][0] and curve[-1][0] <= spans[-1].end
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 2, 3], [1, 0], [1, -2]])
+def test_lengths_that_do_not_fit(lengths):
+    timeline = timeline_of("0F0.0 0F0.1 0B0.1 0B0.0")
+    with pytest.raises(PlanError, match="for 2 token slices: give one above 0 for each of them"):
+        peak_activation(timeline, lengths)
+    with pytest.raises(PlanError, match="for 2 token slices"):
+        memory_over_time(timeline, lengths, only())

@@ -1,0 +1,246 @@
+"""Products whose weight gradients are put off: the same bits as a whole backward, and little kept until then."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed_ext.runtime.weight_gradients import Product, WeightGradients, compute
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.model.block import TransformerBlock
+from megatron_terapipe.model.gpt import gpt_layers
+from megatron_terapipe.tensor_parallel import products
+from megatron_terapipe.tensor_parallel.ranks import Pending, TensorParallelRanks
+from tests.model.configs import model_config
+from tests.tensor_parallel.test_recomputation import BEFORE, drawn, inputs_of, layers_of
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+STEPS = 3
+
+
+def put_off(loss: Tensor, weight_gradients: WeightGradients) -> list[Product]:
+    with weight_gradients.put_off() as later:
+        loss.backward()
+    return later
+
+
+def attached(*weights: Tensor) -> WeightGradients:
+    weight_gradients = WeightGradients()
+    for weight in weights:
+        weight.weight_gradients = weight_gradients
+    return weight_gradients
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", ["layernorm", "gelu", "swiglu"])
+def test_products_have_the_bits_of_a_whole_backward(name: str, recomputed: bool, dtype: torch.dtype) -> None:
+    """With every backward's product put off until after the next one's input gradients."""
+    seen = []
+    for apart in (False, True):
+        before, weight, bias = layers_of(name, dtype)
+        weight_gradients, waiting, results = attached(weight), [], []
+        for step in range(STEPS):
+            inputs = inputs_of(name, 30 + step, dtype)
+            if recomputed:
+                output = products.linear(inputs, weight, bias, before=before, parameters_before=before.parameters())
+            else:
+                output = products.linear(before(inputs), weight, bias)
+            loss = output.square().sum()
+            if apart:
+                waiting.append(put_off(loss, weight_gradients))
+                if len(waiting) > 1:
+                    compute(waiting.pop(0))
+            else:
+                loss.backward()
+            results.append(inputs.grad)
+        for later in waiting:
+            assert len(later) == 1
+            compute(later)
+        seen.append([*results, *(each.grad for each in (weight, bias, *before.parameters()))])
+    for whole, parts in zip(*seen, strict=True):
+        assert torch.equal(whole, parts)
+
+
+def test_look_ups_have_the_bits_of_a_whole_backward() -> None:
+    seen = []
+    for apart in (False, True):
+        weight = drawn(8, 5, seed=1)
+        weight_gradients = attached(weight)
+        for step in range(STEPS):
+            tokens = torch.tensor([[1, 1, 4], [step, 7, 1]])
+            loss = products.embedding(tokens, weight).square().sum()
+            if apart:
+                before = None if weight.grad is None else weight.grad.clone()
+                later = put_off(loss, weight_gradients)
+                assert weight.grad is None if before is None else torch.equal(weight.grad, before)
+                compute(later)
+            else:
+                loss.backward()
+        seen.append(weight.grad)
+    assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_of_a_recomputed_layer_only_the_result_is_kept(name: str) -> None:
+    before, weight, bias = layers_of(name)
+    weight_gradients = attached(weight)
+    inputs = inputs_of(name, 3)
+    middle = inputs * 1  # the product has it alone
+    output = products.linear(middle, weight, bias, before=before, parameters_before=before.parameters())
+    raw = weakref.ref(middle)
+    del middle
+    loss = output.square().sum()
+    del output
+    assert raw() is not None
+    later = put_off(loss, weight_gradients)
+    del loss
+    assert raw() is None
+    assert _numbers_kept(later, weight) == 10 * (weight.shape[-1] + weight.shape[0])
+    compute(later)
+    assert weight.grad is not None
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """The first of two sequence-parallel ranks, the other of which has the same tokens: no process group needed."""
+
+    sequence_parallel: bool = True
+
+    def start_gather(self, part: Tensor) -> Pending:
+        return lambda: torch.cat([part, part], dim=1)
+
+    def start_complete(self, partial: Tensor) -> Pending:
+        return lambda: partial.chunk(2, dim=1)[0]
+
+
+def test_sequence_parallel_ranks_keep_their_own_tokens_and_gather_later() -> None:
+    seen = []
+    for apart in (False, True):
+        weight, inputs = drawn(8, 5, seed=1), drawn(2, 3, 5, seed=2)
+        weight_gradients = attached(weight)
+        loss = products.linear(inputs, weight, ranks=TwoRanks()).square().sum()
+        if apart:
+            later = put_off(loss, weight_gradients)
+            assert _numbers_kept(later, weight) == 2 * 3 * 5 + 2 * 6 * 8
+            compute(later)
+        else:
+            loss.backward()
+        seen.append((weight.grad, inputs.grad))
+    assert all(torch.equal(whole, parts) for whole, parts in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_whoever_asked_for_each_gradient_gets_it_at_once(register: str) -> None:
+    weight, words = drawn(8, 5, seed=1), drawn(8, 5, seed=2)
+    weight_gradients = attached(weight, words)
+    calls: list[Tensor] = []
+    for each in (weight, words):
+        getattr(each, register)(calls.append)
+    loss = products.linear(products.embedding(torch.tensor([[1, 2]]), words), weight).sum()
+    assert put_off(loss, weight_gradients) == []
+    assert len(calls) == 2
+
+
+def test_a_weight_that_is_both_embedding_and_output_gets_both() -> None:
+    whole, apart = drawn(8, 5, seed=1), drawn(8, 5, seed=1)
+    weight_gradients = attached(apart)
+    for step in range(STEPS):
+        tokens = torch.tensor([[step, 3, 7]])
+
+        def loss(weight: Tensor, tokens: Tensor = tokens) -> Tensor:
+            return products.linear(products.embedding(tokens, weight), weight).logsumexp(-1).sum()
+
+        loss(whole).backward()
+        compute(put_off(loss(apart), weight_gradients))
+    torch.testing.assert_close(apart.grad, whole.grad, rtol=1e-13, atol=1e-13)
+
+
+class _WholeSequence:
+    """Stands in for a sequence's state where there is but one token slice."""
+
+    def positions(self, length: int) -> Tensor:
+        return torch.arange(length).unsqueeze(0)
+
+    def once(self, name: str, make: Callable[[], object]) -> object:
+        return make()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **_: object) -> Tensor:
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2)
+
+
+MODELS = {
+    "gpt": {},
+    "llama": {
+        "normalization": "rmsnorm",
+        "activation": "swiglu",
+        "position_embedding_type": "rope",
+        "disable_bias_linear": True,
+    },
+}
+
+
+def block(model: ModelConfig, *, selective: bool) -> TransformerBlock:
+    torch.manual_seed(0)
+    return TransformerBlock(model, model.blocks[0], TensorParallelRanks(), recompute_cheap=selective).double()
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+def test_a_whole_layer_whatever_it_recomputes(settings: dict[str, object], recompute: str) -> None:
+    """Its four matrices wait; norms and biases do not; and the sums have the same bits."""
+    model = model_config(hidden_size=16, num_attention_heads=4, **settings)
+    seen = []
+    for apart in (False, True):
+        layer = block(model, selective=recompute == "selective")
+        weight_gradients = WeightGradients()
+        weight_gradients.attach(layer)
+        results = []
+        for step in range(STEPS):
+            hidden, past = drawn(2, 6, 16, seed=step), _WholeSequence()
+            if recompute == "full":
+                output = checkpoint(layer, hidden, past, use_reentrant=False)
+            else:
+                output = layer(hidden, past)
+            loss = output.square().sum()
+            if apart:
+                later = put_off(loss, weight_gradients)
+                assert len(later) == 4
+                assert step or layer.mlp.up.weight.grad is None
+                compute(later)
+            else:
+                loss.backward()
+            results.append(hidden.grad)
+        seen.append([*results, *(each.grad for each in layer.parameters())])
+    for whole, parts in zip(*seen, strict=True):
+        assert torch.equal(whole, parts)
+
+
+def test_every_matrix_of_the_model_can_be_put_off() -> None:
+    """But the learned positions, which are few."""
+    model = model_config(hidden_size=16, num_attention_heads=4, num_layers=1)
+    layers = [spec.build() for spec in gpt_layers(model)]
+    weight_gradients, past = WeightGradients(), _WholeSequence()
+    for layer in layers:
+        weight_gradients.attach(layer)
+    embedding, positions, transformer, norm, _ = layers
+    hidden = norm(transformer(positions(embedding(torch.tensor([[1, 2, 3]])), past), past))
+    later = put_off(products.linear(hidden, embedding.weight).logsumexp(-1).sum(), weight_gradients)
+    assert len(later) == 4 + 2
+    assert embedding.weight.grad is None
+    assert positions.weight.grad is not None
+
+
+def _numbers_kept(later: list[Product], weight: Tensor) -> int:
+    """Numbers in the tensors that products close over, but for their weight."""
+    values = [cell.cell_contents for product in later for cell in product.__closure__ or ()]
+    tensors = [value for value in values if isinstance(value, Tensor) and value is not weight]
+    assert all(tensor.grad_fn is None for tensor in tensors), "a graph would keep what is before"
+    storages = {each.untyped_storage().data_ptr(): each for each in tensors}
+    return sum(each.untyped_storage().nbytes() // each.element_size() for each in storages.values())
