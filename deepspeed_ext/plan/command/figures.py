@@ -39,6 +39,9 @@ def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
         rows.append(("model chunks", placed))
     if len(set(request.lengths)) > 1:
         rows.append(("token slices", ",".join(f"{length:.4g}" for length in request.lengths)))
+    if request.partition is not None:
+        counts = (len(request.partition.layers(stage)) for stage in range(request.partition.num_stages))
+        rows.append(("layers", " ".join(map(str, counts)) + "  (by stage)"))
     return lines(rows)
 
 
@@ -55,6 +58,7 @@ def figures(timeline: Timeline, request: Request, memory: Memory) -> dict[str, A
         **memory_figures(timeline, memory),
         "deadlock_free": True,
         "token_slices": list(request.lengths),
+        **({} if request.partition is None else {"stage_partition": list(request.partition.bounds)}),
         "critical_path": [str(op) for op in critical_path(timeline).ops],
         "orders": order_texts(executed_order(timeline)),
         **json.loads(timeline.to_json()),

@@ -12,6 +12,8 @@ OPTIMISED = "optimised"
 """Name of the schedule that is searched for."""
 SEQ_LENGTH = 4096
 """Tokens of a sequence that is cut, unless it is said."""
+LAYERS_OF_A_RANK = 8
+"""Layers that are dealt to stages, for each pipeline rank, unless it is said."""
 
 _DESCRIPTION = """\
 Simulate a pipeline schedule with token slices, print its timeline, and say how much of it is idle; or show a measured
@@ -134,6 +136,17 @@ def parser() -> argparse.ArgumentParser:
         "--solve-slices",
         action="store_true",
         help="with --attention-share: the lengths of the token slices that make this schedule fastest",
+    )
+    find.add_argument(
+        "--solve-stages",
+        action="store_true",
+        help="with --solve-slices: also how many layers each stage has, as where a head makes the last one slow",
+    )
+    find.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help=f"with --solve-stages: layers of the model (default: {LAYERS_OF_A_RANK} for each rank)",
     )
     find.add_argument(
         "--min-token-slice",

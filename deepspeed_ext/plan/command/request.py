@@ -8,10 +8,11 @@ from pathlib import Path
 
 from deepspeed_ext.plan.attention_costs import attention_costs
 from deepspeed_ext.plan.command.files import read
-from deepspeed_ext.plan.command.options import OPTIMISED, SEQ_LENGTH
+from deepspeed_ext.plan.command.options import LAYERS_OF_A_RANK, OPTIMISED, SEQ_LENGTH
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedule_file import read_schedule
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
@@ -31,6 +32,7 @@ class Request:
         costs: times of ops.
         orders: op order of every pipeline rank.
         lower_bound: no schedule has a smaller makespan; None if nobody has looked for a bound.
+        partition: layers of the stages, if they were looked for; else stages are alike.
     """
 
     schedule: str
@@ -39,6 +41,7 @@ class Request:
     costs: OpCosts
     orders: Orders
     lower_bound: float | None = None
+    partition: StagePartition | None = None
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -65,8 +68,8 @@ def _of_name(options: argparse.Namespace) -> Request:
     return _with_placement(options, options.model_chunks or 1, Placement(options.placement or Placement.LOOPED))
 
 
-_PLACEMENTS = ((1, Placement.LOOPED), (2, Placement.V))
-"""Model chunks and placements that are tried where nobody says which: whole stages, and halves there and back."""
+_PLACEMENTS = ((1, Placement.LOOPED), (2, Placement.LOOPED), (2, Placement.V))
+"""Model chunks and placements that are tried where nobody says which: whole stages, and halves either way."""
 
 
 def _is_free_to_place(options: argparse.Namespace) -> bool:
@@ -83,7 +86,7 @@ def _with_placement(options: argparse.Namespace, model_chunks: int, placement: P
     if options.solve_slices:
         return _solved(options, shape)
     if options.schedule == OPTIMISED:
-        return _optimised(options, shape, lengths)
+        return _optimised(options, shape, lengths, _costs(options, shape, lengths, None))
     orders = rank_orders(schedule_named(options.schedule), shape)
     return Request(options.schedule, shape, lengths, _costs(options, shape, lengths, orders), orders)
 
@@ -117,10 +120,14 @@ def _schedule_file(name: str) -> Path:
 
 def _check(options: argparse.Namespace) -> None:
     """See that options are in range and go together."""
-    for name in ("stages", "micro_batches", "model_chunks", "seq_length", "min_token_slice"):
+    for name in ("stages", "micro_batches", "model_chunks", "seq_length", "min_token_slice", "layers"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} {getattr(options, name)} is not a positive whole number: give 1 or more")
+    if options.solve_stages and not options.solve_slices:
+        raise UserError("--solve-stages finds layers and token slices together: add --solve-slices")
+    if options.layers is not None and not options.solve_stages:
+        raise UserError(f"--layers {options.layers} is for --solve-stages: add it")
     if options.min_token_slice is not None and not options.solve_slices:
         raise UserError(f"--min-token-slice {options.min_token_slice} is for --solve-slices: add it")
     if options.attention_share is not None and not 0 <= options.attention_share <= 1:
@@ -173,46 +180,55 @@ def _costs(
     return OpCosts.uniform(shape, weight_gradient=1.0 if apart else None)
 
 
-def _optimised(options: argparse.Namespace, shape: PipelineShape, lengths: tuple[float, ...]) -> Request:
-    # Imported here, as the solver is: they need numpy and numba, which most commands do without.
+def _optimised(
+    options: argparse.Namespace,
+    shape: PipelineShape,
+    lengths: tuple[float, ...],
+    costs: OpCosts,
+    partition: StagePartition | None = None,
+) -> Request:
+    # Imported here, as the solvers are: they need numpy and numba, which most commands do without.
     from deepspeed_ext.plan.optimise import optimise
 
-    costs = _costs(options, shape, lengths, None)
     found = optimise(shape, costs, memory_limit=options.memory_limit, lengths=lengths, effort=_effort(options))
-    return Request(OPTIMISED, shape, lengths, costs, found.orders, found.lower_bound)
+    return Request(OPTIMISED, shape, lengths, costs, found.orders, found.lower_bound, partition)
 
 
 def _solved(options: argparse.Namespace, shape: PipelineShape) -> Request:
-    """Find token slices for the schedule, then make of them what their lengths would have given."""
-    from deepspeed_ext.plan.solve import PolynomialCosts, solve_token_slices
+    """Find token slices for the schedule, and layers of the stages if asked, then make of them what they give."""
+    from deepspeed_ext.plan.solve import PolynomialCosts, TokenSliceCosts, op_costs, solve_stages, solve_token_slices
 
     if "," in (options.token_slices or ""):
         raise UserError(
             f"--solve-slices looks for the lengths that --token-slices {options.token_slices} gives: give their number"
         )
     seq_length = options.seq_length or SEQ_LENGTH
-    costs = PolynomialCosts.of_layers(
-        [1] * shape.num_stages,
-        seq_length,
-        options.attention_share,
-        layer_time=1 / shape.num_model_chunks,
-        head_time=options.head_share or 0.0,
-    )
-    optimised = options.schedule == OPTIMISED
-    solved = solve_token_slices(
-        shape,
-        seq_length,
-        costs,
-        schedule=None if optimised else schedule_named(options.schedule),
-        memory_limit=options.memory_limit,
-        min_length=options.min_token_slice or 1,
-        effort=_effort(options),
-    )
-    lengths = solved.cut.lengths
-    if optimised:
-        return _optimised(options, shape, lengths)
-    orders = rank_orders(schedule_named(options.schedule), shape)
-    return Request(options.schedule, shape, lengths, _costs(options, shape, lengths, orders), orders)
+    num_layers = options.layers or LAYERS_OF_A_RANK * shape.num_ranks
+
+    def costs_of(layers: Sequence[int]) -> TokenSliceCosts:
+        """Costs of stages with so many layers each. On average, those of a rank take 1."""
+        return PolynomialCosts.of_layers(
+            layers,
+            seq_length,
+            options.attention_share,
+            layer_time=shape.num_ranks / sum(layers),
+            head_time=options.head_share or 0.0,
+        )
+
+    schedule = None if options.schedule == OPTIMISED else schedule_named(options.schedule)
+    limits = {"memory_limit": options.memory_limit, "min_length": options.min_token_slice or 1}
+    effort = _effort(options)
+    if options.solve_stages:
+        stages = solve_stages(shape, num_layers, seq_length, costs_of, schedule=schedule, effort=effort, **limits)
+        cut, partition = stages.cut, stages.partition
+        costs = op_costs(shape, cut, costs_of([len(partition.layers(stage)) for stage in range(shape.num_stages)]))
+    else:
+        alike = costs_of([1] * shape.num_stages)
+        cut = solve_token_slices(shape, seq_length, alike, schedule=schedule, effort=effort, **limits).cut
+        partition, costs = None, op_costs(shape, cut, alike)
+    if schedule is None:
+        return _optimised(options, shape, cut.lengths, costs, partition)
+    return Request(options.schedule, shape, cut.lengths, costs, rank_orders(schedule, shape), partition=partition)
 
 
 def _effort(options: argparse.Namespace) -> float:

@@ -1,0 +1,55 @@
+"""The chapter on schedules shows what the code does: its pictures are drawn by it, its numbers computed."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext.plan.attention_costs import attention_costs
+from deepspeed_ext.plan.memory import peak_activation
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.render import render_comparison
+from deepspeed_ext.plan.schedules import rank_orders, schedule_named
+from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.slicing import TokenSlices
+
+ROOT = Path(__file__).parents[2]
+CHAPTER = (ROOT / "docs" / "schedules.md").read_text()
+PICTURES = ROOT / "docs" / "img" / "schedules"
+drawing = runpy.run_path(str(ROOT / "examples" / "draw_schedules.py"))
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(PICTURES.glob("*.svg"))])
+def test_a_picture_is_the_one_that_is_drawn(name: str) -> None:
+    # After a change that is meant: python examples/draw_schedules.py docs/img/schedules
+    assert (PICTURES / f"{name}.svg").read_text() == render_comparison(drawing["pictures"]()[name])
+
+
+def test_every_picture_is_shown_and_there() -> None:
+    shown = set(re.findall(r"img/schedules/([\w-]+)\.svg", CHAPTER))
+    assert shown == drawing["pictures"]().keys() == {path.stem for path in PICTURES.glob("*.svg")}
+
+
+def test_the_schedule_shown_keeps_its_memory_limit_and_has_the_bubble_that_is_said() -> None:
+    timeline = drawing["found"]()
+    assert max(peak_activation(timeline, drawing["FOUND_CUT"])) <= 1.75
+    assert timeline.bubble_ratio < 0.06
+
+
+@pytest.mark.parametrize("attention_share", [0.3, 0.6])
+def test_the_table_of_bubbles(attention_share: float) -> None:
+    (row,) = re.findall(rf"^\| {attention_share} \| (.*) \|$", CHAPTER, re.MULTILINE)
+    said = [float(cell.strip(" *%")) / 100 for cell in row.split("|")]
+    shape = PipelineShape(8, 8, 8)
+    balanced = TokenSlices.balanced(
+        2**20, 8, linear_cost=1 - attention_share, attention_cost=2 * attention_share / 2**20
+    )
+    found = [
+        simulate(
+            rank_orders(schedule_named(name), shape), shape, attention_costs(shape, lengths, attention_share)
+        ).bubble_ratio
+        for name in ("1f1b", "zero-bubble")
+        for lengths in ((1.0,) * 8, balanced.lengths)
+    ]
+    assert said[:4] == pytest.approx(found, abs=0.0006)
