@@ -24,7 +24,8 @@ OPTIMISED = "optimised"
 """The schedule that is found for a run, and so has no generator of its own."""
 
 AUTO = "auto"
-"""Token slices that are found for a run, once it is known how many ranks it has; until then nobody cuts a sequence."""
+"""Token slices, or the layers of stages, that are found for a run once it is known how many ranks it has; until then
+nobody cuts a sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +93,7 @@ class ParallelConfig:
 
     schedule_memory_limit: float | None = option(None, metavar="A")
     """Activations that `--pipeline-schedule optimised` may keep on a rank, counted in those of one whole micro-batch
-    on it. Left out, as many as `1f1b` keeps there, or with model chunks `interleaved`."""
+    on it. Left out, as many as `1f1b` keeps with one stage on each rank."""
 
     stage_partition: str = option(
         "uniform",
@@ -101,8 +102,9 @@ class ParallelConfig:
         spellings={"type:transformer": "uniform"},
     )
     """How layers are dealt to stages, of which there are as many as ranks times model chunks: `uniform` deals the same
-    number to each, `parameters` the same number of parameters; 0,5,12 gives layers 0 to 4 to the first stage and 5 to
-    11 to the second, and a JSON file may hold that list. Only transformer layers count; the embedding belongs to the
+    number to each, `parameters` the same number of parameters; `auto`, beside `--token-slices auto`, finds what makes
+    the step short, as where the output layer weighs much; 0,5,12 gives layers 0 to 4 to the first stage and 5 to 11 to
+    the second, and a JSON file may hold that list. Only transformer layers count; the embedding belongs to the
     first stage, the final norm and the output layer to the last."""
 
     decoder_first_pipeline_num_layers: int | None = None
@@ -155,6 +157,11 @@ class ParallelConfig:
             self._resolve_schedule()
             stage_layers.check_ends(self)
             self.stage_bounds()
+            if self.stage_partition == AUTO and self.token_slices != AUTO:
+                raise ConfigError(
+                    "--stage-partition auto is found together with the token slices: add --token-slices auto, or give "
+                    "a list"
+                )
 
     def for_layers(self, num_layers: int) -> "ParallelConfig":
         """Return the section with `--num-layers-per-virtual-pipeline-stage` turned into a number of model chunks.
@@ -278,7 +285,7 @@ class ParallelConfig:
         Raises:
             ConfigError: if the bounds do not give every stage a layer.
         """
-        return stage_layers.stage_bounds(self)
+        return None if self.stage_partition == AUTO else stage_layers.stage_bounds(self)
 
     def layout(self, world_size: int) -> ParallelLayout:
         """Lay the parallel axes over the ranks.

@@ -3,20 +3,22 @@
 All of this follows from the configuration and the number of micro-batches, so every rank finds the same.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedule_file import schedule_from_file
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.config.config import Config
 from megatron_terapipe.config.op_costs import op_costs, stage_terms
-from megatron_terapipe.config.parallel import AUTO, OPTIMISED
+from megatron_terapipe.config.parallel import AUTO, OPTIMISED, ParallelConfig
 from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:  # The solvers compile their kernels, and not every run needs one.
@@ -92,9 +94,10 @@ def memory_of_1f1b(shape: PipelineShape, token_slices: TokenSlices) -> float:
 
 
 def with_found_token_slices(config: Config, num_micro_batches: int) -> Config:
-    """Return the configuration with the token slices that `--token-slices auto` asks for; any other as it is.
+    """Return the configuration with what `--token-slices auto` asks for; any other as it is.
 
-    Without `--num-token-slices` numbers are tried upwards, as long as the step gets shorter.
+    With `--stage-partition auto` the layers of the stages are found at the same time. Without `--num-token-slices`
+    numbers are tried upwards, as long as the step gets shorter.
 
     Raises:
         ConfigError: if the sequence is too short for the number asked for.
@@ -102,10 +105,10 @@ def with_found_token_slices(config: Config, num_micro_batches: int) -> Config:
     if config.parallel.token_slices != AUTO:
         return config
     wanted = config.parallel.num_token_slices
-    best: tuple[float, TokenSlices] | None = None
+    best: _Found | None = None
     for count in (wanted,) if wanted else COUNTS:
         found = _found_cut(config, count, num_micro_batches)
-        if best is not None and (found is None or found[0] >= best[0]):
+        if best is not None and (found is None or found.makespan >= best.makespan):
             break
         best = found
     if best is None:
@@ -113,15 +116,27 @@ def with_found_token_slices(config: Config, num_micro_batches: int) -> Config:
             f"--token-slices auto: {wanted or 1} token slices of {config.model.seq_length} tokens, each a multiple of "
             f"{config.token_granularity}: give fewer"
         )
-    cut = best[1]
-    return replace(config, parallel=replace(config.parallel, token_slices=str(cut), num_token_slices=len(cut)))
+    return replace(config, parallel=best.set_in(config.parallel))
 
 
-def _found_cut(config: Config, num_token_slices: int, num_micro_batches: int) -> tuple[float, TokenSlices] | None:
-    """Makespan and lengths of so many token slices; None if so many do not fit."""
+class _Found(NamedTuple):
+    """What makes a step short, and how short."""
+
+    makespan: float
+    cut: TokenSlices
+    partition: StagePartition | None
+
+    def set_in(self, parallel: ParallelConfig) -> ParallelConfig:
+        """The section with it as a user would write it."""
+        partition = parallel.stage_partition if self.partition is None else str(self.partition)
+        return replace(parallel, token_slices=str(self.cut), num_token_slices=len(self.cut), stage_partition=partition)
+
+
+def _found_cut(config: Config, num_token_slices: int, num_micro_batches: int) -> _Found | None:
+    """The best cut into so many token slices; None if so many do not fit."""
     import numpy as np
 
-    from deepspeed_ext.plan.solve import PolynomialCosts, solve_token_slices
+    from deepspeed_ext.plan.solve import PolynomialCosts, solve_stages, solve_token_slices
 
     seq_length, parallel = config.model.seq_length, config.parallel
     granularity = granularity_of(seq_length, num_token_slices, config.token_granularity)
@@ -130,14 +145,25 @@ def _found_cut(config: Config, num_token_slices: int, num_micro_batches: int) ->
     shape = replace(parallel.pipeline(num_micro_batches), num_token_slices=num_token_slices)
     optimised = parallel.pipeline_schedule == OPTIMISED
     uniform = TokenSlices.uniform(seq_length, num_token_slices)
-    solved = solve_token_slices(
-        shape,
-        seq_length,
-        PolynomialCosts(np.array(stage_terms(config)).swapaxes(0, 1)),
-        schedule=None if optimised else SCHEDULES[parallel.pipeline_schedule],
-        memory_limit=parallel.schedule_memory_limit or memory_of_1f1b(shape, uniform) if optimised else None,
-        granularity=granularity,
-        min_length=granularity,
-        effort=EFFORT,
-    )
-    return solved.makespan, solved.cut
+    limit = parallel.schedule_memory_limit or memory_of_1f1b(shape, uniform) if optimised else None
+    settings: dict[str, Any] = {
+        "schedule": None if optimised else SCHEDULES[parallel.pipeline_schedule],
+        "memory_limit": limit,
+        "granularity": granularity,
+        "min_length": granularity,
+        "effort": EFFORT,
+    }
+
+    def costs(parallel: ParallelConfig) -> PolynomialCosts:
+        terms = stage_terms(replace(config, parallel=parallel))
+        return PolynomialCosts(np.array(terms).swapaxes(0, 1))
+
+    def costs_of_layers(layers: Sequence[int]) -> PolynomialCosts:
+        bounds = accumulate(map(int, layers), initial=0)
+        return costs(replace(parallel, stage_partition=str(StagePartition(tuple(bounds)))))
+
+    if parallel.stage_partition == AUTO:
+        stages = solve_stages(shape, config.model.num_layers, seq_length, costs_of_layers, **settings)
+        return _Found(stages.makespan, stages.cut, stages.partition)
+    solved = solve_token_slices(shape, seq_length, costs(parallel), **settings)
+    return _Found(solved.makespan, solved.cut, None)

@@ -26,7 +26,9 @@ def check_agreement(run: Run) -> None:
     """
     if not (run.found_token_slices or isinstance(run.schedule, FoundSchedule)):
         return
-    text = f"{run.config.parallel.token_slices}\n{write_schedule(rank_orders(run.schedule, run.pipeline))}"
+    parallel = run.config.parallel
+    order = write_schedule(rank_orders(run.schedule, run.pipeline))
+    text = f"{parallel.token_slices}\n{parallel.stage_partition}\n{order}"
     mine = sha256(text.encode()).hexdigest()
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, mine)
@@ -43,6 +45,8 @@ def notes(run: Run) -> list[str]:
     lines = []
     if run.found_token_slices:
         lines.append(f" found token slices {run.config.parallel.token_slices}")
+        if run.found_stages:
+            lines.append(f" found stages with the layers {run.config.parallel.stage_partition}")
     if isinstance(run.schedule, FoundSchedule):
         found = run.schedule.found(run.pipeline)
         # A bubble is 1 - work / (ranks x makespan), and no makespan is below the bound.

@@ -43,6 +43,7 @@ class Run:
         deepspeed_settings: the configuration of DeepSpeed.
         checkpoint: directory and contents of the checkpoint to go on from, if there is one.
         found_token_slices: whether the token slices of the configuration were found, and not given.
+        found_stages: whether the layers of its stages were, too.
     """
 
     config: Config
@@ -53,6 +54,7 @@ class Run:
     deepspeed_settings: dict[str, Any]
     checkpoint: tuple[Path, CheckpointInfo] | None
     found_token_slices: bool = False
+    found_stages: bool = False
 
     @property
     def global_batch_size(self) -> int:
@@ -117,6 +119,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     config = replace(config, model=replace(config.model, vocab_size=vocab_size or tokenizer.vocab_size))
     batch_sizes = config.batch.sizes(layout.data_parallel_size)
     finds_token_slices = config.parallel.token_slices == AUTO
+    finds_stages = config.parallel.stage_partition == AUTO
     if finds_token_slices:
         config = with_found_token_slices(config, config.num_micro_batches(layout.data_parallel_size))
         layout = config.parallel.layout(launch.world_size)
@@ -133,6 +136,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,
         found_token_slices=finds_token_slices,
+        found_stages=finds_stages,
     )
     sequences = config.batch.micro_batch_size * layout.data_parallel_size
     check_schedule(run.schedule, config, {batch_sizes.start // sequences, batch_sizes.final // sequences})

@@ -136,3 +136,21 @@ def test_the_memory_of_1f1b(lengths: tuple[int, ...], num_micro_batches: int, ex
     programs = lower(SCHEDULES["1f1b"], shape)
     # As many token slices as 1f1b really keeps on the first rank.
     assert programs[0].num_buffers == min(4 - 1 + len(lengths), num_micro_batches * len(lengths))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_stages_are_found_with_the_token_slices(schedule: str) -> None:
+    # The output layer of 32,000 words weighs as much as some ten of these layers.
+    words = (
+        f"--vocab-size 32000 --num-layers 32 --pipeline-schedule {schedule} --num-token-slices 4 --token-slices auto"
+    )
+    found = with_found_token_slices(parse(f"{words} --stage-partition auto"), NUM_MICRO_BATCHES)
+    bounds = found.parallel.stage_bounds()
+    assert bounds is not None and bounds.num_layers == 32
+    assert len(bounds.layers(3)) < len(bounds.layers(0))
+    assert makespan(found) < 0.9 * makespan(with_found_token_slices(parse(words), NUM_MICRO_BATCHES))
+
+
+def test_stages_alone_are_not_found() -> None:
+    with pytest.raises(ConfigError, match="--stage-partition auto is found together with the token slices: add"):
+        parse("--stage-partition auto")
