@@ -36,10 +36,13 @@ format: $(VENV)/installed ## bring the code into style
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-bench: $(VENV)/installed ## measure speed and memory on two cores
+bench: $(VENV)/installed ## measure speed and memory on two cores, simulator and solvers too
 	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.pipeline_speed
 	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.activation_memory
 	$(BIN)/python -m benchmarks.slicing_overhead
+	$(BIN)/python -m benchmarks.schedule_speed
+	$(BIN)/python -m benchmarks.simulator_speed
+	$(BIN)/python -m benchmarks.solver_speed
 
 clean: ## remove the virtual environment and all runs
 	rm -rf $(VENV) runs

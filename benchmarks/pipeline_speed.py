@@ -11,18 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks.workload import SEQ_LENGTH, batches, benchmark_model, deepspeed_engine, join, our_engine
-from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.ops import OpKind
-from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
-from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.measured import Comparison
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.config.balance import balanced_token_slices
 
 
@@ -56,23 +52,6 @@ def step_time(engine: Any, data: Iterator[Any]) -> float:
     return time.perf_counter() - start
 
 
-def simulated_makespan(timeline: Timeline, schedule: str) -> float:
-    """Makespan of the schedule with the mean time of each op of the timeline, and transfers for nothing."""
-    shape = timeline.shape
-
-    def table(kind: OpKind) -> tuple[tuple[float, ...], ...]:
-        return tuple(
-            tuple(
-                mean(end - start for op, start, end in stage if (op.kind, op.token_slice) == (kind, token_slice))
-                for token_slice in range(shape.num_token_slices)
-            )
-            for stage in timeline.spans
-        )
-
-    costs = OpCosts(table(OpKind.FORWARD), table(OpKind.BACKWARD))
-    return simulate(rank_orders(SCHEDULES[schedule], shape), shape, costs).makespan
-
-
 def compare(
     num_micro_batches: int, cuts: dict[str, TokenSlices], *, rounds: int, num_layers: int, micro_batch_size: int
 ) -> list[Result]:
@@ -101,7 +80,7 @@ def compare(
             with engine.timeline() as timelines:
                 engine.train_batch(data)
             bubble = timelines[0].bubble_ratio
-            eta = simulated_makespan(timelines[0], "1f1b") / timelines[0].makespan
+            (eta,) = Comparison((timelines[0],)).step_efficiencies
         middle = median(times[name])
         results.append(Result(name, middle, times[name], base / middle, bubble, eta))
     return results

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TypeVar
 
-from deepspeed_ext.plan.compiled import CompiledOrders
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import fixed, interleaved, rank_orders
 from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 
 Result = TypeVar("Result")
 

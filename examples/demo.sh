@@ -23,12 +23,12 @@ deepspeed --num_accelerators "$stages" pretrain_gpt.py $precision \
     --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 50 --weight-decay 0.1 --adam-beta2 0.99 \
     --data-path "$out/speeches_text_document" --tokenizer-type byte --split 97,3,0 \
     --eval-interval 325 --eval-iters 10 --log-interval 50 \
-    --save "$out/checkpoints" --metrics-file "$out/metrics.jsonl" --timeline "$out/timeline" --timeline-iteration 50
+    --save "$out/checkpoints" --metrics-file "$out/metrics.jsonl" --timeline "$out/timeline" --timeline-iterations 48-50
 
 echo "== what it writes after 1300 iterations"
 python -m megatron_terapipe.generate --load "$out/checkpoints" --temperature 0.7 --max-new-tokens 200 \
     --prompt "My fellow citizens, the state of the Union "
 
-echo "== the iteration it executed"
-python -m deepspeed_ext.plan --timeline "$out/timeline/timeline.json"
+echo "== what it executed, beside the simulation"
+python -m deepspeed_ext.plan --timeline "$out/timeline"
 echo "timeline: $out/timeline/timeline.html (in a browser) and timeline.trace.json (in Perfetto); curve: $out/metrics.jsonl"

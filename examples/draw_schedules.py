@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed_ext.plan.attention_costs import attention_costs
+from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.render import render_comparison
 from deepspeed_ext.plan.schedule_file import read_schedule

@@ -1,5 +1,6 @@
-"""In what order a pipeline works: layouts, token slices, ops, schedules, simulation, lowering, drawings.
+"""In what order a pipeline works: layouts, token slices, ops, schedules, simulation, search, lowering, drawings.
 
-Everything here is pure and needs the standard library alone, so a schedule can be read, simulated, drawn and
-tested on any machine. Read the files in this order: `ops`, `schedules`, `dependencies`, `simulate`, `lowering`.
+Everything here is pure. A schedule can be read, simulated, drawn and run with the standard library alone; numpy and
+numba serve the fast simulator (`simulate.compiled`), `optimise` and `solve`. Read in this order: `ops`,
+`dependencies`, `schedules`, `simulate`, `lowering`.
 """

@@ -69,6 +69,12 @@ def reading_stage(given: Op, shape: PipelineShape) -> int | None:
     return None if way is None or not 0 <= given.stage + way < shape.num_stages else given.stage + way
 
 
+def reader_of(given: Op, shape: PipelineShape) -> Op | None:
+    """The op that reads a result, written as a forward or an input gradient; None if no other stage reads it."""
+    stage = reading_stage(given, shape)
+    return None if stage is None else given._replace(stage=stage)
+
+
 def prerequisites(op: Op, shape: PipelineShape) -> tuple[Op, ...]:
     """Results that an op reads, as `result` names them."""
     kind, stage, micro_batch, token_slice = op

@@ -20,7 +20,7 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import OpKind, PipelineShape
+from deepspeed_ext.plan.ops import LIVE_CHANGE, OpKind, PipelineShape
 from deepspeed_ext.plan.timeline import Span, Timeline
 
 StepFunction = list[tuple[float, float]]
@@ -101,15 +101,8 @@ def peak_activation(timeline: Timeline, lengths: Sequence[float] | None = None) 
     lengths = token_lengths(lengths, shape)
     # Summed as given and divided last, so that whole tokens give exact peaks.
     whole = sum(lengths) * shape.num_model_chunks
-    return tuple(max(accumulate(_token_changes(spans, lengths)), default=0.0) / whole for spans in timeline.spans)
-
-
-def _token_changes(spans: Iterable[Span], lengths: Sequence[float]) -> Iterator[float]:
-    for op, *_ in spans:
-        if op.kind is OpKind.FORWARD:
-            yield lengths[op.token_slice]
-        elif op.kind is not OpKind.INPUT_GRADIENT:
-            yield -lengths[op.token_slice]
+    changes = ([LIVE_CHANGE[op.kind] * lengths[op.token_slice] for op, *_ in spans] for spans in timeline.spans)
+    return tuple(max(accumulate(of_rank), default=0.0) / whole for of_rank in changes)
 
 
 def token_lengths(lengths: Sequence[float] | None, shape: PipelineShape) -> Sequence[float]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.errors import PlanError
@@ -21,6 +22,12 @@ class OpKind(StrEnum):
     WEIGHT_GRADIENT = "BW"
     """The rest of it, which nothing waits for but the optimizer step."""
 
+
+LIVE_CHANGE: Mapping[OpKind, int] = MappingProxyType(
+    {OpKind.FORWARD: 1, OpKind.INPUT_GRADIENT: 0, OpKind.WEIGHT_GRADIENT: -1, OpKind.BACKWARD: -1}
+)
+"""By how many an op changes the live token slices of its rank: one lives until all of its backward is done, since
+weight gradients read what the forward kept."""
 
 _TEXT_FORM = re.compile(r"(\d+)([A-Z]+)(\d+)(?:\.(\d+))?")
 _KINDS = {kind.value: kind for kind in OpKind} | {"I": OpKind.INPUT_GRADIENT, "W": OpKind.WEIGHT_GRADIENT}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from deepspeed_ext.plan.dependencies import prerequisites, received, result
+from deepspeed_ext.plan.dependencies import prerequisites, reader_of, received, result
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 
@@ -81,8 +81,12 @@ class Instruction(NamedTuple):
 
     def __str__(self) -> str:
         """For example `forward 2F0.3 @1`: stage 2, micro-batch 0, token slice 3, buffer 1."""
-        where = "" if self.buffer < 0 else f" @{self.buffer}"
-        return f"{self.kind.value} {self.op}{where}"
+        return f"{self.kind.value} {self.place}"
+
+    @property
+    def place(self) -> str:
+        """The op that it is or serves, and its buffer: `2F0.3 @1`."""
+        return str(self.op) if self.buffer < 0 else f"{self.op} @{self.buffer}"
 
     @property
     def op(self) -> Op:
@@ -135,6 +139,26 @@ def channels(shape: PipelineShape) -> list[Channel]:
     there = {Channel(source, target, OpKind.FORWARD) for source, target in ways}
     back = {Channel(target, source, OpKind.INPUT_GRADIENT) for source, target in ways}
     return sorted(channel for channel in there | back if not channel.is_local)
+
+
+def communicators(shape: PipelineShape) -> dict[Channel, int]:
+    """Number of the communicator for each channel: channels that share one have no rank in common.
+
+    A communicator runs the messages of a rank one after the other, in the order in which the rank posts them, whoever
+    they are for. A receive that is posted ahead would hold up a send behind it; and where stages go round and round,
+    what the receive waits for may come of that very send. With one channel on each rank nothing is held up that its
+    channel would not hold up anyhow.
+    """
+    busy: list[set[int]] = []
+    numbers = {}
+    for channel in channels(shape):
+        ends = {channel.source, channel.target}
+        number = next((number for number, ranks in enumerate(busy) if ranks.isdisjoint(ends)), len(busy))
+        if number == len(busy):
+            busy.append(set())
+        busy[number] |= ends
+        numbers[channel] = number
+    return numbers
 
 
 def check_programs(programs: Sequence[Program], shape: PipelineShape) -> None:
@@ -190,8 +214,9 @@ def _check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
     for program in programs:
         for instruction in program.instructions:
             if instruction.kind in _SENDS:
-                away = _reader(instruction.op)
-                sent[Channel(program.rank, shape.rank_of(away.stage), away.kind)].append(instruction.op)
+                reader = reader_of(instruction.op, shape)
+                assert reader is not None, "what is sent is read by another stage"
+                sent[Channel(program.rank, shape.rank_of(reader.stage), reader.kind)].append(instruction.op)
             elif instruction.kind in _RECEIVES:
                 message = _message(instruction, shape)
                 taken[Channel(shape.rank_of(message.stage), program.rank, message.kind)].append(message)
@@ -202,12 +227,6 @@ def _check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
                 f"rank {channel.source} sends {messages} to rank {channel.target}, which receives {receives}: "
                 "both ends of a channel must keep one order"
             )
-
-
-def _reader(message: Op) -> Op:
-    """The op of the neighbouring stage that reads a result."""
-    way = 1 if message.kind is OpKind.FORWARD else -1
-    return Op(message.kind, message.stage + way, message.micro_batch, message.token_slice)
 
 
 def _message(receive: Instruction, shape: PipelineShape) -> Op:

@@ -37,7 +37,7 @@ def read_schedule(path: Path | str) -> tuple[PipelineShape, Orders]:
         ScheduleDeadlock: if ranks would wait for each other.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets begin a CSV with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     try:
@@ -104,8 +104,9 @@ def _shape_of(orders: Orders, numbers: Sequence[int]) -> PipelineShape:
     num_ranks = len(orders)
     _, *last = map(max, zip(*(op for order in orders for op in order), strict=True))
     num_stages, num_micro_batches, num_token_slices = (1 + int(index) for index in last)
-    rank_of_stage = {op.stage: rank for rank, order in enumerate(orders) for op in order}
-    gap = next((stage for stage in range(num_stages) if stage not in rank_of_stage), None)
+    stands_on = {(op.stage, rank) for rank, order in enumerate(orders) for op in order}
+    with_ops = {stage for stage, _ in stands_on}
+    gap = next((stage for stage in range(num_stages) if stage not in with_ops), None)
     if gap is not None:
         raise PlanError(f"stage {gap} has no ops, and there are {num_stages} stages: add its ops to a line")
     if num_stages % num_ranks:
@@ -117,10 +118,10 @@ def _shape_of(orders: Orders, numbers: Sequence[int]) -> PipelineShape:
         for placement in (Placement.LOOPED, Placement.V)
     ]
     for shape in shapes:
-        if all(shape.rank_of(stage) == rank for stage, rank in rank_of_stage.items()):
+        if all(shape.rank_of(stage) == rank for stage, rank in stands_on):
             return shape
     # Against the placement that fits best, the first op that is on a wrong line.
-    best = min(shapes, key=lambda shape: sum(shape.rank_of(stage) != rank for stage, rank in rank_of_stage.items()))
+    best = min(shapes, key=lambda shape: sum(shape.rank_of(stage) != rank for stage, rank in stands_on))
     number, op, rank = next(
         (number, op, rank)
         for rank, (number, order) in enumerate(zip(numbers, orders, strict=True))

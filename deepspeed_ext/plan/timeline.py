@@ -1,15 +1,16 @@
 """A timeline: when each op ran. The simulator predicts one, the engine measures one, drawings show either."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.dependencies import reading_stage
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape
 from deepspeed_ext.plan.programs import Channel
 
 
@@ -81,7 +82,7 @@ class Timeline:
     @property
     def peak_live_token_slices(self) -> tuple[int, ...]:
         """Per rank, the most token slices, of any of its stages, that had gone forward and not yet all backward."""
-        return tuple(_peak_live(span.op for span in rank) for rank in self.spans)
+        return tuple(max(accumulate(LIVE_CHANGE[span.op.kind] for span in rank), default=0) for rank in self.spans)
 
     def to_json(self) -> str:
         """Write the timeline as JSON: `from_json` reads it back."""
@@ -130,15 +131,6 @@ def _read_transfer(entry: Sequence[Any], shape: PipelineShape) -> Transfer:
     if target is None or not inside or not -inf < start <= sent <= end < inf:
         raise ValueError(f"a transfer of {op} from {start} to {end}")
     return Transfer(op, Channel(shape.rank_of(op.stage), shape.rank_of(target), op.kind), start, end, sent)
-
-
-def _peak_live(ops: Iterable[Op]) -> int:
-    live = peak = 0
-    for op in ops:
-        if op.kind is not OpKind.INPUT_GRADIENT:  # what weight gradients read stays until they are done
-            live += 1 if op.kind is OpKind.FORWARD else -1
-        peak = max(peak, live)
-    return peak
 
 
 def executed_order(timeline: Timeline) -> Sequence[Sequence[Op]]:

@@ -32,7 +32,7 @@ from deepspeed_ext.runtime.gradient_sums import sum_over_sharing_ranks, sum_over
 from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.op_clock import OpClock
-from deepspeed_ext.runtime.op_ledger import OpLedger
+from deepspeed_ext.runtime.op_ledger import OpLedger, accelerator_mark
 from deepspeed_ext.runtime.rank_links import RankLinks
 from deepspeed_ext.runtime.rank_programs import RankPrograms
 from deepspeed_ext.runtime.stall_watch import StallWatch
@@ -100,12 +100,14 @@ class TokenSlicePipelineEngine(PipelineEngine):
             dynamic_shape=self.dynamic_shape,
         )
         self._clock: OpClock | None = None
-        self._ledger = OpLedger(self.global_rank)
+        self._ledger = OpLedger(self.global_rank, accelerator_mark())
         if self.is_pipe_parallel:
+            pipeline = self.grid.get_pipe_parallel_group()
             self._watch = StallWatch(
                 self._ledger,
                 rank=self.global_rank,
-                peers=dist.get_process_group_ranks(self.grid.get_pipe_parallel_group()),
+                peers=dist.get_process_group_ranks(pipeline),
+                name=pipeline.group_name,
                 store=dist.distributed_c10d._get_default_store(),
                 timeout=timeout,
                 directory=ledger_directory,
@@ -193,9 +195,11 @@ class TokenSlicePipelineEngine(PipelineEngine):
         self.module.eval()
         train_iterator = self.data_iterator
         self.set_dataiterator(data_iter)
-        with torch.no_grad():
-            self._exec_schedule(schedule)
-        self.set_dataiterator(train_iterator)
+        try:
+            with torch.no_grad():
+                self._exec_schedule(schedule)
+        finally:
+            self.set_dataiterator(train_iterator)
 
         live = self._executor.finish()
         losses = [loss for _, loss in sorted(live.losses.items())]
@@ -233,12 +237,14 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """
         timelines: list[Timeline] = []
         dist.barrier()
-        self._clock = OpClock()
+        clock = self._clock = OpClock()
         shape = self._programs.shape(self.micro_batches)
-        yield timelines
-        spans, self._clock = self._clock.spans(), None
+        try:
+            yield timelines
+        finally:
+            self._clock = None
         ranks: list[Any] = [None] * shape.num_ranks
-        dist.all_gather_object(ranks, spans, group=self.grid.get_pipe_parallel_group())
+        dist.all_gather_object(ranks, clock.spans(), group=self.grid.get_pipe_parallel_group())
         timelines.append(Timeline(shape, tuple(tuple(rank) for rank in ranks), unit="s"))
 
     # ------------------------------------------------------------------ schedules

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from deepspeed_ext.plan.dependencies import reader_of
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs import Instruction
@@ -164,27 +165,27 @@ class Executor:
     def send_activation(self, step: Instruction) -> None:
         """Post an activation to the rank of the stage after."""
         held = self.live.buffers[step.buffer]
-        self._links.send(_reader(step.op), held.outputs)
+        self._links.send(self._reader(step.op), held.outputs)
         held.outputs = ()
 
     def pass_activation(self, step: Instruction) -> None:
         """Give an activation to the stage after, which is this rank's too."""
         held = self.live.buffers[step.buffer]
         passed = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in held.outputs)
-        self.live.passed[_reader(step.op)] = passed
+        self.live.passed[self._reader(step.op)] = passed
         held.outputs = ()
 
     def send_gradient(self, step: Instruction) -> None:
         """Post the gradients of a stage's inputs to the rank of the stage before."""
-        self._links.send(_reader(step.op), _gradients(self.live.buffers[step.buffer]))
+        self._links.send(self._reader(step.op), self.live.buffers[step.buffer].take_gradients())
 
     def pass_gradient(self, step: Instruction) -> None:
         """Give the gradients of a stage's inputs to the stage before, which is this rank's too."""
-        self.live.passed[_reader(step.op)] = _gradients(self.live.buffers[step.buffer])
+        self.live.passed[self._reader(step.op)] = self.live.buffers[step.buffer].take_gradients()
 
     def complete(self, step: Instruction) -> None:
         """Let go of a message once it has left."""
-        reader = _reader(step.op)
+        reader = self._reader(step.op)
         with self._ledger.waiting_for(self._links.peer(reader)):
             self._links.complete(reader)
 
@@ -216,6 +217,12 @@ class Executor:
             return self.live.passed.pop(op)
         with self._ledger.waiting_for(self._links.peer(op)):
             return self._links.wait(op)
+
+    def _reader(self, result: Op) -> Op:
+        """The op that reads a result, by which messages are named."""
+        reader = reader_of(result, self.plan.shape)
+        assert reader is not None, "what leaves a stage is read by another"
+        return reader
 
     def _state(self, op: Op) -> SequenceState:
         """What a micro-batch remembers on a stage; at its first forward there, nothing yet."""
@@ -275,16 +282,3 @@ class Executor:
         held.roots = ()
         if op.token_slice == 0:
             self._forget(op, last_stage=self._stages[0])
-
-
-def _reader(result: Op) -> Op:
-    """The op of the neighbouring stage that reads a result, as messages are named."""
-    return result._replace(stage=result.stage + (1 if result.kind is OpKind.FORWARD else -1))
-
-
-def _gradients(held: Buffer) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        for tensor in held.inputs
-        if tensor.requires_grad
-    )

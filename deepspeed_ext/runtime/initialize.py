@@ -33,7 +33,7 @@ def initialize(
     """Make the engine of a model, as `deepspeed.initialize` does.
 
     Args:
-        model: the module of this stage.
+        model: the module of this rank.
         config: DeepSpeed configuration, or the file of one.
         schedule: order of the ops: a name of `plan.schedules.SCHEDULES`, or a generator of your own.
         timeout: how long a transfer between stages may take before it counts as lost.

@@ -20,6 +20,10 @@ class TokenSliceInstruction(PipeInstruction):
     def __init__(self, *, step: Instruction) -> None:
         super().__init__(step=step)
 
+    def __repr__(self) -> str:
+        """As DeepSpeed logs it: `SendActivation(3F1.2 @0)`."""
+        return f"{self.name}({self.kwargs['step'].place})"
+
 
 def _instruction_class(kind: InstructionKind) -> type[TokenSliceInstruction]:
     # DeepSpeed looks the handler up by exact class, so every kind has its own.

@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -20,7 +21,7 @@ class Buffer:
     """Tensors of one live token slice of a stage.
 
     Attributes:
-        inputs: what the stage before gave; empty on the first stage.
+        inputs: what the stage before gave, until their gradients are taken; empty on the first stage.
         outputs: what goes to the stage after, until it is sent or passed on.
         roots: where backward starts: the loss on the last stage, else the outputs that need gradients, as edges of the
             graph, so that the tensors themselves can go once they are sent.
@@ -31,6 +32,15 @@ class Buffer:
     outputs: tuple[Tensor, ...] = ()
     roots: tuple[Tensor | GradientEdge, ...] = ()
     later: list[Product] = field(default_factory=list)
+
+    def take_gradients(self) -> tuple[Tensor, ...]:
+        """Gradients of the inputs. Both leave the buffer: weight gradients may be far off, and need neither."""
+        inputs, self.inputs = self.inputs, ()
+        return tuple(
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in inputs
+            if tensor.requires_grad
+        )
 
 
 class LiveBatch:

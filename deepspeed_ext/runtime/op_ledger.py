@@ -1,13 +1,35 @@
-"""What a rank has done of its program, is doing, and waits for: kept as it runs, to be read when it does not."""
+"""What a rank has done of its program, is doing, and waits for: kept as it runs, to be read when it does not.
+
+An accelerator runs behind the host, which enqueues a wait and goes on. So there the ledger keeps what the host said
+until the accelerator has come to the same place in its queue:
+
+    host          done 0 | waits for 1 | came | done 1 |  ...           all enqueued at once
+    accelerator   ......... done 0, waiting for rank 1                  the position
+"""
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.programs import Instruction
 from deepspeed_ext.plan.stall import Position
+
+Mark = Callable[[], Callable[[], bool]]
+"""Marks the place in the accelerator's queue at which the host is; what it returns says whether that was reached."""
+
+
+class _State(NamedTuple):
+    batch: str
+    program: Sequence[Instruction]
+    done: int
+    waits_for: int | None
 
 
 class OpLedger:
@@ -15,46 +37,59 @@ class OpLedger:
 
     Args:
         rank: global rank.
+        mark: see `Mark`; None where the host computes by itself.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._batch = "no batch yet"
-        self._program: Sequence[Instruction] = ()
-        self._done = 0
-        self._waits_for: int | None = None
+    def __init__(self, rank: int, mark: Mark | None = None) -> None:
+        self._rank, self._mark = rank, mark
+        self._said = self._reached = _State("no batch yet", (), 0, None)
         self._since = time.monotonic()
+        self._ahead: deque[tuple[Callable[[], bool], _State]] = deque()
+        self._lock = Lock()
 
     def begin(self, batch: str, program: Sequence[Instruction]) -> None:
         """Start on a batch."""
-        self._batch, self._program, self._done = batch, program, 0
-        self._since = time.monotonic()
+        self._say(_State(batch, program, 0, None))
 
     def done(self) -> None:
         """The instruction at hand is done."""
-        self._done += 1
-        self._since = time.monotonic()
+        self._say(self._said._replace(done=self._said.done + 1))
 
     @contextmanager
     def waiting_for(self, rank: int) -> Iterator[None]:
         """Around a wait for another rank."""
-        self._waits_for = rank
+        self._say(self._said._replace(waits_for=rank))
         yield
         # Not in a `finally`: where the wait fails, it is what the ledger should say.
-        self._waits_for = None
+        self._say(self._said._replace(waits_for=None))
 
     def position(self) -> Position:
         """Where the rank is now."""
-        program, done = self._program, self._done
+        with self._lock:
+            self._catch_up()
+            (batch, program, done, waits_for), since = self._reached, self._since
         return Position(
             rank=self._rank,
-            batch=self._batch,
+            batch=batch,
             done=done,
             total=len(program),
             doing=str(program[done]) if done < len(program) else "",
-            waits_for=self._waits_for,
-            seconds=time.monotonic() - self._since,
+            waits_for=waits_for,
+            seconds=time.monotonic() - since,
         )
+
+    def _say(self, state: _State) -> None:
+        self._said = state
+        with self._lock:
+            if self._mark is None:
+                self._reached, self._since = state, time.monotonic()
+                return
+            self._catch_up()
+            self._ahead.append((self._mark(), state))
+
+    def _catch_up(self) -> None:
+        while self._ahead and self._ahead[0][0]():
+            self._reached, self._since = self._ahead.popleft()[1], time.monotonic()
 
     def write(self, directory: Path, line: str) -> Path:
         """Write the ledger as JSON.
@@ -66,7 +101,7 @@ class OpLedger:
         Returns:
             The file.
         """
-        position, program = self.position(), self._program
+        position, program = self.position(), self._reached.program
         doing = program[position.done] if position.done < len(program) else None
         fields = {
             "behind": line,
@@ -87,3 +122,17 @@ class OpLedger:
         path = directory / f"rank_{self._rank:05d}.json"
         path.write_text(json.dumps(fields, indent=1) + "\n")
         return path
+
+
+def accelerator_mark() -> Mark | None:
+    """How to mark places in the queue of this host's accelerator."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return None
+
+    def mark() -> Callable[[], bool]:
+        event = accelerator.Event()
+        event.record()
+        return event.query
+
+    return mark

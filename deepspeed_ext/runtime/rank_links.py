@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.dependencies import received
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs import Channel, channel_of, channels
+from deepspeed_ext.plan.programs import Channel, channel_of, communicators
 from deepspeed_ext.runtime.channels import Incoming, MessageSpec, Outgoing, ShapeBook, TensorSpec
 from deepspeed_ext.runtime.topology import TokenSliceTopology
 
@@ -63,11 +63,11 @@ class RankLinks:
         # One book for each end of a channel: both ends learn from the same messages, and from no others.
         self._books: dict[Channel, ShapeBook] = {}
         groups = _groups(topology, rank, shape, timeout)
-        for channel in channels(shape):
+        for channel, number in communicators(shape).items():
             if own_rank not in channel[:2]:
                 continue
             book = self._books[channel] = ShapeBook(rule if channel.result is OpKind.FORWARD else None)
-            group = groups[_way(channel)]
+            group = groups[number]
             other = channel.source + channel.target - own_rank
             peer = self._peers[channel] = topology.get_rank(**coordinate._replace(pipe=other)._asdict())
             if channel.target == own_rank:
@@ -137,23 +137,18 @@ class RankLinks:
         return _MessageKind(self._phase, reader.stage, reader.token_slice, micro_batch)
 
 
-def _way(channel: Channel) -> tuple[OpKind, bool]:
-    """Channels that can share a communicator: of one kind of result, and all up or all down the ranks.
-
-    NCCL runs the messages between two ranks of a communicator one after the other, in the order each rank posts
-    them. Two ways on one communicator would wait for each other.
-    """
-    return channel.result, channel.source < channel.target
-
-
 def _groups(
     topology: TokenSliceTopology, rank: int, shape: PipelineShape, timeout: timedelta
-) -> dict[tuple[OpKind, bool], dist.ProcessGroup]:
-    """This rank's communicators."""
-    ways = sorted({_way(channel) for channel in channels(shape)})
-    mine = {}
+) -> list[dist.ProcessGroup]:
+    """This rank's communicators, by the numbers that the plan gives them.
+
+    A group spans the pipeline, though a rank uses it with one other: making a group takes all ranks of the world, so
+    few that serve many pairs are made sooner than one for each pair.
+    """
+    numbers = sorted(set(communicators(shape).values()))
+    mine: list[dist.ProcessGroup] = []
     for ranks in topology.get_axis_comm_lists("pipe"):
-        groups = {way: dist.new_group(ranks, timeout=timeout) for way in ways}
+        groups = [dist.new_group(ranks, timeout=timeout) for _ in numbers]
         if rank in ranks:
             mine = groups
     return mine

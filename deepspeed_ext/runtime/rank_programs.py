@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import Schedule, forward_order
+from deepspeed_ext.plan.schedules import Schedule, fixed, forward_order, rank_orders
+from deepspeed_ext.plan.simulate import check_complete
 from deepspeed_ext.runtime.instructions import ProgramSchedule
 
 
@@ -40,7 +41,12 @@ class RankPrograms:
     def _program(self, shape: PipelineShape, *, training: bool) -> ProgramSchedule:
         key = training, shape
         if key not in self._lowered:
-            schedule = self._schedule if training else forward_order
+            schedule = forward_order
+            if training:
+                # A forward without its backward would train on a part of the gradients, and nobody would notice.
+                orders = rank_orders(self._schedule, shape)
+                check_complete(orders, shape)
+                schedule = fixed(orders)
             programs = lower(schedule, shape, loading_ranks=self._loading_ranks)
             self._lowered[key] = ProgramSchedule(programs[self._rank], shape, training=training)
         return self._lowered[key]

@@ -22,6 +22,9 @@ from deepspeed_ext.runtime.op_ledger import OpLedger
 _PATIENCE = 0.8
 """Part of the timeout of transfers after which a wait is a stall: soon enough to ask before communicators give up."""
 
+_PARTING_S = 1.0
+"""How long to wait for a thread that is to end: calls to a store that answers take less."""
+
 
 class StallWatch:
     """The thread that looks after one rank.
@@ -30,6 +33,7 @@ class StallWatch:
         ledger: of this rank.
         rank: this rank.
         peers: ranks of its pipeline, itself included.
+        name: of the pipeline, the same on its ranks and no other's: under it they ask and answer.
         store: that all ranks share.
         timeout: how long a transfer may take.
         directory: where ledgers are written.
@@ -42,6 +46,7 @@ class StallWatch:
         *,
         rank: int,
         peers: Sequence[int],
+        name: str,
         store: Any,
         timeout: timedelta,
         directory: Path,
@@ -51,18 +56,23 @@ class StallWatch:
         self._patience_s = _PATIENCE * timeout.total_seconds()
         self._interval_s = min(max(self._patience_s / 20, 0.05), 5.0)
         self._directory, self._say = directory, say
-        self._question = f"stalled/{min(peers)}"
+        self._name, self._num_stalls = name, 0
+        # Batch and instruction at which this rank last stood still: said once, also if it goes on after a long time.
+        self._told: tuple[str, int] | None = None
         self._ended = threading.Event()
-        self._reported = False
         self._thread = threading.Thread(target=self._run, name="stall watch", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
         """Stop watching."""
         self._ended.set()
+        # A thread that Python kills in the middle of a call to the store takes the process down with it. Whoever drops
+        # the last reference to an engine ends its watch, and that may be this very thread.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=_PARTING_S)
 
     def _run(self) -> None:
-        while not self._ended.wait(self._interval_s) and not self._reported:
+        while not self._ended.wait(self._interval_s):
             try:
                 self._look()
             except RuntimeError:
@@ -70,13 +80,19 @@ class StallWatch:
 
     def _look(self) -> None:
         position = self._ledger.position()
-        if position.waits_for is not None and position.seconds > self._patience_s:
+        at = position.batch, position.done
+        if position.waits_for is not None and position.seconds > self._patience_s and at != self._told:
             self._store.set(self._question, "")
-            self._answer(position)
-            self._report(self._answers())
-        elif self._store.check([self._question]):
-            self._answer(position)
-            self._report(self._answers())
+        elif not self._store.check([self._question]):
+            return
+        self._answer(position)
+        self._report(self._answers())
+        self._told, self._num_stalls = at, self._num_stalls + 1
+
+    @property
+    def _question(self) -> str:
+        """Key in the store. Every rank answers every question, so all count stalls alike."""
+        return f"stalled/{self._name}/{self._num_stalls}"
 
     def _answer(self, position: Position) -> None:
         self._store.set(self._answer_of(self._rank), json.dumps(position.to_fields()))
@@ -94,10 +110,12 @@ class StallWatch:
         return f"{self._question}/{rank}"
 
     def _report(self, positions: dict[int, Position | None]) -> None:
-        self._reported = True
         waiting = [rank for rank, position in positions.items() if position and position.waits_for is not None]
         line = explain(positions, waiting[0] if waiting else self._rank)
-        path = self._ledger.write(self._directory, line)
+        try:
+            where = f"the ledger of each rank is in {self._ledger.write(self._directory, line).parent}"
+        except OSError as error:
+            where = f"ledgers cannot be written to {self._directory} ({error.strerror})"
         # One rank speaks for all of its pipeline.
         if self._rank == (waiting or [self._rank])[0]:
-            self._say(f"the pipeline stands still: {line}; the ledger of each rank is in {path.parent}")
+            self._say(f"the pipeline stands still: {line}; {where}")

@@ -1,6 +1,7 @@
 """The section that says what a run reports and when it evaluates."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_terapipe.config.iteration_numbers import IterationNumbers
 from megatron_terapipe.config.options import check_not_negative, check_positive, flag, option
@@ -81,6 +82,10 @@ class LoggingConfig:
     """Iterations whose timelines are written, such as `10` or `10,20` or `30-34`. Left out, the third to the fifth of
     this run, since the first ones are slower than the rest."""
 
+    ledger_directory: str | None = option(None, metavar="DIR")
+    """Directory in which every rank writes what it has done and whom it waits for, should the pipeline stand still for
+    most of `--distributed-timeout-minutes`. Left out, `stalled_pipeline` in `--save`, else in the current one."""
+
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_positive(self, "log_interval", "eval_interval", "peak_tflops_per_device")
@@ -92,6 +97,14 @@ class LoggingConfig:
         for name in ("wandb_exp_name", "wandb_save_dir"):
             if getattr(self, name) is not None and self.wandb_project is None:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} reports to no project: add --wandb-project")
+
+    def ledgers(self, save: str | None) -> Path:
+        """Return the directory of ledgers.
+
+        Args:
+            save: directory of checkpoints, if there is one.
+        """
+        return Path(self.ledger_directory or Path(save or ".") / "stalled_pipeline")
 
     def measured_iterations(self, start: int, last: int) -> IterationNumbers:
         """Return the iterations whose timelines are written, if there is a directory for them.

@@ -122,7 +122,8 @@ class ParallelConfig:
     """Communication library. Left out, the one that suits the accelerator."""
 
     distributed_timeout_minutes: int = 30
-    """Minutes to wait for another rank before giving up."""
+    """Minutes to wait for another rank before giving up. Where a pipeline stands still, one line says before that which
+    rank is behind."""
 
     local_rank: int | None = None
     """Rank on this machine. The launcher sets it."""
@@ -188,10 +189,12 @@ class ParallelConfig:
 
     def pipeline(self, num_micro_batches: int = 1) -> PipelineShape:
         """Extent of the pipeline, with so many micro-batches."""
-        # Of one stage each, there is nothing to place.
-        placement = Placement(self.model_chunk_placement) if self.num_model_chunks > 1 else Placement.LOOPED
         return PipelineShape(
-            self.num_stages, num_micro_batches, self.num_token_slices or 1, self.num_model_chunks, placement
+            self.num_stages,
+            num_micro_batches,
+            self.num_token_slices or 1,
+            self.num_model_chunks,
+            Placement(self.model_chunk_placement),
         )
 
     def _check_layers_per_stage(self) -> None:
@@ -212,6 +215,10 @@ class ParallelConfig:
     def _resolve_schedule(self) -> None:
         resolve(self, "pipeline_schedule", "interleaved" if self.num_model_chunks > 1 else "1f1b")
         name = self.pipeline_schedule
+        if self.model_chunk_placement == "v" and self.num_model_chunks == 1:
+            raise ConfigError(
+                "--model-chunk-placement v deals several stages to each rank: add --num-model-chunks 2, or drop it"
+            )
         if self.schedule_memory_limit is not None and self.schedule_memory_limit < 1:
             raise ConfigError(
                 f"--schedule-memory-limit {self.schedule_memory_limit} is less than one micro-batch, which has to go "

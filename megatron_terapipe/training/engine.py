@@ -104,6 +104,7 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
             run.deepspeed_settings,
             schedule=run.schedule,
             timeout=_timeout(run),
+            ledger_directory=config.logging.ledgers(config.checkpoint.save),
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),
         )
     if run.checkpoint is not None:

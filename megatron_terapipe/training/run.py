@@ -200,6 +200,7 @@ def _check_outputs(config: Config) -> None:
         "--save": config.checkpoint.save,
         "--metrics-file": config.logging.metrics_file,
         "--timeline": config.logging.timeline,
+        "--ledger-directory": config.logging.ledger_directory,
         "--tensorboard-dir": config.logging.tensorboard_dir,
         "--wandb-save-dir": config.logging.wandb_save_dir,
     }

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.plan.step_record import StepRecord
+from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.training.device_peak import peak_tflops_here

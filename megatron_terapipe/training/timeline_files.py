@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from deepspeed_ext.plan.measured import Comparison
+from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.memory import activation_over_time
 from deepspeed_ext.plan.render import Panel, render_chrome_trace, render_html, render_svg
-from deepspeed_ext.plan.step_record import StepRecord
 
 
 def write_step(step: StepRecord, directory: Path) -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields, is_dataclass
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.arguments import build_config, parse_arguments
 from megatron_terapipe.config import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig
+from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.options import field_help
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.flops import block_forward_flops, linear_flops_per_token
@@ -338,6 +340,14 @@ def test_weighted_prefixes(words: tuple[str, ...], pairs: tuple[tuple[float | No
 )
 def test_split_shares(split: str, shares: tuple[float, float, float]) -> None:
     assert DataConfig(data_path=("wiki",), split=split).split_shares() == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(
+    ("given", "save", "directory"),
+    [(None, None, "stalled_pipeline"), (None, "there", "there/stalled_pipeline"), ("here", "there", "here")],
+)
+def test_ledgers_stand_with_the_checkpoints(given: str | None, save: str | None, directory: str) -> None:
+    assert LoggingConfig(ledger_directory=given).ledgers(save) == Path(directory)
 
 
 def test_dtype() -> None:

@@ -50,7 +50,7 @@ def test_what_follows_from_flags(words: str, schedule: str, num_model_chunks: in
 def test_the_pipeline_of_a_run() -> None:
     words = "--num-model-chunks 2 --pipeline-schedule optimised --model-chunk-placement v --num-token-slices 3"
     assert parse(words).parallel.pipeline(5) == PipelineShape(4, 5, 3, 2, Placement.V)
-    assert parse("--model-chunk-placement v").parallel.pipeline() == PipelineShape(2, 1)
+    assert parse("").parallel.pipeline() == PipelineShape(2, 1)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,10 @@ def test_the_pipeline_of_a_run() -> None:
         (
             "--pipeline-schedule optimised --schedule-memory-limit 0",
             "--schedule-memory-limit 0.0 is less than one micro-batch, which has to go forward before it can go",
+        ),
+        (
+            "--model-chunk-placement v",
+            "--model-chunk-placement v deals several stages to each rank: add --num-model-chunks 2, or drop it",
         ),
         (
             "--num-model-chunks 2 --stage-partition 0,2,8",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.plan.command import main as plan_command
+from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
-from deepspeed_ext.plan.step_record import StepRecord
 from deepspeed_ext.plan.timeline import executed_order
 from tests.distributed import run_distributed
 from tests.end_to_end.conftest import Trained

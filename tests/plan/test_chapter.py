@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.plan.attention_costs import attention_costs
+from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.render import render_comparison

@@ -5,6 +5,13 @@ import json
 import pytest
 
 from deepspeed_ext.plan.command import main
+from deepspeed_ext.plan.command.figures import summary
+from deepspeed_ext.plan.command.request import Request
+from deepspeed_ext.plan.command.sizes import Memory
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import gpipe, rank_orders
+from deepspeed_ext.plan.simulate import simulate
 from tests.plan.test_cli import PIPELINE, figures_of, refused
 
 
@@ -77,6 +84,7 @@ def test_a_timeline_contradicts_a_schedule(capsys):
         ([*PIPELINE, "--token-slices", "4,x"], "token slices '4,x' are not whole numbers"),
         ([*PIPELINE, "--model-chunks", "0"], "--model-chunks 0 is not a positive whole number"),
         ([*PIPELINE, "--model-chunks", "2"], "schedule '1f1b' has one stage on each pipeline rank"),
+        ([*PIPELINE, "--placement", "v"], "--placement v deals several stages to each rank: add --model-chunks 2"),
         ([*PIPELINE, "--placement", "w"], "invalid choice: 'w' (choose from 'looped', 'v')"),
         ([*PIPELINE, "--attention-share", "1.1"], "--attention-share 1.1 is not a share: give 0 to 1"),
         ([*PIPELINE, "--attention-share", "nan"], "--attention-share nan is not a share: give 0 to 1"),
@@ -104,6 +112,29 @@ def test_a_timeline_contradicts_a_schedule(capsys):
 )
 def test_bad_input_is_one_line(capsys, words, message):
     assert message in refused(capsys, *words)
+
+
+def test_times_that_no_number_can_hold_are_refused(capsys, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"forward": [[1e308, 1e308]], "backward": [[1e308, 1]]}))
+    words = ["--schedule", "1f1b", "--stages", "1", "--micro-batches", "2", "--token-slices", "2", "--costs", str(file)]
+    assert "add up to more than a number can hold" in refused(capsys, *words)
+
+
+def test_costs_that_an_editor_saved_with_a_byte_order_mark(capsys, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_bytes(b'\xef\xbb\xbf{"forward": [[1]], "backward": [[2]]}')
+    words = ["--schedule", "1f1b", "--stages", "1", "--micro-batches", "2", "--costs", str(file)]
+    assert figures_of(capsys, *words)["makespan"] == 6
+
+
+def test_a_makespan_is_never_below_its_bound():
+    # Both are sums of the same times in another order, so the bound may come out a rounding higher.
+    shape = PipelineShape(1, 2)
+    costs = OpCosts.uniform(shape)
+    orders = rank_orders(gpipe, shape)
+    request = Request("optimised", shape, (1.0,), costs, orders, lower_bound=4 * (1 + 1e-15))
+    assert "(the makespan is 0.00% above it)" in summary(simulate(orders, shape, costs), request, Memory((1.0,)))
 
 
 def test_files_that_cannot_be_read_or_written_are_one_line(capsys, tmp_path):

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.compiled import CompiledOrders
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs import InstructionKind, Program
 from deepspeed_ext.plan.schedules import SCHEDULES, fixed, rank_orders, schedule_named
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from tests.strategies import WITH_MODEL_CHUNKS, orders_of_pipelines, pipelines
 
 COMPUTE = {

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.compiled import CompiledOrders
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import gpipe, rank_orders, schedule_named, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from tests.strategies import WITH_MODEL_CHUNKS, pipelines, shapes, times
 
 positive = st.floats(0.01, 100)

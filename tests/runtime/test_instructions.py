@@ -4,8 +4,9 @@ import pytest
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeSchedule, ReduceGrads, ReduceTiedGrads
 from hypothesis import given
 
-from deepspeed_ext.plan.lowering import InstructionKind, lower
+from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs import Instruction, InstructionKind
 from deepspeed_ext.plan.schedules import schedule_named
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
@@ -15,26 +16,20 @@ from tests.strategies import schedule_names, shapes
 @given(name=schedule_names, shape=shapes(max_stages=4, max_micro_batches=4, max_token_slices=3))
 def test_a_schedule_yields_its_program_and_then_the_end_of_the_batch(name: str, shape: PipelineShape) -> None:
     for program in lower(schedule_named(name), shape):
-        schedule = ProgramSchedule(
-            program, num_micro_batches=shape.num_micro_batches, num_stages=shape.num_stages, training=True
-        )
+        schedule = ProgramSchedule(program, shape, training=True)
         assert isinstance(schedule, PipeSchedule)
         assert schedule.num_pipe_buffers() == program.num_buffers
         steps = list(schedule)
         assert [type(command) for command in steps[-1]] == [ReduceTiedGrads, ReduceGrads, OptimizerStep]
         for (command,), instruction in zip(steps[:-1], program.instructions, strict=True):
             assert type(command) is INSTRUCTION_CLASSES[instruction.kind]
-            assert command.kwargs == {
-                "micro_batch": instruction.micro_batch,
-                "token_slice": instruction.token_slice,
-                "buffer": instruction.buffer,
-            }
+            assert command.kwargs == {"step": instruction}
 
 
 def test_evaluation_ends_with_the_program() -> None:
     shape = PipelineShape(2, 2, 3)
     program = lower(schedule_named("gpipe"), shape)[0]
-    schedule = ProgramSchedule(program, num_micro_batches=2, num_stages=2, training=False)
+    schedule = ProgramSchedule(program, shape, training=False)
     assert len(list(schedule)) == len(program.instructions)
 
 
@@ -53,5 +48,6 @@ def test_the_map_names_the_overrides_of_this_engine(instruction: type) -> None:
 
 
 def test_names_read_well_in_deepspeeds_logs() -> None:
-    command = INSTRUCTION_CLASSES[InstructionKind.SEND_ACTIVATION](micro_batch=1, token_slice=2, buffer=0)
-    assert repr(command) == "SendActivation(micro_batch=1, token_slice=2, buffer=0)"
+    instruction = Instruction(InstructionKind.SEND_ACTIVATION, stage=3, micro_batch=1, token_slice=2, buffer=0)
+    command = INSTRUCTION_CLASSES[instruction.kind](step=instruction)
+    assert repr(command) == "SendActivation(3F1.2 @0)"

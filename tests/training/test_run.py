@@ -152,6 +152,7 @@ def test_outputs_may_be_there_already(data: Path, tmp_path: Path) -> None:
         ("--metrics-file", "", "it is a directory"),
         ("--save", "corpus.bin", "it is a file"),
         ("--timeline", "corpus.bin/below", "corpus.bin is not a directory"),
+        ("--ledger-directory", "corpus.bin", "it is a file"),
     ],
 )
 def test_outputs_that_cannot_be_written(data: Path, tmp_path: Path, flag: str, name: str, reason: str) -> None:

@@ -14,10 +14,10 @@ from deepspeed_ext.plan.command.steps import alike, name_of, read_steps
 from deepspeed_ext.plan.critical_path import critical_path
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.measured import Comparison
+from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.render.labels import KIND_NAMES, rank_name
 from deepspeed_ext.plan.schedule_file import write_schedule
-from deepspeed_ext.plan.step_record import StepRecord
 from deepspeed_ext.plan.timeline import executed_order
 
 _SHOWN_DIFFERENCES = 5

@@ -32,7 +32,7 @@ def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
         peaks = " ".join(f"{peak(curve) / 2**20:.4g}" for curve in memory.curves(timeline))
         rows.append(("peak memory", f"{peaks}  {by}, in MiB"))
     if request.lower_bound is not None:
-        above = timeline.makespan / request.lower_bound - 1 if request.lower_bound else 0.0
+        above = max(timeline.makespan / request.lower_bound - 1, 0.0) if request.lower_bound else 0.0  # rounding
         rows.insert(1, ("lower bound", f"{request.lower_bound:.6g} (the makespan is {above:.2%} above it)"))
     if request.shape.num_model_chunks > 1:
         placed = f"{request.shape.num_model_chunks} on each rank, placement {request.shape.placement.value}"

@@ -12,7 +12,7 @@ def read(path: Path) -> str:
         UserError: if it cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {_reason(error)}") from None
 

@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
         "--model-chunk-placement",
         choices=[placement.value for placement in Placement],
         help="stages of a rank: looped = round and round, v = there and back (default: looped; where the model chunks "
-        "are chosen, v)",
+        "are chosen, whichever is faster)",
     )
     what.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of an optimizer step")
     what.add_argument(

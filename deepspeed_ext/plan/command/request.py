@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from deepspeed_ext.plan.attention_costs import attention_costs
 from deepspeed_ext.plan.command.files import read
 from deepspeed_ext.plan.command.options import LAYERS_OF_A_RANK, OPTIMISED, SEQ_LENGTH
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
@@ -19,6 +19,7 @@ from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
 
 Orders = Sequence[Sequence[Op]]
+_NAMES = frozenset({*SCHEDULES, OPTIMISED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def request_of(options: argparse.Namespace) -> Request:
     if options.schedule is None:
         raise UserError("--schedule is missing: give it, or a --timeline to show")
     _check(options)
-    if options.schedule in SCHEDULES or options.schedule == OPTIMISED:
+    if options.schedule in _NAMES:
         return _of_name(options)
     return _of_file(options, _schedule_file(options.schedule))
 
@@ -124,6 +125,8 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None and getattr(options, name) < 1:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} {getattr(options, name)} is not a positive whole number: give 1 or more")
+    if options.placement == Placement.V and (options.model_chunks or 1) == 1 and options.schedule in _NAMES:
+        raise UserError("--placement v deals several stages to each rank: add --model-chunks 2")
     if options.solve_stages and not options.solve_slices:
         raise UserError("--solve-stages finds layers and token slices together: add --solve-slices")
     if options.layers is not None and not options.solve_stages:

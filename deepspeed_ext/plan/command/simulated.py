@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from math import isfinite
 
 from deepspeed_ext.plan.command.drawings import write_drawings
 from deepspeed_ext.plan.command.figures import activation, figures, order_texts, summary
@@ -35,6 +36,8 @@ def show_simulated(options: argparse.Namespace) -> int:
     except ScheduleDeadlock as deadlock:
         _show_deadlock(options, deadlock, request)
         return 1
+    if not isfinite(timeline.makespan):
+        raise PlanError("the times of the ops add up to more than a number can hold: give them in a larger unit")
     if options.memory_limit is not None:
         _check_memory(timeline, request, options.memory_limit)
     if options.write_schedule is not None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_ext.plan.compiled import CompiledOrders
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.dependencies import parts
 from deepspeed_ext.plan.errors import PlanError
@@ -18,6 +17,7 @@ from deepspeed_ext.plan.optimise.problem import Numbers, Problem
 from deepspeed_ext.plan.optimise.replay import Orders, keeps_limit, replay
 from deepspeed_ext.plan.optimise.rules import Priorities, Rule
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule, fixed, rank_orders
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 
 SCHEDULED_OPS, MOVED_OPS = 12e6, 100e6
 """Ops that list schedules, and replays of moves, go through with effort 1: a few seconds of one core each."""

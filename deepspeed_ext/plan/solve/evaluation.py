@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
@@ -21,7 +22,6 @@ from deepspeed_ext.plan.optimise.search import search_rules
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts, bounds_of, op_costs
-from deepspeed_ext.plan.transfer_costs import TransferCosts
 
 PANEL = 4
 """Rules that judge a cut: an optimised schedule is as good as the best of them, or a little better."""

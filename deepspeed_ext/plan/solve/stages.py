@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import Schedule
@@ -18,7 +19,6 @@ from deepspeed_ext.plan.solve.evaluation import Evaluation, FixedSchedule, Optim
 from deepspeed_ext.plan.solve.grid import Grid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 from deepspeed_ext.plan.solve.token_slices import search_cuts
-from deepspeed_ext.plan.transfer_costs import TransferCosts
 
 CostsOfLayers = Callable[[Sequence[int]], TokenSliceCosts]
 """Costs of stages with so many layers each: embedding and head included, wherever they are."""

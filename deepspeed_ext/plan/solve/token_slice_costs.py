@@ -17,11 +17,11 @@ from typing import Protocol
 import numpy as np
 
 from deepspeed_ext.plan.costs import OpCosts, Table
+from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.optimise.problem import Numbers
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.transfer_costs import TransferCosts
 
 NUM_TERMS = 3
 

@@ -9,15 +9,15 @@ tokens are moved between the token slices of the best, many at first, at last as
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deepspeed_ext.plan.compiled import CompiledOrders
+from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import Schedule
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.evaluation import Evaluation, FixedSchedule, OptimisedOrders
 from deepspeed_ext.plan.solve.grid import Grid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
-from deepspeed_ext.plan.transfer_costs import TransferCosts
 
 PLAYED_OPS = 25e6
 """Ops that the search plays with effort 1: about a second of one core."""

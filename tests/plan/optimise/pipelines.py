@@ -3,9 +3,9 @@
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.optimise.problem import Problem
-from deepspeed_ext.plan.transfer_costs import TransferCosts
 
 times = st.floats(0.01, 10.0)
 

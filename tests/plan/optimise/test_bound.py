@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.attention_costs import attention_costs
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.optimise.bound import lower_bound
 from deepspeed_ext.plan.optimise.list_scheduler import list_schedule

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan.attention_costs import attention_costs
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.memory import peak_activation

@@ -5,7 +5,7 @@
 
 import pytest
 
-from deepspeed_ext.plan.attention_costs import attention_costs
+from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import PipelineShape, Placement

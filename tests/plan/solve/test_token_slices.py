@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import PipelineShape, Placement
@@ -13,7 +14,6 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.grid import Grid
 from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
 from deepspeed_ext.plan.solve.token_slices import solve_token_slices
-from deepspeed_ext.plan.transfer_costs import TransferCosts
 from tests.plan.solve.cuts import all_cuts
 
 

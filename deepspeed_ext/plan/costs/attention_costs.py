@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import inf
 
-from deepspeed_ext.plan.costs import OpCosts, Table
+from deepspeed_ext.plan.costs.op_costs import OpCosts, Table
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext.plan import compiled as compiled_module
-from deepspeed_ext.plan.compiled import CompiledOrders
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.schedules import forward_order, interleaved, one_f_one_b, rank_orders, zero_bubble
+from deepspeed_ext.plan.simulate import compiled as compiled_module
 from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from tests.strategies import costs_with_links, orders_of_pipelines
 
 SHAPE = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
@@ -120,5 +120,5 @@ def test_numbers_of_lengths():
 
 
 def test_neither_numpy_nor_numba_is_loaded_before_it_is_needed():
-    program = "import sys, deepspeed_ext.plan.compiled; sys.exit(bool({'numpy', 'numba'} & set(sys.modules)))"
+    program = "import sys, deepspeed_ext.plan.simulate.compiled; sys.exit(bool({'numpy', 'numba'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -8,12 +8,12 @@ from collections import defaultdict, deque
 from collections.abc import Container, Sequence
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.dependencies import parts, prerequisites, reading_stage, result
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs import Channel
 from deepspeed_ext.plan.timeline import Span, Timeline, Transfer
-from deepspeed_ext.plan.transfer_costs import TransferCosts
 
 
 def simulate(orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCosts) -> Timeline:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from deepspeed_ext.plan.costs import OpCosts, Table
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.gaps import Gap, RankTime, gaps, rank_times
+from deepspeed_ext.plan.measured.gaps import Gap, RankTime, gaps, rank_times
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.timeline import Span, Timeline, executed_order

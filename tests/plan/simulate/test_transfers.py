@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.dependencies import result
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, PipelineShape
@@ -16,7 +17,6 @@ from deepspeed_ext.plan.programs import channel_of, channels
 from deepspeed_ext.plan.schedules import forward_order, gpipe, interleaved, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.timeline import Timeline
-from deepspeed_ext.plan.transfer_costs import TransferCosts
 from tests.strategies import costs_with_links, orders_of_pipelines
 
 SHAPE = PipelineShape(num_stages=3, num_micro_batches=1, num_token_slices=2)

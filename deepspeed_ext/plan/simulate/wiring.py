@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.dependencies import DEPENDENCIES, parts, reading_stage, result
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.play import NOTHING
+from deepspeed_ext.plan.simulate.play import NOTHING
 
 if TYPE_CHECKING:
     from numpy import ndarray

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.memory import token_lengths
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.play import compiled_play, play
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
-from deepspeed_ext.plan.simulate import check_orders, simulate
+from deepspeed_ext.plan.simulate.plain import check_orders, simulate
+from deepspeed_ext.plan.simulate.play import compiled_play, play
+from deepspeed_ext.plan.simulate.wiring import CODE, KINDS, OpColumns, Wiring, fits, wire
 from deepspeed_ext.plan.timeline import Span, Timeline
-from deepspeed_ext.plan.wiring import CODE, KINDS, OpColumns, Wiring, fits, wire
 
 if TYPE_CHECKING:
-    from deepspeed_ext.plan.wiring import Numbers
+    from deepspeed_ext.plan.simulate.wiring import Numbers
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,8 @@ class CompiledOrders:
         import numpy as np
 
         lengths = token_lengths(lengths, self.shape)
-        kind = self.columns.kind
-        signs = np.select([kind == CODE[OpKind.FORWARD], kind == CODE[OpKind.INPUT_GRADIENT]], [1, 0], -1)
-        changes = signs * np.array(lengths)[self.columns.token_slice]
+        signs = np.array([LIVE_CHANGE[kind] for kind in KINDS])
+        changes = signs[self.columns.kind] * np.array(lengths)[self.columns.token_slice]
         whole = sum(lengths) * self.shape.num_model_chunks
         bounds = self.bounds.tolist()
         peaks = (np.cumsum(changes[first:last]).max(initial=0) for first, last in pairwise(bounds))

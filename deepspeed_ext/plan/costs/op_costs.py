@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from operator import add
 from typing import Any
 
+from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.transfer_costs import TransferCosts
 
 Table = tuple[tuple[float, ...], ...]
 """A time per stage and token slice: `table[stage][token_slice]`."""

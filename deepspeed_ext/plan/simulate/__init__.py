@@ -1,0 +1,11 @@
+"""Op orders played against the clock: the plain statement of it, and the same compiled, many times faster.
+
+    plain      what a schedule takes, and why it deadlocks: read this one
+    compiled   equal to it to the last bit, for searches: `wiring` puts orders into numbers, `play` loops over them
+
+Both read what ops wait for from one table, `dependencies.DEPENDENCIES`.
+"""
+
+from deepspeed_ext.plan.simulate.plain import check_complete, check_order, check_orders, simulate
+
+__all__ = ["check_complete", "check_order", "check_orders", "simulate"]

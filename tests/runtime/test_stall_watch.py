@@ -1,0 +1,90 @@
+"""The threads that look after ranks, each with a ledger and a store but no pipeline."""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import gpipe
+from deepspeed_ext.runtime.op_ledger import OpLedger
+from deepspeed_ext.runtime.stall_watch import StallWatch
+
+PROGRAMS = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))
+TIMEOUT = timedelta(seconds=0.25)
+
+
+def watch(
+    ledger: OpLedger, rank: int, lines: list[str], directory: Path, *, name: str = "a", store: object
+) -> StallWatch:
+    ledger.begin("train step 1", PROGRAMS[rank].instructions)
+    return StallWatch(
+        ledger, rank=rank, peers=(0, 1), name=name, store=store, timeout=TIMEOUT, directory=directory, say=lines.append
+    )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.01)
+
+
+def test_a_pipeline_that_goes_on_is_watched_on(tmp_path: Path) -> None:
+    store, lines, ledgers = dist.HashStore(), [], [OpLedger(0), OpLedger(1)]
+    watches = [watch(ledger, rank, lines, tmp_path, store=store) for rank, ledger in enumerate(ledgers)]
+    for number in (1, 2):
+        with ledgers[0].waiting_for(1):
+            until(lambda number=number: len(lines) == number)
+            # It stands where it stood when that was said: once is enough.
+            time.sleep(3 * TIMEOUT.total_seconds())
+            assert len(lines) == number
+        ledgers[0].done()
+    assert all("rank 1 is behind" in line for line in lines)
+    for each in watches:
+        each.end()
+
+
+def test_other_pipelines_are_not_asked(tmp_path: Path) -> None:
+    store, lines, ledgers = dist.HashStore(), [], [OpLedger(0), OpLedger(1)]
+    stuck = watch(ledgers[0], 0, lines, tmp_path / "stuck", store=store, name="a")
+    other = watch(ledgers[1], 1, lines, tmp_path / "other", store=store, name="b")
+    with ledgers[0].waiting_for(1):
+        until(lambda: bool(lines))
+    assert "rank 1 is behind: it gives no sign of life" in lines[0]
+    assert not (tmp_path / "other").exists()
+    stuck.end()
+    other.end()
+
+
+def test_the_line_is_said_where_no_ledger_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    lines, ledger = [], OpLedger(0)
+    watched = watch(ledger, 0, lines, tmp_path / "file", store=dist.HashStore())
+    with ledger.waiting_for(1):
+        until(lambda: bool(lines))
+    assert f"ledgers cannot be written to {tmp_path / 'file'} (File exists)" in lines[0]
+    watched.end()
+
+
+def test_nothing_is_left_of_a_watch_that_ended(tmp_path: Path) -> None:
+    before = threading.active_count()
+    watched = watch(OpLedger(0), 0, [], tmp_path, store=dist.HashStore())
+    assert threading.active_count() == before + 1
+    watched.end()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError, dist.DistNetworkError], ids=str)
+def test_a_store_that_is_gone_ends_the_watch(tmp_path: Path, error: type[Exception]) -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise error("the store is gone")
+
+    watched = watch(OpLedger(0), 0, [], tmp_path, store=Gone())
+    until(lambda: not watched._thread.is_alive())
