@@ -116,6 +116,17 @@ class PipelineShape:
                 f"rank: give a multiple of {self.num_model_chunks} stages"
             )
 
+    def __str__(self) -> str:
+        """The extents in words."""
+        words = [
+            f"{self.num_stages} stages",
+            f"{self.num_micro_batches} micro-batches",
+            f"{self.num_token_slices} token slices",
+        ]
+        if self.num_model_chunks > 1:
+            words.append(f"{self.num_model_chunks} model chunks on each rank ({self.placement.value})")
+        return ", ".join(words)
+
     def to_fields(self) -> dict[str, Any]:
         """The extents as JSON fields; those of model chunks only where there are several."""
         fields = asdict(self) | {"placement": self.placement.value}

@@ -61,7 +61,20 @@ def explain(positions: Mapping[int, Position | None], stuck: int) -> str:
         for rank, position in positions.items()
         if rank != behind and (position is None or position.waits_for is not None)
     )
-    others = f"; waiting: ranks {', '.join(map(str, waiting))}" if waiting else ""
+    ranks = "rank" if len(waiting) == 1 else "ranks"
+    others = f"; waiting: {ranks} {', '.join(map(str, waiting))}" if waiting else ""
     if positions.get(behind) is None:
         return f"rank {behind} is behind: it gives no sign of life{others}"
     return f"rank {behind} is behind: {positions[behind]}{others}"
+
+
+def explain_alone(position: Position) -> str:
+    """Say in one line what a rank knows that waits, and cannot ask the others.
+
+    Args:
+        position: of the rank.
+    """
+    asked = "nobody could be asked, since the store at which the ranks met, which rank 0 keeps, does not answer"
+    if position.waits_for == 0:
+        return f"rank 0 is behind: it gives no sign of life; waiting: {position}"
+    return f"{position}; {asked}"

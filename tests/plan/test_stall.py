@@ -1,6 +1,6 @@
 """Which rank all others wait for, from what each says of itself."""
 
-from deepspeed_ext.plan.stall import Position, explain
+from deepspeed_ext.plan.stall import Position, explain, explain_alone
 
 
 def at(rank: int, waits_for: int | None, doing: str = "forward 1F0.2 @0") -> Position:
@@ -23,7 +23,7 @@ def test_a_rank_that_does_not_answer_is_behind():
 def test_a_rank_between_batches_is_behind():
     positions = {0: at(0, 1), 1: at(1, None, doing="")}
     assert explain(positions, 0) == (
-        "rank 1 is behind: rank 1 is between batches since 61 s (train step 7); waiting: ranks 0"
+        "rank 1 is behind: rank 1 is between batches since 61 s (train step 7); waiting: rank 0"
     )
 
 
@@ -35,3 +35,10 @@ def test_a_position_says_whom_it_waits_for():
     assert str(at(0, 1)) == (
         "rank 0 is at 'forward 1F0.2 @0' since 61 s, waiting for rank 1 (train step 7, instruction 5 of 20)"
     )
+
+
+def test_a_rank_that_can_ask_nobody_says_what_it_knows():
+    assert explain_alone(at(1, 0)).startswith(
+        "rank 0 is behind: it gives no sign of life; waiting: rank 1 is at 'forward"
+    )
+    assert explain_alone(at(2, 1)).endswith("the store at which the ranks met, which rank 0 keeps, does not answer")

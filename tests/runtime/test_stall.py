@@ -19,7 +19,7 @@ from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import Setup, build, feed
 
-TIMEOUT_S = 4.0
+TIMEOUT_S = 3.0
 PAUSE_S = 2.5 * TIMEOUT_S
 
 

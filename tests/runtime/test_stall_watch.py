@@ -75,16 +75,52 @@ def test_the_line_is_said_where_no_ledger_can_be_written(tmp_path: Path) -> None
 def test_nothing_is_left_of_a_watch_that_ended(tmp_path: Path) -> None:
     before = threading.active_count()
     watched = watch(OpLedger(0), 0, [], tmp_path, store=dist.HashStore())
-    assert threading.active_count() == before + 1
+    assert threading.active_count() == before + 2
     watched.end()
     assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("error", [RuntimeError, dist.DistNetworkError], ids=str)
-def test_a_store_that_is_gone_ends_the_watch(tmp_path: Path, error: type[Exception]) -> None:
+def test_a_store_that_is_gone_is_not_asked_again(tmp_path: Path, error: type[Exception]) -> None:
     class Gone:
+        asked = 0
+
         def check(self, keys: list[str]) -> bool:
+            self.asked += 1
             raise error("the store is gone")
 
-    watched = watch(OpLedger(0), 0, [], tmp_path, store=Gone())
-    until(lambda: not watched._thread.is_alive())
+    store, lines, ledger = Gone(), [], OpLedger(1)
+    watched = watch(ledger, 1, lines, tmp_path, store=store)
+    until(lambda: bool(store.asked))
+    with ledger.waiting_for(0):
+        until(lambda: bool(lines))
+    assert store.asked == 1
+    assert "rank 0 is behind" in lines[0]
+    watched.end()
+
+
+class SilentStore:
+    """A store whose keeper has stopped: a question to it is not answered."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        """Goes out, into the void."""
+
+    def check(self, keys: list[str]) -> bool:
+        self.goes_on.wait()
+        raise RuntimeError("connection reset by peer")
+
+
+def test_where_the_store_is_silent_a_rank_says_what_it_knows(tmp_path: Path) -> None:
+    store, lines, ledger = SilentStore(), [], OpLedger(1)
+    stuck = watch(ledger, 1, lines, tmp_path, store=store)
+    with ledger.waiting_for(0):
+        until(lambda: bool(lines))
+        time.sleep(3 * TIMEOUT.total_seconds())
+    assert len(lines) == 1
+    assert lines[0].startswith("the pipeline stands still: rank 0 is behind: it gives no sign of life; waiting: rank 1")
+    assert (tmp_path / "rank_00001.json").exists()
+    store.goes_on.set()
+    stuck.end()

@@ -120,9 +120,13 @@ def check_order(order: Sequence[Op], shape: PipelineShape, rank: int) -> None:
     stages = set(shape.stages_of(rank))
     seen: set[Op] = set()
     for op in order:
+        if not isinstance(op, Op):
+            raise PlanError(f"{op!r} in the order of rank {rank} is not an op: yield Op(...), or Op.parse('2F0.3')")
         inside = op.micro_batch < shape.num_micro_batches and op.token_slice < shape.num_token_slices
         if op.stage not in stages or not inside:
-            raise PlanError(f"op {op} does not belong to rank {rank} of {shape}: remove it from that order")
+            raise PlanError(
+                f"op {op} does not belong to rank {rank} in a pipeline of {shape}: remove it from that order"
+            )
         computes = parts(op)
         if not seen.isdisjoint(computes):
             raise PlanError(f"op {op} stands twice in the order of rank {rank}, whole or in part: remove one of them")

@@ -203,3 +203,8 @@ def test_orders_are_not_bound_to_the_schedules_we_ship():
     mirrored = rank_orders(one_f_one_b, shape)
     costs = OpCosts.uniform(shape)
     assert simulate(orders, shape, costs).makespan == simulate(mirrored, shape, costs).makespan
+
+
+def test_what_is_not_an_op_is_named():
+    with pytest.raises(PlanError, match=r"'0F0.0' in the order of rank 0 is not an op: yield Op\(...\)"):
+        simulate([["0F0.0"]], PipelineShape(1, 1), OpCosts.uniform(PipelineShape(1, 1)))
