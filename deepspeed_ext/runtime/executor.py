@@ -138,12 +138,24 @@ class Executor:
 
     def backward(self, step: Instruction) -> None:
         """Compute the gradients that a token slice gives a stage's inputs and weights."""
-        self._backward(step)
+        op, held = step.op, self.live.buffers[step.buffer]
+        roots = held.roots
+        if op.stage == self.plan.shape.last_stage:
+            roots = tuple(self._loss_scale(root) for root in roots)
+            gradients = tuple(torch.ones_like(root) for root in roots)
+        else:
+            gradients = self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
+        with self._around(op):
+            if roots:
+                torch.autograd.backward(roots, gradients)
+        held.roots = ()
+        if op.token_slice == 0:
+            self._forget(op, last_stage=self._stages[0])
 
     def input_gradient(self, step: Instruction) -> None:
         """Compute the gradients of inputs; put the products of weights off."""
         with self._weight_gradients.put_off() as later:
-            self._backward(step)
+            self.backward(step)
         self.live.buffers[step.buffer].later = later
 
     def weight_gradient(self, step: Instruction) -> None:
@@ -267,18 +279,3 @@ class Executor:
                 "gradients back through it: where no token counts, return outputs.sum() * 0"
             )
         return (loss,)
-
-    def _backward(self, step: Instruction) -> None:
-        op, held = step.op, self.live.buffers[step.buffer]
-        roots = held.roots
-        if op.stage == self.plan.shape.last_stage:
-            roots = tuple(self._loss_scale(root) for root in roots)
-            gradients = tuple(torch.ones_like(root) for root in roots)
-        else:
-            gradients = self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
-        with self._around(op):
-            if roots:
-                torch.autograd.backward(roots, gradients)
-        held.roots = ()
-        if op.token_slice == 0:
-            self._forget(op, last_stage=self._stages[0])

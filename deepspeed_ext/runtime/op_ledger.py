@@ -65,10 +65,14 @@ class OpLedger:
 
     def position(self) -> Position:
         """Where the rank is now."""
+        return self._now()[0]
+
+    def _now(self) -> tuple[Position, Sequence[Instruction]]:
+        """Where the rank is, and the program that it is in."""
         with self._lock:
             self._catch_up()
             (batch, program, done, waits_for), since = self._reached, self._since
-        return Position(
+        position = Position(
             rank=self._rank,
             batch=batch,
             done=done,
@@ -77,6 +81,7 @@ class OpLedger:
             waits_for=waits_for,
             seconds=time.monotonic() - since,
         )
+        return position, program
 
     def _say(self, state: _State) -> None:
         self._said = state
@@ -101,7 +106,7 @@ class OpLedger:
         Returns:
             The file.
         """
-        position, program = self.position(), self._reached.program
+        position, program = self._now()
         doing = program[position.done] if position.done < len(program) else None
         fields = {
             "behind": line,

@@ -62,8 +62,9 @@ class RankLinks:
         self._peers: dict[Channel, int] = {}
         # One book for each end of a channel: both ends learn from the same messages, and from no others.
         self._books: dict[Channel, ShapeBook] = {}
-        groups = _groups(topology, rank, shape, timeout)
-        for channel, number in communicators(shape).items():
+        numbers = communicators(shape)
+        groups = _groups(topology, rank, len(set(numbers.values())), timeout)
+        for channel, number in numbers.items():
             if own_rank not in channel[:2]:
                 continue
             book = self._books[channel] = ShapeBook(rule if channel.result is OpKind.FORWARD else None)
@@ -138,17 +139,16 @@ class RankLinks:
 
 
 def _groups(
-    topology: TokenSliceTopology, rank: int, shape: PipelineShape, timeout: timedelta
+    topology: TokenSliceTopology, rank: int, num_communicators: int, timeout: timedelta
 ) -> list[dist.ProcessGroup]:
-    """This rank's communicators, by the numbers that the plan gives them.
+    """This rank's communicators, in the order of the numbers that the plan gives them.
 
     A group spans the pipeline, though a rank uses it with one other: making a group takes all ranks of the world, so
     few that serve many pairs are made sooner than one for each pair.
     """
-    numbers = sorted(set(communicators(shape).values()))
     mine: list[dist.ProcessGroup] = []
     for ranks in topology.get_axis_comm_lists("pipe"):
-        groups = [dist.new_group(ranks, timeout=timeout) for _ in numbers]
+        groups = [dist.new_group(ranks, timeout=timeout) for _ in range(num_communicators)]
         if rank in ranks:
             mine = groups
     return mine

@@ -161,3 +161,21 @@ class OptimisedOrders:
         num_rules = max(min(RULES_PER_ROUND, int(OPS_PER_ROUND / problem.num_ops)), FEWEST_RULES)
         self.num_ops += problem.num_ops * num_rules * LIST_SCHEDULE_PER_REPLAY
         self._rules = search_rules(problem, num_rules, self._seed, self._rules)[:PANEL]
+
+
+def evaluation_of(
+    schedule: Schedule | None,
+    shape: PipelineShape,
+    token_slice_costs: TokenSliceCosts,
+    *,
+    memory_limit: float | None,
+    transfer: float | TransferCosts,
+) -> Evaluation:
+    """What cuts for a schedule are judged by; None stands for the schedule that `optimise` makes.
+
+    Raises:
+        PlanError: if the schedule deadlocks, or has no such shape.
+    """
+    if schedule is None:
+        return OptimisedOrders(shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
+    return FixedSchedule(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)

@@ -15,10 +15,10 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.evaluation import Evaluation, FixedSchedule, OptimisedOrders
+from deepspeed_ext.plan.solve.evaluation import Evaluation, evaluation_of
 from deepspeed_ext.plan.solve.grid import Grid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
-from deepspeed_ext.plan.solve.token_slices import search_cuts
+from deepspeed_ext.plan.solve.token_slices import check_memory, search_cuts
 
 CostsOfLayers = Callable[[Sequence[int]], TokenSliceCosts]
 """Costs of stages with so many layers each: embedding and head included, wherever they are."""
@@ -78,10 +78,7 @@ def solve_stages(
     even = StagePartition.uniform(num_layers, shape.num_stages)
     layers = _level([len(even.layers(stage)) for stage in range(shape.num_stages)], shape, costs_of_layers, seq_length)
     token_slice_costs = costs_of_layers(layers)
-    if schedule is None:
-        evaluation: Evaluation = OptimisedOrders(shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
-    else:
-        evaluation = FixedSchedule(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
+    evaluation = evaluation_of(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
     solved = search_cuts(grid, shape.num_token_slices, evaluation, effort)
     for _ in range(ROUNDS):
         before = layers
@@ -91,6 +88,8 @@ def solve_stages(
             break
         evaluation.adapt(solved.cut)
         solved = search_cuts(grid, shape.num_token_slices, evaluation, effort)
+    if schedule is not None and memory_limit is not None:
+        check_memory(schedule, shape, solved.cut, memory_limit)
     bounds = tuple(int(bound) for bound in np.cumsum([0, *layers]))
     return SolvedStages(StagePartition(bounds), solved.cut, solved.makespan)
 

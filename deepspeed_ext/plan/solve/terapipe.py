@@ -144,12 +144,15 @@ class _Search:
     def _shortest_sum(self, most_forward: float, most_backward: float) -> tuple[float, Numbers]:
         """The shortest sum under limits, and the points to cut at; no points if there is no cut."""
         size = len(self.forward)
-        if not self.num_token_slices:
-            previous = np.zeros((1, size), np.int64)
-            total = _free_count(self.forward, self.backward, most_forward, most_backward, previous[0])
-        else:
-            previous = np.zeros((self.num_token_slices, size), np.int64)
-            total = _fixed_count(self.forward, self.backward, most_forward, most_backward, previous)
+        previous = np.zeros((self.num_token_slices or 1, size), np.int64)
+        reached = np.full(size, np.inf)
+        reached[0] = 0.0
+        for begins in previous:
+            # Any number of token slices go on from points that this very row reached.
+            further = np.full(size, np.inf) if self.num_token_slices else reached
+            _extend(self.forward, self.backward, most_forward, most_backward, reached, further, begins)
+            reached = further
+        total = float(reached[-1])
         if not np.isfinite(total):
             return total, np.zeros(0, np.int64)
         ends = [size - 1]
@@ -174,41 +177,33 @@ def _halves(low: _Pair, high: _Pair) -> list[tuple[_Pair, _Pair]]:
 
 
 @kernel
-def _free_count(
-    forward: Numbers, backward: Numbers, most_forward: float, most_backward: float, previous: Numbers
-) -> float:
+def _extend(
+    forward: Numbers,
+    backward: Numbers,
+    most_forward: float,
+    most_backward: float,
+    reached: Numbers,
+    further: Numbers,
+    previous: Numbers,
+) -> None:
+    """Add one token slice within the limits to the shortest sums that reach each point.
+
+    Args:
+        forward: times of the token slice from a point to another.
+        backward: the same.
+        most_forward: limit of the first.
+        most_backward: limit of the second.
+        reached: sum up to each point; infinite where none leads.
+        further: the same with the token slice; brought up to date. May be `reached`.
+        previous: where that token slice begins; brought up to date.
+    """
     size = len(forward)
-    shortest = np.full(size, np.inf)
-    shortest[0] = 0.0
     for start in range(size - 1):
-        if not np.isfinite(shortest[start]):
+        if not np.isfinite(reached[start]):
             continue
         for end in range(start + 1, size):
             if forward[start, end] <= most_forward and backward[start, end] <= most_backward:
-                total = shortest[start] + forward[start, end] + backward[start, end]
-                if total < shortest[end]:
-                    shortest[end] = total
+                total = reached[start] + forward[start, end] + backward[start, end]
+                if total < further[end]:
+                    further[end] = total
                     previous[end] = start
-    return float(shortest[-1])
-
-
-@kernel
-def _fixed_count(
-    forward: Numbers, backward: Numbers, most_forward: float, most_backward: float, previous: Numbers
-) -> float:
-    size = len(forward)
-    shortest = np.full(size, np.inf)
-    shortest[0] = 0.0
-    for row in range(len(previous)):
-        longer = np.full(size, np.inf)
-        for start in range(size - 1):
-            if not np.isfinite(shortest[start]):
-                continue
-            for end in range(start + 1, size):
-                if forward[start, end] <= most_forward and backward[start, end] <= most_backward:
-                    total = shortest[start] + forward[start, end] + backward[start, end]
-                    if total < longer[end]:
-                        longer[end] = total
-                        previous[row, end] = start
-        shortest = longer
-    return float(shortest[-1])

@@ -15,7 +15,7 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.evaluation import Evaluation, FixedSchedule, OptimisedOrders
+from deepspeed_ext.plan.solve.evaluation import Evaluation, evaluation_of
 from deepspeed_ext.plan.solve.grid import Grid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 
@@ -73,13 +73,10 @@ def solve_token_slices(
     """
     grid = Grid(seq_length, granularity, min_length)
     grid.check_count(shape.num_token_slices)
-    if schedule is None:
-        evaluation: Evaluation = OptimisedOrders(shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
-    else:
-        evaluation = FixedSchedule(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
+    evaluation = evaluation_of(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
     solved = search_cuts(grid, shape.num_token_slices, evaluation, effort, rounds=1 if schedule else ROUNDS)
     if schedule is not None and memory_limit is not None:
-        _check_memory(schedule, shape, solved.cut, memory_limit)
+        check_memory(schedule, shape, solved.cut, memory_limit)
     return solved
 
 
@@ -134,7 +131,12 @@ def _pairs(count: int) -> Iterator[tuple[int, int]]:
             yield left + distance, left
 
 
-def _check_memory(schedule: Schedule, shape: PipelineShape, cut: TokenSlices, memory_limit: float) -> None:
+def check_memory(schedule: Schedule, shape: PipelineShape, cut: TokenSlices, memory_limit: float) -> None:
+    """See that a schedule keeps the memory limit with a cut.
+
+    Raises:
+        PlanError: if it does not.
+    """
     peak = max(CompiledOrders.of_schedule(schedule, shape).peak_activation(cut.lengths))
     if peak > memory_limit + 1e-9:
         raise PlanError(

@@ -10,18 +10,15 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.memory import peak_activation
-from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import forward_order, interleaved, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import compiled as compiled_module
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from tests.plan.simulate.test_simulate import ops
 from tests.strategies import costs_with_links, orders_of_pipelines
 
 SHAPE = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
-
-
-def ops(text: str) -> list[Op]:
-    return [Op.parse(word) for word in text.split()]
 
 
 def assert_equal(orders, shape, costs) -> None:
@@ -89,24 +86,6 @@ def test_deadlocks_are_explained_as_the_plain_simulator_does():
     compiled = CompiledOrders.of(orders, SHAPE)
     with pytest.raises(ScheduleDeadlock, match=r"rank 0 at 0B0\.1 waits for 0F0\.1 and 1B0\.1; rank 1 at 1F0\.1 waits"):
         compiled.play(OpCosts.uniform(SHAPE))
-
-
-@pytest.mark.parametrize(
-    "orders, message",
-    [
-        ([ops("0F0.0")], "1 op orders for 2 pipeline ranks"),
-        ([ops("1F0.0"), []], "op 1F0.0 does not belong to rank 0"),
-        ([ops("0F1.0"), []], "op 0F1.0 does not belong to rank 0"),
-        ([ops("0F0.2"), []], "op 0F0.2 does not belong to rank 0"),
-        ([ops("9F0.0"), []], "op 9F0.0 does not belong to rank 0"),
-        ([ops("0F0.0 0F0.0"), []], "op 0F0.0 stands twice"),
-        ([ops("0B0.0 0BI0.0"), []], "op 0BI0.0 stands twice"),
-        ([ops("0BW0.0 0B0.0"), []], "op 0B0.0 stands twice"),
-    ],
-)
-def test_orders_that_are_none_of_the_shape(orders, message):
-    with pytest.raises(PlanError, match=message):
-        CompiledOrders.of(orders, SHAPE)
 
 
 def test_costs_that_know_no_weight_gradients():

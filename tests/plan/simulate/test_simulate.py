@@ -6,6 +6,7 @@ from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
 from deepspeed_ext.plan.schedules import gpipe, interleaved, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import check_complete, check_orders, simulate
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 
 TWO_BY_TWO = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
 ROUND = PipelineShape(num_stages=4, num_micro_batches=1, num_model_chunks=2)
@@ -155,15 +156,17 @@ def test_an_order_without_an_op_that_others_need_deadlocks():
         ([ops("1F0.0"), []], "op 1F0.0 does not belong to rank 0"),
         ([ops("0F1.0"), []], "op 0F1.0 does not belong to rank 0"),
         ([ops("0F0.2"), []], "op 0F0.2 does not belong to rank 0"),
+        ([ops("9F0.0"), []], "op 9F0.0 does not belong to rank 0"),
         ([ops("0F0.0 0F0.0"), []], "op 0F0.0 stands twice in the order of rank 0"),
         ([ops("0B0.0 0BI0.0"), []], "op 0BI0.0 stands twice in the order of rank 0, whole or in part"),
         ([ops("0B0.0 0BW0.0"), []], "op 0BW0.0 stands twice in the order of rank 0, whole or in part"),
         ([ops("0BW0.0 0B0.0"), []], "op 0B0.0 stands twice in the order of rank 0, whole or in part"),
     ],
 )
-def test_orders_that_are_none_of_the_shape(orders, message):
+@pytest.mark.parametrize("check", [check_orders, CompiledOrders.of], ids=["plain", "compiled"])
+def test_orders_that_are_none_of_the_shape(check, orders, message):
     with pytest.raises(PlanError, match=message):
-        check_orders(orders, TWO_BY_TWO)
+        check(orders, TWO_BY_TWO)
 
 
 def test_a_stage_on_the_wrong_rank():

@@ -6,7 +6,7 @@ import pytest
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.optimise import optimise
-from deepspeed_ext.plan.schedules import one_f_one_b, rank_orders, zero_bubble
+from deepspeed_ext.plan.schedules import gpipe, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.solve.stages import solve_stages
 from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
@@ -77,3 +77,11 @@ def test_within_a_per_cent_of_the_best_of_all_partitions_and_cuts():
 def test_too_few_layers():
     with pytest.raises(PlanError, match="3 layers on 4 stages"):
         solve_stages(PipelineShape(4, 1, 1), 3, 8, with_a_head, schedule=one_f_one_b)
+
+
+def test_a_schedule_that_cannot_keep_the_memory_limit():
+    # gpipe holds both micro-batches, however layers and token slices are dealt.
+    with pytest.raises(
+        PlanError, match=r"^memory limit 1\.5: no cut was found with which this schedule keeps it, the best holds 2"
+    ):
+        solve_stages(PipelineShape(2, 2, 2), 4, 16, with_a_head, schedule=gpipe, memory_limit=1.5)
