@@ -15,6 +15,7 @@ setup(
     packages=find_packages(include=["deepspeed_ext*", "megatron_terapipe*"]),
     package_data={"deepspeed_ext": ["py.typed", "plan/render/page/*"], "megatron_terapipe": ["py.typed"]},
     py_modules=["pretrain_gpt"],
+    entry_points={"console_scripts": ["terapipe-search = megatron_terapipe.search.__main__:main"]},
     install_requires=[
         "torch>=2.8",
         # The hooks of the engine are those of 0.19.8; see deepspeed_ext/runtime/initialize.py.
@@ -23,15 +24,21 @@ setup(
         # The fast simulator and the solvers; 0.60 is the first that takes numpy 2.
         "numba>=0.60",
         "packaging",
+        # Clusters may be described in YAML.
+        "pyyaml",
         "regex",
+        # Tables and progress of the search.
+        "rich>=13",
+        # Calibration of the search.
+        "scipy>=1.11",
         "tqdm",
     ],
     extras_require={
         # NVIDIA apex is not on PyPI: what is called apex there is another package.
-        "test": ["hypothesis", "pytest", "pyyaml"],
+        "test": ["hypothesis", "pytest"],
         "dev": [
             *("hypothesis", "mypy", "pre-commit", "pytest", "ruff"),
-            *("pyyaml", "sentencepiece", "tensorboard", "tokenizers", "wandb", "zstandard"),
+            *("sentencepiece", "tensorboard", "tokenizers", "wandb", "zstandard"),
             # Hugging Face's own models, to hold converted ones against.
             *("safetensors", "transformers"),
         ],
@@ -40,8 +47,8 @@ setup(
         # Curves: --tensorboard-dir, --wandb-project.
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
-        # To convert configurations of GPT-NeoX.
-        "neox": ["pyyaml"],
+        # Measured tables of products, attention and collectives, which the search reads where they are installed.
+        "tables": ["aiconfigurator-core", "pyarrow"],
         # To convert models to and from the files of Hugging Face.
         "huggingface": ["safetensors>=0.5"],
         # To preprocess .zst files.

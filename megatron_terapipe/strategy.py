@@ -22,6 +22,7 @@ SETTINGS = {
     "micro_batch_size": "micro_batch_size",
     "global_batch_size": "global_batch_size",
     "schedule": "pipeline_schedule",
+    "sequence_parallel": "sequence_parallel",
     "recompute": "recompute_granularity",
     "zero_stage": "zero_stage",
     "stage_partition": "stage_partition",
@@ -76,6 +77,9 @@ class Strategy:
     num_model_chunks: int = 1
     """Stages that each pipeline rank owns."""
 
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks share the tokens between the matrices, too."""
+
     recompute: str = "none"
     """Activations recomputed in the backward: none, selective or full."""
 
@@ -93,6 +97,10 @@ class Strategy:
         for name in SIZES:
             _check_whole(name, getattr(self, name), least=1)
         _check_whole("zero_stage", self.zero_stage, least=0)
+        if not isinstance(self.sequence_parallel, bool):
+            raise ConfigError(
+                f"strategy: sequence_parallel {json.dumps(self.sequence_parallel)} is not true or false: write one"
+            )
         if self.global_batch_size is not None:
             _check_whole("global_batch_size", self.global_batch_size, least=1)
             sequences = self.micro_batch_size * self.data_parallel_size

@@ -11,6 +11,11 @@ from tests.architecture.sources import imported_when_importing, imports_of, modu
 
 PLAN = ("deepspeed_ext.plan",)
 CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
+SEARCH_INPUTS = (
+    *(*PLAN, *CONFIG, "megatron_terapipe.strategy"),
+    *(f"megatron_terapipe.search.{part}" for part in ("workload", "cluster", "software", "prediction")),
+)
+SEARCH_PRICES = tuple(f"megatron_terapipe.search.{part}" for part in ("cost", "memory", "profile"))
 
 
 @dataclass(frozen=True)
@@ -118,10 +123,74 @@ LAYERS = (
         ),
         ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
     ),
+    # The search, bottom first. scipy, rich, yaml and pyarrow are imported within functions: it must start at once.
+    Layer(("megatron_terapipe.search",)),
     Layer(
-        ("megatron_terapipe.search", "megatron_terapipe.search.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.strategy", "megatron_terapipe.model.flops"),
+        ("megatron_terapipe.search.workload", "megatron_terapipe.search.workload.*"),
+        (*PLAN, *CONFIG, "megatron_terapipe.model.flops"),
+        ("yaml",),
+    ),
+    Layer(
+        ("megatron_terapipe.search.cluster", "megatron_terapipe.search.cluster.*"),
+        (*PLAN, *CONFIG),
+        ("numpy", "yaml"),
+    ),
+    Layer(("megatron_terapipe.search.software", "megatron_terapipe.search.prediction"), PLAN),
+    Layer(
+        ("megatron_terapipe.search.cost", "megatron_terapipe.search.cost.*"),
+        (*SEARCH_INPUTS, "megatron_terapipe.model.flops"),
+        ("numpy", "pyarrow", "aiconfigurator_core"),
+    ),
+    Layer(
+        ("megatron_terapipe.search.memory", "megatron_terapipe.search.memory.*"),
+        (*SEARCH_INPUTS, "megatron_terapipe.model.flops"),
         ("numpy",),
+    ),
+    Layer(
+        ("megatron_terapipe.search.profile", "megatron_terapipe.search.profile.*"),
+        (*SEARCH_INPUTS, "megatron_terapipe.search.cost"),
+        ("numpy", "scipy"),
+    ),
+    Layer(
+        ("megatron_terapipe.search.trials", "megatron_terapipe.search.trials.*"),
+        SEARCH_INPUTS,
+        ("numpy",),
+    ),
+    Layer(
+        ("megatron_terapipe.search.calibrate", "megatron_terapipe.search.calibrate.*"),
+        (*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.trials"),
+        ("numpy", "scipy"),
+    ),
+    Layer(
+        ("megatron_terapipe.search.pricing",),
+        (*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.calibrate"),
+        ("numpy",),
+    ),
+    Layer(
+        ("megatron_terapipe.search.solve", "megatron_terapipe.search.solve.*"),
+        (*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing"),
+        ("numpy", "numba"),
+    ),
+    Layer(
+        (
+            "megatron_terapipe.search.space",
+            "megatron_terapipe.search.space.*",
+            "megatron_terapipe.search.ranking",
+            "megatron_terapipe.search.ranking.*",
+        ),
+        (
+            *(*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing", "megatron_terapipe.search.solve"),
+            "megatron_terapipe.search.calibrate",
+        ),
+        ("numpy", "tqdm"),
+    ),
+    Layer(
+        ("megatron_terapipe.search.report", "megatron_terapipe.search.report.*"),
+        (
+            *(*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing", "megatron_terapipe.search.ranking"),
+            "megatron_terapipe.search.space",
+        ),
+        ("numpy", "rich"),
     ),
     # Commands put the parts together: they may import anything of ours, and nobody imports them.
     Layer(
@@ -131,11 +200,14 @@ LAYERS = (
             "megatron_terapipe.convert",
             "megatron_terapipe.neox.__main__",
             "megatron_terapipe.search.__main__",
-            "megatron_terapipe.search.measure",
+            "megatron_terapipe.search.command",
+            "megatron_terapipe.search.command.*",
+            "megatron_terapipe.search.measure*",
             "megatron_terapipe.search.trial",
+            "megatron_terapipe.search.trial_*",
         ),
         ("deepspeed_ext", "megatron_terapipe"),
-        ("torch", "deepspeed", "numpy", "tqdm"),
+        ("torch", "deepspeed", "numpy", "tqdm", "rich", "yaml"),
     ),
     Layer(("setup",), packages=("setuptools",)),
 )

@@ -1,0 +1,1 @@
+"""The strategy search: which (dp, tp, pp, token slices, ...) a model should be trained with on a cluster, and why."""

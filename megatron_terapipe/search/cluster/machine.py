@@ -1,0 +1,95 @@
+"""A cluster as data: what each node is made of, as data sheets say it. What of that is reached, `cost` knows."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One accelerator, or the cores of one rank on a CPU.
+
+    Attributes:
+        name: in the device library, or the user's.
+        memory_bytes: memory of one device.
+        memory_bandwidth: bytes per second.
+        half_flops: FLOP/s of dense fp16 or bf16 matrix products, by the data sheet.
+        single_flops: FLOP/s of dense fp32 products, likewise.
+        is_gpu: whether kernels are launched by a host beside it.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bandwidth: float
+    half_flops: float
+    single_flops: float
+    is_gpu: bool = True
+
+    def peak_flops(self, precision: str) -> float:
+        """FLOP/s of matrix products in `fp16`, `bf16` or `fp32`."""
+        return self.single_flops if precision == "fp32" else self.half_flops
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A way for bytes.
+
+    Attributes:
+        bandwidth: bytes per second in one direction, by the data sheet.
+        latency_s: time of an empty message, in seconds.
+    """
+
+    bandwidth: float
+    latency_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A machine with devices of one kind.
+
+    Attributes:
+        name: its host name, or what the cluster file calls it.
+        device: what it holds.
+        num_devices: how many of them.
+        inside: from one device to another of the node; each device has one such link.
+        network: one network card, to other nodes.
+        num_network_cards: cards, which all devices of the node share.
+    """
+
+    name: str
+    device: Device
+    num_devices: int
+    inside: Link
+    network: Link
+    num_network_cards: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Nodes in the order of the hostfile; ranks fill one node after the other.
+
+    Attributes:
+        nodes: all of them.
+        name: for tables.
+    """
+
+    nodes: tuple[Node, ...]
+    name: str = ""
+
+    @cached_property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return sum(node.num_devices for node in self.nodes)
+
+    @cached_property
+    def node_of_device(self) -> tuple[int, ...]:
+        """Index of the node that each device is in."""
+        return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.num_devices))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all nodes are the same but for their names."""
+
+        def parts(node: Node) -> tuple[object, ...]:
+            return node.device, node.num_devices, node.inside, node.network, node.num_network_cards
+
+        return len({parts(node) for node in self.nodes}) == 1

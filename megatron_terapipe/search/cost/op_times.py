@@ -1,0 +1,62 @@
+"""The seam between where op times come from (a roofline, op tables, measured profiles) and what is made of them."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.cluster import Device
+from megatron_terapipe.search.workload import Layer
+
+Numbers = NDArray[np.float64]
+Grid = Numbers | float
+"""A number, or an array of them; arguments of one call broadcast against each other."""
+
+
+class LayerTimes(NamedTuple):
+    """Seconds of the ops of one layer for one token slice of one micro-batch on one tensor-parallel rank.
+
+    Attributes:
+        forward: F.
+        input_gradient: BI; with recomputation it includes the forward that runs again.
+        weight_gradient: BW.
+    """
+
+    forward: Grid
+    input_gradient: Grid
+    weight_gradient: Grid
+
+
+class OpTimes(Protocol):
+    """Times of the ops of a layer, wherever they come from."""
+
+    @property
+    def includes_collectives(self) -> bool:
+        """Whether the reductions between tensor-parallel ranks are in the times."""
+        ...
+
+    def __call__(
+        self,
+        layer: Layer,
+        device: Device,
+        *,
+        tensor_parallel_size: Grid,
+        micro_batch_size: Grid,
+        start: Grid,
+        end: Grid,
+        recompute: str = "none",
+        sequence_parallel: bool = False,
+    ) -> LayerTimes:
+        """Times of one layer.
+
+        Args:
+            layer: which.
+            device: what computes.
+            tensor_parallel_size: ranks that share the layer.
+            micro_batch_size: sequences.
+            start: first token of the token slice.
+            end: token behind its last.
+            recompute: `none`, `selective` or `full`.
+            sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
+        """
+        ...

@@ -1,0 +1,108 @@
+"""What is predicted of a strategy: seconds and bytes, and where they go."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeBreakdown:
+    """Seconds of one iteration on the busiest pipeline rank; they add up to the iteration.
+
+    Attributes:
+        compute_s: its ops, without what tensor-parallel ranks tell each other.
+        tensor_parallel_s: collectives between tensor-parallel ranks, inside its ops.
+        bubble_s: waiting for other pipeline ranks; transfers that no op hides are in `transfer_s`.
+        transfer_s: messages between stages that no op hides.
+        gradient_reduction_s: data-parallel reductions (ZeRO: reduce-scatter and all-gather) that no op hides.
+        shared_weight_s: reductions of the tied embedding between its stages.
+        optimizer_s: norm of the gradient and optimizer step.
+        fixed_s: what an iteration takes however small it is.
+    """
+
+    compute_s: float
+    tensor_parallel_s: float
+    bubble_s: float
+    transfer_s: float
+    gradient_reduction_s: float
+    shared_weight_s: float
+    optimizer_s: float
+    fixed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The iteration."""
+        return float(sum(getattr(self, each.name) for each in fields(self)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Peak bytes of one pipeline rank (its largest tensor- and data-parallel peer) by what they are.
+
+    Attributes:
+        weights: parameters as products read them.
+        gradients: their gradients.
+        optimizer: fp32 copies and moments that this rank keeps.
+        activations: kept from forward to backward, keys and values not among them.
+        key_values: keys and values of live token slices, and their gradients.
+        logits: logits, and what the loss keeps.
+        buffers: of transfers and reductions, and what an op needs while it runs.
+        framework: context of the device, communicators, what the allocator cannot use.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    key_values: float
+    logits: float
+    buffers: float
+    framework: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return float(sum(getattr(self, each.name) for each in fields(self)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """One strategy, priced.
+
+    Attributes:
+        iteration_time_s: seconds of one iteration.
+        interval_s: shortest and longest that `interval_coverage` of iterations take; None = no interval is known.
+        interval_coverage: share of measurements that shall be inside, such as 0.9.
+        bubble_ratio: idle time / (pipeline ranks x makespan).
+        breakdown: where the time goes.
+        memory: per pipeline rank, where the bytes go.
+        simulated: whether the real schedule was simulated; else priced in closed form.
+        notes: what is extrapolated, and other doubts, a line each.
+    """
+
+    iteration_time_s: float
+    bubble_ratio: float
+    breakdown: TimeBreakdown
+    memory: tuple[RankMemory, ...]
+    interval_s: tuple[float, float] | None = None
+    interval_coverage: float = 0.9
+    simulated: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """Of the fullest rank."""
+        return max((rank.total for rank in self.memory), default=0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of a prediction, as the contracts name its fields, and all the rest."""
+        return {
+            "iteration_time_s": self.iteration_time_s,
+            "interval_s": None if self.interval_s is None else list(self.interval_s),
+            "interval_coverage": self.interval_coverage,
+            "bubble_ratio": self.bubble_ratio,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "breakdown": asdict(self.breakdown),
+            "memory_per_rank": [{**asdict(rank), "total": rank.total} for rank in self.memory],
+            "simulated": self.simulated,
+            "notes": list(self.notes),
+        }

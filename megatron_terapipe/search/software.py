@@ -1,0 +1,61 @@
+"""What a trainer does that costs time or memory and is no matter of speed: the facts, by trainer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """Facts about the trainer that runs a strategy.
+
+    Attributes:
+        name: as `software` in trials names it.
+        attention: `flash` keeps no scores; `scores` computes, keeps and reads back the matrix of them.
+        skips_masked_scores: whether causal attention leaves out what it would mask.
+        overlaps_transfers: whether messages between stages travel under ops; else both ends wait for each.
+        shares_transfers: whether each tensor-parallel rank sends its part of an activation, and the other end gathers.
+        overlaps_gradient_reduction: whether data-parallel reductions travel under the last backward.
+        reduction_bytes: bytes of an entry in data-parallel reductions.
+        weight_bytes: bytes of a parameter that products read (half precision).
+        gradient_bytes: bytes of a parameter's gradient kept over micro-batches.
+        optimizer_bytes: bytes of a parameter's fp32 copy and moments; ZeRO 1 divides them by the data-parallel size.
+    """
+
+    name: str
+    attention: Literal["flash", "scores"]
+    skips_masked_scores: bool
+    overlaps_transfers: bool
+    shares_transfers: bool
+    overlaps_gradient_reduction: bool
+    reduction_bytes: int
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 12
+
+
+TERAPIPE = Software(
+    name="terapipe",
+    attention="flash",
+    skips_masked_scores=True,
+    overlaps_transfers=True,
+    shares_transfers=False,
+    overlaps_gradient_reduction=False,
+    reduction_bytes=4,
+)
+"""This trainer, in bf16 with gradients in fp32."""
+
+MEGATRON = Software(
+    name="megatron",
+    attention="scores",
+    skips_masked_scores=False,
+    overlaps_transfers=False,
+    shares_transfers=True,
+    overlaps_gradient_reduction=False,
+    reduction_bytes=2,
+)
+"""Megatron-LM and Megatron-DeepSpeed as they were when most published tables were measured (2021 to 2023)."""
+
+SOFTWARE: Mapping[str, Software] = MappingProxyType({each.name: each for each in (TERAPIPE, MEGATRON)})
+"""By name. Trials that do not say are taken to be Megatron's: those that this tool writes do say."""
