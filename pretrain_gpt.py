@@ -19,14 +19,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         config = parse_arguments(argv)
-        launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank)
+        assumed = config.parallel.least_world_size if config.training.dry_run else 1
+        launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank, without_launcher=assumed)
         speaks = launch.local_rank == 0
         # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
+        from megatron_terapipe.training.dry_run import dry_run_lines
         from megatron_terapipe.training.engine import build_engine, process_group
         from megatron_terapipe.training.run import prepare
         from megatron_terapipe.training.trainer import Trainer
 
         run = prepare(config, launch)
+        if config.training.dry_run:
+            if launch.rank == 0:
+                print(*dry_run_lines(run), sep="\n", flush=True)
+            return 0
         speaks = True
         with process_group(run):
             Trainer(run, build_engine(run)).run()

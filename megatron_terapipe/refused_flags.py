@@ -103,7 +103,6 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     ),
     _each("encoder-seq-length", "it is ambiguous: use --seq-length"),
     _each("decoder-seq-length", "encoder-decoder models are out of scope: use --seq-length"),
-    _each("mock-data", "data is read from files: use --data-path"),
     # Checkpoints.
     _each(
         "ckpt-format dist-ckpt-format use-dist-ckpt async-save auto-detect-ckpt-format",

@@ -8,8 +8,22 @@ from typing import Any
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.schedules import SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DeepSpeedConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
 from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.parallel import OPTIMISED
+from megatron_terapipe.config.planned_run import check_run, plan_run
 from megatron_terapipe.errors import ConfigError
 
 SETTINGS = {
@@ -140,7 +154,9 @@ class Strategy:
         """
         try:
             if self.token_slices is None:
-                return TokenSlices.uniform(seq_length, self.num_token_slices)
+                # With sequence parallelism tensor-parallel ranks share the tokens of every token slice.
+                granularity = self.tensor_parallel_size if self.sequence_parallel else 1
+                return TokenSlices.uniform(seq_length, self.num_token_slices, granularity=granularity)
             return TokenSlices(self.token_slices).covering(seq_length)
         except PlanError as error:
             raise ConfigError(f"strategy: {error}") from None
@@ -176,8 +192,54 @@ class Strategy:
         self._check_supported("schedule", (*SCHEDULES, OPTIMISED))
         self._check_supported("recompute", ("none", "selective", "full"))
         self._check_supported("zero_stage", (0, 1))
-        self._check_supported("placement", (None,))
+        if self.placement not in (None, tuple(range(self.world_size))):
+            raise ConfigError(
+                "strategy: placement does not list the devices in order, and it is the launcher that puts ranks on "
+                "devices: order the hostfile so, and leave placement null"
+            )
         return {setting: _as_text(getattr(self, name)) for name, setting in SETTINGS.items()}
+
+    def config(self, model: ModelConfig, **more: Any) -> Config:
+        """Return the configuration of a run with this strategy: one iteration on random tokens, where no more is said.
+
+        Args:
+            model: the model section.
+            **more: sections that are not to be the defaults, by their names in `Config`.
+
+        Raises:
+            ConfigError: if the trainer does not support the strategy, or it does not fit the model.
+        """
+        settings = self.settings()
+
+        def section(of: type[Any], **others: Any) -> Any:
+            return of(**{each.name: settings[each.name] for each in fields(of) if each.name in settings}, **others)
+
+        sections = {
+            "parallel": section(ParallelConfig),
+            "batch": section(BatchConfig),
+            "training": section(TrainingConfig, train_iters=1),
+            "optimizer": section(OptimizerConfig, lr=1e-4),
+            "precision": PrecisionConfig(),
+            "data": DataConfig(mock_data=True),
+            "checkpoint": CheckpointConfig(),
+            "logging": LoggingConfig(),
+            "deepspeed": DeepSpeedConfig(),
+        }
+        return Config(model=model, **(sections | more))
+
+    def check_trainable(self, model: ModelConfig, **more: Any) -> None:
+        """Check what the trainer checks of a strategy: `--dry-run` without a process, torch, or files.
+
+        An `optimised` schedule is not looked for: where all else is right, there is one.
+
+        Raises:
+            UserError: if it could not be trained; one line with what is wrong and the remedy.
+        """
+        config = self.config(model, **more)
+        if self.schedule == OPTIMISED:
+            plan_run(config, self.world_size)
+        else:
+            check_run(config, self.world_size)
 
     def _check_supported(self, name: str, supported: tuple[object, ...]) -> None:
         value = getattr(self, name)

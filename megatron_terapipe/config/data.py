@@ -28,7 +28,11 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = option(None, metavar="PATH")
     """Prefixes of preprocessed data, or pairs of a weight and a prefix: 0.3 wiki 0.7 books. Without weights, data
-    is drawn in proportion to its size. This flag or `--train-data-path` must be given."""
+    is drawn in proportion to its size. This flag, `--train-data-path` or `--mock-data` must be given."""
+
+    mock_data: bool = False
+    """Train on tokens drawn at random instead of data: to measure how fast a run is, or to see that it runs. Nothing is
+    learned but how often each token comes."""
 
     split: str | None = option(derived="969,30,1 with --data-path", metavar="A,B,C")
     """Shares of the data for training, validation and test. No share for validation means no evaluation."""
@@ -128,11 +132,14 @@ class DataConfig:
 
     def _check_paths(self) -> None:
         own = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(self, name)]
-        if self.data_path is None and self.train_data_path is None:
+        if self.mock_data and (own or self.data_path is not None):
+            named = flag(own[0] if own else "data_path")
+            raise ConfigError(f"--mock-data draws tokens at random and {named} names data: drop one of them")
+        if self.data_path is None and self.train_data_path is None and not self.mock_data:
             raise ConfigError(
                 f"{flag(own[0])} is given without --train-data-path: add it"
                 if own
-                else "neither --data-path nor --train-data-path is given: add one"
+                else "neither --data-path nor --train-data-path is given: add one, or --mock-data to try a run without"
             )
         for name in ("data_path", "split"):
             if own and getattr(self, name) is not None:

@@ -294,6 +294,11 @@ class ParallelConfig:
         """
         return None if self.stage_partition == AUTO else stage_layers.stage_bounds(self)
 
+    @property
+    def least_world_size(self) -> int:
+        """Ranks that the sizes need, with one replica where nobody says how many."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * (self.data_parallel_size or 1)
+
     def layout(self, world_size: int) -> ParallelLayout:
         """Lay the parallel axes over the ranks.
 

@@ -40,6 +40,10 @@ class TrainingConfig:
     skip_train: bool = False
     """Only evaluate on validation and test data."""
 
+    dry_run: bool = False
+    """Check everything that a run checks before it starts, say what would run, and exit. Without a launcher, as many
+    ranks are assumed as the parallel sizes need: tensor x pipeline x `--data-parallel-size`."""
+
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none",
         shorthands={

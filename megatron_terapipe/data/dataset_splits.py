@@ -11,6 +11,7 @@ from megatron_terapipe.data.blended_dataset import BlendedDataset, SampleDataset
 from megatron_terapipe.data.gpt_dataset import GPTDataset, samples_in_epochs
 from megatron_terapipe.data.index_cache import IndexCache
 from megatron_terapipe.data.indexed_dataset import IndexedDataset
+from megatron_terapipe.data.mock_dataset import MockDataset
 from megatron_terapipe.errors import DataError
 
 _PURPOSES: dict[Part, str] = {"train": "training", "valid": "validation", "test": "testing"}
@@ -68,6 +69,24 @@ def build_datasets(
         valid=builder.part("valid", valid),
         test=builder.part("test", test),
     )
+
+
+def mock_datasets(*, seq_length: int, num_samples: tuple[int, int, int], vocab_size: int, seed: int) -> DatasetSplits:
+    """Draw the training, validation and test samples at random, each part with a seed of its own.
+
+    Args:
+        seq_length: tokens the model sees per sample.
+        num_samples: samples of training, validation and test; 0 builds none.
+        vocab_size: token ids are below it.
+        seed: of the draws.
+    """
+    train, valid, test = (
+        MockDataset(seq_length=seq_length, num_samples=wanted, vocab_size=vocab_size, seed=seed * 3 + part)
+        if wanted
+        else None
+        for part, wanted in enumerate(num_samples)
+    )
+    return DatasetSplits(train=train, valid=valid, test=test)
 
 
 class _Builder:

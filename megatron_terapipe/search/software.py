@@ -21,6 +21,10 @@ class Software:
         weight_bytes: bytes of a parameter that products read (half precision).
         gradient_bytes: bytes of a parameter's gradient kept over micro-batches.
         optimizer_bytes: bytes of a parameter's fp32 copy and moments; ZeRO 1 divides them by the data-parallel size.
+        selective_recomputes: what recompute "selective" runs again: the `attention` core (Korthikanti et al., arXiv
+            2205.05198 section 5), or `norms` and activation functions (docs/adr/0014).
+        residual_dropout: whether masks of dropout are written and read with each residual.
+        launch_factor: host time to launch an op, in that of a Megatron layer of 2021 written in Python.
     """
 
     name: str
@@ -33,6 +37,9 @@ class Software:
     weight_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
+    selective_recomputes: Literal["attention", "norms"] = "attention"
+    residual_dropout: bool = True
+    launch_factor: float = 1.0
 
 
 TERAPIPE = Software(
@@ -43,6 +50,8 @@ TERAPIPE = Software(
     shares_transfers=False,
     overlaps_gradient_reduction=False,
     reduction_bytes=4,
+    selective_recomputes="norms",
+    residual_dropout=False,
 )
 """This trainer, in bf16 with gradients in fp32."""
 

@@ -33,12 +33,19 @@ class LaunchEnvironment:
     local_size: int
 
     @classmethod
-    def read(cls, environment: Mapping[str, str] = os.environ, *, local_rank: int | None = None) -> "LaunchEnvironment":
-        """Read the variables of whichever launcher set them; alone without any.
+    def read(
+        cls,
+        environment: Mapping[str, str] = os.environ,
+        *,
+        local_rank: int | None = None,
+        without_launcher: int = 1,
+    ) -> "LaunchEnvironment":
+        """Read the variables of whichever launcher set them.
 
         Args:
             environment: variables.
             local_rank: what `--local_rank` said, for launchers that pass it as a flag.
+            without_launcher: processes where no launcher set any: this one alone, or those that a dry run assumes.
 
         Raises:
             ConfigError: if only some are set, or one is no number, or the rank is not one of them.
@@ -46,7 +53,7 @@ class LaunchEnvironment:
         found = {name: _find(environment, name, others) for name, others in _VARIABLES.items()}
         rank, world_size = found["RANK"], found["WORLD_SIZE"]
         if rank is None and world_size is None:
-            return cls(rank=0, world_size=1, local_rank=0, local_size=1)
+            return cls(rank=0, world_size=without_launcher, local_rank=0, local_size=without_launcher)
         if rank is None or world_size is None:
             missing = "RANK" if rank is None else "WORLD_SIZE"
             raise ConfigError(f"{missing} is not set, but its counterpart is: start with deepspeed or torchrun")

@@ -18,10 +18,10 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.batch_sizes import BatchSizes
 from megatron_terapipe.config.data import DEFAULT_SPLIT
-from megatron_terapipe.config.parallel import AUTO
-from megatron_terapipe.config.pipeline_plan import check_schedule, pipeline_schedule, with_found_token_slices
+from megatron_terapipe.config.pipeline_plan import check_schedule, pipeline_schedule
+from megatron_terapipe.config.planned_run import plan_run
 from megatron_terapipe.config.training import TrainingConfig
-from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets
+from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets, mock_datasets
 from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron_terapipe.errors import ConfigError, DataError
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
@@ -108,7 +108,8 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         UserError: if anything does not fit: a `ConfigError`, `DataError` or `CheckpointError` by what is to blame.
     """
     check_deepspeed_version()
-    layout = config.parallel.layout(launch.world_size)
+    # At once: what is told here is told before a tokenizer's file is read.
+    config.parallel.layout(launch.world_size)
     tokenizer = build_tokenizer(config.data)
     vocab_size = config.model.vocab_size
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
@@ -117,12 +118,8 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
             "raise it, or leave it out"
         )
     config = replace(config, model=replace(config.model, vocab_size=vocab_size or tokenizer.vocab_size))
-    batch_sizes = config.batch.sizes(layout.data_parallel_size)
-    finds_token_slices = config.parallel.token_slices == AUTO
-    finds_stages = config.parallel.stage_partition == AUTO
-    if finds_token_slices:
-        config = with_found_token_slices(config, config.num_micro_batches(layout.data_parallel_size))
-        layout = config.parallel.layout(launch.world_size)
+    planned = plan_run(config, launch.world_size)
+    config, layout = planned.config, planned.layout
     _check_outputs(config)
     _check_accelerator(config)
     check_packages(config.logging)
@@ -132,14 +129,13 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         launch=launch,
         layout=layout,
         tokenizer=tokenizer,
-        datasets=_datasets(config, batch_sizes, _start(config, checkpoint)),
+        datasets=_datasets(config, config.batch.sizes(layout.data_parallel_size), _start(config, checkpoint)),
         deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,
-        found_token_slices=finds_token_slices,
-        found_stages=finds_stages,
+        found_token_slices=planned.found_token_slices,
+        found_stages=planned.found_stages,
     )
-    sequences = config.batch.micro_batch_size * layout.data_parallel_size
-    check_schedule(run.schedule, config, {batch_sizes.start // sequences, batch_sizes.final // sequences})
+    check_schedule(run.schedule, config, planned.numbers_of_micro_batches)
     return run
 
 
@@ -177,13 +173,15 @@ def _datasets(config: Config, sizes: BatchSizes, start: Progress) -> DatasetSpli
     valid = evaluated if data.has_validation() else 0
     test = evaluated if data.has_test() else 0
 
+    seq_length, seed = config.model.seq_length, config.training.seed
+    if data.mock_data:
+        vocab_size = config.model.vocab_size
+        assert vocab_size is not None, "the tokenizer's, where no flag says it"
+        num_samples = (train, valid, test)
+        return mock_datasets(seq_length=seq_length, num_samples=num_samples, vocab_size=vocab_size, seed=seed)
+
     def build(num_test: int) -> DatasetSplits:
-        return build_datasets(
-            data,
-            seq_length=config.model.seq_length,
-            num_samples=(train, valid, num_test),
-            seed=config.training.seed,
-        )
+        return build_datasets(data, seq_length=seq_length, num_samples=(train, valid, num_test), seed=seed)
 
     try:
         return build(test)

@@ -1,5 +1,6 @@
 """Which schedule a run has, on how many stages: what flags say, what follows, and what cannot be."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,6 @@ def test_schedules_by_name(name: str) -> None:
 def test_a_strategy_says_model_chunks_and_schedule(tmp_path: Path) -> None:
     path = tmp_path / "strategy.json"
     strategy = Strategy(pipeline_parallel_size=2, num_model_chunks=2, schedule="interleaved", num_token_slices=4)
-    path.write_text(str(strategy.to_json()).replace("'", '"').replace("None", "null"))
+    path.write_text(json.dumps(strategy.to_json()))
     parallel = parse(f"--micro-batch-size 1 --strategy {path}").parallel
     assert (parallel.num_model_chunks, parallel.pipeline_schedule, parallel.num_token_slices) == (2, "interleaved", 4)

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import SETTINGS, Strategy
 
@@ -19,6 +21,7 @@ FIELDS = [
     "global_batch_size",
     "schedule",
     "num_model_chunks",
+    "sequence_parallel",
     "recompute",
     "zero_stage",
     "stage_partition",
@@ -41,6 +44,7 @@ def any_strategy(drawn: draw.DrawFn) -> Strategy:
         micro_batch_size=micro,
         global_batch_size=batches and batches * micro * data,
         num_model_chunks=drawn(size),
+        sequence_parallel=drawn(draw.booleans()),
         zero_stage=drawn(draw.integers(0, 3)),
         stage_partition=drawn(draw.just("parameters") | draw.lists(size).map(tuple)),
         placement=drawn(draw.none() | draw.lists(size).map(tuple)),
@@ -99,7 +103,11 @@ def test_wrong_documents_end_in_one_line(document: object, line: str) -> None:
             'or "optimised"',
         ),
         ({"zero_stage": 2}, "strategy: zero_stage 2 cannot be trained yet: use 0 or 1"),
-        ({"placement": [1, 0]}, "strategy: placement [1, 0] cannot be trained yet: use null"),
+        (
+            {"placement": [1, 0]},
+            "strategy: placement does not list the devices in order, and it is the launcher that puts ranks on "
+            "devices: order the hostfile so, and leave placement null",
+        ),
     ],
 )
 def test_what_the_trainer_cannot_run_is_named(document: dict[str, object], line: str) -> None:
@@ -113,6 +121,47 @@ def test_settings() -> None:
     assert set(settings) == set(SETTINGS.values())
     assert (settings["token_slices"], settings["stage_partition"], settings["zero_stage"]) == ("3,2", "0,1", 0)
     assert settings["tensor_model_parallel_size"] == 1
+
+
+def test_a_placement_in_order_is_what_the_launcher_does() -> None:
+    Strategy(tensor_parallel_size=2, placement=(0, 1)).settings()
+
+
+def test_cut_leaves_tokens_for_every_tensor_parallel_rank() -> None:
+    shared = Strategy(tensor_parallel_size=4, sequence_parallel=True, num_token_slices=3)
+    assert shared.cut(32).lengths == (12, 12, 8)
+
+
+MODEL = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, seq_length=32, vocab_size=256)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "line"),
+    [
+        (Strategy(pipeline_parallel_size=5), "--pipeline-model-parallel-size 5 is more than --num-layers 4: "),
+        (Strategy(tensor_parallel_size=8), "--num-attention-heads 4 is not a multiple of --tensor-model-parallel"),
+        (Strategy(num_token_slices=2, token_slices=(8, 16)), "--token-slices: token slices 8,16 sum to 24, but"),
+        (
+            Strategy(pipeline_parallel_size=2, num_model_chunks=2, schedule="1f1b"),
+            "--pipeline-schedule 1f1b: ",
+        ),
+        (Strategy(stage_partition=(0, 4), pipeline_parallel_size=2), "--stage-partition"),
+        (
+            Strategy(tensor_parallel_size=4, sequence_parallel=True, num_token_slices=2, token_slices=(15, 17)),
+            "--sequence-parallel deals each token slice to 4 ranks, but one has 15 tokens",
+        ),
+    ],
+)
+def test_what_the_trainer_would_refuse_is_refused_without_it(strategy: Strategy, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        strategy.check_trainable(MODEL)
+    assert str(caught.value).startswith(line)
+
+
+def test_what_can_be_trained_passes_the_check() -> None:
+    Strategy(data_parallel_size=3, pipeline_parallel_size=4, num_token_slices=5, global_batch_size=6).check_trainable(
+        MODEL
+    )
 
 
 def test_tensor_parallelism_and_selective_recomputation_are_trained() -> None:

@@ -20,11 +20,18 @@ class LayerTimes(NamedTuple):
         forward: F.
         input_gradient: BI; with recomputation it includes the forward that runs again.
         weight_gradient: BW.
+        launch_forward: time that the host needs to launch F; it is hidden where the device needs longer. 0 where the
+            times are measured ones, which have it in them.
+        launch_input_gradient: the same for BI.
+        launch_weight_gradient: the same for BW.
     """
 
     forward: Grid
     input_gradient: Grid
     weight_gradient: Grid
+    launch_forward: Grid = 0.0
+    launch_input_gradient: Grid = 0.0
+    launch_weight_gradient: Grid = 0.0
 
 
 class OpTimes(Protocol):

@@ -1,0 +1,63 @@
+"""A configuration on so many ranks: all rules that hold without files, devices or other ranks."""
+
+from dataclasses import dataclass
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.config.config import Config
+from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.config.pipeline_plan import check_schedule, pipeline_schedule, with_found_token_slices
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What follows from a configuration and the number of ranks.
+
+    Attributes:
+        config: the configuration, its token slices and stages found.
+        layout: the parallel axes over the ranks.
+        found_token_slices: whether the token slices were found, and not given.
+        found_stages: whether the layers of the stages were, too.
+    """
+
+    config: Config
+    layout: ParallelLayout
+    found_token_slices: bool = False
+    found_stages: bool = False
+
+    @property
+    def numbers_of_micro_batches(self) -> set[int]:
+        """Micro-batches of an iteration: the number at the start of the run, and the one at its end."""
+        sizes = self.config.batch.sizes(self.layout.data_parallel_size)
+        sequences = self.config.batch.micro_batch_size * self.layout.data_parallel_size
+        return {sizes.start // sequences, sizes.final // sequences}
+
+
+def plan_run(config: Config, world_size: int) -> PlannedRun:
+    """Lay a configuration over ranks, and find the token slices that it leaves open.
+
+    Args:
+        config: the configuration; where token slices are to be found, its vocabulary size is known.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: if sizes do not multiply to the world size, or the batch cannot be dealt to the replicas.
+    """
+    layout = config.parallel.layout(world_size)
+    num_micro_batches = config.num_micro_batches(layout.data_parallel_size)
+    if config.parallel.token_slices != AUTO:
+        return PlannedRun(config, layout)
+    finds_stages = config.parallel.stage_partition == AUTO
+    config = with_found_token_slices(config, num_micro_batches)
+    return PlannedRun(config, config.parallel.layout(world_size), found_token_slices=True, found_stages=finds_stages)
+
+
+def check_run(config: Config, world_size: int) -> None:
+    """Check all that can be checked without files, devices or other ranks, the order of the ops included.
+
+    An `optimised` schedule is looked for, which takes seconds; all others take milliseconds.
+
+    Raises:
+        UserError: if the configuration cannot run on so many ranks; one line with what is wrong and the remedy.
+    """
+    planned = plan_run(config, world_size)
+    check_schedule(pipeline_schedule(planned.config), planned.config, planned.numbers_of_micro_batches)

@@ -1,0 +1,1 @@
+"""What measured runs say about the constants of the cost model."""

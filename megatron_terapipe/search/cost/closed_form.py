@@ -1,0 +1,79 @@
+"""The time of a pipeline in closed form, and a bound that no order of its ops can beat; both for arrays.
+
+P pipeline ranks, M micro-batches, S token slices, V model chunks. A rank's *total* is the time of all its ops of one
+micro-batch. The slowest rank works all the time but for the ops of one token slice on one stage of every other rank,
+which it waits for while the pipeline fills and drains:
+
+    time = M * total of the slowest + (sum of the totals of the others) / (S V)
+
+With equal ranks that is SC'21's bubble (arXiv 2104.04473 section 2.2), (P - 1)/(V M S + P - 1). `zero-bubble` fills
+its drain with weight gradients: of each other rank F + BI - BW remain (arXiv 2401.10241 section 3, ZB-H1).
+"""
+
+import numpy as np
+
+from megatron_terapipe.search.cost.op_times import Grid
+from megatron_terapipe.search.cost.stage_ops import StageOps
+
+
+def pipeline_time(
+    schedule: str,
+    *,
+    num_micro_batches: Grid,
+    num_token_slices: Grid,
+    num_model_chunks: Grid,
+    slowest: StageOps,
+    others: StageOps,
+    latency_s: Grid = 0.0,
+) -> Grid:
+    """Seconds of one iteration's ops, in closed form.
+
+    Args:
+        schedule: its name.
+        num_micro_batches: M.
+        num_token_slices: S.
+        num_model_chunks: V.
+        slowest: ops of one micro-batch on the slowest rank, all its stages and token slices.
+        others: the same, added up over all other ranks.
+        latency_s: of the messages that a token slice waits for on its way through all stages and back.
+    """
+    total = total_s(schedule, slowest)
+    waits = others.forward + others.backward
+    if schedule == "zero-bubble":
+        # The last ranks' weight gradients also fill what is left where a backward is longer than a forward.
+        waits = np.maximum(others.forward + others.input_gradient - others.weight_gradient, 0.0)
+    return num_micro_batches * total + waits / (num_token_slices * num_model_chunks) + latency_s
+
+
+def total_s(schedule: str, ops: StageOps) -> Grid:
+    """Seconds of all ops of a rank as a schedule runs them: the backward in one op or in two."""
+    backward = ops.input_gradient + ops.weight_gradient if schedule == "zero-bubble" else ops.backward
+    return ops.forward + backward
+
+
+def lower_bound(
+    schedule: str,
+    *,
+    num_micro_batches: Grid,
+    slowest: StageOps,
+    last: StageOps,
+    fill: StageOps,
+) -> Grid:
+    """Seconds that no order of the ops goes below.
+
+    Every rank runs all its ops. The last rank starts when the first token slice has passed the first stage of every
+    rank before it, and when its last backward is done, that token slice must go back through them.
+
+    Args:
+        schedule: its name.
+        num_micro_batches: M.
+        slowest: ops of one micro-batch on the rank whose total is the longest.
+        last: the same on the last rank.
+        fill: ops of the first token slice, added up over the first stage of each rank but the last.
+    """
+    if schedule == "zero-bubble":
+        draining = num_micro_batches * (last.forward + last.input_gradient) + fill.input_gradient
+        passing = fill.forward + np.maximum(draining, num_micro_batches * total_s(schedule, last))
+    else:
+        passing = fill.forward + num_micro_batches * total_s(schedule, last) + fill.backward
+    return np.maximum(num_micro_batches * total_s(schedule, slowest), passing)

@@ -1,0 +1,322 @@
+"""The time of one iteration of a strategy: ops of each stage, played in the schedule's order, then the optimizer step."""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.costs import OpCosts, TransferCosts
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.ops import PipelineShape
+from megatron_terapipe.search.cluster import Cluster, Device
+from megatron_terapipe.search.cluster.rank_groups import GroupLinks, RankGroups
+from megatron_terapipe.search.cost.collectives import Span, all_gather_s, transfer_s
+from megatron_terapipe.search.cost.op_times import OpTimes
+from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.cost.playing import Orders, Played
+from megatron_terapipe.search.cost.roofline import Roofline
+from megatron_terapipe.search.cost.stage_ops import StageOps, layer_ops
+from megatron_terapipe.search.cost.step_costs import StepCosts, step_costs
+from megatron_terapipe.search.prediction import TimeBreakdown
+from megatron_terapipe.search.software import TERAPIPE, Software
+from megatron_terapipe.search.workload import Layer, Workload
+from megatron_terapipe.strategy import Strategy
+
+Floats = NDArray[np.float64]
+
+SPLIT_SCHEDULES = ("zero-bubble", "optimised")
+"""Schedules that compute the gradients of input and weights apart."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimePrediction:
+    """Time of one iteration, and where it goes.
+
+    Attributes:
+        iteration_time_s: seconds.
+        bubble_ratio: idle time / (pipeline ranks x makespan).
+        breakdown: on the busiest pipeline rank.
+        notes: what is extrapolated, a line each.
+    """
+
+    iteration_time_s: float
+    bubble_ratio: float
+    breakdown: TimeBreakdown
+    notes: tuple[str, ...] = ()
+
+
+def span_at(links: GroupLinks, rank: int) -> Span:
+    """Links of the groups of one pipeline rank."""
+    return Span(
+        links.size,
+        float(links.num_nodes[rank]),
+        float(links.inside_bandwidth[rank]),
+        float(links.inside_latency_s[rank]),
+        float(links.network_bandwidth[rank]),
+        float(links.network_latency_s[rank]),
+    )
+
+
+class CostModel:
+    """Prices strategies of one model on one cluster. It keeps what strategies have in common."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        software: Software = TERAPIPE,
+        physics: Physics | None = None,
+        op_times: OpTimes | None = None,
+        precision: str = "bf16",
+    ) -> None:
+        """Prepare.
+
+        Args:
+            workload: what is trained.
+            cluster: where.
+            software: what trains it.
+            physics: what is reached of data sheets; None = the defaults.
+            op_times: times of layers; None = the roofline.
+            precision: `bf16`, `fp16` or `fp32`.
+        """
+        self.workload = workload
+        self.cluster = cluster
+        self.software = software
+        self.physics = physics or Physics()
+        self.op_times = op_times or Roofline(self.physics, software, precision)
+        self.element_bytes = 4 if precision == "fp32" else 2
+        self._layer_ops: dict[tuple[object, ...], StageOps] = {}
+        self._orders = Orders()
+
+    def predict_time(self, strategy: Strategy) -> TimePrediction:
+        """Price one strategy on its real schedule.
+
+        Raises:
+            ConfigError: if it does not fit the cluster or the model.
+            PlanError: if its schedule does not take its shape.
+        """
+        groups = self.groups(strategy)
+        stages = self.stage_ops(strategy, groups)
+        shape = pipeline_shape(strategy)
+        costs = self._costs(strategy, groups, stages)
+        played = self._orders.play(strategy.schedule, shape, costs)
+        step = self._step(strategy, groups)
+        return self._prediction(strategy, shape, stages, costs, played, step)
+
+    def pipeline_costs(self, strategy: Strategy) -> OpCosts:
+        """Times of ops per stage and token slice, and of messages, in seconds, as the plan reads them."""
+        groups = self.groups(strategy)
+        return self._costs(strategy, groups, self.stage_ops(strategy, groups))
+
+    def groups(self, strategy: Strategy) -> RankGroups:
+        """Links of the groups of a strategy."""
+        layout = ParallelLayout(
+            data_parallel_size=strategy.data_parallel_size,
+            tensor_parallel_size=strategy.tensor_parallel_size,
+            pipeline_parallel_size=strategy.pipeline_parallel_size,
+        )
+        return RankGroups(self.cluster, layout, strategy.placement)
+
+    def stage_layers(self, strategy: Strategy) -> list[range]:
+        """Indices of the layers of each stage."""
+        num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
+        return self.workload.stages(self.workload.partition(strategy.stage_partition, num_stages))
+
+    def stage_ops(self, strategy: Strategy, groups: RankGroups) -> list[StageOps]:
+        """Per stage the ops of one micro-batch, arrays of [S] seconds by token slice; without messages."""
+        lengths = strategy.cut(self.workload.seq_length).lengths
+        bounds = np.array([*accumulate(lengths, initial=0)], dtype=float) / self.workload.seq_length
+        ranks = strategy.pipeline_parallel_size
+        stages = []
+        for stage, layers in enumerate(self.stage_layers(strategy)):
+            rank = stage % ranks
+            span = span_at(groups.tensor, rank)
+            counts = Counter(id(self.workload.layers[index]) for index in layers)
+            unique = {id(self.workload.layers[index]): self.workload.layers[index] for index in layers}
+            per_device = []
+            for device in groups.devices[rank]:
+                zero = np.zeros(len(lengths))
+                ops = StageOps(zero, zero, zero, zero, zero)
+                for key, layer in unique.items():
+                    ops = ops + self._ops_of(layer, device, span, strategy, bounds).times(counts[key])
+                per_device.append(ops)
+            # Replicas wait for each other once per iteration, and tensor-parallel ranks all the time.
+            stages.append(max(per_device, key=lambda ops: float(np.sum(ops.forward + ops.backward))))
+        return stages
+
+    def _ops_of(self, layer: Layer, device: Device, span: Span, strategy: Strategy, bounds: Floats) -> StageOps:
+        key = (
+            id(layer),
+            device,
+            span,
+            strategy.micro_batch_size,
+            strategy.recompute,
+            strategy.sequence_parallel,
+            bounds.tobytes(),
+        )
+        known = self._layer_ops.get(key)
+        if known is None:
+            known = layer_ops(
+                layer,
+                device,
+                self.op_times,
+                self.physics,
+                span,
+                tensor_parallel_size=float(strategy.tensor_parallel_size),
+                micro_batch_size=float(strategy.micro_batch_size),
+                start=bounds[:-1] * layer.tokens,
+                end=bounds[1:] * layer.tokens,
+                recompute=strategy.recompute,
+                sequence_parallel=strategy.sequence_parallel,
+                element_bytes=self.element_bytes,
+            )
+            self._layer_ops[key] = known
+        return known
+
+    def messages(self, strategy: Strategy, groups: RankGroups) -> tuple[Floats, Floats, Floats]:
+        """Per boundary: bytes [boundaries, S] that one rank sends, and the link's bandwidth and latency, as reached."""
+        lengths = np.array(strategy.cut(self.workload.seq_length).lengths, dtype=float)
+        shares = lengths / self.workload.seq_length
+        last = [self.workload.layers[layers[-1]] for layers in self.stage_layers(strategy)[:-1]]
+        outputs = np.array([layer.output_elements for layer in last])[:, None] * shares * strategy.micro_batch_size
+        extra = np.array([layer.extra_output_elements for layer in last], dtype=float)[:, None]
+        links = groups.pipe
+        index = np.arange(len(last)) % strategy.pipeline_parallel_size
+        return self.element_bytes * (outputs + extra), links.bandwidth[index], links.latency_s[index]
+
+    def _sending_s(self, strategy: Strategy, groups: RankGroups) -> Floats:
+        """[boundaries, S] seconds of one message."""
+        num_bytes, bandwidth, latency = self.messages(strategy, groups)
+        tensor = strategy.tensor_parallel_size
+        shared = self.software.shares_transfers and tensor > 1
+        part = num_bytes / tensor if shared else num_bytes
+        sending = transfer_s(part, bandwidth[:, None], latency[:, None], self.physics)
+        if shared:
+            ranks = np.arange(len(num_bytes)) % strategy.pipeline_parallel_size
+            gathers = [
+                all_gather_s(row, span_at(groups.tensor, rank), self.physics)
+                for row, rank in zip(num_bytes, ranks.tolist(), strict=True)
+            ]
+            sending = sending + np.array(gathers).reshape(sending.shape)
+        return np.asarray(sending, dtype=float)
+
+    def _costs(self, strategy: Strategy, groups: RankGroups, stages: list[StageOps]) -> OpCosts:
+        split = strategy.schedule in SPLIT_SCHEDULES
+        forward = np.array([ops.forward for ops in stages])
+        backward = np.array([ops.input_gradient if split else ops.backward for ops in stages])
+        weight = np.array([ops.weight_gradient for ops in stages])
+        transfer: float | TransferCosts = 0.0
+        if len(stages) > 1 and strategy.pipeline_parallel_size > 1:
+            if self.software.overlaps_transfers:
+                transfer = self._transfers(strategy, groups)
+            else:
+                sending = self._sending_s(strategy, groups)
+                # Both ends wait for a message: the sender's next op does not start before it has left.
+                forward[:-1] += sending
+                backward[1:] += sending
+        return OpCosts(_table(forward), _table(backward), _table(weight) if split else None, transfer)
+
+    def _transfers(self, strategy: Strategy, groups: RankGroups) -> TransferCosts:
+        num_bytes, bandwidth, latency = self.messages(strategy, groups)
+        reached = bandwidth * self.physics.transfer_efficiency
+        # Messages of other sizes (uneven models) are written as other bandwidths: the plan has one size for all.
+        sizes = np.maximum(num_bytes[0], 1.0)
+        scale = num_bytes.sum(axis=1) / sizes.sum()
+        return TransferCosts(
+            latency=tuple((latency + self.physics.transfer_s).tolist()),
+            bandwidth=tuple((reached / np.maximum(scale, 1e-12)).tolist()),
+            message_bytes=tuple(sizes.tolist()),
+        )
+
+    def _step(self, strategy: Strategy, groups: RankGroups) -> list[StepCosts]:
+        """Per pipeline rank, the end of the iteration."""
+        ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
+        parameters = np.zeros(ranks)
+        holders: dict[str, dict[int, int]] = {}
+        for stage, layers in enumerate(self.stage_layers(strategy)):
+            for index in layers:
+                layer = self.workload.layers[index]
+                parameters[stage % ranks] += layer.parameters_per_rank(tensor)
+                if layer.shared_weight is not None:
+                    holders.setdefault(layer.shared_weight, {})[stage % ranks] = layer.shared_parameters
+        shared = np.zeros(ranks)
+        for places in holders.values():
+            if len(places) > 1:
+                for rank, count in places.items():
+                    shared[rank] += count / tensor
+        ends = span_at(groups.ends, 0)
+        return [
+            step_costs(
+                float(parameters[rank]),
+                float(shared[rank]),
+                span_at(groups.data, rank),
+                ends,
+                min(device.memory_bandwidth for device in groups.devices[rank]),
+                zero_stage=strategy.zero_stage,
+                software=self.software,
+                physics=self.physics,
+            )
+            for rank in range(ranks)
+        ]
+
+    def _prediction(
+        self,
+        strategy: Strategy,
+        shape: PipelineShape,
+        stages: list[StageOps],
+        costs: OpCosts,
+        played: Played,
+        steps: list[StepCosts],
+    ) -> TimePrediction:
+        ranks, micro_batches = shape.num_ranks, shape.num_micro_batches
+        split = strategy.schedule in SPLIT_SCHEDULES
+        busy, reducing, computing = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+        for stage, ops in enumerate(stages):
+            whole = ops.forward + (ops.input_gradient + ops.weight_gradient if split else ops.backward)
+            weight = 0.0 if costs.weight_gradient is None else sum(costs.weight_gradient[stage])
+            busy[shape.rank_of(stage)] += sum(costs.forward[stage]) + sum(costs.backward[stage]) + weight
+            reducing[shape.rank_of(stage)] += float(np.sum(ops.tensor_parallel))
+            computing[shape.rank_of(stage)] += float(np.sum(whole))
+        busiest = int(np.argmax(busy))
+        reduction = max(float(step.gradient_reduction) for step in steps)
+        if self.software.overlaps_gradient_reduction:
+            # Gradients of a layer travel while those of the layers before it are computed, in the last micro-batch.
+            hidden_s = float(np.sum(stages[0].backward))
+            reduction = max(reduction - hidden_s, reduction / max(len(self.stage_layers(strategy)[0]), 1))
+        blocked = micro_batches * float(busy[busiest] - computing[busiest])
+        waiting = played.makespan - micro_batches * float(busy[busiest])
+        exposed = max(played.makespan - played.makespan_without_transfers, 0.0)
+        breakdown = TimeBreakdown(
+            compute_s=micro_batches * float(computing[busiest] - reducing[busiest]),
+            tensor_parallel_s=micro_batches * float(reducing[busiest]),
+            bubble_s=max(waiting - exposed, 0.0),
+            transfer_s=blocked + min(exposed, max(waiting, 0.0)),
+            gradient_reduction_s=reduction,
+            shared_weight_s=max(float(step.shared_weight) for step in steps),
+            optimizer_s=max(float(step.optimizer) for step in steps),
+            fixed_s=self.physics.iteration_s,
+        )
+        bubble = 1 - micro_batches * float(busy.sum()) / (ranks * played.makespan)
+        return TimePrediction(
+            iteration_time_s=breakdown.total_s,
+            bubble_ratio=max(bubble, 0.0),
+            breakdown=breakdown,
+            notes=played.notes,
+        )
+
+
+def pipeline_shape(strategy: Strategy) -> PipelineShape:
+    """Extent of a strategy's pipeline."""
+    return PipelineShape(
+        strategy.pipeline_parallel_size * strategy.num_model_chunks,
+        strategy.num_micro_batches,
+        strategy.num_token_slices,
+        strategy.num_model_chunks,
+    )
+
+
+def _table(times: Floats) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, times.tolist()))

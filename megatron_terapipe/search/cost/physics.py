@@ -1,0 +1,68 @@
+"""What of a data sheet is reached: efficiencies, latencies and overheads, which are the same for every strategy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Physics:
+    """Constants of the cost model. None of them belongs to a strategy, a model or a row of a table.
+
+    Times are products of these with what `Device` and `Link` say. The defaults are of A100s with Megatron.
+
+    Attributes:
+        gemm_efficiency: share of the peak that large matrix products reach.
+        gemm_depth: inputs of a product at which half its time is prologue and epilogue of the tiles.
+        gemm_area: rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles.
+        attention_efficiency: share of the peak that batched products of scores and values reach.
+        flash_efficiency: share of the peak that a flash kernel reaches.
+        misaligned_efficiency: by how much attention is slower whose head size no tensor core can read (not a multiple
+            of 8 numbers of 2 bytes; NVIDIA, Deep Learning Performance Guide, Matrix Multiplication, section 2.1).
+        memory_efficiency: share of the memory bandwidth that element-wise work reaches.
+        launch_s: host time of one launch, its share of Python and of autograd included.
+        inside_efficiency: share of a link inside a node that collectives reach.
+        network_efficiency: share of a network card that collectives reach.
+        transfer_efficiency: share of a link that messages between stages reach.
+        collective_s: start of a collective, beside the latency of its links.
+        transfer_s: start of a message between stages, beside the latency of its link.
+        optimizer_passes: how often the optimizer step reads or writes the bytes that it keeps of a parameter.
+        iteration_s: what an iteration takes however small it is.
+    """
+
+    gemm_efficiency: float = 0.75
+    gemm_depth: float = 60.0
+    gemm_area: float = 1.0e6
+    attention_efficiency: float = 0.35
+    flash_efficiency: float = 0.45
+    misaligned_efficiency: float = 0.1
+    memory_efficiency: float = 0.75
+    launch_s: float = 12e-6
+    inside_efficiency: float = 0.65
+    network_efficiency: float = 0.65
+    transfer_efficiency: float = 0.65
+    collective_s: float = 20e-6
+    transfer_s: float = 30e-6
+    optimizer_passes: float = 3.0
+    iteration_s: float = 0.01
+
+
+PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
+    {
+        "gemm_efficiency": 0.15,
+        "gemm_depth": 0.5,
+        "gemm_area": 0.7,
+        "attention_efficiency": 0.4,
+        "misaligned_efficiency": 0.5,
+        "memory_efficiency": 0.25,
+        "launch_s": 0.5,
+        "inside_efficiency": 0.4,
+        "network_efficiency": 0.6,
+        "transfer_efficiency": 0.6,
+        "collective_s": 0.7,
+        "transfer_s": 0.7,
+        "optimizer_passes": 0.7,
+        "iteration_s": 1.0,
+    }
+)
+"""Fields that calibration may move, and the standard deviation of their logarithms before any trial was seen."""

@@ -1,0 +1,77 @@
+"""The makespan of a schedule: played op by op, or, where there are very many micro-batches, extrapolated from fewer."""
+
+from dataclasses import dataclass, replace
+
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import schedule_named
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+
+MOST_OPS = 30_000
+"""Ops that are played one by one: compiling their orders takes a few hundredths of a second, once per shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """How long the ops of an iteration take.
+
+    Attributes:
+        makespan: seconds.
+        makespan_without_transfers: seconds if messages took no time, ops being the same.
+        notes: what was extrapolated.
+    """
+
+    makespan: float
+    makespan_without_transfers: float
+    notes: tuple[str, ...] = ()
+
+
+class Orders:
+    """Plays schedules, and keeps the orders of every shape it has met."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
+
+    def play(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> Played:
+        """Play a schedule.
+
+        Beyond `MOST_OPS` it is played for two smaller numbers of micro-batches, a period apart. Once the pipeline is
+        full every period takes the same time, that of the slowest rank, so the rest is a straight line.
+
+        Raises:
+            PlanError: if there is no such schedule, or it does not take the shape.
+        """
+        without = replace(costs, transfer=0.0)
+        free = costs.transfer == 0.0
+        period = self._period(shape)
+        ops_each = 2 * shape.num_stages * shape.num_token_slices
+        # Long enough for the slowest rank to set the pace, whatever ran ahead of it.
+        least = 4 * period
+        count = max(least, (MOST_OPS // ops_each - period) // period * period) + shape.num_micro_batches % period
+        if shape.num_micro_batches <= count + period:
+            makespan = self._makespan(schedule, shape, costs)
+            return Played(makespan, makespan if free else self._makespan(schedule, shape, without))
+        fewer = replace(shape, num_micro_batches=count)
+        more = replace(shape, num_micro_batches=count + period)
+        periods = (shape.num_micro_batches - count) / period
+
+        def line(each: OpCosts) -> float:
+            low, high = self._makespan(schedule, fewer, each), self._makespan(schedule, more, each)
+            return low + periods * (high - low)
+
+        makespan = line(costs)
+        note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
+        return Played(makespan, makespan if free else line(without), (note,))
+
+    def _period(self, shape: PipelineShape) -> int:
+        """Micro-batches after which the order of ops repeats itself: those that pass a model chunk together."""
+        return max(-(-shape.num_ranks // shape.num_token_slices), 1)
+
+    def _makespan(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> float:
+        key = schedule, shape
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = CompiledOrders.of_schedule(schedule_named(schedule), shape)
+            self._compiled[key] = compiled
+        return compiled.play(costs).makespan

@@ -1,0 +1,131 @@
+"""Seconds of the ops of one layer as a stage runs it: kernels, launches, and reductions between tensor-parallel ranks."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_terapipe.search.cluster import Device
+from megatron_terapipe.search.cost.collectives import Span, all_gather_s, all_reduce_s, reduce_scatter_s
+from megatron_terapipe.search.cost.op_times import Grid, OpTimes
+from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.workload import Layer
+
+HIDING = 4
+"""Power of the norm that joins launching and computing: the longer one hides the shorter, less well where both are as
+long."""
+
+
+class StageOps(NamedTuple):
+    """Seconds of the ops of one micro-batch, or of one token slice of it; numbers or arrays. They add up over layers.
+
+    Attributes:
+        forward: F.
+        backward: BI and BW as one op.
+        input_gradient: BI alone.
+        weight_gradient: BW alone.
+        tensor_parallel: how much of F and the whole backward is collectives between tensor-parallel ranks.
+    """
+
+    forward: Grid
+    backward: Grid
+    input_gradient: Grid
+    weight_gradient: Grid
+    tensor_parallel: Grid
+
+    def __add__(self, other: object) -> "StageOps":
+        """Both, one after the other."""
+        assert isinstance(other, StageOps)
+        return StageOps(*map(np.add, self, other))
+
+    def times(self, count: Grid) -> "StageOps":
+        """As many of the same."""
+        return StageOps(*(part * count for part in self))
+
+
+def layer_ops(
+    layer: Layer,
+    device: Device,
+    op_times: OpTimes,
+    physics: Physics,
+    tensor_span: Span,
+    *,
+    tensor_parallel_size: Grid,
+    micro_batch_size: Grid,
+    start: Grid,
+    end: Grid,
+    recompute: str,
+    sequence_parallel: bool,
+    element_bytes: int = 2,
+) -> StageOps:
+    """Price one layer. All grids broadcast against each other.
+
+    Args:
+        layer: which.
+        device: what computes.
+        op_times: times of its kernels.
+        physics: of collectives.
+        tensor_span: links between its tensor-parallel ranks.
+        tensor_parallel_size: how many those are.
+        micro_batch_size: sequences.
+        start: first token of the token slice.
+        end: token behind its last.
+        recompute: `none`, `selective` or `full`.
+        sequence_parallel: whether they share the tokens between the matrices, too.
+        element_bytes: of an activation.
+    """
+    kernels = op_times(
+        layer,
+        device,
+        tensor_parallel_size=tensor_parallel_size,
+        micro_batch_size=micro_batch_size,
+        start=start,
+        end=end,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+    )
+    forward_reduction: Grid = 0.0
+    backward_reduction: Grid = 0.0
+    if not op_times.includes_collectives:
+        num_bytes = element_bytes * micro_batch_size * (end - start) * layer.hidden_size
+        one = _reduction_s(num_bytes, tensor_span, physics, sequence_parallel)
+        entering, leaving = reductions(layer)
+        forward_reduction = leaving * one
+        repeated = leaving if recompute == "full" and layer.kind in ("block", "other") else 0
+        backward_reduction = (entering + repeated) * one
+    launch_backward = kernels.launch_input_gradient + kernels.launch_weight_gradient
+    backward = kernels.input_gradient + kernels.weight_gradient
+    whole_forward = hidden(kernels.forward + forward_reduction, kernels.launch_forward)
+    whole_backward = hidden(backward + backward_reduction, launch_backward)
+    alone = hidden(kernels.forward, kernels.launch_forward) + hidden(backward, launch_backward)
+    return StageOps(
+        whole_forward,
+        whole_backward,
+        hidden(kernels.input_gradient + backward_reduction, kernels.launch_input_gradient),
+        hidden(kernels.weight_gradient, kernels.launch_weight_gradient),
+        np.maximum(whole_forward + whole_backward - alone, 0.0),
+    )
+
+
+def reductions(layer: Layer) -> tuple[int, int]:
+    """Reductions between tensor-parallel ranks: in the backward, where tokens enter, and in the forward, where they leave.
+
+    A matrix shared by its outputs reads the same tokens on every rank, whose gradients add up; one shared by its inputs
+    gives each rank a part of the sum (Shoeybi et al., arXiv 1909.08053 section 3: the operators f and g). A shared
+    embedding gives each rank the rows that it holds.
+    """
+    entering = sum(product.parallel == "column" for product in layer.products)
+    leaving = sum(product.parallel == "row" for product in layer.products)
+    return entering, leaving + (layer.kind == "embedding")
+
+
+def hidden(device_s: Grid, launch_s: Grid) -> Grid:
+    """Seconds of work of a device that a host launches ahead of it: about the longer of the two."""
+    longer, shorter = np.maximum(device_s, launch_s), np.minimum(device_s, launch_s)
+    ratio = np.divide(shorter, longer, out=np.zeros_like(longer, dtype=float), where=np.greater(longer, 0))
+    return longer * (1 + ratio**HIDING) ** (1 / HIDING)
+
+
+def _reduction_s(num_bytes: Grid, span: Span, physics: Physics, sequence_parallel: bool) -> Grid:
+    if sequence_parallel:
+        return reduce_scatter_s(num_bytes, span, physics) + all_gather_s(num_bytes, span, physics)
+    return all_reduce_s(num_bytes, span, physics)

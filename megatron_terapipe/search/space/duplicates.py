@@ -1,0 +1,94 @@
+"""Strategies that need not be tried, because another one of the space does the same, or the same better.
+
+A pinned value is never dropped for one that was not asked for.
+"""
+
+import numpy as np
+
+from megatron_terapipe.search.space.block import Block
+from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.rules import Holds, Rule
+
+
+def _model_chunks(block: Block, problem: Problem) -> Holds:
+    del problem
+    plain_chunks = {chunks for schedule, chunks in block.order if schedule == "1f1b"}
+    chunked = {chunks for schedule, chunks in block.order if schedule == "interleaved"}
+
+    def wanted(schedule: str, chunks: int) -> bool:
+        if schedule == "interleaved":
+            return chunks > 1 or 1 not in plain_chunks
+        return chunks == 1 or chunks not in chunked
+
+    return block.along("order", [wanted(*order) for order in block.order])
+
+
+def _model_chunks_reason(block: Block, problem: Problem) -> str:
+    del problem
+    if block.order[0][0] == "interleaved":
+        return "interleaved with one model chunk is 1f1b"
+    return "gpipe with model chunks has interleaved's bubble and keeps more activations"
+
+
+def _one_rank(block: Block, problem: Problem) -> Holds:
+    """Without a pipeline the first schedule stands for all of the others, which keep as much or more."""
+    del problem
+    first = block.order[0] if block.order else None
+    return block.along("order", [block.pipeline_parallel_size > 1 or order == first for order in block.order])
+
+
+def _one_rank_reason(block: Block, problem: Problem) -> str:
+    del block, problem
+    return "on one pipeline rank all schedules take the same time, and 1f1b keeps the fewest activations"
+
+
+def _zero(block: Block, problem: Problem) -> Holds:
+    del problem
+    alone = block.data_parallel_size == 1 and 1 in block.zero
+    return block.along("zero", [not alone or stage == 1 for stage in block.zero])
+
+
+def _zero_reason(block: Block, problem: Problem) -> str:
+    del block, problem
+    return "on one data-parallel rank there is no optimizer state to spread: ZeRO stage 1 stands for 0"
+
+
+def _sequence_parallel(block: Block, problem: Problem) -> Holds:
+    del problem
+    alone = block.tensor_parallel_size == 1 and False in block.sequence_parallel
+    return block.along("sequence_parallel", [not (alone and on) for on in block.sequence_parallel])
+
+
+def _sequence_parallel_reason(block: Block, problem: Problem) -> str:
+    del block, problem
+    return "on one tensor-parallel rank there is no other to share tokens with"
+
+
+def _partition(block: Block, problem: Problem) -> Holds:
+    """Rules that deal the layers as one before them does."""
+    kept = np.ones((len(block.order), len(block.partition)), dtype=bool)
+    for row, (_, chunks) in enumerate(block.order):
+        seen = set()
+        for column, partition in enumerate(block.partition):
+            if partition in ("uniform", "parameters") or not isinstance(partition, str):
+                bounds = problem.workload.partition(partition, block.pipeline_parallel_size * chunks).bounds
+                kept[row, column] = bounds not in seen
+                seen.add(bounds)
+            elif block.pipeline_parallel_size * chunks in (1, problem.workload.num_dealt_layers):
+                kept[row, column] = not seen  # there is but one way
+    return kept[:, :, None, None, None, None, None]
+
+
+def _partition_reason(block: Block, problem: Problem) -> str:
+    del block, problem
+    return "another rule deals the same layers to each stage"
+
+
+DUPLICATE_RULES = (
+    Rule("not the same as another schedule", _model_chunks, _model_chunks_reason),
+    Rule("a pipeline, where schedules differ", _one_rank, _one_rank_reason),
+    Rule("data-parallel ranks, where ZeRO stages differ", _zero, _zero_reason),
+    Rule("tensor-parallel ranks to share tokens", _sequence_parallel, _sequence_parallel_reason),
+    Rule("not the same stages as another partition", _partition, _partition_reason),
+)
+"""In the order in which rejections are counted. They need the trainer's rules to hold."""

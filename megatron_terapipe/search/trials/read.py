@@ -1,0 +1,201 @@
+"""Reading a trials file: one measured run a line, as a JSON object."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from math import isinf
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.plan.schedules import SCHEDULES
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.parallel import OPTIMISED
+from megatron_terapipe.config.presets import find_preset
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.cluster import Cluster
+from megatron_terapipe.search.cluster.trial_fields import read_trial_form
+from megatron_terapipe.search.reading import Fields, parse_text, read_text
+from megatron_terapipe.search.software import MEGATRON, SOFTWARE, Software
+from megatron_terapipe.search.trials.conventions import (
+    DEFAULTS,
+    PUBLISHED_SCHEDULES,
+    VOCAB_SIZE,
+    PublishedSchedule,
+    counting_ends,
+    layers_counting_ends,
+    partition_counting_ends,
+)
+from megatron_terapipe.search.trials.trial import GIBIBYTE, Trial
+from megatron_terapipe.search.workload import Workload
+from megatron_terapipe.search.workload.gpt import gpt_workload
+from megatron_terapipe.strategy import Strategy
+
+PRECISIONS = ("fp16", "bf16", "fp32")
+PUBLISHED_PRECISION = "fp16"
+"""Of trials that do not say: published tables of Megatron are of fp16."""
+
+COUNTED = "layers_per_stage_counting_embedding_and_head"
+
+
+def read_trials(path: str | Path) -> list[Trial]:
+    """Read the measured runs of a file; empty lines are skipped.
+
+    Raises:
+        ConfigError: if the file cannot be read, holds no trial, or a line is wrong; it names the line and the field.
+    """
+    reader = _Reader(str(path))
+    lines = enumerate(read_text(str(path)).splitlines(), start=1)
+    trials = [reader.read(number, line) for number, line in lines if line.strip()]
+    if not trials:
+        raise ConfigError(f"trials {path} holds no trial: write one JSON object a line")
+    return trials
+
+
+def trials_by_group(trials: Sequence[Trial]) -> Mapping[tuple[str, str], list[Trial]]:
+    """Trials that may be ranked against each other, by source and group."""
+    groups: dict[tuple[str, str], list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault((trial.source, trial.group), []).append(trial)
+    return groups
+
+
+class _Reader:
+    """Reads lines; equal models and clusters of a file become one object."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._workloads: dict[str, Workload] = {}
+        self._counting_ends: dict[str, Workload] = {}
+        self._clusters: dict[str, Cluster] = {}
+
+    def read(self, number: int, line: str) -> Trial:
+        """One line."""
+        where = f"{self._path}:{number}"
+        document = Fields(parse_text(line, where), where)
+        try:
+            return self._trial(document, number)
+        except ConfigError as error:
+            # Checks of the model, the cluster or the strategy do not know which line they check.
+            raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
+
+    def _trial(self, document: Fields, number: int) -> Trial:
+        model, measured, fields_of_strategy = map(document.section, ("model", "measured", "strategy"))
+        cluster = self._cluster(document.section("cluster"))
+        key, workload = self._workload(model)
+        schedule = _schedule(fields_of_strategy)
+        strategy, ends = _strategy(fields_of_strategy, workload, schedule)
+        if ends:
+            workload = self._counting_ends.setdefault(key, counting_ends(workload))
+        if strategy.world_size > cluster.num_devices:
+            raise ConfigError(
+                f"{document.file}: strategy has {strategy.world_size} ranks (data_parallel_size x "
+                f"tensor_parallel_size x pipeline_parallel_size), more than the {cluster.num_devices} devices of "
+                "cluster.num_devices: make them agree"
+            )
+        return Trial(
+            source=document.text("source", Path(self._path).stem),
+            id=document.text("id", "") if document.has("id") else "",
+            group=document.text("group", f"{key} {cluster.name} {strategy.global_batch_size}"),
+            workload=workload,
+            cluster=cluster,
+            strategy=strategy,
+            software=SOFTWARE[document.choice("software", tuple(SOFTWARE), MEGATRON.name)],
+            precision=document.choice("precision", PRECISIONS, PUBLISHED_PRECISION),
+            activation_limit=schedule.activation_limit,
+            iteration_time_s=_positive(measured, "iteration_time_s"),
+            longer_than_s=_positive(measured, "longer_than_s"),
+            peak_memory_bytes=_peak_memory(measured),
+            out_of_memory=measured.flag("out_of_memory") if measured.has("out_of_memory") else None,
+            path=self._path,
+            line=number,
+            ignored={
+                f"{section.path}.{name}".strip("."): section.values[name]
+                for section in (document, model, fields_of_strategy, measured)
+                for name in section.values
+                if name not in section.asked
+            },
+        )
+
+    def _workload(self, model: Fields) -> tuple[str, Workload]:
+        values = _known(model, ModelConfig)
+        key = json.dumps(values, sort_keys=True)
+        if key not in self._workloads:
+            self._workloads[key] = gpt_workload(_model(model, values))
+        return key, self._workloads[key]
+
+    def _cluster(self, cluster: Fields) -> Cluster:
+        key = json.dumps(cluster.values, sort_keys=True)
+        if key not in self._clusters:
+            self._clusters[key], _ = read_trial_form(cluster)
+        return self._clusters[key]
+
+
+def _model(model: Fields, values: dict[str, Any]) -> ModelConfig:
+    preset = values.get("model_preset")
+    values = {"vocab_size": VOCAB_SIZE, **(find_preset(preset).settings if preset is not None else {}), **values}
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        if name not in values:
+            model.whole(name)
+    for declared in fields(ModelConfig):
+        if declared.name in model.values and "int" in str(declared.type) and model.values[declared.name] is not None:
+            model.whole(declared.name)
+    return ModelConfig(**values)
+
+
+def _schedule(strategy: Fields) -> PublishedSchedule:
+    name = strategy.choice("schedule", (*SCHEDULES, OPTIMISED, *PUBLISHED_SCHEDULES), Strategy().schedule)
+    return PUBLISHED_SCHEDULES.get(name) or PublishedSchedule(name)
+
+
+def _strategy(document: Fields, workload: Workload, schedule: PublishedSchedule) -> tuple[Strategy, bool]:
+    """The strategy, and whether its stage partition counts the embedding and the head."""
+    strategy = Strategy.from_json({**DEFAULTS, **_known(document, Strategy), "schedule": schedule.schedule})
+    changes: dict[str, Any] = {}
+    if document.has("num_micro_batches"):
+        sequences = document.whole("num_micro_batches") * strategy.micro_batch_size * strategy.data_parallel_size
+        if strategy.global_batch_size not in (None, sequences):
+            problem = f"contradicts global_batch_size {strategy.global_batch_size}"
+            raise document.fault("num_micro_batches", problem, f"with it the batch is {sequences}; give one of the two")
+        changes["global_batch_size"] = sequences
+    ranks, layers = strategy.pipeline_parallel_size, workload.num_dealt_layers
+    if schedule.one_layer_chunks and not document.has("num_model_chunks") and (layers + 2) % ranks == 0:
+        changes["num_model_chunks"] = (layers + 2) // ranks
+    num_stages = ranks * changes.get("num_model_chunks", strategy.num_model_chunks)
+    layers_per_stage = None
+    if document.has(COUNTED):
+        layers_per_stage = _layers(document, num_stages)
+    elif strategy.stage_partition == "uniform":
+        layers_per_stage = layers_counting_ends(layers, num_stages)
+    if layers_per_stage is not None:
+        changes["stage_partition"] = partition_counting_ends(workload, layers_per_stage)
+    strategy = Strategy.from_json({**strategy.to_json(), **changes})
+    if layers_per_stage is None:
+        workload.partition(strategy.stage_partition, num_stages)
+    return strategy, layers_per_stage is not None
+
+
+def _layers(document: Fields, num_stages: int) -> list[int]:
+    layers = document.raw(COUNTED)
+    if not isinstance(layers, list) or not all(type(count) is int for count in layers):
+        raise document.fault(COUNTED, "is not a list of whole numbers", "write one, such as [7, 9, 9, 9]")
+    if len(layers) != num_stages:
+        raise document.fault(COUNTED, f"does not have {num_stages} stages", "give one number a stage")
+    return layers
+
+
+def _known(document: Fields, declaring: type) -> dict[str, Any]:
+    """The fields that a dataclass declares, as far as they are there."""
+    return {each.name: document.raw(each.name) for each in fields(declaring) if each.name in document.values}
+
+
+def _positive(measured: Fields, name: str) -> float | None:
+    """A number above 0; None where it is missing, null or infinite: nobody waited for its end."""
+    value = measured.raw(name)
+    return None if isinstance(value, float) and isinf(value) else measured.number(name) if measured.has(name) else None
+
+
+def _peak_memory(measured: Fields) -> float | None:
+    exact, rounded = _positive(measured, "peak_memory_bytes"), _positive(measured, "peak_memory_gb")
+    if exact is not None:
+        return exact
+    return None if rounded is None else rounded * GIBIBYTE

@@ -1,0 +1,133 @@
+"""Models from files, or by the name of a preset: a GPT by its fields, or any model layer by layer."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.reading import Fields, parse_text, read_text, short, suggestion
+from megatron_terapipe.search.workload.gpt import gpt_workload
+from megatron_terapipe.search.workload.layer_rows import read_layers
+from megatron_terapipe.search.workload.workload import Workload
+
+DEFAULT_VOCAB_SIZE = 50257
+"""GPT-2's, which published measurements that name none used."""
+
+
+def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None) -> Workload:
+    """Read a model.
+
+    Args:
+        path_or_preset: a JSON or YAML file, or the name of a preset, such as `gpt3-13b`.
+        changes: fields of the model section that are other than the file or the preset says.
+
+    Raises:
+        ConfigError: if there is no such file or preset, or a field is wrong; it names file, field and remedy.
+    """
+    if path_or_preset in MODEL_PRESETS and not Path(path_or_preset).exists():
+        return parse_workload({"preset": path_or_preset}, f"preset {path_or_preset}", changes)
+    if not Path(path_or_preset).exists() and "/" not in path_or_preset and "." not in Path(path_or_preset).name:
+        raise ConfigError(f"model {path_or_preset} is neither a file nor a preset: {_nearest_preset(path_or_preset)}")
+    return parse_workload(parse_text(read_text(path_or_preset), path_or_preset), path_or_preset, changes)
+
+
+def parse_workload(document: object, where: str, changes: Mapping[str, Any] | None = None) -> Workload:
+    """Read a model from the object of a file.
+
+    Args:
+        document: fields of the trainer's model section, with `preset` for the rest of them; or `layers`.
+        where: what the object came from, for errors.
+        changes: fields that are other than the document says.
+
+    Raises:
+        ConfigError: if a field is wrong.
+    """
+    given = Fields(document, where)
+    if "layers" in given.values:
+        if changes:
+            raise ConfigError(f"{where} lists layers, which flags do not change: drop --{_dashed(next(iter(changes)))}")
+        return _layered(given)
+    values = {**given.values, **(changes or {})}
+    name = values.pop("name", None) or ""
+    if not isinstance(name, str):
+        raise given.fault("name", "is not a text", "give one")
+    preset = values.pop("preset", None) or values.pop("model_preset", None)
+    settings = {} if preset is None else dict(_preset(preset, given))
+    for field, value in values.items():
+        _check_field(field, value, given)
+        if value is not None:
+            settings[field] = value
+    settings.setdefault("vocab_size", DEFAULT_VOCAB_SIZE)
+    missing = [each.name for each in fields(ModelConfig) if each.default is MISSING and each.name not in settings]
+    if missing:
+        raise ConfigError(f"{where}: {', '.join(missing)} must be given: add {'it' if len(missing) == 1 else 'them'}")
+    try:
+        model = ModelConfig(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {_as_fields(str(error))}") from None
+    return gpt_workload(model, name or (preset if preset and values.keys() <= {"vocab_size"} else ""))
+
+
+def workload_of_trial(document: object, where: str = "trial: model") -> Workload:
+    """Return the model of a trial."""
+    return parse_workload(document, where)
+
+
+def _layered(given: Fields) -> Workload:
+    layers = read_layers(given)
+    first = given.whole("first_dealt_layer", 0, least=0)
+    end = given.whole("end_dealt_layer", len(layers), least=1)
+    if not first < end <= len(layers):
+        raise given.fault("end_dealt_layer", f"is not in {first + 1} to {len(layers)}", "count layers from 0")
+    workload = Workload(
+        name=given.text("name", given.file.rpartition("/")[2].rpartition(".")[0]),
+        layers=layers,
+        seq_length=given.whole("seq_length"),
+        first_dealt=first,
+        end_dealt=end,
+    )
+    given.finish()
+    return workload
+
+
+def _preset(name: object, given: Fields) -> Mapping[str, Any]:
+    if not isinstance(name, str) or name not in MODEL_PRESETS:
+        raise ConfigError(f"{given.place('preset')} {short(name)} is not known: {_nearest_preset(str(name))}")
+    return find_preset(name).settings
+
+
+def _nearest_preset(name: str) -> str:
+    remedy = suggestion(name, MODEL_PRESETS)
+    return remedy if remedy.startswith("did you mean") else f"give a JSON file, or one of {', '.join(MODEL_PRESETS)}"
+
+
+def _check_field(name: str, value: object, given: Fields) -> None:
+    """Refuse fields that are not known, and values that are not of their types."""
+    hints = get_type_hints(ModelConfig)
+    if name not in hints:
+        known = [each for each in hints if each != "model_preset"]
+        raise ConfigError(
+            f"{given.place(name)} {short(value)} is not a known field: {suggestion(name, ['preset', *known])}"
+        )
+    if value is None:
+        return
+    kind = hints[name]
+    kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    parts = [each for each in (get_args(kind) if get_origin(kind) not in (None,) else (kind,))]
+    wanted = next((each for each in kinds if each in parts), str)
+    fits = isinstance(value, wanted) or (wanted is float and isinstance(value, int))
+    if not fits or (isinstance(value, bool) and wanted is not bool):
+        raise ConfigError(f"{given.place(name)} {short(value)} is not {kinds[wanted]}: give one")
+
+
+def _as_fields(message: str) -> str:
+    """A message of the model section, which speaks of flags, in the words of a file."""
+    return re.sub(r"--([a-z][\w-]+)", lambda flag: flag[1].replace("-", "_"), message)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")

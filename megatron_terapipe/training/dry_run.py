@@ -1,0 +1,35 @@
+"""What a run would do, in lines for a reader."""
+
+from megatron_terapipe.training.run import Run
+
+
+def dry_run_lines(run: Run) -> list[str]:
+    """Say how a prepared run is laid out over ranks and over time."""
+    layout, parallel, pipeline = run.layout, run.config.parallel, run.pipeline
+    batch, model = run.config.batch, run.config.model
+    lengths = ", ".join(map(str, run.config.token_slices().lengths))
+    found = ", found for this run" if run.found_token_slices else ""
+    rows = {
+        "ranks": f"{layout.world_size} = {layout.data_parallel_size} data x {layout.tensor_parallel_size} tensor x "
+        f"{layout.pipeline_parallel_size} pipeline parallel" + (", sequence parallel" * parallel.sequence_parallel),
+        "stages": _stages(run),
+        "token slices": f"{pipeline.num_token_slices} of {lengths} tokens{found}",
+        "schedule": f"{parallel.pipeline_schedule}, {pipeline.num_micro_batches} micro-batches of "
+        f"{batch.micro_batch_size} sequences on each replica",
+        "batch": f"{run.global_batch_size} sequences of {model.seq_length} tokens, {run.train_iters} iterations",
+        "precision": f"{run.config.precision.dtype}, ZeRO {run.config.optimizer.zero_stage}, recompute "
+        f"{run.config.training.recompute_granularity}",
+    }
+    width = max(map(len, rows))
+    return ["dry run: every check passed, and nothing was started", *(f"  {n:<{width}}  {t}" for n, t in rows.items())]
+
+
+def _stages(run: Run) -> str:
+    parallel, num_layers = run.config.parallel, run.config.model.num_layers
+    chunks = f", {parallel.num_model_chunks} on each pipeline rank" if parallel.num_model_chunks > 1 else ""
+    if parallel.stage_partition == "parameters":
+        dealt = "as many parameters for each"
+    else:
+        bounds = parallel.stage_bounds() or parallel.uniform_stages(num_layers)
+        dealt = f"transformer layers {bounds}"
+    return f"{parallel.num_stages}{chunks}: {dealt}"
