@@ -30,6 +30,9 @@ from megatron_terapipe.search.cluster.machine import Device
 
 MIB = 2**20
 
+GUESS = "a guess"
+"""Source of figures that have none."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LibraryDevice:
@@ -125,7 +128,7 @@ _ENTRIES = (
     _entry("MI300X", "MI300X", "octo-mi300x", "MI300X-192GB",
            memory_mib=196592, memory_gb_per_s=5300, half=1307.4, single=163.4),
     # Nobody's data sheet: a guess, so that a CPU can be searched before anything is measured. `search measure` does.
-    _entry("cpu-core", "a guess", "cpu", "CPU",
+    _entry("cpu-core", GUESS, "cpu", "CPU",
            memory_mib=8192, memory_gb_per_s=10, half=0.03, single=0.03, is_gpu=False),
 )  # fmt: skip
 

@@ -73,11 +73,11 @@ def _of_hostfile(text: str, path: str, device: str | None) -> tuple[Cluster, tup
 def _cluster(groups: list[NodeGroup], name: str) -> tuple[Cluster, tuple[str, ...]]:
     nodes: list[Node] = []
     for group in groups:
-        names = group.hosts or tuple(f"node-{len(nodes) + index + 1}" for index in range(group.count))
-        nodes += [group.node(each) for each in names]
+        nodes += [group.node(host) for host in group.hosts]
     seen: set[str] = set()
     for node in nodes:
         if node.name in seen:
             raise ConfigError(f"cluster {name}: host {node.name} stands twice: give each node a name of its own")
         seen.add(node.name)
-    return Cluster(nodes=tuple(nodes), name=name), tuple(dict.fromkeys(note for each in groups for note in each.notes))
+    notes = [note for each in groups for note in each.notes]
+    return Cluster(nodes=tuple(nodes), name=name), tuple(dict.fromkeys(notes))

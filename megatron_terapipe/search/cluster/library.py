@@ -3,7 +3,7 @@
 import re
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cluster.devices import DEVICES, LibraryDevice
+from megatron_terapipe.search.cluster.devices import DEVICES, GUESS, LibraryDevice
 from megatron_terapipe.search.cluster.machine import Device
 from megatron_terapipe.search.cluster.machines import MACHINES, Machine
 from megatron_terapipe.search.reading import suggestion
@@ -67,6 +67,11 @@ def needs_fp16(name: str) -> bool:
         return library_device(name).source in ("P100", "V100", "T4", "RTX 20")
     except ConfigError:
         return False
+
+
+def is_guess(name: str) -> bool:
+    """Whether the figures of a device are nobody's data sheet."""
+    return name in DEVICES and DEVICES[name].source == GUESS
 
 
 def _key(name: str) -> str:

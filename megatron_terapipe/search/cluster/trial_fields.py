@@ -6,10 +6,10 @@ direction) and `inter_node_Gbps` (all network cards of a node together).
 
 from math import ceil
 
-from megatron_terapipe.search.cluster import library
 from megatron_terapipe.search.cluster.machine import Cluster, Link
 from megatron_terapipe.search.cluster.machines import GIGABIT, GIGABYTE
-from megatron_terapipe.search.cluster.nodes import NodeGroup, assumed, read_device
+from megatron_terapipe.search.cluster.node_parts import read_device
+from megatron_terapipe.search.cluster.nodes import NodeGroup, assumed
 from megatron_terapipe.search.reading import Fields
 
 
@@ -29,8 +29,7 @@ def read_trial_form(fields: Fields) -> tuple[Cluster, tuple[str, ...]]:
     Raises:
         ConfigError: if a field is wrong.
     """
-    device = read_device(fields, "device")
-    machine = library.usual_machine(device.name)
+    device, machine = read_device(fields, "device")
     per_node = fields.whole("devices_per_node", machine.num_devices)
     if fields.has("num_nodes"):
         num_devices = fields.whole("num_devices", fields.whole("num_nodes") * per_node)
@@ -56,7 +55,7 @@ def read_trial_form(fields: Fields) -> tuple[Cluster, tuple[str, ...]]:
         inside=inside,
         network=network,
         num_network_cards=cards,
-        notes=(assumed(" and ".join(missing), device, machine),) if missing else (),
+        notes=(assumed(missing, device, machine),) if missing else (),
     )
     name = fields.text("name", f"{num_devices} x {device.name}")
     fields.finish()

@@ -5,7 +5,7 @@ common. What their layouts make of the cluster is looked up once; each new `Phys
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,16 @@ from megatron_terapipe.search.workload import Layer
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
+
+NUMBERS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "micro_batch_size",
+    "num_micro_batches",
+    "num_token_slices",
+    "num_model_chunks",
+)
+"""Numbers of a strategy that the formulas read; the data-parallel size is in the links of its groups."""
 
 
 def batch_key(model: CostModel, strategy: Strategy) -> tuple[object, ...]:
@@ -111,11 +121,7 @@ class Batch:
             spans["tensor"].append(span_at(groups.tensor, 0))
             spans["data"].append(span_at(groups.data, 0))
             spans["ends"].append(span_at(groups.ends, 0))
-        names = [each.name for each in fields(Strategy)]
-        numbers = {
-            name: np.array([getattr(one, name) for one in strategies], dtype=float)
-            for name in (*names[:6], "num_micro_batches", "num_model_chunks")
-        }
+        numbers = {name: np.array([getattr(one, name) for one in strategies], dtype=float) for name in NUMBERS}
         joined = {name: Span(*map(np.array, zip(*rows, strict=True))) for name, rows in spans.items()}
         return cls(
             models[0],
@@ -133,3 +139,91 @@ class Batch:
             bandwidth,
             latency,
         )
+
+    def times(self, physics: Physics) -> Floats:
+        """[n] seconds of one iteration of each strategy, in closed form."""
+        numbers = self.numbers
+        per_stage = self._stage_ops(physics)
+        ranks = self.parameters.shape[1]
+        per_rank = StageOps(*(self._by_rank(part, ranks) for part in per_stage))
+        schedule = self.strategy.schedule
+        rows = np.arange(len(self.counts))
+        slowest_rank = np.argmax(total_s(schedule, per_rank), axis=1)
+        slowest = StageOps(*(part[rows, slowest_rank] for part in per_rank))
+        others = StageOps(*(part.sum(axis=1) - one for part, one in zip(per_rank, slowest, strict=True)))
+        makespan = pipeline_time(
+            schedule,
+            num_micro_batches=numbers["num_micro_batches"],
+            num_token_slices=numbers["num_token_slices"],
+            num_model_chunks=numbers["num_model_chunks"],
+            slowest=slowest,
+            others=others,
+        )
+        return np.asarray(makespan + self._step_s(physics) + physics.iteration_s, dtype=float)
+
+    def _by_rank(self, per_stage: Floats, ranks: int) -> Floats:
+        out = np.zeros((len(per_stage), ranks))
+        np.add.at(out, (np.arange(len(per_stage))[:, None], self.rank_of_stage), per_stage)
+        return out
+
+    def _stage_ops(self, physics: Physics) -> StageOps:
+        """[n, stages] seconds of the ops of a whole micro-batch, messages in them where they block."""
+        model, numbers = self.model, self.numbers
+        op_times = model.op_times
+        if isinstance(op_times, Roofline):
+            op_times = Roofline(physics, op_times.software, op_times.precision)
+        (device,) = model.groups(self.strategy).devices[0][:1]
+        lengths = self.strategy.cut(model.workload.seq_length).lengths
+        bounds = np.cumsum([0, *lengths]) / model.workload.seq_length
+        num, stages = self.counts.shape[:2]
+        total = StageOps(*np.zeros((5, num, stages)))
+        for index, layer in enumerate(self.layers):
+            for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+                ops = layer_ops(
+                    layer,
+                    device,
+                    op_times,
+                    physics,
+                    self.tensor_span,
+                    tensor_parallel_size=numbers["tensor_parallel_size"],
+                    micro_batch_size=numbers["micro_batch_size"],
+                    start=start * layer.tokens,
+                    end=end * layer.tokens,
+                    recompute=self.strategy.recompute,
+                    sequence_parallel=self.strategy.sequence_parallel,
+                    element_bytes=model.element_bytes,
+                )
+                total += StageOps(*(np.reshape(part, (-1, 1)) * self.counts[:, :, index] for part in ops))
+        if model.software.overlaps_transfers:
+            return total
+        sending = self._sending_s(physics)
+        arriving = np.roll(sending, 1, axis=1)
+        return total._replace(
+            forward=total.forward + sending,
+            backward=total.backward + arriving,
+            input_gradient=total.input_gradient + arriving,
+        )
+
+    def _sending_s(self, physics: Physics) -> Floats:
+        tensor = self.numbers["tensor_parallel_size"][:, None]
+        shared = self.model.software.shares_transfers
+        sending = transfer_s(self.message / tensor if shared else self.message, self.bandwidth, self.latency, physics)
+        if shared:
+            span = Span(*(np.reshape(part, (-1, 1)) for part in self.tensor_span))
+            sending = sending + all_gather_s(self.message, span, physics)
+        return np.where(self.message > 0, sending, 0.0)
+
+    def _step_s(self, physics: Physics) -> Floats:
+        column = [Span(*(np.reshape(part, (-1, 1)) for part in span)) for span in (self.data_span, self.ends_span)]
+        (device,) = self.model.groups(self.strategy).devices[0][:1]
+        step = step_costs(
+            self.parameters,
+            self.shared,
+            column[0],
+            column[1],
+            device.memory_bandwidth,
+            zero_stage=self.strategy.zero_stage,
+            software=self.model.software,
+            physics=physics,
+        )
+        return np.asarray(sum(np.max(part, axis=1) for part in step), dtype=float)

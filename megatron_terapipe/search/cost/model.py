@@ -87,9 +87,26 @@ class CostModel:
         self.software = software
         self.physics = physics or Physics()
         self.op_times = op_times or Roofline(self.physics, software, precision)
+        self.precision = precision
         self.element_bytes = 4 if precision == "fp32" else 2
         self._layer_ops: dict[tuple[object, ...], StageOps] = {}
         self._orders = Orders()
+
+    def with_physics(self, physics: Physics) -> "CostModel":
+        """The same model and cluster under other physics; orders of schedules are shared."""
+        op_times = self.op_times
+        if isinstance(op_times, Roofline):
+            op_times = Roofline(physics, self.software, self.precision)
+        other = CostModel(
+            self.workload,
+            self.cluster,
+            software=self.software,
+            physics=physics,
+            op_times=op_times,
+            precision=self.precision,
+        )
+        other._orders = self._orders
+        return other
 
     def predict_time(self, strategy: Strategy) -> TimePrediction:
         """Price one strategy on its real schedule.
@@ -231,22 +248,26 @@ class CostModel:
             message_bytes=tuple(sizes.tolist()),
         )
 
-    def _step(self, strategy: Strategy, groups: RankGroups) -> list[StepCosts]:
-        """Per pipeline rank, the end of the iteration."""
+    def parameters(self, strategy: Strategy) -> tuple[Floats, Floats]:
+        """[P] parameters that a rank holds, and of them those of a weight that two pipeline ranks hold."""
         ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
-        parameters = np.zeros(ranks)
+        held, shared = np.zeros(ranks), np.zeros(ranks)
         holders: dict[str, dict[int, int]] = {}
         for stage, layers in enumerate(self.stage_layers(strategy)):
             for index in layers:
                 layer = self.workload.layers[index]
-                parameters[stage % ranks] += layer.parameters_per_rank(tensor)
+                held[stage % ranks] += layer.parameters_per_rank(tensor)
                 if layer.shared_weight is not None:
                     holders.setdefault(layer.shared_weight, {})[stage % ranks] = layer.shared_parameters
-        shared = np.zeros(ranks)
         for places in holders.values():
             if len(places) > 1:
                 for rank, count in places.items():
                     shared[rank] += count / tensor
+        return held, shared
+
+    def _step(self, strategy: Strategy, groups: RankGroups) -> list[StepCosts]:
+        """Per pipeline rank, the end of the iteration."""
+        parameters, shared = self.parameters(strategy)
         ends = span_at(groups.ends, 0)
         return [
             step_costs(
@@ -259,7 +280,7 @@ class CostModel:
                 software=self.software,
                 physics=self.physics,
             )
-            for rank in range(ranks)
+            for rank in range(strategy.pipeline_parallel_size)
         ]
 
     def _prediction(

@@ -21,6 +21,11 @@ class Physics:
             of 8 numbers of 2 bytes; NVIDIA, Deep Learning Performance Guide, Matrix Multiplication, section 2.1).
         memory_efficiency: share of the memory bandwidth that element-wise work reaches.
         launch_s: host time of one launch, its share of Python and of autograd included.
+        launch_jitter: by how much a host is later, as a share of its launches, for each doubling of the tensor-parallel
+            ranks that wait for each other.
+        hiding: how well launching hides under computing; see `stage_ops.hidden`.
+        whole_loss_factor: memory traffic of the loss where one rank has the whole vocabulary, in that of ranks that
+            share it.
         inside_efficiency: share of a link inside a node that collectives reach.
         network_efficiency: share of a network card that collectives reach.
         transfer_efficiency: share of a link that messages between stages reach.
@@ -30,21 +35,24 @@ class Physics:
         iteration_s: what an iteration takes however small it is.
     """
 
-    gemm_efficiency: float = 0.75
+    gemm_efficiency: float = 0.87
     gemm_depth: float = 60.0
     gemm_area: float = 1.0e6
     attention_efficiency: float = 0.35
     flash_efficiency: float = 0.45
     misaligned_efficiency: float = 0.1
-    memory_efficiency: float = 0.75
-    launch_s: float = 12e-6
-    inside_efficiency: float = 0.65
+    memory_efficiency: float = 0.85
+    launch_s: float = 30e-6
+    launch_jitter: float = 0.1
+    hiding: float = 3.0
+    whole_loss_factor: float = 1.0
+    inside_efficiency: float = 0.74
     network_efficiency: float = 0.65
     transfer_efficiency: float = 0.65
     collective_s: float = 20e-6
     transfer_s: float = 30e-6
-    optimizer_passes: float = 3.0
-    iteration_s: float = 0.01
+    optimizer_passes: float = 1.8
+    iteration_s: float = 0.003
 
 
 PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
@@ -55,13 +63,16 @@ PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
         "attention_efficiency": 0.4,
         "misaligned_efficiency": 0.5,
         "memory_efficiency": 0.25,
-        "launch_s": 0.5,
-        "inside_efficiency": 0.4,
+        "launch_s": 0.7,
+        "launch_jitter": 0.7,
+        "hiding": 0.7,
+        "whole_loss_factor": 0.7,
+        "inside_efficiency": 0.2,
         "network_efficiency": 0.6,
         "transfer_efficiency": 0.6,
         "collective_s": 0.7,
         "transfer_s": 0.7,
-        "optimizer_passes": 0.7,
+        "optimizer_passes": 0.3,
         "iteration_s": 1.0,
     }
 )

@@ -178,8 +178,9 @@ class Roofline:
 
     def _loss(self, layer: Layer, device: Device, tp: Grid, rows: Grid) -> _Part:
         vocabulary = sum(product.outputs for product in layer.products) / tp
-        forward = self._moving_s(device, LOGIT_BYTES * rows * vocabulary)
-        gradient = self._moving_s(device, LOGIT_GRADIENT_BYTES * rows * vocabulary)
+        logits = rows * vocabulary * np.where(np.equal(tp, 1), self.physics.whole_loss_factor, 1.0)
+        forward = self._moving_s(device, LOGIT_BYTES * logits)
+        gradient = self._moving_s(device, LOGIT_GRADIENT_BYTES * logits)
         return _Part(forward, gradient, 0.0, 0.0, LAUNCHES["loss"])
 
     def _embedding(self, layer: Layer, device: Device, tp: Grid, rows: Grid) -> _Part:

@@ -10,11 +10,6 @@ from megatron_terapipe.search.cost.op_times import Grid, OpTimes
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.workload import Layer
 
-HIDING = 4
-"""Power of the norm that joins launching and computing: the longer one hides the shorter, less well where both are as
-long."""
-
-
 class StageOps(NamedTuple):
     """Seconds of the ops of one micro-batch, or of one token slice of it; numbers or arrays. They add up over layers.
 
@@ -92,16 +87,20 @@ def layer_ops(
         forward_reduction = leaving * one
         repeated = leaving if recompute == "full" and layer.kind in ("block", "other") else 0
         backward_reduction = (entering + repeated) * one
-    launch_backward = kernels.launch_input_gradient + kernels.launch_weight_gradient
+    # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
+    jitter = 1 + physics.launch_jitter * np.log2(tensor_parallel_size)
+    launch_forward = kernels.launch_forward * jitter
+    launch_input, launch_weight = kernels.launch_input_gradient * jitter, kernels.launch_weight_gradient * jitter
+    launch_backward = launch_input + launch_weight
     backward = kernels.input_gradient + kernels.weight_gradient
-    whole_forward = hidden(kernels.forward + forward_reduction, kernels.launch_forward)
-    whole_backward = hidden(backward + backward_reduction, launch_backward)
-    alone = hidden(kernels.forward, kernels.launch_forward) + hidden(backward, launch_backward)
+    whole_forward = hidden(kernels.forward + forward_reduction, launch_forward, physics.hiding)
+    whole_backward = hidden(backward + backward_reduction, launch_backward, physics.hiding)
+    alone = hidden(kernels.forward, launch_forward, physics.hiding) + hidden(backward, launch_backward, physics.hiding)
     return StageOps(
         whole_forward,
         whole_backward,
-        hidden(kernels.input_gradient + backward_reduction, kernels.launch_input_gradient),
-        hidden(kernels.weight_gradient, kernels.launch_weight_gradient),
+        hidden(kernels.input_gradient + backward_reduction, launch_input, physics.hiding),
+        hidden(kernels.weight_gradient, launch_weight, physics.hiding),
         np.maximum(whole_forward + whole_backward - alone, 0.0),
     )
 
@@ -118,11 +117,17 @@ def reductions(layer: Layer) -> tuple[int, int]:
     return entering, leaving + (layer.kind == "embedding")
 
 
-def hidden(device_s: Grid, launch_s: Grid) -> Grid:
-    """Seconds of work of a device that a host launches ahead of it: about the longer of the two."""
+def hidden(device_s: Grid, launch_s: Grid, hiding: float) -> Grid:
+    """Seconds of work of a device that a host launches ahead of it: the longer of the two, or a little more.
+
+    Args:
+        device_s: what the device needs.
+        launch_s: what the host needs.
+        hiding: power of the norm that joins them: infinite, if the longer hid the shorter wholly.
+    """
     longer, shorter = np.maximum(device_s, launch_s), np.minimum(device_s, launch_s)
     ratio = np.divide(shorter, longer, out=np.zeros_like(longer, dtype=float), where=np.greater(longer, 0))
-    return longer * (1 + ratio**HIDING) ** (1 / HIDING)
+    return longer * (1 + ratio**hiding) ** (1 / hiding)
 
 
 def _reduction_s(num_bytes: Grid, span: Span, physics: Physics, sequence_parallel: bool) -> Grid:

@@ -4,15 +4,15 @@ Between points the times follow the terms that an op has,
 
     fixed + linear R + quadratic R (start + end + 1) / 2 + prefix B start        R = B (end - start) rows of B sequences
 
-whose coefficients, none below zero, are fitted to all points. What the points differ from the fit by is a factor, and the
-logarithm of that factor is interpolated: over the start of the token slice, then over its length, then over the
+whose coefficients, none below zero, are fitted to all points. What the points differ from the fit by is a factor, and
+the logarithm of that factor is interpolated: over the start of the token slice, then over its length, then over the
 micro-batch, each time by how far the logarithm of the fit has come from one point to the next. So the surface goes
 through the points, and where they grow from one to the next, so does it between them; beyond the last point the factor
 stays what it was.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,7 +46,12 @@ class Point(NamedTuple):
 def terms(micro_batch_size: Grid, start: Grid, end: Grid) -> tuple[Grid, ...]:
     """The terms of an op without their coefficients; arguments broadcast."""
     rows = np.multiply(micro_batch_size, np.subtract(end, start))
-    return np.ones_like(rows, dtype=float), rows, rows * (np.add(start, end) + 1) / 2, micro_batch_size * np.asarray(start)
+    return (
+        np.ones_like(rows, dtype=float),
+        rows,
+        rows * (np.add(start, end) + 1) / 2,
+        micro_batch_size * np.asarray(start),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,9 @@ class Surface:
             parts: into how many equal parts all but the fixed time is cut, for more ranks than were measured.
         """
         size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in (micro_batch_size, start, end)))
-        by_size = [self._log_factor(each, held, begin, stop) for each, held in zip(self.sizes, self.by_size, strict=True)]
+        by_size = [
+            self._log_factor(each, held, begin, stop) for each, held in zip(self.sizes, self.by_size, strict=True)
+        ]
         log_factor = _between(
             self.sizes, size, np.stack(by_size), lambda each: _fitted(self.coefficients, each, begin, stop)
         )
@@ -121,9 +128,7 @@ class Surface:
             return _fitted(self.coefficients, size, start, start + length)
 
         of_lengths = [
-            np.interp(
-                np.log(fitted(each)), np.log(_fitted(self.coefficients, size, known, known + each)), factors
-            )
+            np.interp(np.log(fitted(each)), np.log(_fitted(self.coefficients, size, known, known + each)), factors)
             if len(known) > 1
             else np.broadcast_to(factors, length.shape)
             for each, known, factors in zip(held.lengths, held.starts, held.log_factors, strict=True)
@@ -131,9 +136,8 @@ class Surface:
         return _between(held.lengths, length, np.stack(of_lengths), fitted)
 
 
-def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: "object") -> Numbers:
+def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: Callable[[Grid], Numbers]) -> Numbers:
     """Interpolate `values` [K, ...], given at `knots` [K], by the logarithm of what is fitted there."""
-    assert callable(fitted)
     above = np.clip(np.searchsorted(knots, wanted), 0, len(knots) - 1)
     below = np.where(knots[above] <= wanted, above, np.maximum(above - 1, 0))
     low, high = np.log(fitted(knots[below])), np.log(fitted(knots[above]))
@@ -155,7 +159,9 @@ def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: "object")
 
 
 def _fitted(coefficients: Numbers, size: Grid, start: Grid, end: Grid, parts: Grid = 1.0) -> Numbers:
-    fixed, *others = (coefficient * term for coefficient, term in zip(coefficients, terms(size, start, end), strict=True))
+    fixed, *others = (
+        coefficient * term for coefficient, term in zip(coefficients, terms(size, start, end), strict=True)
+    )
     return np.maximum(fixed + sum(others) / parts, TINY_S)
 
 
@@ -169,7 +175,9 @@ def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:
     return np.asarray(coefficients / scale)
 
 
-def _growing(sizes: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64], seconds: Numbers) -> Numbers:
+def _growing(
+    sizes: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64], seconds: Numbers
+) -> Numbers:
     """Times that never fall where a token slice begins later, is longer, or has more sequences."""
     from scipy.optimize import isotonic_regression
 

@@ -12,7 +12,7 @@ Unlike TeraPipe's own program this holds for any op times: nothing is fitted, fo
 their own (their maxima may fall on different token slices), and transfers of a micro-batch are those of its size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -79,27 +79,75 @@ def solve_joint(
             places to cut at.
     """
     grid = Grid(seq_length, granularity, min_length)
-    grid.check_count(num_token_slices or 1)
-    points = grid.points
-    if len(points) - 1 > MOST_POINTS:
-        raise PlanError(
-            f"granularity {granularity} leaves {len(points) - 1} places to cut {seq_length} tokens at: "
-            f"give {-(-seq_length // MOST_POINTS)} or more"
+    wanted = [size for size in range(1, batch_size + 1) if batch_size % size == 0] if sizes is None else sorted(sizes)
+    problem = JointProblem.of({size: costs_of_size(size) for size in wanted}, grid, batch_size, num_stages)
+    return problem.solve(num_token_slices, equal_sizes=equal_sizes, tolerance=tolerance)
+
+
+@dataclass(frozen=True, eq=False)
+class JointProblem:
+    """A batch to be cut, its times tabulated. Make it with `of`.
+
+    Attributes:
+        tables: by size of micro-batches.
+        grid: where token slices may begin and end.
+        batch_size: sequences that one pipeline trains on in a step.
+        num_stages: P.
+    """
+
+    tables: Mapping[int, "_Tables"]
+    grid: Grid
+    batch_size: int
+    num_stages: int
+
+    @classmethod
+    def of(
+        cls, costs: Mapping[int, TokenSliceCosts], grid: Grid, batch_size: int, num_stages: int
+    ) -> "JointProblem":
+        """Ask for the times of all token slices there can be.
+
+        Args:
+            costs: times of token slices by size of micro-batches, in seconds.
+            grid: where token slices may begin and end.
+            batch_size: sequences that one pipeline trains on in a step.
+            num_stages: P.
+
+        Raises:
+            PlanError: if there are too many places to cut at.
+        """
+        places = len(grid.points) - 1
+        if places > MOST_POINTS:
+            raise PlanError(
+                f"granularity {grid.granularity} leaves {places} places to cut {grid.seq_length} tokens at: "
+                f"give {-(-grid.seq_length // MOST_POINTS)} or more"
+            )
+        tables = {size: _Tables.of(one, grid, num_stages) for size, one in costs.items()}
+        return cls(tables, grid, batch_size, num_stages)
+
+    def solve(
+        self, num_token_slices: int | None = None, *, equal_sizes: bool = False, tolerance: float = 1e-3
+    ) -> JointCut:
+        """Cut the batch; see `solve_joint`.
+
+        Raises:
+            PlanError: if so many token slices do not fit, or the sizes cannot fill the batch.
+        """
+        self.grid.check_count(num_token_slices or 1)
+        highest = [
+            max(float(table[np.isfinite(table)].max()) for table in each)
+            for each in zip(*((one.forward, one.backward) for one in self.tables.values()), strict=True)
+        ]
+        search = partial(_shortest, self.tables, self.batch_size, equal_sizes, num_token_slices or 0)
+        least = least_of_limits(search, (highest[0], highest[1]), self.num_stages - 1, tolerance)
+        if least is None:
+            sizes = ", ".join(map(str, self.tables))
+            raise PlanError(f"micro-batches of {sizes} sequences do not fill a batch of {self.batch_size}")
+        points = self.grid.points
+        micro_batches = tuple(
+            (size, TokenSlices(tuple(int(length) for length in np.diff(points[list(ends)]))))
+            for size, ends in least.found
         )
-    sizes = [size for size in range(1, batch_size + 1) if batch_size % size == 0] if sizes is None else sorted(sizes)
-    tables = {size: _Tables.of(costs_of_size(size), points, num_stages, min_length) for size in sizes}
-    highest = tuple(
-        max(float(table[np.isfinite(table)].max()) for table in each)
-        for each in zip(*((one.forward, one.backward) for one in tables.values()), strict=True)
-    )
-    search = partial(_shortest, tables, batch_size, equal_sizes, num_token_slices or 0)
-    least = least_of_limits(search, (highest[0], highest[1]), num_stages - 1, tolerance)
-    if least is None:
-        raise PlanError(f"micro-batches of {', '.join(map(str, sizes))} sequences do not fill a batch of {batch_size}")
-    micro_batches = tuple(
-        (size, TokenSlices(tuple(int(length) for length in np.diff(points[list(ends)])))) for size, ends in least.found
-    )
-    return JointCut(micro_batches, least.value, least.bound)
+        return JointCut(micro_batches, least.value, least.bound)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -117,12 +165,13 @@ class _Tables:
     backward: Numbers
 
     @classmethod
-    def of(cls, costs: TokenSliceCosts, points: Numbers, num_stages: int, min_length: int) -> "_Tables":
+    def of(cls, costs: TokenSliceCosts, grid: Grid, num_stages: int) -> "_Tables":
         """Ask for the times of all token slices there can be."""
+        points = grid.points
         whole = costs(range(num_stages), points[:1], points[-1:])
         busiest = int(whole.sum(axis=(0, 2)).argmax())
         starts, ends = np.triu_indices(len(points), 1)
-        long_enough = points[ends] - points[starts] >= min_length
+        long_enough = points[ends] - points[starts] >= grid.min_length
         starts, ends = starts[long_enough], ends[long_enough]
         values = costs(range(num_stages), points[starts], points[ends])
         others = [stage for stage in range(num_stages) if stage != busiest] or [busiest]
@@ -140,7 +189,7 @@ _Ends = tuple[int, ...]
 
 
 def _shortest(
-    tables: dict[int, _Tables], batch_size: int, equal_sizes: bool, num_token_slices: int, limits: Pair
+    tables: Mapping[int, _Tables], batch_size: int, equal_sizes: bool, num_token_slices: int, limits: Pair
 ) -> Shortest[tuple[tuple[int, _Ends], ...]] | None:
     """The shortest sum under limits: a cut for each size, then sizes that fill the batch."""
     cuts = {}

@@ -6,6 +6,7 @@ A pinned value is never dropped for one that was not asked for.
 import numpy as np
 
 from megatron_terapipe.search.space.block import Block
+from megatron_terapipe.search.space.choices import SOLVED
 from megatron_terapipe.search.space.problem import Problem
 from megatron_terapipe.search.space.rules import Holds, Rule
 
@@ -68,14 +69,18 @@ def _partition(block: Block, problem: Problem) -> Holds:
     """Rules that deal the layers as one before them does."""
     kept = np.ones((len(block.order), len(block.partition)), dtype=bool)
     for row, (_, chunks) in enumerate(block.order):
-        seen = set()
+        num_stages = block.pipeline_parallel_size * chunks
+        seen: set[tuple[int, ...]] = set()
         for column, partition in enumerate(block.partition):
-            if partition in ("uniform", "parameters") or not isinstance(partition, str):
-                bounds = problem.workload.partition(partition, block.pipeline_parallel_size * chunks).bounds
+            if partition == SOLVED:
+                # One stage, or one layer on each, can be dealt but one way.
+                kept[row, column] = num_stages not in (1, problem.workload.num_dealt_layers) or not seen
+            elif partition == "parameters" and problem.has_equal_layers and "uniform" in block.partition:
+                kept[row, column] = False
+            else:
+                bounds = problem.partition(partition, num_stages).bounds
                 kept[row, column] = bounds not in seen
                 seen.add(bounds)
-            elif block.pipeline_parallel_size * chunks in (1, problem.workload.num_dealt_layers):
-                kept[row, column] = not seen  # there is but one way
     return kept[:, :, None, None, None, None, None]
 
 

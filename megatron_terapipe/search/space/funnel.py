@@ -1,6 +1,7 @@
 """How many strategies each rule rejected."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -20,6 +21,11 @@ class Funnel:
     priced: int = 0
     simulated: int = 0
 
+    def expect(self, names: Iterable[str]) -> None:
+        """Say in which order rules are to be listed."""
+        for name in names:
+            self.rejected.setdefault(name, 0)
+
     def reject(self, name: str, number: int) -> None:
         """Count strategies that a rule rejects."""
         if number:
@@ -34,7 +40,7 @@ class Funnel:
         """What to print: a label and a count a line."""
         return [
             ("strategies of the space", self.total),
-            *((f"  rejected: {name}", -number) for name, number in self.rejected.items()),
+            *((f"  rejected: {name}", -number) for name, number in self.rejected.items() if number),
             ("feasible", self.total - self.num_rejected),
             ("priced on their schedule", self.simulated),
         ]

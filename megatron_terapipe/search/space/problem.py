@@ -1,7 +1,9 @@
 """What the search is asked: which model, on which cluster, with which batch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
+from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.software import TERAPIPE, Software
 from megatron_terapipe.search.workload import Workload
@@ -24,3 +26,23 @@ class Problem:
     global_batch_size: int
     precision: str = "bf16"
     software: Software = TERAPIPE
+    _partitions: dict[tuple[str, int], StagePartition] = field(default_factory=dict, compare=False, repr=False)
+
+    def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
+        """The layers of each stage; those of a rule are computed once.
+
+        Raises:
+            ConfigError: if they do not fit the model or the stages.
+        """
+        if not isinstance(stage_partition, str):
+            return self.workload.partition(stage_partition, num_stages)
+        key = (stage_partition, num_stages)
+        if key not in self._partitions:
+            self._partitions[key] = self.workload.partition(stage_partition, num_stages)
+        return self._partitions[key]
+
+    @cached_property
+    def has_equal_layers(self) -> bool:
+        """Whether all layers that a stage partition counts have the same number of parameters."""
+        workload = self.workload
+        return len({layer.parameters for layer in workload.layers[workload.first_dealt : workload.end_dealt]}) == 1

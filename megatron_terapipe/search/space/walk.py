@@ -16,6 +16,8 @@ from megatron_terapipe.strategy import Strategy
 
 RULES: tuple[Rule, ...] = (*TRAINER_RULES, *DUPLICATE_RULES)
 
+USES_DEVICES = "parallel sizes multiply to the devices"
+
 
 @dataclass(frozen=True)
 class LegalBlock:
@@ -50,10 +52,11 @@ def legal_blocks(problem: Problem, choices: Choices, funnel: Funnel) -> Iterator
         choices: values of each dimension.
         funnel: counts what is rejected.
     """
+    funnel.expect((USES_DEVICES, *(rule.name for rule in RULES)))
     for sizes in layouts(choices, problem.cluster.num_devices):
         funnel.total += choices.per_layout
         if not sizes[0]:
-            funnel.reject("parallel sizes multiply to the devices", choices.per_layout)
+            funnel.reject(USES_DEVICES, choices.per_layout)
             continue
         found = _legal(Block.of_choices(choices, sizes, problem.global_batch_size), problem, funnel)
         if found is not None:

@@ -1,5 +1,6 @@
-"""What published tables leave to the reader: names of schedules, how stages count layers, defaults of their trainers."""
+"""What published tables leave to the reader: names of schedules, how stages count layers, their trainers' defaults."""
 
+import re
 from dataclasses import dataclass, replace
 
 from megatron_terapipe.errors import ConfigError
@@ -11,6 +12,25 @@ VOCAB_SIZE = 50257
 DEFAULTS = {"recompute": "none", "zero_stage": 0, "num_token_slices": 1}
 """Fields of a strategy that a trial may leave out, where the trainer's own default would be another: the tables are
 of plain Megatron."""
+
+
+PUBLISHED_PRECISION = "fp16"
+"""Of trials that do not say: published tables of Megatron are of fp16."""
+
+PRECISION_BY_SECTION = (
+    # "From now on the testing is happening with BF16 optimizer", says the section of that day
+    # (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md, "Rebalancing layers").
+    ("tr11 chronicles-prequel", re.compile(r"_02-28_|_03-\d\d_"), "bf16"),
+)
+"""Text in the source, pattern in the group, and the precision that the section around the table states."""
+
+
+def published_precision(source: str, group: str) -> str:
+    """Precision of a trial that does not say, from what its publication says around the table."""
+    for text, pattern, precision in PRECISION_BY_SECTION:
+        if text in source and pattern.search(group):
+            return precision
+    return PUBLISHED_PRECISION
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.cluster.trial_fields import read_trial_form
 from megatron_terapipe.search.reading import Fields, parse_text, read_text
-from megatron_terapipe.search.software import MEGATRON, SOFTWARE, Software
+from megatron_terapipe.search.software import MEGATRON, SOFTWARE
 from megatron_terapipe.search.trials.conventions import (
     DEFAULTS,
     PUBLISHED_SCHEDULES,
@@ -24,6 +24,7 @@ from megatron_terapipe.search.trials.conventions import (
     counting_ends,
     layers_counting_ends,
     partition_counting_ends,
+    published_precision,
 )
 from megatron_terapipe.search.trials.trial import GIBIBYTE, Trial
 from megatron_terapipe.search.workload import Workload
@@ -31,8 +32,6 @@ from megatron_terapipe.search.workload.gpt import gpt_workload
 from megatron_terapipe.strategy import Strategy
 
 PRECISIONS = ("fp16", "bf16", "fp32")
-PUBLISHED_PRECISION = "fp16"
-"""Of trials that do not say: published tables of Megatron are of fp16."""
 
 COUNTED = "layers_per_stage_counting_embedding_and_head"
 
@@ -92,15 +91,17 @@ class _Reader:
                 f"tensor_parallel_size x pipeline_parallel_size), more than the {cluster.num_devices} devices of "
                 "cluster.num_devices: make them agree"
             )
+        source = document.text("source", Path(self._path).stem)
+        group = document.text("group", f"{key} {cluster.name} {strategy.global_batch_size}")
         return Trial(
-            source=document.text("source", Path(self._path).stem),
+            source=source,
             id=document.text("id", "") if document.has("id") else "",
-            group=document.text("group", f"{key} {cluster.name} {strategy.global_batch_size}"),
+            group=group,
             workload=workload,
             cluster=cluster,
             strategy=strategy,
             software=SOFTWARE[document.choice("software", tuple(SOFTWARE), MEGATRON.name)],
-            precision=document.choice("precision", PRECISIONS, PUBLISHED_PRECISION),
+            precision=document.choice("precision", PRECISIONS, published_precision(source, group)),
             activation_limit=schedule.activation_limit,
             iteration_time_s=_positive(measured, "iteration_time_s"),
             longer_than_s=_positive(measured, "longer_than_s"),

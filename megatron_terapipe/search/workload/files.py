@@ -78,6 +78,7 @@ def workload_of_trial(document: object, where: str = "trial: model") -> Workload
 
 
 def _layered(given: Fields) -> Workload:
+    given.text("source", "")  # for readers of the file
     layers = read_layers(given)
     first = given.whole("first_dealt_layer", 0, least=0)
     end = given.whole("end_dealt_layer", len(layers), least=1)

@@ -1,0 +1,110 @@
+"""What the engine takes beside the layers, from steps of two real engines that differ in their number of layers.
+
+a step = its ops + op_s x their number + optimizer_s_per_parameter x parameters + iteration_s
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.channels import TensorSpec
+from deepspeed_ext.runtime.initialize import initialize
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from megatron_terapipe.config import ModelConfig, PrecisionConfig
+from megatron_terapipe.config.optimizer import OptimizerConfig
+from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
+from megatron_terapipe.search.profile.profile import ProfiledEngine
+from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.optimizer import build_optimizer
+from megatron_terapipe.training.token_slice_batch import split_batch
+
+STEPS = 7
+NUM_MICRO_BATCHES = 4
+
+
+class _Step(NamedTuple):
+    """Medians of an engine's steps."""
+
+    parameters: int
+    outside_s: float
+    op_s: float
+
+
+def measure_engine(model: ModelConfig, precision: str, num_token_slices: int) -> ProfiledEngine:
+    """Measure engines with one and with three layers, on every rank a replica with its own step.
+
+    All ranks must call it at the same time. Reductions over replicas are no part of it: they travel in no time
+    compared with what is left, or are priced by their links.
+    """
+    blocks = replace(model, heterogeneous_layers_config_path=None)
+    small, large = (
+        _measured_step(replace(blocks, num_layers=number), precision, num_token_slices) for number in (1, 3)
+    )
+    each = (large.outside_s - small.outside_s) / (large.parameters - small.parameters)
+    each = max(each, 0.0)
+    return ProfiledEngine(
+        op_s=median((small.op_s, large.op_s)),
+        optimizer_s_per_parameter=each,
+        iteration_s=max(min(small.outside_s - each * small.parameters, large.outside_s - each * large.parameters), 0.0),
+    )
+
+
+def _measured_step(model: ModelConfig, precision: str, num_token_slices: int) -> _Step:
+    world_size = torch.distributed.get_world_size()
+    cut = TokenSlices.uniform(model.seq_length, num_token_slices)
+    strategy = Strategy(
+        data_parallel_size=world_size,
+        num_token_slices=num_token_slices,
+        global_batch_size=NUM_MICRO_BATCHES * world_size,
+    )
+    flags = PrecisionConfig(bf16=precision == "bf16", fp16=precision == "fp16")
+    config = strategy.config(model, precision=flags)
+    layout = ParallelLayout(data_parallel_size=world_size, num_token_slices=num_token_slices)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        module = TokenSlicePipelineModule(
+            gpt_layers(model),
+            layout=layout,
+            token_slices=cut,
+            loss_fn=gpt_loss,
+            partition="uniform",
+            split_batch=split_batch,
+            activation_spec=lambda rows, length, dtype: (TensorSpec((rows, length, model.hidden_size), dtype, True),),
+        )
+        optimizer = build_optimizer(OptimizerConfig(lr=1e-4), module.named_parameters())
+        engine, *_ = initialize(module, deepspeed_config(config, layout), optimizer=optimizer)
+    outside, between = [], []
+    batches = _batches(model)
+    for step in range(STEPS + 2):
+        get_accelerator().synchronize()
+        begun = time.perf_counter()
+        with engine.timeline() as timelines:
+            entered = time.perf_counter() - begun
+            engine.train_batch(batches)
+            get_accelerator().synchronize()
+            seconds = time.perf_counter() - begun - entered
+        if step < 2:
+            continue
+        (spans,) = timelines[0].spans
+        busy = sum(span.end - span.start for span in spans)
+        gaps = [later.start - earlier.end for earlier, later in zip(spans, spans[1:], strict=False)]
+        between.append(median(gaps))
+        outside.append(seconds - busy - sum(gaps))
+    parameters = sum(weight.numel() for weight in module.parameters())
+    return _Step(parameters, median(outside), max(median(between), 0.0))
+
+
+def _batches(model: ModelConfig) -> Iterator[Any]:
+    samples = torch.randint(model.vocab_size or 2, (1, model.seq_length + 1))
+    while True:
+        yield Batch.from_samples(samples)

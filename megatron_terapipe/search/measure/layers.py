@@ -1,0 +1,241 @@
+"""Times the layers of a model as the engine runs them: whole sequences, token slice by token slice, there and back.
+
+    forward     F0 F1 F2 F3
+    backward                B3 B2 B1 B0       in one piece, then once more in two: BI, and BW put off
+
+Every rank of this machine measures at the same time, each its part of the layer, because cores and memory are shared.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.module import takes_past
+from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.weight_gradients import WeightGradients, compute
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.model.gpt import LAYERS_BEFORE_BLOCKS, gpt_layers, gpt_loss
+from megatron_terapipe.search.measure.sizes import MeasuredRun
+from megatron_terapipe.search.profile.profile import OpPoint
+from megatron_terapipe.search.profile.shapes import Shape, shape_of
+from megatron_terapipe.search.workload.gpt import gpt_workload
+from megatron_terapipe.tensor_parallel.ranks import Pending, TensorParallelRanks
+
+BLOCKS_TOGETHER = 3
+"""Blocks that are timed one after the other, so that the weights of each are not still in the cache."""
+
+LEAST_REPEATS, LEAST_S = 3, 0.4
+"""Repeats of a run: as many, and as long, as makes the median steady."""
+
+
+class PartAlone(TensorParallelRanks):
+    """A rank that computes its part of each layer, and leaves out what it would tell the others."""
+
+    __slots__ = ()
+
+    def start_sum(self, part: Tensor) -> Pending:
+        """Take the part for the sum."""
+        return lambda: part
+
+
+class OpTimes(NamedTuple):
+    """Seconds of a token slice's ops."""
+
+    forward: float
+    backward: float
+    input_gradient: float
+    weight_gradient: float
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """Layers of one kind, to be run one after the other.
+
+    Attributes:
+        shape: of one.
+        modules: the layers.
+        functions: what runs each; may be another function of a module, as of a tied embedding.
+        count: by how many the times are divided.
+        reads_tokens: whether the input is token ids.
+        ends_in_loss: whether the loss follows.
+    """
+
+    shape: Shape
+    modules: tuple[nn.Module, ...]
+    functions: tuple[Callable[..., Tensor], ...]
+    count: int = 1
+    reads_tokens: bool = False
+    ends_in_loss: bool = False
+
+
+def build_layers(
+    model: ModelConfig, ranks: TensorParallelRanks, dtype: torch.dtype, device: torch.device, *, recompute: str
+) -> list[MeasuredLayers]:
+    """One entry for each kind of layer of a model: its different blocks, and but for recomputation its two ends."""
+    specs = gpt_layers(model, ranks, recompute_cheap=recompute == "selective")
+    workload = gpt_workload(model)
+
+    def built(spec: LayerSpec) -> nn.Module:
+        return spec.build().to(device=device, dtype=dtype)
+
+    found = []
+    blocks = workload.layers[workload.first_dealt : workload.end_dealt]
+    for shape in dict.fromkeys(shape_of(block) for block in blocks):
+        index = [shape_of(block) for block in blocks].index(shape)
+        modules = tuple(built(specs[LAYERS_BEFORE_BLOCKS + index]) for _ in range(BLOCKS_TOGETHER))
+        found.append(MeasuredLayers(shape, modules, modules, count=BLOCKS_TOGETHER))
+    if recompute != "none":
+        return found
+    words, positions, norm, head = (built(specs[index]) for index in (0, 1, -2, -1))
+    output = partial(specs[-1].forward_fn, head) if isinstance(specs[-1], TiedLayerSpec) else head
+    embedding_shape, norm_shape, head_shape = (shape_of(workload.layers[index]) for index in (0, -2, -1))
+    found.append(MeasuredLayers(embedding_shape, (words, positions), (words, positions), reads_tokens=True))
+    found.append(MeasuredLayers(norm_shape, (norm,), (norm,)))
+    found.append(MeasuredLayers(head_shape, (head,), (output,), ends_in_loss=True))
+    return found
+
+
+class LayerTimer:
+    """Runs layers as the engine does, and times each op.
+
+    Args:
+        model: the model section.
+        ranks: what shares the layers.
+        dtype: of weights and activations.
+        device: where they live.
+    """
+
+    def __init__(
+        self, model: ModelConfig, ranks: TensorParallelRanks, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._model, self._ranks, self._dtype, self._device = model, ranks, dtype, device
+        self._weight_gradients = WeightGradients()
+
+    def points(self, layers: MeasuredLayers, run: MeasuredRun) -> list[OpPoint]:
+        """Medians over repeats, per token slice, for one layer; all ranks must call it at the same time."""
+        cut = TokenSlices.uniform(self._model.seq_length, run.num_token_slices)
+        for module in layers.modules:
+            self._weight_gradients.attach(module)
+        # Gradients exist from the first on, as within a step: products add to them.
+        self._repeat(layers, run, cut)
+        repeats: list[list[OpTimes]] = []
+        begun = time.perf_counter()
+        while len(repeats) < LEAST_REPEATS or self._together(time.perf_counter() - begun) < LEAST_S:
+            dist.barrier()
+            repeats.append(self._repeat(layers, run, cut))
+        points = []
+        for index, (start, end) in enumerate(cut.bounds()):
+            forward, backward, of_input, of_weight = (
+                self._together(median(times)) / layers.count
+                for times in zip(*(repeat[index] for repeat in repeats), strict=True)
+            )
+            # The whole backward is what most schedules run; how it divides is known from the two parts.
+            share = of_input / (of_input + of_weight) if of_input + of_weight else 0.0
+            points.append(OpPoint(run.micro_batch_size, start, end, forward, backward * share, backward * (1 - share)))
+        return points
+
+    def _together(self, seconds: float) -> float:
+        """Mean over the ranks."""
+        total = torch.tensor([seconds], dtype=torch.float64 if self._device.type == "cpu" else torch.float32)
+        total = total.to(self._device)
+        dist.all_reduce(total)
+        return float(total.item()) / dist.get_world_size()
+
+    def _repeat(self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices) -> list[OpTimes]:
+        whole = self._once(layers, run, cut, puts_off=False)
+        parts = self._once(layers, run, cut, puts_off=True)
+        return [
+            OpTimes((first[0] + second[0]) / 2, first[1], second[1], second[2])
+            for first, second in zip(whole, parts, strict=True)
+        ]
+
+    def _once(
+        self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices, *, puts_off: bool
+    ) -> list[tuple[float, float, float]]:
+        """Forward, backward and weight gradient of each token slice of one micro-batch."""
+        state = SequenceState(cut, sequences=range(run.micro_batch_size))
+        inputs = [self._input(layers, run.micro_batch_size, length) for length in cut.lengths]
+        targets = [torch.zeros(run.micro_batch_size, length, dtype=torch.long) for length in cut.lengths]
+        forwards, roots = [], []
+        for index, given in enumerate(inputs):
+            with Stopwatch() as watch:
+                output = self._forward(layers, given, state, index)
+                if layers.ends_in_loss:
+                    labels = targets[index].to(self._device), torch.ones_like(targets[index]).to(self._device)
+                    output = gpt_loss(output, labels, self._ranks)
+            forwards.append(watch.seconds)
+            roots.append(output)
+        found: list[tuple[float, float, float]] = []
+        for index in reversed(range(len(cut))):
+            root = roots.pop()
+            gradient = torch.ones_like(root)
+            weights_s = 0.0
+            with Stopwatch() as watch:
+                if puts_off:
+                    with self._weight_gradients.put_off() as later:
+                        torch.autograd.backward(root, gradient)
+                else:
+                    torch.autograd.backward(root, gradient)
+            del root
+            if puts_off:
+                with Stopwatch() as other:
+                    compute(later)
+                weights_s = other.seconds
+            found.append((forwards[index], watch.seconds, weights_s))
+        return found[::-1]
+
+    def _forward(self, layers: MeasuredLayers, given: Tensor, state: SequenceState, token_slice: int) -> Tensor:
+        hidden = given
+        for number, (module, function) in enumerate(zip(layers.modules, layers.functions, strict=True)):
+            keywords: dict[str, Any] = {"past": state.past(number, token_slice)} if takes_past(module) else {}
+            hidden = function(hidden, **keywords)
+        return hidden
+
+    def _input(self, layers: MeasuredLayers, rows: int, length: int) -> Tensor:
+        if layers.reads_tokens:
+            return torch.randint(self._model.vocab_size or 2, (rows, length), device=self._device)
+        return torch.randn(
+            rows, length, self._model.hidden_size, dtype=self._dtype, device=self._device, requires_grad=True
+        )
+
+
+class Stopwatch:
+    """Seconds until the device is done with what is inside."""
+
+    def __enter__(self) -> "Stopwatch":
+        self._accelerator = get_accelerator()
+        self._accelerator.synchronize()
+        self._begun = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._accelerator.synchronize()
+        self.seconds = time.perf_counter() - self._begun
+
+
+def merged(points: Sequence[OpPoint], *, by_place: bool) -> tuple[OpPoint, ...]:
+    """Points of a layer; of one that does not attend, one for each size, whatever place it was measured at.
+
+    Args:
+        points: measured ones.
+        by_place: whether it matters where token slices begin.
+    """
+    if by_place:
+        return tuple(points)
+    sizes: dict[tuple[int, int], list[OpPoint]] = {}
+    for point in points:
+        sizes.setdefault((point.micro_batch_size, point.end - point.start), []).append(point)
+    return tuple(
+        OpPoint(size, 0, length, *(median(times) for times in zip(*(point[3:] for point in of_size), strict=True)))
+        for (size, length), of_size in sizes.items()
+    )

@@ -1,0 +1,94 @@
+"""What is measured: which layers, and at which sizes, the most telling first."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
+
+FEWEST_TOKENS = 16
+"""Shorter token slices are not measured: nobody would cut so."""
+
+MESSAGE_BYTES = (2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24)
+"""Sizes of messages that are timed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredSizes:
+    """Sizes at which a model is measured.
+
+    Attributes:
+        model: whose layers.
+        precision: `fp32`, `fp16` or `bf16`.
+        tensor_parallel_sizes: ranks that share a layer; each rank measures its part alone.
+        micro_batch_sizes: sequences.
+        nums_token_slices: into how many token slices of the same length sequences are cut.
+        num_processes: ranks that measure at the same time, as those of a run do.
+        budget_s: seconds after which no further size is begun.
+    """
+
+    model: ModelConfig
+    precision: str
+    tensor_parallel_sizes: tuple[int, ...]
+    micro_batch_sizes: tuple[int, ...]
+    nums_token_slices: tuple[int, ...]
+    num_processes: int
+    budget_s: float
+
+    def __post_init__(self) -> None:
+        """Check that the model can be cut so.
+
+        Raises:
+            ConfigError: if heads, the MLP or the sequence cannot be divided.
+        """
+        for size in self.tensor_parallel_sizes:
+            for what, number in (
+                ("heads", self.model.num_attention_heads),
+                *(("key and value heads", block.num_key_value_heads) for block in self.model.blocks),
+                *(("numbers of the MLP", block.ffn_hidden_size) for block in self.model.blocks),
+            ):
+                if number % size:
+                    raise ConfigError(
+                        f"--tensor-parallel-size {size} does not divide the {number} {what} of the model: leave it out"
+                    )
+        for number in self.nums_token_slices:
+            if self.model.seq_length % number:
+                raise ConfigError(
+                    f"--num-token-slices {number} does not divide the {self.model.seq_length} tokens of a sequence: "
+                    "leave it out"
+                )
+
+    def runs(self) -> Iterator["MeasuredRun"]:
+        """Each combination, in an order in which the first ones alone tell most."""
+        for size in sorted(self.micro_batch_sizes):
+            for number in sorted(self.nums_token_slices):
+                for tensor in self.tensor_parallel_sizes:
+                    yield MeasuredRun(tensor, size, number, "none")
+        for tensor in self.tensor_parallel_sizes:
+            for size in (min(self.micro_batch_sizes), max(self.micro_batch_sizes)):
+                for number in (min(self.nums_token_slices), max(self.nums_token_slices)):
+                    yield MeasuredRun(tensor, size, number, "selective")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """Whole sequences forward and backward in token slices, through each kind of layer.
+
+    Attributes:
+        tensor_parallel_size: ranks that share a layer.
+        micro_batch_size: sequences.
+        num_token_slices: of each.
+        recompute: `none` or `selective`.
+    """
+
+    tensor_parallel_size: int
+    micro_batch_size: int
+    num_token_slices: int
+    recompute: str
+
+
+def default_numbers_of_token_slices(seq_length: int) -> tuple[int, ...]:
+    """Powers of two that leave at least `FEWEST_TOKENS` tokens, 16 at most."""
+    return tuple(
+        number for number in (1, 2, 4, 8, 16) if seq_length % number == 0 and seq_length // number >= FEWEST_TOKENS
+    )

@@ -1,0 +1,206 @@
+"""Peak memory of each pipeline rank of a strategy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deepspeed_ext.plan.ops import PipelineShape
+from megatron_terapipe.config.parallel import OPTIMISED
+from megatron_terapipe.search.cluster import Cluster
+from megatron_terapipe.search.memory.activations import TokenMemory, token_memory
+from megatron_terapipe.search.memory.assembly import Counted, assemble
+from megatron_terapipe.search.memory.live import (
+    Held,
+    RankOrder,
+    StageBytes,
+    peak_held,
+    rank_order,
+    steady_micro_batches,
+)
+from megatron_terapipe.search.memory.physics import MemoryPhysics
+from megatron_terapipe.search.memory.states import bucket_bytes, state_bytes
+from megatron_terapipe.search.prediction import RankMemory
+from megatron_terapipe.search.software import TERAPIPE, Software
+from megatron_terapipe.search.workload import Layer, Workload
+from megatron_terapipe.strategy import Strategy
+
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+"""Bytes of an activation."""
+
+TRANSFERS = 3
+"""Messages of one token slice that a stage holds beside its activations: one on its way in, one on its way out, and
+the gradient that it works on."""
+
+
+@dataclass(kw_only=True)
+class MemoryModel:
+    """Memory of strategies of one workload on one cluster.
+
+    Attributes:
+        workload: the model.
+        cluster: what it runs on.
+        software: what trains it.
+        precision: `fp16`, `bf16` or `fp32`.
+        physics: what no count of tensors says.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    software: Software = TERAPIPE
+    precision: str = "bf16"
+    physics: MemoryPhysics = field(default_factory=MemoryPhysics)
+    _orders: dict[tuple[str, PipelineShape], list[RankOrder]] = field(default_factory=dict, repr=False)
+    _layers: dict[tuple[Layer, int, str, bool], TokenMemory] = field(default_factory=dict, repr=False)
+
+    def predict(self, strategy: Strategy, *, activation_limit: float | None = None) -> tuple[RankMemory, ...]:
+        """Peak memory of every pipeline rank: of the moment in which it holds the most.
+
+        Args:
+            strategy: how it is trained.
+            activation_limit: activations that the schedule may hold on each rank, as a multiple of 1F1B's peak on the
+                first; None = as the schedule does.
+
+        Raises:
+            ConfigError: if its stages or token slices do not fit the workload.
+        """
+        counted = self.count(strategy, activation_limit=activation_limit)
+        return tuple(assemble(rank, self.physics) for rank in counted)
+
+    def count(self, strategy: Strategy, *, activation_limit: float | None = None) -> list[Counted]:
+        """What `predict` counts, for each rank, before physics is applied; arguments and errors as there."""
+        ranks = strategy.pipeline_parallel_size
+        stages = self._stages(strategy)
+        held = self._held(strategy, stages, activation_limit)
+        states = state_bytes(
+            self.software.name,
+            self.precision,
+            zero_stage=strategy.zero_stage,
+            data_parallel_size=strategy.data_parallel_size,
+        )
+        is_gpu = any(node.device.is_gpu for node in self.cluster.nodes)
+        communicators = sum(size > 1 for size in (strategy.data_parallel_size, strategy.tensor_parallel_size, ranks))
+        transfers = 0.0 if ranks == 1 else TRANSFERS * self._message_bytes(strategy)
+        counted = []
+        for rank, peak in enumerate(held):
+            parameters = self._parameters(strategy, stages[rank::ranks])
+            buckets = float(bucket_bytes(self.software.name, self.precision, parameters, strategy.zero_stage))
+            counted.append(
+                Counted(
+                    weights=parameters * states.weights,
+                    gradients=parameters * states.gradients,
+                    optimizer=parameters * float(states.optimizer),
+                    step=parameters * float(states.step),
+                    activations=peak.activations,
+                    key_values=peak.key_values,
+                    logits=peak.logits,
+                    working=peak.working,
+                    buffers=transfers + buckets,
+                    communicators=float(communicators * is_gpu),
+                )
+            )
+        return counted
+
+    def fits(self, memory: Sequence[RankMemory]) -> bool:
+        """Whether no device runs out of memory; every rank may be on the smallest."""
+        smallest = min(node.device.memory_bytes for node in self.cluster.nodes)
+        return max(rank.total for rank in memory) <= smallest * self.physics.usable_share
+
+    def _stages(self, strategy: Strategy) -> list[range]:
+        num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
+        return self.workload.stages(self.workload.partition(strategy.stage_partition, num_stages))
+
+    def _parameters(self, strategy: Strategy, stages: Sequence[range]) -> float:
+        """Parameters of the stages of one rank; a weight that two of its layers share is there once."""
+        layers = [self.workload.layers[index] for stage in stages for index in stage]
+        total = sum(layer.parameters_per_rank(strategy.tensor_parallel_size) for layer in layers)
+        shared = [layer for layer in layers if layer.shared_weight is not None]
+        names = [layer.shared_weight for layer in shared]
+        again = [layer for index, layer in enumerate(shared) if layer.shared_weight in names[:index]]
+        return total - sum(layer.shared_parameters / strategy.tensor_parallel_size for layer in again)
+
+    def _message_bytes(self, strategy: Strategy) -> float:
+        """What flows between two stages for one token slice."""
+        longest = max(strategy.cut(self.workload.seq_length).lengths) / self.workload.seq_length
+        elements = max(layer.output_elements for layer in self.workload.layers)
+        return ELEMENT_BYTES[self.precision] * strategy.micro_batch_size * longest * elements
+
+    def _held(self, strategy: Strategy, stages: Sequence[range], limit: float | None) -> list[Held]:
+        """What each rank holds at its peak."""
+        of_stage = self._stage_bytes(strategy, stages)
+        lengths = strategy.cut(self.workload.seq_length).lengths
+        ranks, chunks, slices = strategy.pipeline_parallel_size, strategy.num_model_chunks, strategy.num_token_slices
+        schedule = strategy.schedule
+        if schedule == OPTIMISED:
+            # It keeps within what 1F1B needs, unless told another limit (docs/schedules.md).
+            schedule, limit = ("1f1b" if chunks == 1 else "interleaved"), limit or 1.0
+        num_micro_batches = steady_micro_batches(schedule, ranks, slices, strategy.num_micro_batches)
+        shape = PipelineShape(ranks * chunks, num_micro_batches, slices, chunks)
+        held = [peak_held(order, lengths, num_micro_batches, of_stage) for order in self._rank_orders(schedule, shape)]
+        if limit is None:
+            return held
+        # Every rank may hold as many micro-batches as the limit, which the first one's order under 1F1B defines.
+        live = limit * min(ranks - 1 + slices, strategy.num_micro_batches * slices) / slices
+        live = min(live, strategy.num_micro_batches)
+        sequence = float(sum(lengths))
+        return [
+            Held(
+                activations=live * sequence * float(of_stage.activations[rank::ranks].sum()) / chunks,
+                key_values=live * sequence * float(of_stage.key_values[rank::ranks].sum()),
+                logits=peak.logits,
+                working=peak.working,
+            )
+            for rank, peak in enumerate(held)
+        ]
+
+    def _rank_orders(self, schedule: str, shape: PipelineShape) -> list[RankOrder]:
+        key = schedule, shape
+        if key not in self._orders:
+            self._orders[key] = [rank_order(schedule, shape, rank) for rank in range(shape.num_ranks)]
+        return self._orders[key]
+
+    def _stage_bytes(self, strategy: Strategy, stages: Sequence[range]) -> StageBytes:
+        """Bytes of a token of a micro-batch on each stage."""
+        rows = []
+        for stage in stages:
+            memories = [self._layer_memory(self.workload.layers[index], strategy) for index in stage]
+            sums = [sum(float(memory[part]) for memory in memories) for part in range(4)]
+            working = max((float(memory.working) for memory in memories), default=0.0)
+            rows.append((*sums, working, sum(float(memory.freed_by_input_gradient) for memory in memories)))
+        return StageBytes(*(strategy.micro_batch_size * np.array(rows).T))
+
+    def _layer_memory(self, layer: Layer, strategy: Strategy) -> TokenMemory:
+        key = (layer, strategy.tensor_parallel_size, strategy.recompute, strategy.sequence_parallel)
+        if key not in self._layers:
+            config = self.workload.config
+            self._layers[key] = token_memory(
+                layer,
+                self.software,
+                element_bytes=ELEMENT_BYTES[self.precision],
+                tensor_parallel_size=strategy.tensor_parallel_size,
+                recompute=strategy.recompute,
+                sequence_parallel=strategy.sequence_parallel,
+                activation_is_read_off_output=config is not None and config.activation == "relu",
+            )
+        return self._layers[key]
+
+
+def predict_memory(
+    workload: Workload,
+    cluster: Cluster,
+    strategy: Strategy,
+    *,
+    software: Software = TERAPIPE,
+    precision: str = "bf16",
+    physics: MemoryPhysics | None = None,
+    activation_limit: float | None = None,
+) -> tuple[RankMemory, ...]:
+    """Peak memory of every pipeline rank; see `MemoryModel.predict`, which is faster for many strategies."""
+    model = MemoryModel(
+        workload=workload,
+        cluster=cluster,
+        software=software,
+        precision=precision,
+        physics=physics or MemoryPhysics(),
+    )
+    return model.predict(strategy, activation_limit=activation_limit)

@@ -1,0 +1,102 @@
+"""The price of one strategy: its time on the real schedule, its memory, and how sure both are."""
+
+from typing import Protocol
+
+from megatron_terapipe.search.cluster import Cluster
+from megatron_terapipe.search.cost.model import CostModel
+from megatron_terapipe.search.cost.op_times import OpTimes
+from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.memory import MemoryModel, MemoryPhysics
+from megatron_terapipe.search.prediction import Prediction, RankMemory
+from megatron_terapipe.search.software import TERAPIPE, Software
+from megatron_terapipe.search.workload import Workload
+from megatron_terapipe.strategy import Strategy
+
+GIB = 2**30
+
+
+class Doubt(Protocol):
+    """How far measurements are from predictions; `calibrate.intervals` knows from runs that were measured."""
+
+    @property
+    def coverage(self) -> float:
+        """Share of measurements that shall be inside."""
+        ...
+
+    def interval(self, strategy: Strategy, iteration_time_s: float) -> tuple[float, float]:
+        """Shortest and longest iteration to expect of a strategy, in seconds, around its predicted time."""
+        ...
+
+
+class Pricing:
+    """Prices strategies of one model on one cluster, time and memory."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        software: Software = TERAPIPE,
+        physics: Physics | None = None,
+        memory_physics: MemoryPhysics | None = None,
+        op_times: OpTimes | None = None,
+        precision: str = "bf16",
+        doubt: Doubt | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            workload: what is trained.
+            cluster: where.
+            software: what trains it.
+            physics: what is reached of data sheets; None = the defaults.
+            memory_physics: what no count of tensors says; None = the defaults.
+            op_times: times of layers; None = the roofline.
+            precision: `bf16`, `fp16` or `fp32`.
+            doubt: how far measurements are from predictions; None = no intervals.
+        """
+        self.workload = workload
+        self.cluster = cluster
+        self.doubt = doubt
+        self.cost_model = CostModel(
+            workload, cluster, software=software, physics=physics, op_times=op_times, precision=precision
+        )
+        self.memory_model = MemoryModel(
+            workload=workload,
+            cluster=cluster,
+            software=software,
+            precision=precision,
+            physics=memory_physics or MemoryPhysics(),
+        )
+
+    def predict(self, strategy: Strategy) -> Prediction:
+        """Price one strategy.
+
+        Raises:
+            ConfigError: if it does not fit the cluster or the model.
+            PlanError: if its schedule does not take its shape.
+        """
+        time = self.cost_model.predict_time(strategy)
+        interval = None if self.doubt is None else self.doubt.interval(strategy, time.iteration_time_s)
+        return Prediction(
+            iteration_time_s=time.iteration_time_s,
+            bubble_ratio=time.bubble_ratio,
+            breakdown=time.breakdown,
+            memory=self.memory_model.predict(strategy),
+            interval_s=interval,
+            interval_coverage=0.9 if self.doubt is None else self.doubt.coverage,
+            notes=time.notes,
+        )
+
+    def why_it_does_not_fit(self, strategy: Strategy, memory: tuple[RankMemory, ...]) -> str | None:
+        """Say which pipeline rank needs more memory than its smallest device has; None if none does."""
+        usable_share = self.memory_model.physics.usable_share
+        for rank, devices in enumerate(self.cost_model.groups(strategy).devices):
+            smallest = min(devices, key=lambda device: device.memory_bytes)
+            usable, needed = usable_share * smallest.memory_bytes, memory[rank].total
+            if needed > usable:
+                return (
+                    f"out of memory: pipeline rank {rank} needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} GiB "
+                    f"({smallest.name})"
+                )
+        return None

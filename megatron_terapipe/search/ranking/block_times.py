@@ -1,0 +1,239 @@
+"""Seconds of every strategy of a grid: an estimate in closed form, and a bound that no simulation of it goes below.
+
+    counts of layers [ranks, K]  x  table of ops [parts, K, B, S, R, Q]  ->  ops of each rank [parts, ranks, B, S, R, Q]
+    slowest rank, the others, the way of the first token slice           ->  estimate, bound [O, P, B, S, R, Q, Z]
+
+Ranks with the same layers, device and links are the same row, so there are few of them however long the pipeline is.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.cluster.rank_groups import GroupLinks, RankGroups
+from megatron_terapipe.search.cost.closed_form import lower_bound, pipeline_time, total_s
+from megatron_terapipe.search.cost.collectives import Span
+from megatron_terapipe.search.cost.model import CostModel, span_at
+from megatron_terapipe.search.cost.stage_ops import StageOps
+from megatron_terapipe.search.cost.step_costs import step_costs
+from megatron_terapipe.search.ranking.op_tables import OpTable, OpTables
+from megatron_terapipe.search.ranking.stage_counts import StageCounts
+from megatron_terapipe.search.space.block import Block
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of one iteration of each strategy of a grid.
+
+    Attributes:
+        estimate: [grid] in closed form.
+        bound: [grid] no schedule of it takes less.
+    """
+
+    estimate: Floats
+    bound: Floats
+
+
+class RankKinds:
+    """Pipeline ranks of a layout by what they compute with: those of a kind share their tables of ops."""
+
+    def __init__(self, block: Block, groups: RankGroups, tables: OpTables) -> None:
+        """Find them.
+
+        Args:
+            block: the grid.
+            groups: links and devices of the layout.
+            tables: prices layers.
+        """
+        numbers: dict[tuple[object, ...], int] = {}
+        self.of_rank: list[int] = []
+        """Kind of each pipeline rank."""
+        self.tables: list[list[OpTable]] = []
+        """Of each kind, the table of each of its different devices."""
+        for rank, devices in enumerate(groups.devices):
+            span = span_at(groups.tensor, rank)
+            key = (devices, span)
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                self.tables.append([tables.table(block, device, span) for device in devices])
+            self.of_rank.append(numbers[key])
+
+
+def block_times(
+    block: Block,
+    groups: RankGroups,
+    cost_model: CostModel,
+    tables: OpTables,
+    counts: Mapping[tuple[int, int], StageCounts],
+) -> BlockTimes:
+    """Price a grid.
+
+    Args:
+        block: the grid.
+        groups: links and devices of its layout.
+        cost_model: what prices a strategy.
+        tables: prices layers.
+        counts: layers of each rank, by number of model chunks and place on the axis `partition`; pairs that are missing
+            are not priced.
+    """
+    kinds = RankKinds(block, groups, tables)
+    estimate = np.full(block.shape, np.inf)
+    bound = np.full(block.shape, np.inf)
+    for chunks in dict.fromkeys(chunks for _, chunks in block.order):
+        for place in range(len(block.partition)):
+            found = counts.get((chunks, place))
+            if found is None:
+                continue
+            ops = _rank_ops(kinds, found)
+            hops_s, latency_s = _hops(block, groups, cost_model, found)
+            step_s = _step_s(block, groups, cost_model, found)
+            for order, (schedule, its_chunks) in enumerate(block.order):
+                if its_chunks != chunks:
+                    continue
+                times = _pipeline(schedule, chunks, block, ops, hops_s, latency_s)
+                # The last axis is the ZeRO stage, which the ops do not depend on.
+                estimate[order, place] = times[0][..., None] + step_s
+                bound[order, place] = times[1][..., None] + step_s
+    return BlockTimes(estimate, bound)
+
+
+@dataclass(frozen=True)
+class _RankOps:
+    """Ops of one micro-batch of the different rows of ranks: [4, rows, B, S, R, Q], and how many ranks each row is."""
+
+    whole: Floats
+    multiplicity: Floats
+    last: int
+    fill: Floats
+    """[4, B, S, R, Q] of the first token slice in the first stages of all ranks but the last."""
+
+
+def _rank_ops(kinds: RankKinds, counts: StageCounts) -> _RankOps:
+    ranks = len(kinds.of_rank)
+    keyed = np.column_stack([np.array(kinds.of_rank), counts.per_rank])
+    rows, row_of_rank, multiplicity = np.unique(keyed, axis=0, return_inverse=True, return_counts=True)
+    row_of_rank = row_of_rank.reshape(-1)
+    of_kind = rows[:, 0].astype(int)
+    parts = []
+    fill: Floats | float = 0.0
+    of_rank = np.array(kinds.of_rank)
+    order: list[int] = []
+    for kind, tables in enumerate(kinds.tables):
+        mine = np.flatnonzero(of_kind == kind)
+        parts.append(_slowest_device([_times(rows[mine, 1:], table.whole) for table in tables]))
+        order += mine.tolist()
+        before_last = (of_rank == kind) & (np.arange(ranks) < ranks - 1)
+        passed = counts.first_stage[before_last].sum(axis=0)[None]
+        fills = [_times(passed, table.first)[:, 0] for table in tables]
+        # A bound must not count on the slower one of two devices.
+        fill = fill + np.minimum.reduce(fills)
+    whole = np.concatenate(parts, axis=1)
+    back = np.argsort(np.array(order))
+    return _RankOps(whole[:, back], multiplicity.astype(float), int(row_of_rank[-1]), np.asarray(fill))
+
+
+def _times(counts: Floats, table: Floats) -> Floats:
+    """[rows, K] x [4, K, ...] -> [4, rows, ...]."""
+    parts, kinds = table.shape[:2]
+    product = counts @ table.reshape(parts, kinds, -1)
+    return np.asarray(product.reshape(parts, len(counts), *table.shape[2:]), dtype=float)
+
+
+def _slowest_device(per_device: Sequence[Floats]) -> Floats:
+    """Ops of the device that takes longest for a forward and a backward; the others of its stage wait for it."""
+    slowest = per_device[0]
+    for other in per_device[1:]:
+        slowest = np.where((other[0] + other[1]) > (slowest[0] + slowest[1]), other, slowest)
+    return slowest
+
+
+def _pipeline(
+    schedule: str, chunks: int, block: Block, ops: _RankOps, hops_s: Floats, latency_s: Floats
+) -> tuple[Floats, Floats]:
+    """[B, S, R, Q] estimate and bound of the ops."""
+    zero = np.zeros(())
+    micro_batches = block.num_micro_batches.reshape(-1, 1, 1, 1).astype(float)
+    per_row = StageOps(*ops.whole, zero)
+    totals = total_s(schedule, per_row)
+    slowest_row = np.argmax(totals, axis=0)[None]
+    slowest = StageOps(*(np.take_along_axis(part, slowest_row, axis=0)[0] for part in ops.whole), zero)
+    weights = ops.multiplicity[:, None, None, None, None]
+    others = StageOps(*((part * weights).sum(axis=0) - one for part, one in zip(ops.whole, slowest[:4], strict=True)), zero)
+    slices = np.array(block.token_slices, dtype=float).reshape(1, -1, 1, 1)
+    estimate = pipeline_time(
+        schedule,
+        num_micro_batches=micro_batches,
+        num_token_slices=slices,
+        num_model_chunks=float(chunks),
+        slowest=slowest,
+        others=others,
+        latency_s=latency_s * chunks,
+    )
+    fill = StageOps(*ops.fill, zero)
+    last = StageOps(*ops.whole[:, ops.last], zero)
+    passing = fill._replace(
+        forward=fill.forward + hops_s, backward=fill.backward + hops_s, input_gradient=fill.input_gradient + hops_s
+    )
+    bound = lower_bound(schedule, num_micro_batches=micro_batches, slowest=slowest, last=last, fill=passing)
+    return np.asarray(np.maximum(estimate, bound)), np.asarray(bound)
+
+
+def _hops(block: Block, groups: RankGroups, model: CostModel, counts: StageCounts) -> tuple[Floats, Floats]:
+    """[B, S, 1, 1] seconds in which the first token slice travels from the first rank to the last: least, and usual."""
+    ranks = block.pipeline_parallel_size
+    shape = (len(block.micro_batch), len(block.token_slices), 1, 1)
+    if ranks == 1 or not model.software.overlaps_transfers:
+        return np.zeros(shape), np.zeros(shape)
+    layers = [model.workload.layers[index] for index in counts.last_layers[: ranks - 1].tolist()]
+    physics, links = model.physics, groups.pipe
+    outputs = np.array([layer.output_elements for layer in layers], dtype=float)
+    latency = float((links.latency_s[: ranks - 1] + physics.transfer_s).sum())
+    per_sequence = float((outputs / (links.bandwidth[: ranks - 1] * physics.transfer_efficiency)).sum())
+    sizes = np.array(block.micro_batch, dtype=float).reshape(-1, 1, 1, 1)
+    seq_length = model.workload.seq_length
+    share = np.array(
+        [(block.lengths or _equal(count, seq_length))[0] / seq_length for count in block.token_slices]
+    ).reshape(1, -1, 1, 1)
+    moving = model.element_bytes * per_sequence * sizes * share
+    # Sizes of uneven layers are averaged over a micro-batch when messages are simulated: leave them out of the bound.
+    return np.broadcast_to(latency, shape), latency + 2 * moving + np.zeros(shape)
+
+
+def _equal(count: int, seq_length: int) -> tuple[float, ...]:
+    return (seq_length / count,)
+
+
+def _columns(links: GroupLinks, ranks: int) -> Span:
+    """Links of the groups of all pipeline ranks, as arrays of [P]."""
+    return Span(
+        float(links.size),
+        links.num_nodes[:ranks],
+        links.inside_bandwidth[:ranks],
+        links.inside_latency_s[:ranks],
+        links.network_bandwidth[:ranks],
+        links.network_latency_s[:ranks],
+    )
+
+
+def _step_s(block: Block, groups: RankGroups, model: CostModel, counts: StageCounts) -> Floats:
+    """[Z] seconds behind the last backward."""
+    ranks = block.pipeline_parallel_size
+    bandwidth = np.array([min(device.memory_bandwidth for device in devices) for devices in groups.devices])
+    seconds = []
+    for zero_stage in block.zero:
+        step = step_costs(
+            counts.parameters,
+            counts.shared_parameters,
+            _columns(groups.data, ranks),
+            span_at(groups.ends, 0),
+            bandwidth,
+            zero_stage=zero_stage,
+            software=model.software,
+            physics=model.physics,
+        )
+        seconds.append(sum(float(np.max(part)) for part in step) + model.physics.iteration_s)
+    return np.array(seconds)

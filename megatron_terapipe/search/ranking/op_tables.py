@@ -1,0 +1,130 @@
+"""Seconds of the ops of each kind of layer on the small grid of what they depend on.
+
+An op depends on the layout only by its tensor-parallel size and the links between those ranks, and on the rest of a
+strategy by micro-batch size, token slices, recomputation and sequence parallelism. Layouts share tables.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.cluster import Device
+from megatron_terapipe.search.cost.collectives import Span
+from megatron_terapipe.search.cost.model import CostModel
+from megatron_terapipe.search.cost.stage_ops import layer_ops
+from megatron_terapipe.search.space.block import Block
+from megatron_terapipe.search.workload import Layer
+
+Floats = NDArray[np.float64]
+
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
+"""Rows of the first axis of a table."""
+
+
+@dataclass(frozen=True)
+class OpTable:
+    """Ops of layers on one device: [4 parts, K layers, B micro-batch sizes, S cuts, R recomputations, Q sequence parallel].
+
+    Attributes:
+        whole: seconds of all token slices of one micro-batch.
+        first: seconds of the first token slice.
+    """
+
+    whole: Floats
+    first: Floats
+
+
+class OpTables:
+    """Computes tables, and keeps them."""
+
+    def __init__(self, cost_model: CostModel) -> None:
+        """Prepare.
+
+        Args:
+            cost_model: what prices layers.
+        """
+        self._model = cost_model
+        layers = {id(layer): layer for layer in cost_model.workload.layers}
+        self.layers: tuple[Layer, ...] = tuple(layers.values())
+        """The different layers of the model: its K kinds."""
+        self._tables: dict[tuple[object, ...], OpTable] = {}
+
+    def table(self, block: Block, device: Device, span: Span) -> OpTable:
+        """The table that a grid of strategies needs.
+
+        Args:
+            block: its axes.
+            device: what computes.
+            span: links between its tensor-parallel ranks.
+        """
+        cuts = tuple(
+            tuple(self._cut(block, count, parallel) for count in block.token_slices)
+            for parallel in block.sequence_parallel
+        )
+        key = (device, span, block.tensor_parallel_size, block.micro_batch, cuts, block.recompute, block.sequence_parallel)
+        known = self._tables.get(key)
+        if known is None:
+            known = self._compute(block, device, span, cuts)
+            self._tables[key] = known
+        return known
+
+    def _cut(self, block: Block, count: int, sequence_parallel: bool) -> tuple[int, ...]:
+        seq_length = self._model.workload.seq_length
+        needed = block.tensor_parallel_size if sequence_parallel else 1
+        if count * needed > seq_length:
+            return (seq_length,)  # no strategy has it: another rule says so
+        return block.cut(count, sequence_parallel, seq_length) or (seq_length,)
+
+    def _compute(self, block: Block, device: Device, span: Span, cuts: Sequence[Sequence[tuple[int, ...]]]) -> OpTable:
+        shape = (
+            4,
+            len(self.layers),
+            len(block.micro_batch),
+            len(block.token_slices),
+            len(block.recompute),
+            len(block.sequence_parallel),
+        )
+        whole, first = np.empty(shape), np.empty(shape)
+        sizes = np.array(block.micro_batch, dtype=float)[:, None]
+        for parallel, (on, lengths) in enumerate(zip(block.sequence_parallel, cuts, strict=True)):
+            starts, ends, begins = _bounds(lengths, self._model.workload.seq_length)
+            for mode, recompute in enumerate(block.recompute):
+                for kind, layer in enumerate(self.layers):
+                    ops = layer_ops(
+                        layer,
+                        device,
+                        self._model.op_times,
+                        self._model.physics,
+                        span,
+                        tensor_parallel_size=float(block.tensor_parallel_size),
+                        micro_batch_size=sizes,
+                        start=starts * layer.tokens,
+                        end=ends * layer.tokens,
+                        recompute=recompute,
+                        sequence_parallel=on,
+                        element_bytes=self._model.element_bytes,
+                    )
+                    for part, seconds in enumerate(ops[:4]):
+                        seconds = np.broadcast_to(seconds, (len(sizes), len(starts)))
+                        whole[part, kind, :, :, mode, parallel] = np.add.reduceat(seconds, begins, axis=1)
+                        first[part, kind, :, :, mode, parallel] = seconds[:, begins]
+        return OpTable(whole, first)
+
+
+def _bounds(cuts: Sequence[tuple[int, ...]], seq_length: int) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """Token slices of all cuts, one cut after the other.
+
+    Returns:
+        Start and end of each, as shares of the sequence; index of the first of each cut.
+    """
+    starts, ends, begins = [], [], []
+    for cut in cuts:
+        begins.append(len(starts))
+        at = 0
+        for length in cut:
+            starts.append(at)
+            at += length
+            ends.append(at)
+    return np.array(starts) / seq_length, np.array(ends) / seq_length, np.array(begins)

@@ -1,0 +1,175 @@
+"""Prices a whole space in closed form: seconds at about and seconds at least of each strategy that may fit the memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.partition import StagePartition
+from megatron_terapipe.search.cluster.rank_groups import RankGroups
+from megatron_terapipe.search.ranking.block_memory import block_fits
+from megatron_terapipe.search.ranking.block_times import RankKinds, block_times
+from megatron_terapipe.search.ranking.dealt_layers import dealt_layers
+from megatron_terapipe.search.ranking.op_tables import OpTables
+from megatron_terapipe.search.ranking.stage_counts import StageCounts, stage_counts
+from megatron_terapipe.search.space import Block, Choices, Funnel, LegalBlock, Problem, legal_blocks
+from megatron_terapipe.search.space.choices import SOLVED
+from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
+from megatron_terapipe.search.space.walk import layouts
+from megatron_terapipe.strategy import Strategy
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.pricing import Pricing
+
+Floats = NDArray[np.float64]
+
+FITS = "memory of the devices"
+"""Name of the rejection of those that need more."""
+
+SAME_STAGES = DUPLICATE_RULES[-1].name
+
+Progress = Callable[[int, int, str], None]
+"""Called with steps done, steps in all, and what is being done."""
+
+
+@dataclass(frozen=True)
+class PricedBlock:
+    """The strategies of a grid that may win.
+
+    Attributes:
+        block: the grid.
+        order: number of the node order.
+        partitions: bounds of stages by model chunks and place on the axis `partition`.
+        places: [n] flat index in the grid of each strategy.
+        estimate: [n] seconds in closed form.
+        bound: [n] seconds at least.
+    """
+
+    block: Block
+    order: int
+    partitions: dict[tuple[int, int], StagePartition]
+    places: NDArray[np.int64]
+    estimate: Floats
+    bound: Floats
+
+    def strategy(self, index: int, problem: Problem) -> Strategy:
+        """One of them, its stage partition set."""
+        place = tuple(int(each) for each in np.unravel_index(self.places[index], self.block.shape))
+        strategy = self.block.strategy(place, problem)
+        if self.block.partition[place[1]] == SOLVED:
+            bounds = self.partitions[strategy.num_model_chunks, place[1]].bounds
+            strategy = replace(strategy, stage_partition=bounds)
+        return strategy
+
+
+def price_space(
+    problem: Problem,
+    choices: Choices,
+    pricings: "Sequence[Pricing]",
+    funnel: Funnel,
+    progress: Progress | None = None,
+) -> Iterator[PricedBlock]:
+    """Price every strategy that keeps the rules, on every node order.
+
+    Args:
+        problem: what is asked.
+        choices: values of each dimension.
+        pricings: one for each node order.
+        funnel: counts what is rejected, those that cannot fit the memory among them.
+        progress: told about layouts.
+    """
+    tables = [OpTables(pricing.cost_model) for pricing in pricings]
+    total = len(layouts(choices, problem.cluster.num_devices))
+    for number, found in enumerate(legal_blocks(problem, choices, funnel)):
+        if progress is not None:
+            progress(number, total, "closed form")
+        different, fitting = np.zeros(found.block.shape, dtype=bool), np.zeros(found.block.shape, dtype=bool)
+        for order, (pricing, table) in enumerate(zip(pricings, tables, strict=True)):
+            priced, legal, fits = _price(problem, found, order, pricing, table)
+            different |= legal
+            fitting |= fits
+            if len(priced.places):
+                yield priced
+        funnel.reject(SAME_STAGES, int((found.legal & ~different).sum()))
+        funnel.reject(FITS, int((different & ~fitting).sum()))
+        funnel.priced += int(different.sum())
+
+
+def _price(
+    problem: Problem, found: LegalBlock, order: int, pricing: "Pricing", tables: OpTables
+) -> tuple[PricedBlock, NDArray[np.bool_], NDArray[np.bool_]]:
+    """Those of a grid that may win; which differ from each other; which of those may fit the memory."""
+    block = found.block
+    cost_model = pricing.cost_model
+    layout = ParallelLayout(
+        data_parallel_size=block.data_parallel_size,
+        tensor_parallel_size=block.tensor_parallel_size,
+        pipeline_parallel_size=block.pipeline_parallel_size,
+    )
+    groups = RankGroups(cost_model.cluster, layout)
+    partitions = _partitions(problem, block, groups, tables)
+    kind_of = {id(layer): kind for kind, layer in enumerate(tables.layers)}
+    counts: dict[tuple[int, int], StageCounts] = {
+        key: stage_counts(
+            problem.workload, partition, block.pipeline_parallel_size, block.tensor_parallel_size, kind_of
+        )
+        for key, partition in partitions.items()
+    }
+    legal = found.legal & _priceable(block, partitions)
+    fits = block_fits(block, groups, pricing.memory_model, tables.layers, counts) & legal
+    if not fits.any():
+        nothing = np.zeros(0)
+        return PricedBlock(block, order, partitions, nothing.astype(np.int64), nothing, nothing), legal, fits
+    times = block_times(block, groups, cost_model, tables, counts)
+    places = np.flatnonzero(fits)
+    estimate, bound = times.estimate.ravel()[places], times.bound.ravel()[places]
+    return PricedBlock(block, order, partitions, places, estimate, bound), legal, fits
+
+
+def _priceable(block: Block, partitions: dict[tuple[int, int], StagePartition]) -> NDArray[np.bool_]:
+    """[O, P, 1, ...] pairs that have a stage partition of their own."""
+    pairs = [[(chunks, place) in partitions for place in range(len(block.partition))] for _, chunks in block.order]
+    return np.array(pairs)[:, :, None, None, None, None, None]
+
+
+def _partitions(
+    problem: Problem, block: Block, groups: RankGroups, tables: OpTables
+) -> dict[tuple[int, int], StagePartition]:
+    """The stages of every pair of model chunks and partition rule; pairs that do not fit are left out."""
+    ranks = block.pipeline_parallel_size
+    found: dict[tuple[int, int], StagePartition] = {}
+    layer_times: Floats | None = None
+    for chunks in dict.fromkeys(chunks for _, chunks in block.order):
+        for place, rule in enumerate(block.partition):
+            if rule == SOLVED:
+                if layer_times is None:
+                    layer_times = _layer_times(problem, block, groups, tables)
+                micro_batches = int(block.num_micro_batches.max())
+                partition = dealt_layers(problem, layer_times, ranks, chunks, micro_batches)
+                if all(partition != other for (its_chunks, _), other in found.items() if its_chunks == chunks):
+                    found[chunks, place] = partition
+            elif isinstance(rule, str) or len(rule) == ranks * chunks + 1:
+                found[chunks, place] = problem.partition(rule, ranks * chunks)
+    return found
+
+
+def _layer_times(problem: Problem, block: Block, groups: RankGroups, tables: OpTables) -> Floats:
+    """[P, layers] seconds of forward and backward of a whole micro-batch, for the first values of the other axes."""
+    small = replace(
+        block,
+        micro_batch=block.micro_batch[:1],
+        token_slices=block.token_slices[:1],
+        recompute=block.recompute[:1],
+        sequence_parallel=block.sequence_parallel[:1],
+    )
+    kinds = RankKinds(small, groups, tables)
+    kind_of = {id(layer): kind for kind, layer in enumerate(tables.layers)}
+    columns = np.array([kind_of[id(layer)] for layer in problem.workload.layers])
+    rows = []
+    for tables_of_kind in kinds.tables:
+        slowest = np.maximum.reduce([(table.whole[0] + table.whole[1])[:, 0, 0, 0, 0] for table in tables_of_kind])
+        rows.append(slowest[columns])
+    return np.array(rows)[kinds.of_rank]

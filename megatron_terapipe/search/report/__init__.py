@@ -1,0 +1,1 @@
+"""What people and programs get to see: tables, JSON, the files to launch a strategy with, a page in HTML."""

@@ -1,0 +1,109 @@
+"""Why the winner wins over the runner-up: where their iterations differ, largest first."""
+
+from dataclasses import dataclass, fields
+
+from megatron_terapipe.search.prediction import Prediction, TimeBreakdown
+from megatron_terapipe.search.report.answer import Entry
+from megatron_terapipe.search.report.figures import bytes_text, time_text
+
+TIME_NAMES = {
+    "compute_s": "compute",
+    "tensor_parallel_s": "tensor-parallel collectives",
+    "bubble_s": "bubbles",
+    "transfer_s": "transfers between stages",
+    "gradient_reduction_s": "gradient reduction",
+    "shared_weight_s": "tied embedding",
+    "optimizer_s": "optimizer",
+    "fixed_s": "fixed",
+}
+"""Parts of an iteration in words."""
+
+_WORTH_SAYING = 0.005
+"""Parts that differ by less than this share of the iteration are noise to a reader."""
+
+_DIFFERENCES = (
+    ("data_parallel_size", "data-parallel size"),
+    ("tensor_parallel_size", "tensor-parallel size"),
+    ("pipeline_parallel_size", "pipeline ranks"),
+    ("num_model_chunks", "model chunks"),
+    ("num_token_slices", "token slices"),
+    ("token_slices", "lengths of token slices"),
+    ("micro_batch_size", "micro-batch size"),
+    ("schedule", "schedule"),
+    ("sequence_parallel", "sequence parallelism"),
+    ("recompute", "recomputation"),
+    ("zero_stage", "ZeRO stage"),
+    ("stage_partition", "stage partition"),
+    ("placement", "placement"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The winner beside another strategy.
+
+    Attributes:
+        changes: what the other does differently: name, the winner's value, the other's.
+        saved_s: seconds that the winner is shorter by, for each part of the iteration that matters, largest first.
+        sentences: the same in words.
+    """
+
+    changes: tuple[tuple[str, str, str], ...]
+    saved_s: tuple[tuple[str, float], ...]
+    sentences: tuple[str, ...]
+
+
+def compare(winner: Entry, other: Entry) -> Comparison:
+    """Hold the winner against another strategy. Both have a price."""
+    assert winner.prediction is not None and other.prediction is not None
+    first, second = winner.prediction, other.prediction
+    changes = tuple(
+        (words, _value(getattr(winner.strategy, name)), _value(getattr(other.strategy, name)))
+        for name, words in _DIFFERENCES
+        if getattr(winner.strategy, name) != getattr(other.strategy, name)
+    )
+    saved = sorted(
+        (
+            (name, getattr(second.breakdown, name) - getattr(first.breakdown, name))
+            for name in (each.name for each in fields(TimeBreakdown))
+        ),
+        key=lambda part: -abs(part[1]),
+    )
+    worth = _WORTH_SAYING * first.iteration_time_s
+    said = tuple((name, seconds) for name, seconds in saved if abs(seconds) >= worth)
+    return Comparison(changes, said, tuple(_sentences(first, second, said)))
+
+
+def _sentences(first: Prediction, second: Prediction, saved: tuple[tuple[str, float], ...]) -> list[str]:
+    gain = second.iteration_time_s - first.iteration_time_s
+    share = gain / second.iteration_time_s if second.iteration_time_s else 0.0
+    if gain <= 0:
+        lines = ["Both are predicted to take the same time."]
+    else:
+        lines = [f"An iteration takes {time_text(gain)} less ({share:.1%})."]
+    shorter = [f"{TIME_NAMES[name]} ({time_text(seconds)})" for name, seconds in saved if seconds > 0]
+    longer = [f"{TIME_NAMES[name]} ({time_text(-seconds)})" for name, seconds in saved if seconds < 0]
+    if shorter:
+        lines.append(f"It saves in {_listed(shorter)}.")
+    if longer:
+        lines.append(f"It pays with more in {_listed(longer)}.")
+    if first.memory and second.memory:
+        difference = second.peak_memory_bytes - first.peak_memory_bytes
+        word = "less" if difference >= 0 else "more"
+        lines.append(f"The fullest rank holds {bytes_text(abs(difference))} {word}.")
+    if first.interval_s and second.interval_s and first.interval_s[1] >= second.interval_s[0]:
+        lines.append("Their intervals overlap: only a trial of both can tell which is faster.")
+    return lines
+
+
+def _value(value: object) -> str:
+    if isinstance(value, tuple):
+        text = ",".join(map(str, value))
+        return text if len(text) <= 48 else f"{text[:45]}..."
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "as it comes" if value is None else str(value)
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

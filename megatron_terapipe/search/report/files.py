@@ -1,0 +1,103 @@
+"""Writes an answer: its JSON, its page, and the files that launch the winner."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.render.html import Panel
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.report.answer import Answer, answer_json
+from megatron_terapipe.search.report.figures import strategy_text
+from megatron_terapipe.search.report.launch import Launch, launch_of, write_text
+from megatron_terapipe.search.report.page import Extras, render_page
+from megatron_terapipe.search.report.timelines import timeline_of
+from megatron_terapipe.strategy import Strategy
+
+NUM_TIMELINES = 2
+"""The winner's, and the runner-up's below it."""
+
+TERMINAL = "-"
+"""Name of a file that stands for standard output."""
+
+OpCostsOf = Callable[[Strategy], OpCosts]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        paths: the files.
+        command: what launches the winner; empty where nothing can.
+        why_not: why nothing can.
+    """
+
+    paths: tuple[str, ...]
+    command: str = ""
+    why_not: str = ""
+
+
+def write_json(path: str, document: Any) -> None:
+    """Write JSON into a file, or onto standard output where the path is `-`.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    text = json.dumps(document, indent=1) + "\n"
+    if path == TERMINAL:
+        sys.stdout.write(text)
+    else:
+        write_text(path, text)
+
+
+def winner_launch(answer: Answer) -> tuple[Launch | None, str]:
+    """What launches the winner, or None and why not."""
+    if not answer.priced:
+        return None, "no strategy can run"
+    try:
+        return launch_of(answer.priced[0].strategy, answer.workload.config, answer.cluster, answer.precision), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
+def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> Written:
+    """Write `ranking.json`, `report.html` and, for the winner, what launches it.
+
+    Args:
+        directory: where to; made where there is none.
+        answer: what to write.
+        op_costs: times of the ops of a strategy, for the timelines.
+
+    Raises:
+        ConfigError: if a file cannot be written.
+    """
+    paths = [str(Path(directory) / name) for name in ("ranking.json", "report.html")]
+    write_json(paths[0], answer_json(answer.entries))
+    launch, why_not = winner_launch(answer)
+    command = "" if launch is None else launch.command(directory)
+    write_page(paths[1], answer, op_costs, command=command)
+    if launch is not None:
+        paths += launch.write(directory)
+    return Written(paths=tuple(paths), command=command, why_not=why_not)
+
+
+def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str = "") -> None:
+    """Write the page alone.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    panels, notes = [], []
+    for entry in answer.priced[:NUM_TIMELINES]:
+        drawn = timeline_of(entry.strategy, op_costs(entry.strategy))
+        if drawn is None:
+            continue
+        title = f"rank {entry.rank}: {strategy_text(entry.strategy)}"
+        panels.append(Panel(title, drawn[0]))
+        if drawn[1]:
+            notes.append(f"rank {entry.rank}: {drawn[1]}")
+    write_text(path, render_page(answer, Extras(command=command, panels=panels, panels_note="; ".join(notes))))

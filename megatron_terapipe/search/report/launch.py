@@ -1,0 +1,187 @@
+"""What it takes to run a strategy: strategy file, hostfile in the order of its ranks, DeepSpeed file, command."""
+
+import json
+import shlex
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.cluster import Cluster, Node
+from megatron_terapipe.search.cluster.hostfile import hostfile_text
+from megatron_terapipe.search.report.figures import sequences
+from megatron_terapipe.strategy import Strategy
+
+TRAIN_ITERATIONS = 100
+LEARNING_RATE = "1e-4"
+
+HEADER = """#!/usr/bin/env bash
+# Written by the strategy search: runs {iterations} iterations on random tokens. Flags that follow are added, so
+#   ./launch.sh --data-path PREFIX --train-iters 100000
+# trains on data; tokenizer, schedule of the learning rate and checkpoints are yours to say. `--dry-run` only checks.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+data=--mock-data
+case " $* " in *" --data-path "* | *" --train-data-path "*) data= ;; esac
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """The files that launch a strategy, by their contents.
+
+    Attributes:
+        strategy: as `--strategy` reads it.
+        nodes: in the order of the ranks.
+        deepspeed: the DeepSpeed file; it repeats what the flags say, and is the place for more.
+        flags: of `pretrain_gpt.py`, without those that name the two files.
+        launcher: words before `pretrain_gpt.py`.
+        on_cpu: whether DeepSpeed must be told to take the CPU.
+        many_nodes: whether a hostfile is needed.
+    """
+
+    strategy: Strategy
+    nodes: tuple[Node, ...]
+    deepspeed: dict[str, Any]
+    flags: tuple[str, ...]
+    on_cpu: bool
+    many_nodes: bool
+
+    def command(self, directory: str) -> str:
+        """The command in one line, run where `pretrain_gpt.py` is.
+
+        Args:
+            directory: where the files are.
+        """
+        words = [*self._launcher(f"{directory}/hostfile"), "pretrain_gpt.py", *self._files(directory), *self.flags]
+        prefix = "DS_ACCELERATOR=cpu " if self.on_cpu else ""
+        return prefix + shlex.join([*words, "--mock-data"])
+
+    def write(self, directory: str) -> list[str]:
+        """Write the files into a directory, which is made, and return their paths.
+
+        Raises:
+            ConfigError: if they cannot be written.
+        """
+        script = [HEADER.format(iterations=TRAIN_ITERATIONS)]
+        if self.on_cpu:
+            script.append("export DS_ACCELERATOR=cpu\n")
+        words = [*self._launcher("$here/hostfile"), "pretrain_gpt.py", *self._files("$here"), *self.flags]
+        quoted = [f'"{word}"' if word.startswith("$here") else shlex.quote(word) for word in words]
+        script.append(" ".join([*quoted, "$data", '"$@"']) + "\n")
+        contents = {
+            "strategy.json": json.dumps(self.strategy.to_json(), indent=2) + "\n",
+            "hostfile": hostfile_text(self.nodes),
+            "ds_config.json": json.dumps(self.deepspeed, indent=2) + "\n",
+            "launch.sh": "".join(script),
+        }
+        paths = []
+        for name, content in contents.items():
+            path = Path(directory) / name
+            write_text(str(path), content)
+            paths.append(str(path))
+        (Path(directory) / "launch.sh").chmod(0o755)
+        return paths
+
+    def _launcher(self, hostfile: str) -> list[str]:
+        if self.many_nodes:
+            return ["deepspeed", "--hostfile", hostfile]
+        return ["deepspeed", "--num_accelerators", str(self.strategy.world_size)]
+
+    def _files(self, directory: str) -> list[str]:
+        return ["--strategy", f"{directory}/strategy.json", "--deepspeed-config", f"{directory}/ds_config.json"]
+
+
+def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, precision: str) -> Launch:
+    """Return what launches a strategy.
+
+    Args:
+        strategy: what to run.
+        model: the trainer's model section; None = a model that it cannot build.
+        cluster: where.
+        precision: `bf16`, `fp16` or `fp32`.
+
+    Raises:
+        ConfigError: if the trainer cannot build the model, or the launcher cannot place the ranks so.
+    """
+    if model is None:
+        raise ConfigError(
+            "the model is given by layers, which pretrain_gpt.py cannot build: launch it with your trainer"
+        )
+    nodes = nodes_in_order(strategy, cluster)
+    placed = replace(strategy, placement=None)
+    zero = {"stage": strategy.zero_stage}
+    deepspeed: dict[str, Any] = {
+        "train_batch_size": sequences(strategy),
+        "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
+        "gradient_accumulation_steps": strategy.num_micro_batches,
+        "zero_optimization": zero,
+    }
+    if precision != "fp32":
+        deepspeed[precision] = {"enabled": True}
+    training = ["--train-iters", str(TRAIN_ITERATIONS), "--lr", LEARNING_RATE, "--log-interval", "10"]
+    return Launch(
+        strategy=placed,
+        nodes=nodes,
+        deepspeed=deepspeed,
+        flags=(*([] if precision == "fp32" else [f"--{precision}"]), *model_flags(model), *training),
+        on_cpu=not all(node.device.is_gpu for node in nodes),
+        many_nodes=len(nodes) > 1,
+    )
+
+
+def nodes_in_order(strategy: Strategy, cluster: Cluster) -> tuple[Node, ...]:
+    """Nodes in the order in which their ranks come, each with the devices that are used.
+
+    Raises:
+        ConfigError: if the ranks of a node do not follow each other: launchers fill one node after the other.
+    """
+    places = strategy.placement or tuple(range(strategy.world_size))
+    if len(places) != strategy.world_size or max(places) >= cluster.num_devices:
+        raise ConfigError(
+            f"strategy: placement names {len(places)} devices up to {max(places)} for {strategy.world_size} ranks on a "
+            f"cluster of {cluster.num_devices}: give one device for each rank"
+        )
+    runs = [(index, len(list(run))) for index, run in groupby(cluster.node_of_device[place] for place in places)]
+    seen: dict[int, int] = {}
+    for index, length in runs:
+        if index in seen:
+            raise ConfigError(
+                f"strategy: placement comes back to node {cluster.nodes[index].name}: launchers fill one node after "
+                "the other, so put the ranks of a node next to each other"
+            )
+        seen[index] = length
+    return tuple(replace(cluster.nodes[index], num_devices=length) for index, length in runs)
+
+
+def model_flags(model: ModelConfig) -> list[str]:
+    """The fewest flags that make `pretrain_gpt.py` build a model."""
+    required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    given: dict[str, Any] = {name: getattr(model, name) for name in required}
+    for each in fields(ModelConfig):
+        value = getattr(model, each.name)
+        if each.name in given or each.name == "model_preset" or value is None:
+            continue
+        if getattr(ModelConfig(**given), each.name) != value:
+            given[each.name] = value
+    words = []
+    for name, value in given.items():
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(str(value))
+    return words
+
+
+def write_text(path: str, content: str) -> None:
+    """Write a file, its directory made where there is none.
+
+    Raises:
+        ConfigError: if that cannot be done.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): give another place") from None

@@ -1,0 +1,87 @@
+"""The report as one HTML page that needs nothing else: what wins, why, what it costs, what was rejected."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+
+from deepspeed_ext.plan.render.html import Panel, render_html
+from megatron_terapipe.search.report import sections
+from megatron_terapipe.search.report.answer import Answer
+from megatron_terapipe.search.report.style import STYLE
+from megatron_terapipe.search.report.table import all_notes, heading
+
+_HEAD_HEIGHT, _PANEL_HEIGHT, _ROW_HEIGHT = 140, 140, 27
+"""Pixels of the timelines' page: title and legend, a panel without its rows, a row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """What a page shows beside the answer itself.
+
+    Attributes:
+        command: what launches the winner; empty = it cannot be launched so.
+        panels: timelines, on one axis.
+        panels_note: what of them is left out.
+        rows: strategies that the page lists.
+    """
+
+    command: str = ""
+    panels: Sequence[Panel] = ()
+    panels_note: str = ""
+    rows: int = 30
+
+
+def render_page(answer: Answer, extras: Extras) -> str:
+    """Draw the report.
+
+    Returns:
+        An HTML document.
+    """
+    priced = answer.priced
+    body = [
+        f"<header><h1>{escape(answer.workload.name)} on {escape(answer.cluster.name or 'the cluster')}</h1></header>"
+    ]
+    body.append(f'<p class="sub">{escape(heading(answer))}</p>')
+    if priced:
+        body.append(_section("", sections.winner(answer, priced[0])))
+        if extras.command:
+            body.append(_section("How to run it", f"<pre>{escape(extras.command)}</pre>"))
+        if len(priced) > 1:
+            body.append(_section("Why it wins over the runner-up", sections.why(priced[0], priced[1])))
+    else:
+        body.append(_section("", "<p>No strategy can run. Below is why.</p>"))
+    body.append(_section("Ranking", sections.ranking(answer, extras.rows)))
+    if priced:
+        body.append(_section("Where an iteration goes", sections.times(priced[:10])))
+        body.append(_section("Memory of each pipeline rank", sections.memory(answer, priced[0])))
+    if extras.panels:
+        body.append(_section("Timeline", _timeline(extras)))
+    if answer.considered or answer.rejections:
+        body.append(_section("What was rejected", sections.funnel(answer)))
+    notes = all_notes(answer)
+    if notes:
+        body.append(_section("Notes", f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"))
+    return _document(f"{answer.workload.name} on {answer.cluster.name or 'the cluster'}", "\n".join(body))
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section>{f'<h2>{escape(title)}</h2>' if title else ''}{content}</section>"
+
+
+def _timeline(extras: Extras) -> str:
+    """The timelines in a frame of their own: their page has scripts, styles and names that ours does not know."""
+    ranks = sum(panel.timeline.shape.num_ranks for panel in extras.panels)
+    height = _HEAD_HEIGHT + _PANEL_HEIGHT * len(extras.panels) + _ROW_HEIGHT * ranks
+    page = render_html(extras.panels, "predicted timeline")
+    note = f'<p class="sub">{escape(extras.panels_note)}</p>' if extras.panels_note else ""
+    return f'{note}<iframe title="timeline" style="height:{height}px" srcdoc="{escape(page, quote=True)}"></iframe>'
+
+
+def _document(title: str, body: str) -> str:
+    style = (files("deepspeed_ext.plan.render") / "page" / "style.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )

@@ -1,0 +1,168 @@
+"""The sections of the page, each as HTML."""
+
+from dataclasses import fields
+from html import escape
+from itertools import pairwise
+
+from megatron_terapipe.search.cluster import Cluster, Device
+from megatron_terapipe.search.prediction import RankMemory, TimeBreakdown
+from megatron_terapipe.search.report.answer import Answer, Entry
+from megatron_terapipe.search.report.bars import Bar, colours, legend, stacked_bars
+from megatron_terapipe.search.report.comparison import TIME_NAMES, compare
+from megatron_terapipe.search.report.figures import (
+    bytes_text,
+    count_text,
+    flops_utilization,
+    interval_text,
+    strategy_text,
+    time_text,
+    tokens_per_s,
+)
+from megatron_terapipe.search.report.table import LEFT, rows_of
+from megatron_terapipe.strategy import Strategy
+
+MEMORY_NAMES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "key_values": "keys and values",
+    "logits": "logits",
+    "buffers": "buffers",
+    "framework": "framework",
+}
+"""Parts of memory in words."""
+
+
+def winner(answer: Answer, entry: Entry) -> str:
+    """The best strategy and its figures."""
+    prediction, strategy = entry.prediction, entry.strategy
+    assert prediction is not None
+    time_s = prediction.iteration_time_s
+    used = flops_utilization(strategy, answer.workload, answer.cluster, time_s, answer.precision)
+    interval = ""
+    if prediction.interval_s is not None:
+        low, high = prediction.interval_s
+        interval = f", {prediction.interval_coverage:.0%} within {time_text(low)} to {time_text(high)}"
+    figures = [
+        (time_text(time_s), f"an iteration{interval}"),
+        (f"{tokens_per_s(strategy, answer.workload, time_s):,.0f}", "tokens a second"),
+        (f"{used:.0%}", "of the devices' peak (MFU)"),
+        (f"{prediction.bubble_ratio:.1%}", "bubble ratio"),
+    ]
+    if prediction.memory:
+        figures.append((bytes_text(prediction.peak_memory_bytes), "on the fullest device"))
+    facts = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in figures)
+    lengths = ""
+    if strategy.token_slices is not None:
+        lengths = f'<p class="sub">token slices: {escape(", ".join(map(str, strategy.token_slices)))}</p>'
+    return f'<p class="winner">{escape(strategy_text(strategy))}</p><div class="facts">{facts}</div>{lengths}'
+
+
+def why(first: Entry, second: Entry) -> str:
+    """The winner beside the runner-up: what differs, and what that brings."""
+    found = compare(first, second)
+    changes = "".join(
+        f'<tr><td class="left">{escape(name)}</td><td>{escape(here)}</td><td>{escape(there)}</td></tr>'
+        for name, here, there in found.changes
+    )
+    sentences = "".join(f"<li>{escape(each)}</li>" for each in found.sentences)
+    return (
+        f'<div class="columns"><div><ul>{sentences}</ul></div><div class="wide"><table><tr><th class="left"></th>'
+        f"<th>rank 1</th><th>rank 2</th></tr>{changes}</table></div></div>"
+    )
+
+
+def ranking(answer: Answer, most: int) -> str:
+    """The table of the ranking."""
+    entries = list(answer.entries[:most])
+    names, rows = rows_of(answer, entries)
+    head = "".join(f'<th class="{"left" if name in LEFT else ""}">{escape(name)}</th>' for name in names)
+    lines = []
+    for entry, row in zip(entries, rows, strict=True):
+        kind = "out" if not entry.feasible else "first" if entry.rank == 1 else ""
+        cells = "".join(_cell(name, text) for name, text in zip(names, row, strict=True))
+        lines.append(f'<tr class="{kind}">{cells}</tr>')
+    more = len(answer.entries) - len(entries)
+    rest = f'<p class="sub">{more} more are in the JSON.</p>' if more > 0 else ""
+    return f'<div class="wide"><table><tr>{head}</tr>{"".join(lines)}</table></div>{rest}'
+
+
+def _cell(name: str, text: str) -> str:
+    kind = "left why" if name == "why not" else "left" if name in LEFT else ""
+    return f'<td class="{kind}">{escape(text)}</td>'
+
+
+def times(entries: list[Entry]) -> str:
+    """A bar for each strategy: where its iteration goes."""
+    palette = colours(list(TIME_NAMES.values()))
+    bars, written = [], {}
+    for index, entry in enumerate(entries):
+        assert entry.prediction is not None
+        prediction = entry.prediction
+        parts = {TIME_NAMES[each.name]: getattr(prediction.breakdown, each.name) for each in fields(TimeBreakdown)}
+        total = prediction.breakdown.total_s or 1.0
+        written[index] = {name: f"{time_text(amount)} ({amount / total:.1%})" for name, amount in parts.items()}
+        figure = f"{time_text(prediction.iteration_time_s)} {interval_text(prediction)}"
+        bars.append(Bar(f"{entry.rank}  {strategy_text(entry.strategy)}", parts, figure))
+    shown = [name for name in palette if any(bar.parts[name] > 0 for bar in bars)]
+    return legend(shown, palette) + stacked_bars(bars, palette, written)
+
+
+def memory(answer: Answer, entry: Entry) -> str:
+    """A bar for each pipeline rank: what fills its devices, and how much they have."""
+    assert entry.prediction is not None
+    if not entry.prediction.memory:
+        return "<p>Not predicted.</p>"
+    palette = colours(list(MEMORY_NAMES.values()))
+    bars, written = [], {}
+    layers = _layers_of_ranks(answer, entry.strategy)
+    for index, rank in enumerate(entry.prediction.memory):
+        parts = {MEMORY_NAMES[each.name]: getattr(rank, each.name) for each in fields(RankMemory)}
+        written[index] = {name: bytes_text(amount) for name, amount in parts.items()}
+        device = _smallest_device(answer.cluster, entry.strategy, index)
+        label = f"rank {index}, {layers[index]}"
+        if len({node.device for node in answer.cluster.nodes}) > 1:
+            label += f", {device.name}"
+        figure = f"{bytes_text(rank.total)} of {bytes_text(device.memory_bytes)}"
+        bars.append(Bar(label, parts, figure, limit=device.memory_bytes))
+    shown = [name for name in palette if any(bar.parts[name] > 0 for bar in bars)]
+    return legend(shown, palette) + stacked_bars(bars, palette, written)
+
+
+def _layers_of_ranks(answer: Answer, strategy: Strategy) -> list[str]:
+    """Which layers each pipeline rank holds, counted as a stage partition counts them."""
+    ranks = strategy.pipeline_parallel_size
+    partition = answer.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
+    bounds = partition.bounds
+    words: list[list[str]] = [[] for _ in range(ranks)]
+    for stage, (first, end) in enumerate(pairwise(bounds)):
+        words[stage % ranks].append(f"{first}-{end - 1}" if end - first > 1 else f"{first}" if end > first else "none")
+    return [f"layers {', '.join(each)}" for each in words]
+
+
+def _smallest_device(cluster: Cluster, strategy: Strategy, pipeline_rank: int) -> Device:
+    """The device with the least memory among those of a pipeline rank."""
+    devices = [node.device for node in cluster.nodes for _ in range(node.num_devices)]
+    places = strategy.placement or tuple(range(strategy.world_size))
+    peers = strategy.data_parallel_size * strategy.tensor_parallel_size
+    return min(
+        (devices[place] for place in places[pipeline_rank * peers :][:peers]), key=lambda each: each.memory_bytes
+    )
+
+
+def funnel(answer: Answer) -> str:
+    """How many strategies were looked at, and for what the others fell."""
+    palette = colours(["rejected"])
+    bars = [
+        Bar(reason, {"rejected": float(count)}, f"{count:,}")
+        for reason, count in sorted(answer.rejections.items(), key=lambda each: -each[1])
+        if count
+    ]
+    written = {index: {"rejected": bar.figure} for index, bar in enumerate(bars)}
+    rejected = sum(answer.rejections.values())
+    took = "" if answer.search_s is None else f" in {time_text(answer.search_s)}"
+    text = f"{answer.considered:,} strategies were considered{took}, and {rejected:,} rejected."
+    if answer.search_s and answer.considered:
+        text += f" That is {count_text(answer.considered / answer.search_s)} a second."
+    return f'<p class="sub">{escape(text)}</p>{stacked_bars(bars, palette, written)}'

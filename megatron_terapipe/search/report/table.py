@@ -1,0 +1,118 @@
+"""The ranking on the terminal."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron_terapipe.search.report.answer import Answer, Entry
+from megatron_terapipe.search.report.figures import (
+    bytes_text,
+    count_text,
+    flops_utilization,
+    interval_text,
+    time_text,
+    tokens_per_s,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+WIDTH_WITHOUT_TERMINAL = 160
+LEFT = ("schedule", "recompute", "why not")
+
+
+def print_table(answer: Answer, console: "Console | None" = None, *, top: int | None = None) -> None:
+    """Print the ranking, the strategies that cannot run below it, and the notes.
+
+    Args:
+        answer: what to print.
+        console: where; None = standard output, as wide as the terminal.
+        top: lines at most; None = all.
+    """
+    import rich.console
+
+    if console is None:
+        console = rich.console.Console()
+        if not console.is_terminal:
+            console = rich.console.Console(width=WIDTH_WITHOUT_TERMINAL)
+    console.print(heading(answer), markup=False, highlight=False)
+    console.print(_table(answer, answer.entries[:top]))
+    for note in all_notes(answer):
+        console.print(f"note: {note}", markup=False, highlight=False)
+
+
+def heading(answer: Answer) -> str:
+    """What the ranking is about, in one line."""
+    workload, nodes = answer.workload, answer.cluster.nodes
+    batch = "" if answer.global_batch_size is None else f", {answer.global_batch_size} sequences a step"
+    devices: dict[str, int] = {}
+    for node in nodes:
+        devices[node.device.name] = devices.get(node.device.name, 0) + node.num_devices
+    listed = " + ".join(f"{count} x {name}" for name, count in devices.items())
+    return (
+        f"{workload.name} ({count_text(workload.parameters)} parameters, {workload.seq_length} tokens{batch}) on "
+        f"{listed} in {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {answer.precision}"
+    )
+
+
+def all_notes(answer: Answer) -> list[str]:
+    """Assumptions, and doubts about the winner, each once."""
+    winner = next(iter(answer.priced), None)
+    of_winner = () if winner is None or winner.prediction is None else winner.prediction.notes
+    return list(dict.fromkeys([*answer.notes, *(f"rank 1: {note}" for note in of_winner)]))
+
+
+def cells(answer: Answer, entry: Entry) -> dict[str, str]:
+    """What each column says of an entry."""
+    strategy, prediction = entry.strategy, entry.prediction
+    row = {
+        "rank": "-" if entry.rank is None else str(entry.rank),
+        "dp": str(strategy.data_parallel_size),
+        "tp": str(strategy.tensor_parallel_size),
+        "pp": str(strategy.pipeline_parallel_size),
+        "S": str(strategy.num_token_slices),
+        "mbs": str(strategy.micro_batch_size),
+        "schedule": strategy.schedule,
+        "V": str(strategy.num_model_chunks),
+        "recompute": strategy.recompute,
+        "ZeRO": str(strategy.zero_stage),
+        "sp": "yes" if strategy.sequence_parallel else "no",
+    }
+    if prediction is not None:
+        time_s = prediction.iteration_time_s
+        used = flops_utilization(strategy, answer.workload, answer.cluster, time_s, answer.precision)
+        row |= {
+            "time": time_text(time_s),
+            "interval": interval_text(prediction),
+            "tokens/s": f"{tokens_per_s(strategy, answer.workload, time_s):,.0f}",
+            "MFU": f"{used:.0%}",
+            "bubble": f"{prediction.bubble_ratio:.1%}",
+            "memory": bytes_text(prediction.peak_memory_bytes) if prediction.memory else "",
+        }
+    return row | {"why not": entry.reason or ""}
+
+
+def rows_of(answer: Answer, entries: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
+    """Names of the columns that say something, and the rows."""
+    found = [cells(answer, entry) for entry in entries]
+    names = list(dict.fromkeys(name for row in found for name in row))
+    # Prices stand before the reason, also where the first row has none.
+    names.sort(key=lambda name: name == "why not")
+    shown = [name for name in names if any(row.get(name) for row in found)]
+    return shown, [[row.get(name, "") for name in shown] for row in found]
+
+
+def _table(answer: Answer, entries: Sequence[Entry]) -> "Table":
+    import rich.box
+    import rich.table
+    import rich.text
+
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    names, rows = rows_of(answer, entries)
+    for name in names:
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "why not")
+    for entry, row in zip(entries, rows, strict=True):
+        style = "dim" if not entry.feasible else "bold" if entry.rank == 1 else ""
+        # As `Text`, so that brackets in a name are no markup.
+        table.add_row(*map(rich.text.Text, row), style=style)
+    return table
