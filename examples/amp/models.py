@@ -88,8 +88,7 @@ def gpt2() -> Workload:
         layer(26, "transpose", "other"),
         layer(27, "norm", "norm", norm, unshared_parameters=norm, num_norms=1),
         layer(28, "head", "head", words, products=(logits,), **shared),
-        # Reads half precision and writes single: nothing is divided among tensor-parallel ranks but the vocabulary.
-        layer(29, "cast", "other", activation_width=VOCAB_SIZE),
+        layer(29, "cast", "other"),
     )
     return Workload(name="AMP GPT-2", layers=layers, seq_length=SEQ_LENGTH, first_dealt=0, end_dealt=len(layers))
 

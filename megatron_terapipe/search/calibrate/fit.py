@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.calibrate.sample import Sample
-from megatron_terapipe.search.cost.physics import PRIOR_WIDTH, Physics
+from megatron_terapipe.search.cost.physics import PRIOR_WIDTH, SHARES, Physics
 from megatron_terapipe.search.trials.trial import Trial
 
 Floats = NDArray[np.float64]
@@ -81,7 +81,7 @@ def fit(
         )
 
     # No share is more than the whole.
-    most = np.array([-np.log(getattr(start, name)) if name.endswith("efficiency") else np.inf for name in names])
+    most = np.array([-np.log(getattr(start, name)) if name in SHARES else np.inf for name in names])
 
     def at(logs: Floats) -> Physics:
         return replace(
@@ -118,6 +118,4 @@ def fit(
 
 def _robust(scaled: Floats) -> Floats:
     """Residuals whose square is the soft L1 loss, 2 (sqrt(1 + z^2) - 1) for z = residual / LARGE."""
-    return np.asarray(
-        np.sign(scaled) * LARGE * np.sqrt(2 * (np.sqrt(1 + (scaled / LARGE) ** 2) - 1)), dtype=np.float64
-    )
+    return np.asarray(np.sign(scaled) * LARGE * np.sqrt(2 * (np.sqrt(1 + (scaled / LARGE) ** 2) - 1)), dtype=np.float64)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.memory.assembly import Counted, total_bytes
 from megatron_terapipe.search.memory.model import MemoryModel
-from megatron_terapipe.search.memory.physics import PRIOR_WIDTH, MemoryPhysics
+from megatron_terapipe.search.memory.physics import PRIOR_WIDTH, MemoryPhysics, default_physics
 from megatron_terapipe.search.trials.trial import Trial
 
 Floats = NDArray[np.float64]
@@ -62,13 +62,15 @@ class MemorySample:
 
     def peaks(self, physics: MemoryPhysics) -> Floats:
         """[n] bytes of the fullest rank."""
-        return np.asarray(total_bytes(self.counted, physics), dtype=np.float64).max(axis=1)
+        peaks: Floats = np.asarray(total_bytes(self.counted, physics), dtype=np.float64).max(axis=1)
+        return peaks
 
     def errors(self, physics: MemoryPhysics) -> Floats:
         """[n] log(predicted / measured); where memory ran out, how far the prediction is below what there is."""
         peaks = self.peaks(physics)
         short = np.minimum(np.log(peaks / (self.capacity * physics.usable_share)), 0.0)
-        return np.where(np.isnan(self.measured), short, np.log(peaks / self.measured))
+        errors: Floats = np.where(np.isnan(self.measured), short, np.log(peaks / self.measured))
+        return errors
 
 
 def count_memory(trials: Sequence[Trial]) -> list[list[Counted]]:
@@ -107,10 +109,10 @@ def fit_memory(
     """
     from scipy.optimize import least_squares
 
-    start = physics or MemoryPhysics()
     sample = MemorySample(trials)
     if not len(sample):
-        return FittedMemory(physics=start, residual_sd=noise, num_trials=0)
+        return FittedMemory(physics=physics or MemoryPhysics(), residual_sd=noise, num_trials=0)
+    start = physics or default_physics(sample.trials[0].cluster)
     names = tuple(prior_width)
     widths = np.array([prior_width[name] for name in names])
 

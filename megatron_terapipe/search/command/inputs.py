@@ -46,9 +46,11 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         help="of matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
     )
     group.add_argument("--profile", metavar="FILE", help="op times and links that the command measure has measured")
-    group.add_argument(
-        "--calibrate", metavar="FILE", help="trials of this cluster, a JSON object a line, that physics is fitted to"
+    calibration = group.add_mutually_exclusive_group()
+    calibration.add_argument(
+        "--calibrate", metavar="FILE", help="trials of this cluster, a JSON object a line (.jsonl), to fit physics to"
     )
+    calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration once wrote")
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,11 @@
 """Op times from forwards that were measured at one micro-batch size: what of them the host took, and what the device.
 
 A small forward takes as long as its host needs to launch it, however fast the device is, and does not take longer with
-twice the sequences. Scaled in proportion, as AMP does, it would. One measurement alone does not say which it is; three
-things together do:
+twice the sequences. Scaled in proportion to the micro-batch it would. One measurement alone does not say which it is;
+three things together do:
 
-  * layers of the same structure are launched by the same calls, so that the fastest of them, on whatever device, has
-    an upper limit of the launch time in it;
+  * layers of the same structure are launched by the same calls, so that the fastest of them, on whatever device, is an
+    upper limit of the launch time of all;
   * where a layer takes clearly longer than that limit, its device is what takes the time;
   * what a roofline misses there (unfused element-wise work, kernels below their best) it misses on every device.
 
@@ -13,17 +13,16 @@ So the roofline gives the shape of the device's time over micro-batch size, tens
 measurement gives its scale where the device was the limit, and the launches where the host was.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_terapipe.errors import DataError
 from megatron_terapipe.search.cluster import Device, Link
 from megatron_terapipe.search.cost.collectives import Span, all_reduce_s
-from megatron_terapipe.search.cost.op_times import Grid, LayerTimes
-from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.cost.device_times import DeviceTimes, device_times
+from megatron_terapipe.search.cost.op_times import Grid, LayerTimes, Numbers
 from megatron_terapipe.search.cost.roofline import Roofline
 from megatron_terapipe.search.cost.stage_ops import reductions
 from megatron_terapipe.search.workload import Layer, Workload
@@ -33,10 +32,14 @@ CLEARLY = 1.2
 difference says nothing."""
 
 BACKWARD_LAUNCHES = 1.0
-"""Host time of a backward in that of its forward: autograd launches about twice the kernels, from C++ instead of Python."""
+"""Host time of a backward in that of its forward: autograd launches about twice the kernels, from C++ and not from
+Python. An assumption; nothing was fitted."""
 
+HIDING = 4
+"""Power of the norm that joins launching and computing: the longer hides the shorter, less well where both are alike."""
 
 Structure = tuple[object, ...]
+Limits = Mapping[Structure, Mapping[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +49,7 @@ class MeasuredDevice:
     Attributes:
         device: its data sheet.
         roofline: its roofline.
-        inside: link between the tensor-parallel ranks of the measurement.
+        inside: link between the tensor-parallel ranks of the measurement, who were on one node.
         forward_s: seconds by layer name and tensor-parallel size, of the forward of one sequence, reductions included.
     """
 
@@ -58,11 +61,11 @@ class MeasuredDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the measurements say of a layer on a device.
+    """What the measurements say of a layer on a device, by tensor-parallel size.
 
     Attributes:
-        scale: device time in that of the roofline, by tensor-parallel size.
-        launch_s: host time of the forward, by tensor-parallel size.
+        scale: device time in that of the roofline.
+        launch_s: host time of the forward.
     """
 
     scale: Mapping[int, float]
@@ -77,19 +80,19 @@ class MeasuredLayers:
         workload: the model; its layers have different names.
         devices: by name of the device.
         element_bytes: of an activation.
+
+    Raises:
+        DataError: if a layer was not measured.
     """
 
     workload: Workload
     devices: Mapping[str, MeasuredDevice]
     element_bytes: int = 2
     _known: dict[tuple[str, str], _Known] = field(init=False, default_factory=dict, repr=False)
+    _computed: dict[tuple[object, ...], DeviceTimes] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        """Take the measurements apart.
-
-        Raises:
-            DataError: if a layer was not measured.
-        """
+        """Take the measurements apart."""
         for name, measured in self.devices.items():
             for layer in self.workload.layers:
                 if not measured.forward_s.get(layer.name):
@@ -97,15 +100,15 @@ class MeasuredLayers:
                         f"profile of {name}: layer {layer.name!r} has no time: measure it, or name another profile"
                     )
         limits = self._launch_limits()
-        scales = {layer.name: self._scale(layer, limits) for layer in self.workload.layers}
-        for name, measured in self.devices.items():
-            for layer in self.workload.layers:
-                self._known[name, layer.name] = self._take_apart(measured, layer, scales[layer.name])
+        for layer in self.workload.layers:
+            scale = self._scale(layer, limits)
+            for name, measured in self.devices.items():
+                self._known[name, layer.name] = self._take_apart(measured, layer, scale)
 
     @property
     def includes_collectives(self) -> bool:
-        """They are taken out of the measurement, because they grow with the micro-batch and launches do not."""
-        return False
+        """Reductions are in the times, as they were in the measurement: over the links inside a node."""
+        return True
 
     def __call__(
         self,
@@ -119,49 +122,43 @@ class MeasuredLayers:
         recompute: str = "none",
         sequence_parallel: bool = False,
     ) -> LayerTimes:
-        """Times of one layer; see `OpTimes`.
+        """Times of one layer; see `OpTimes`. Sequence parallelism moves the same bytes, and costs the same.
 
         Raises:
             DataError: if it was not measured on this device, or not with this tensor-parallel size.
         """
         measured = self.devices.get(device.name)
         if measured is None:
-            raise DataError(f"no profile of {device.name}: profiles are of {', '.join(self.devices)}")
+            raise DataError(f"no profile of {device.name}: the profiles are of {', '.join(self.devices)}")
         known = self._known[device.name, layer.name]
-        sizes = np.asarray(tensor_parallel_size)
+        sizes = np.asarray(tensor_parallel_size, dtype=float)
         missing = sorted(set(np.unique(sizes).tolist()) - set(known.scale))
         if missing:
             raise DataError(
                 f"profile of {device.name}: layer {layer.name!r} was not measured with tensor-parallel size "
-                f"{missing[0]:g}, only with {', '.join(map(str, known.scale))}"
+                f"{missing[0]:g}: choose among {', '.join(map(str, known.scale))}"
             )
-        sharing = _ranks_that_share(layer, tensor_parallel_size)
-        given = {"micro_batch_size": micro_batch_size, "start": start, "end": end}
-        how = {"recompute": recompute, "sequence_parallel": sequence_parallel}
-        times = measured.roofline(layer, device, tensor_parallel_size=sharing, **given, **how)
-        without = measured.roofline(_without_loss(layer), device, tensor_parallel_size=sharing, **given, **how)
+        times = self._device_times(measured, layer, sizes, micro_batch_size, start, end)
         scale, launch = _at(known.scale, sizes), _at(known.launch_s, sizes)
-        backward = BACKWARD_LAUNCHES * launch / 2
-        repeated = launch if recompute == "full" else 0.0
-        # The loss is no pipeline layer, so that nobody measured it: the roofline's time of it stands.
-        return LayerTimes(
-            without.forward * scale + (times.forward - without.forward),
-            without.input_gradient * scale + (times.input_gradient - without.input_gradient),
-            without.weight_gradient * scale,
-            launch,
-            backward + repeated,
-            backward,
-        )
+        reduced = self._one_reduction_s(measured, layer, sizes, micro_batch_size * (end - start))
+        entering, leaving = reductions(layer)
+        forward = hidden(times.forward * scale + times.loss_forward + leaving * reduced, launch)
+        inputs, weights = times.input_gradient * scale + times.loss_gradient, times.weight_gradient * scale
+        reducing = entering * reduced
+        whole = hidden(inputs + weights + reducing, BACKWARD_LAUNCHES * launch)
+        of_weights = np.divide(weights, np.maximum(inputs + weights + reducing, 1e-12))
+        again = forward if recompute == "full" else 0.0
+        return LayerTimes(forward, whole * (1 - of_weights) + again, whole * of_weights)
 
-    def _launch_limits(self) -> Mapping[Structure, Mapping[int, float]]:
-        """By structure: seconds that launching takes at most, by tensor-parallel size.
+    def _launch_limits(self) -> Limits:
+        """By structure the seconds that launching takes at most, by tensor-parallel size.
 
-        More tensor-parallel ranks launch the same kernels and reductions besides.
+        More tensor-parallel ranks launch the same kernels, and reductions besides.
         """
-        fastest: dict[Structure, dict[int, float]] = defaultdict(dict)
+        fastest: dict[Structure, dict[int, float]] = {}
         for measured in self.devices.values():
             for layer in self.workload.layers:
-                of_structure = fastest[_structure(layer)]
+                of_structure = fastest.setdefault(_structure(layer), {})
                 for size, seconds in measured.forward_s[layer.name].items():
                     of_structure[size] = min(seconds, of_structure.get(size, seconds))
         return {
@@ -169,37 +166,60 @@ class MeasuredLayers:
             for structure, by_size in fastest.items()
         }
 
-    def _scale(self, layer: Layer, limits: Mapping[Structure, Mapping[int, float]]) -> float:
+    def _scale(self, layer: Layer, limits: Limits) -> float:
         """Device time of a layer in that of the roofline, from the devices that were the limit; 1 if none was."""
         found = []
         for measured in self.devices.values():
-            seconds = measured.forward_s[layer.name]
-            limit = limits[_structure(layer)]
-            computed = float(_one_sequence(measured, layer, 1))
-            if 1 in seconds and computed > 0 and seconds[1] > CLEARLY * limit[1]:
-                found.append(_without(seconds[1], limit[1], measured.roofline.physics.hiding) / computed)
+            seconds = measured.forward_s[layer.name].get(1, 0.0)
+            limit = limits[_structure(layer)].get(1, np.inf)
+            computed = self._one_sequence_s(measured, layer, 1)
+            if computed > 0 and seconds > CLEARLY * limit:
+                found.append(without(seconds, limit) / computed)
         return max(found, default=1.0)
 
     def _take_apart(self, measured: MeasuredDevice, layer: Layer, scale: float) -> _Known:
         scales, launches = {}, {}
         for size, seconds in measured.forward_s[layer.name].items():
-            computed = float(_one_sequence(measured, layer, size))
-            reduced = self._reductions_s(measured, layer, size)
-            # What was measured is the limit of what is computed.
-            scales[size] = min(scale, max(seconds - reduced, 0.1 * seconds) / computed) if computed > 0 else 1.0
-            launches[size] = _without(seconds, scales[size] * computed + reduced, measured.roofline.physics.hiding)
+            computed = self._one_sequence_s(measured, layer, size)
+            one = self._one_reduction_s(measured, layer, np.asarray(float(size)), float(layer.tokens))
+            reduced = float(one) * reductions(layer)[1]
+            # Nothing that was computed took longer than all of it.
+            scales[size] = min(scale, max(seconds - reduced, 0.0) / computed) if computed > 0 else 1.0
+            launches[size] = without(seconds, scales[size] * computed + reduced)
         return _Known(scales, launches)
 
-    def _reductions_s(self, measured: MeasuredDevice, layer: Layer, size: int) -> float:
-        """Seconds of the reductions in one measured forward."""
-        num_bytes = self.element_bytes * layer.output_elements
-        span = Span(size, 1, measured.inside.bandwidth, measured.inside.latency_s, 1.0, 0.0)
-        return float(reductions(layer)[1] * all_reduce_s(num_bytes, span, measured.roofline.physics))
+    def _one_sequence_s(self, measured: MeasuredDevice, layer: Layer, size: int) -> float:
+        """Roofline's seconds of the forward that was measured."""
+        return float(self._device_times(measured, layer, np.asarray(float(size)), 1.0, 0.0, float(layer.tokens)).forward)
 
-    @property
-    def physics(self) -> Mapping[str, Physics]:
-        """Of each device, for tables."""
-        return {name: measured.roofline.physics for name, measured in self.devices.items()}
+    def _one_reduction_s(self, measured: MeasuredDevice, layer: Layer, sizes: Numbers, rows: Grid) -> Grid:
+        """Seconds of one reduction between tensor-parallel ranks of one node."""
+        span = Span(sizes, 1.0, measured.inside.bandwidth, measured.inside.latency_s, 1.0, 0.0)
+        return all_reduce_s(self.element_bytes * rows * layer.hidden_size, span, measured.roofline.physics)
+
+    def _device_times(
+        self, measured: MeasuredDevice, layer: Layer, sizes: Numbers, micro_batch_size: Grid, start: Grid, end: Grid
+    ) -> DeviceTimes:
+        """Of equal layers computed once."""
+        grids = tuple(np.asarray(grid, dtype=float).tobytes() for grid in (sizes, micro_batch_size, start, end))
+        key = (measured.device.name, _shapes(layer), *grids)
+        times = self._computed.get(key)
+        if times is None:
+            times = device_times(measured.roofline, layer, measured.device, sizes, micro_batch_size, start, end)
+            self._computed[key] = times
+        return times
+
+
+def hidden(device_s: Grid, launch_s: Grid) -> Grid:
+    """Seconds of work of a device that a host launches ahead of it: about the longer of the two."""
+    longer, shorter = np.maximum(device_s, launch_s), np.minimum(device_s, launch_s)
+    return longer * (1 + (shorter / np.maximum(longer, 1e-12)) ** HIDING) ** (1 / HIDING)
+
+
+def without(whole_s: float, part_s: float) -> float:
+    """The other part of what takes `whole_s`, one part being known: the inverse of `hidden`."""
+    share = min(part_s / whole_s, 1.0)
+    return float(whole_s * (1 - share**HIDING) ** (1 / HIDING))
 
 
 def _structure(layer: Layer) -> Structure:
@@ -207,37 +227,13 @@ def _structure(layer: Layer) -> Structure:
     return layer.kind, len(layer.products), layer.attention is not None, layer.num_norms, layer.activation_width > 0
 
 
-def _ranks_that_share(layer: Layer, tensor_parallel_size: Grid) -> Grid:
-    """Tensor-parallel ranks among which a layer is divided: none where no matrix is."""
-    if layer.products and all(product.parallel == "none" for product in layer.products):
-        return np.ones_like(np.asarray(tensor_parallel_size, dtype=float))
-    return tensor_parallel_size
+def _shapes(layer: Layer) -> tuple[object, ...]:
+    """What its device's time hangs on."""
+    sizes = layer.tokens, layer.hidden_size, layer.parameters, layer.num_norms, layer.activation_width, layer.gated
+    return layer.kind, layer.products, layer.attention, *sizes
 
 
-def _one_sequence(measured: MeasuredDevice, layer: Layer, size: int) -> Grid:
-    """Roofline's seconds of the forward of one sequence, as it was measured: without the loss."""
-    return measured.roofline(
-        _without_loss(layer),
-        measured.device,
-        tensor_parallel_size=_ranks_that_share(layer, float(size)),
-        micro_batch_size=1.0,
-        start=0.0,
-        end=float(layer.tokens),
-    ).forward
-
-
-def _without_loss(layer: Layer) -> Layer:
-    """The head as a matrix product alone."""
-    return replace(layer, kind="other") if layer.kind == "head" else layer
-
-
-def _without(whole_s: float, part_s: float, hiding: float) -> float:
-    """The other part of what takes `whole_s` where launching and computing hide each other; see `stage_ops.hidden`."""
-    share = min(part_s / whole_s, 1.0)
-    return float(whole_s * (1 - share**hiding) ** (1 / hiding))
-
-
-def _at(by_size: Mapping[int, float], sizes: "np.ndarray") -> Grid:
+def _at(by_size: Mapping[int, float], sizes: Numbers) -> Grid:
     if sizes.ndim == 0:
         return by_size[int(sizes)]
     known = sorted(by_size)

@@ -108,8 +108,13 @@ class CostModel:
         other._orders = self._orders
         return other
 
-    def predict_time(self, strategy: Strategy) -> TimePrediction:
+    def predict_time(self, strategy: Strategy, *, activation_limit: float | None = None) -> TimePrediction:
         """Price one strategy on its real schedule.
+
+        Args:
+            strategy: what to price.
+            activation_limit: activations that a rank may hold, as a multiple of 1F1B's peak, if op orders are to be
+                found for that limit (Qi et al., arXiv 2401.10241: ZB-1p and ZB-2p); None = the schedule's own order.
 
         Raises:
             ConfigError: if it does not fit the cluster or the model.
@@ -119,7 +124,7 @@ class CostModel:
         stages = self.stage_ops(strategy, groups)
         shape = pipeline_shape(strategy)
         costs = self._costs(strategy, groups, stages)
-        played = self._orders.play(strategy.schedule, shape, costs)
+        played = self._orders.play(strategy.schedule, shape, costs, activation_limit)
         step = self._step(strategy, groups)
         return self._prediction(strategy, shape, stages, costs, played, step)
 

@@ -23,7 +23,8 @@ class Physics:
         launch_s: host time of one launch, its share of Python and of autograd included.
         launch_jitter: by how much a host is later, as a share of its launches, for each doubling of the tensor-parallel
             ranks that wait for each other.
-        hiding: how well launching hides under computing; see `stage_ops.hidden`.
+        launch_exposed: share of the shorter of launching and computing that the longer does not hide; 1 where the host
+            waits for each kernel (CUDA_LAUNCH_BLOCKING).
         whole_loss_factor: memory traffic of the loss where one rank has the whole vocabulary, in that of ranks that
             share it.
         inside_efficiency: share of a link inside a node that collectives reach.
@@ -44,9 +45,9 @@ class Physics:
     memory_efficiency: float = 0.85
     launch_s: float = 30e-6
     launch_jitter: float = 0.1
-    hiding: float = 3.0
+    launch_exposed: float = 0.1
     whole_loss_factor: float = 1.0
-    inside_efficiency: float = 0.74
+    inside_efficiency: float = 0.78
     network_efficiency: float = 0.65
     transfer_efficiency: float = 0.65
     collective_s: float = 20e-6
@@ -65,7 +66,7 @@ PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
         "memory_efficiency": 0.25,
         "launch_s": 0.7,
         "launch_jitter": 0.7,
-        "hiding": 0.7,
+        "launch_exposed": 1.0,
         "whole_loss_factor": 0.7,
         "inside_efficiency": 0.2,
         "network_efficiency": 0.6,
@@ -77,3 +78,6 @@ PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
     }
 )
 """Fields that calibration may move, and the standard deviation of their logarithms before any trial was seen."""
+
+SHARES = tuple(name for name in PRIOR_WIDTH if name.endswith("efficiency")) + ("launch_exposed",)
+"""Of these, the ones that are shares of something, and so at most 1."""

@@ -10,6 +10,12 @@ from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 MOST_OPS = 30_000
 """Ops that are played one by one: compiling their orders takes a few hundredths of a second, once per shape."""
 
+OPTIMISED = "optimised"
+"""Name of orders that are found for the costs at hand, not generated."""
+
+EFFORT = 0.02
+"""Effort of finding them: within a percent of what more effort finds, in a tenth of a second."""
+
 
 @dataclass(frozen=True, slots=True)
 class Played:
@@ -33,15 +39,25 @@ class Orders:
         """Start with none."""
         self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
 
-    def play(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> Played:
-        """Play a schedule.
+    def play(
+        self, schedule: str, shape: PipelineShape, costs: OpCosts, activation_limit: float | None = None
+    ) -> Played:
+        """Play a schedule; or, if it is to keep a limit, an order that is found for these costs and this limit.
 
         Beyond `MOST_OPS` it is played for two smaller numbers of micro-batches, a period apart. Once the pipeline is
         full every period takes the same time, that of the slowest rank, so the rest is a straight line.
 
+        Args:
+            schedule: its name, or `optimised`.
+            shape: of the pipeline.
+            costs: of its ops.
+            activation_limit: activations that a rank may hold, as a multiple of 1F1B's peak.
+
         Raises:
             PlanError: if there is no such schedule, or it does not take the shape.
         """
+        if activation_limit is not None or schedule == OPTIMISED:
+            return self._optimised(shape, costs, activation_limit or 1.0)
         without = replace(costs, transfer=0.0)
         free = costs.transfer == 0.0
         period = self._period(shape)
@@ -63,6 +79,23 @@ class Orders:
         makespan = line(costs)
         note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
         return Played(makespan, makespan if free else line(without), (note,))
+
+    def _optimised(self, shape: PipelineShape, costs: OpCosts, activation_limit: float) -> Played:
+        from deepspeed_ext.plan.optimise import optimise
+
+        period = shape.num_ranks
+        count = min(shape.num_micro_batches, 4 * period)
+        limit = activation_limit * min(shape.num_ranks, shape.num_micro_batches)
+        makespans = []
+        for fewer in (count, count + period):
+            smaller = replace(shape, num_micro_batches=fewer)
+            makespans.append(optimise(smaller, costs, memory_limit=limit, effort=EFFORT).makespan)
+            if fewer == shape.num_micro_batches:
+                return Played(makespans[0], makespans[0])
+        periods = (shape.num_micro_batches - count) / period
+        makespan = makespans[0] + periods * (makespans[1] - makespans[0])
+        note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
+        return Played(makespan, makespan, (note,))
 
     def _period(self, shape: PipelineShape) -> int:
         """Micro-batches after which the order of ops repeats itself: those that pass a model chunk together."""

@@ -93,14 +93,14 @@ def layer_ops(
     launch_input, launch_weight = kernels.launch_input_gradient * jitter, kernels.launch_weight_gradient * jitter
     launch_backward = launch_input + launch_weight
     backward = kernels.input_gradient + kernels.weight_gradient
-    whole_forward = hidden(kernels.forward + forward_reduction, launch_forward, physics.hiding)
-    whole_backward = hidden(backward + backward_reduction, launch_backward, physics.hiding)
-    alone = hidden(kernels.forward, launch_forward, physics.hiding) + hidden(backward, launch_backward, physics.hiding)
+    whole_forward = hidden(kernels.forward + forward_reduction, launch_forward, physics.launch_exposed)
+    whole_backward = hidden(backward + backward_reduction, launch_backward, physics.launch_exposed)
+    alone = hidden(kernels.forward, launch_forward, physics.launch_exposed) + hidden(backward, launch_backward, physics.launch_exposed)
     return StageOps(
         whole_forward,
         whole_backward,
-        hidden(kernels.input_gradient + backward_reduction, launch_input, physics.hiding),
-        hidden(kernels.weight_gradient, launch_weight, physics.hiding),
+        hidden(kernels.input_gradient + backward_reduction, launch_input, physics.launch_exposed),
+        hidden(kernels.weight_gradient, launch_weight, physics.launch_exposed),
         np.maximum(whole_forward + whole_backward - alone, 0.0),
     )
 
@@ -117,17 +117,15 @@ def reductions(layer: Layer) -> tuple[int, int]:
     return entering, leaving + (layer.kind == "embedding")
 
 
-def hidden(device_s: Grid, launch_s: Grid, hiding: float) -> Grid:
-    """Seconds of work of a device that a host launches ahead of it: the longer of the two, or a little more.
+def hidden(device_s: Grid, launch_s: Grid, exposed: float) -> Grid:
+    """Seconds of work of a device that a host launches ahead of it.
 
     Args:
         device_s: what the device needs.
         launch_s: what the host needs.
-        hiding: power of the norm that joins them: infinite, if the longer hid the shorter wholly.
+        exposed: share of the shorter that the longer does not hide; 1 = the host waits for each kernel.
     """
-    longer, shorter = np.maximum(device_s, launch_s), np.minimum(device_s, launch_s)
-    ratio = np.divide(shorter, longer, out=np.zeros_like(longer, dtype=float), where=np.greater(longer, 0))
-    return longer * (1 + ratio**hiding) ** (1 / hiding)
+    return np.maximum(device_s, launch_s) + exposed * np.minimum(device_s, launch_s)
 
 
 def _reduction_s(num_bytes: Grid, span: Span, physics: Physics, sequence_parallel: bool) -> Grid:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -42,11 +43,7 @@ class _Step(NamedTuple):
 
 
 def measure_engine(model: ModelConfig, precision: str, num_token_slices: int) -> ProfiledEngine:
-    """Measure engines with one and with three layers, on every rank a replica with its own step.
-
-    All ranks must call it at the same time. Reductions over replicas are no part of it: they travel in no time
-    compared with what is left, or are priced by their links.
-    """
+    """Measure engines with one and with three layers, alone: what ranks tell each other is priced by links."""
     blocks = replace(model, heterogeneous_layers_config_path=None)
     small, large = (
         _measured_step(replace(blocks, num_layers=number), precision, num_token_slices) for number in (1, 3)
@@ -61,16 +58,11 @@ def measure_engine(model: ModelConfig, precision: str, num_token_slices: int) ->
 
 
 def _measured_step(model: ModelConfig, precision: str, num_token_slices: int) -> _Step:
-    world_size = torch.distributed.get_world_size()
     cut = TokenSlices.uniform(model.seq_length, num_token_slices)
-    strategy = Strategy(
-        data_parallel_size=world_size,
-        num_token_slices=num_token_slices,
-        global_batch_size=NUM_MICRO_BATCHES * world_size,
-    )
+    strategy = Strategy(num_token_slices=num_token_slices, global_batch_size=NUM_MICRO_BATCHES)
     flags = PrecisionConfig(bf16=precision == "bf16", fp16=precision == "fp16")
     config = strategy.config(model, precision=flags)
-    layout = ParallelLayout(data_parallel_size=world_size, num_token_slices=num_token_slices)
+    layout = ParallelLayout(num_token_slices=num_token_slices)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         module = TokenSlicePipelineModule(
             gpt_layers(model),
@@ -97,7 +89,7 @@ def _measured_step(model: ModelConfig, precision: str, num_token_slices: int) ->
             continue
         (spans,) = timelines[0].spans
         busy = sum(span.end - span.start for span in spans)
-        gaps = [later.start - earlier.end for earlier, later in zip(spans, spans[1:], strict=False)]
+        gaps = [later.start - earlier.end for earlier, later in pairwise(spans)]
         between.append(median(gaps))
         outside.append(seconds - busy - sum(gaps))
     parameters = sum(weight.numel() for weight in module.parameters())

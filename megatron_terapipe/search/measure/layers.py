@@ -149,7 +149,7 @@ class LayerTimer:
         total = torch.tensor([seconds], dtype=torch.float64 if self._device.type == "cpu" else torch.float32)
         total = total.to(self._device)
         dist.all_reduce(total)
-        return float(total.item()) / dist.get_world_size()
+        return float(total.item() / dist.get_world_size())
 
     def _repeat(self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices) -> list[OpTimes]:
         whole = self._once(layers, run, cut, puts_off=False)

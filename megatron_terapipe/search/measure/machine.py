@@ -36,7 +36,12 @@ def measure_machine(sizes: MeasuredSizes) -> Iterator[Progress | Profile]:
     Raises:
         ConfigError: if a rank fails.
     """
-    yield from run_on_ranks(_measure, sizes.num_processes, sizes)
+    begun = time.perf_counter()
+    yield Progress(0.0, "the engine")
+    # Every rank alone, so that no message is in its times; and all at once, as in a run.
+    (engine,) = run_on_ranks(_measure_engine, sizes.num_processes, sizes, together=False)
+    left = sizes.budget_s - (time.perf_counter() - begun)
+    yield from run_on_ranks(_measure, sizes.num_processes, sizes, left, engine)
 
 
 def on_cpu() -> bool:
@@ -53,63 +58,71 @@ def default_num_processes() -> int:
     return min(2, len(os.sched_getaffinity(0))) if on_cpu() else int(get_accelerator().device_count())
 
 
-def _measure(tell: Callable[[Any], None], sizes: MeasuredSizes) -> None:
-    """On one rank."""
+def _measure_engine(tell: Callable[[Any], None], sizes: MeasuredSizes) -> None:
+    """On one rank, a run of its own."""
+    from megatron_terapipe.search.measure.engine import measure_engine
+
+    _join(sizes)
+    tell(measure_engine(sizes.model, sizes.precision, min(4, max(sizes.nums_token_slices))))
+
+
+def _measure(tell: Callable[[Any], None], sizes: MeasuredSizes, budget_s: float, engine: ProfiledEngine) -> None:
+    """On one rank among all."""
     import torch
     import torch.distributed as dist
-    from deepspeed.accelerator import get_accelerator
 
-    from deepspeed_ext.runtime.initialize import init_distributed
-    from megatron_terapipe.search.measure.engine import measure_engine
     from megatron_terapipe.search.measure.layers import LayerTimer, PartAlone, build_layers, merged
     from megatron_terapipe.search.measure.links import measure_links
-    from megatron_terapipe.training.cpu_affinity import settle_on_cores
 
     begun = time.perf_counter()
-    accelerator = get_accelerator()
-    rank = int(os.environ["RANK"])
-    # DeepSpeed calls collectives by names that torch has renamed; nobody who measures can do anything about it.
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    if on_cpu():
-        settle_on_cores(rank, sizes.num_processes)
-    else:
-        accelerator.set_device(rank)
-    init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT, verbose=False)
-    device = torch.device(accelerator.current_device_name())
+    device = _join(sizes)
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[sizes.precision]
-
-    tell(Progress(0.0, "links"))
+    tell(Progress(0.1, "links"))
     links = measure_links(device)
-    tell(Progress(0.05, "the engine"))
-    engine = measure_engine(sizes.model, sizes.precision, min(4, max(sizes.nums_token_slices)))
-
+    rank = dist.get_rank()
     alone = [dist.new_group([each]) for each in range(sizes.num_processes)][rank]
     points: dict[tuple[Shape, int, str], list[OpPoint]] = {}
     runs = list(sizes.runs())
     for number, run in enumerate(runs):
-        share = max(number / len(runs), (time.perf_counter() - begun) / sizes.budget_s)
+        share = max(number / len(runs), (time.perf_counter() - begun) / max(budget_s, 1.0))
         tell(Progress(min(0.1 + 0.9 * share, 1.0), _in_words(run)))
-        ranks = (
-            PartAlone(rank % run.tensor_parallel_size, run.tensor_parallel_size, alone)
-            if run.tensor_parallel_size > 1
-            else PartAlone()
-        )
+        size = run.tensor_parallel_size
+        ranks = PartAlone(rank % size, size, alone) if size > 1 else PartAlone()
         timer = LayerTimer(sizes.model, ranks, dtype, device)
         for layers in build_layers(sizes.model, ranks, dtype, device, recompute=run.recompute):
-            key = layers.shape, run.tensor_parallel_size, run.recompute
+            key = layers.shape, size, run.recompute
             points.setdefault(key, []).extend(timer.points(layers, run))
-        if _is_over(begun + sizes.budget_s, device):
+        if _is_over(begun + budget_s, device):
             break
     profiled = tuple(
         ProfiledLayer(
             shape=shape,
-            tensor_parallel_size=tensor,
+            tensor_parallel_size=size,
             recompute=recompute,  # type: ignore[arg-type]
             points=merged(found, by_place=shape[0] == "block"),
         )
-        for (shape, tensor, recompute), found in points.items()
+        for (shape, size, recompute), found in points.items()
     )
     tell(_profile(sizes, profiled, tuple(links), engine))
+
+
+def _join(sizes: MeasuredSizes) -> Any:
+    """Take this rank's device or cores, join the others, and return the device."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from deepspeed_ext.runtime.initialize import init_distributed
+    from megatron_terapipe.training.cpu_affinity import settle_on_cores
+
+    accelerator, local_rank = get_accelerator(), int(os.environ["LOCAL_RANK"])
+    # DeepSpeed calls collectives by names that torch has renamed; nobody who measures can do anything about it.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if on_cpu():
+        settle_on_cores(local_rank, sizes.num_processes)
+    else:
+        accelerator.set_device(local_rank)
+    init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT, verbose=False)
+    return torch.device(accelerator.current_device_name())
 
 
 def _is_over(deadline: float, device: Any) -> bool:

@@ -13,31 +13,37 @@ from typing import Any
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
 
-Work = Callable[[Callable[[Any], None]], None]
-"""What each rank runs; it is given a function that tells the first process something."""
 
-
-def run_on_ranks(work: Callable[..., None], num_processes: int, *arguments: Any) -> Iterator[Any]:
-    """Run `work(tell, *arguments)` on as many new processes, and yield what the first rank tells, as it tells it.
+def run_on_ranks(
+    work: Callable[..., None], num_processes: int, *arguments: Any, together: bool = True
+) -> Iterator[Any]:
+    """Run `work(tell, *arguments)` on as many new processes, and yield what the first of them tells, as it tells it.
 
     Args:
         work: importable by name.
         num_processes: how many.
         *arguments: sent to each.
+        together: they can join as the ranks of one run; else each is a run of its own, at the same time.
 
     Raises:
         ConfigError: if a rank fails; what it said last is in the message.
     """
     context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    ports = [_free_port() for _ in range(num_processes)]
     pipes: list[Connection] = []
     processes = []
     try:
         for rank in range(num_processes):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank, args=(there, rank, num_processes, port, work, arguments), daemon=True
-            )
+            variables = {
+                "RANK": rank if together else 0,
+                "WORLD_SIZE": num_processes if together else 1,
+                "LOCAL_RANK": rank,
+                "LOCAL_SIZE": num_processes,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": ports[0 if together else rank],
+            }
+            process = context.Process(target=_rank, args=(there, variables, work, arguments), daemon=True)
             process.start()
             there.close()
             pipes.append(here)
@@ -67,18 +73,11 @@ def _heard(pipes: list[Connection]) -> Iterator[Any]:
 
 
 def _rank(
-    pipe: Connection, rank: int, world_size: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]
+    pipe: Connection, variables: dict[str, object], work: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
     # Ctrl-C goes to all; the first process ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update({name: str(value) for name, value in variables.items()})
     try:
         work(lambda value: pipe.send(("told", value)), *arguments)
         pipe.send(("done", None))

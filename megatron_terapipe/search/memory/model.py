@@ -18,7 +18,7 @@ from megatron_terapipe.search.memory.live import (
     rank_order,
     steady_micro_batches,
 )
-from megatron_terapipe.search.memory.physics import MemoryPhysics
+from megatron_terapipe.search.memory.physics import MemoryPhysics, default_physics
 from megatron_terapipe.search.memory.states import bucket_bytes, state_bytes
 from megatron_terapipe.search.prediction import RankMemory
 from megatron_terapipe.search.software import TERAPIPE, Software
@@ -42,16 +42,21 @@ class MemoryModel:
         cluster: what it runs on.
         software: what trains it.
         precision: `fp16`, `bf16` or `fp32`.
-        physics: what no count of tensors says.
+        physics: what no count of tensors says; left out, the defaults of the cluster's devices.
     """
 
     workload: Workload
     cluster: Cluster
     software: Software = TERAPIPE
     precision: str = "bf16"
-    physics: MemoryPhysics = field(default_factory=MemoryPhysics)
+    physics: MemoryPhysics = field(default=None)  # type: ignore[assignment]
     _orders: dict[tuple[str, PipelineShape], list[RankOrder]] = field(default_factory=dict, repr=False)
     _layers: dict[tuple[Layer, int, str, bool], TokenMemory] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Fill in the defaults."""
+        if self.physics is None:
+            self.physics = default_physics(self.cluster)
 
     def predict(self, strategy: Strategy, *, activation_limit: float | None = None) -> tuple[RankMemory, ...]:
         """Peak memory of every pipeline rank: of the moment in which it holds the most.
@@ -78,7 +83,6 @@ class MemoryModel:
             zero_stage=strategy.zero_stage,
             data_parallel_size=strategy.data_parallel_size,
         )
-        is_gpu = any(node.device.is_gpu for node in self.cluster.nodes)
         communicators = sum(size > 1 for size in (strategy.data_parallel_size, strategy.tensor_parallel_size, ranks))
         transfers = 0.0 if ranks == 1 else TRANSFERS * self._message_bytes(strategy)
         counted = []
@@ -96,7 +100,7 @@ class MemoryModel:
                     logits=peak.logits,
                     working=peak.working,
                     buffers=transfers + buckets,
-                    communicators=float(communicators * is_gpu),
+                    communicators=float(communicators),
                 )
             )
         return counted
@@ -201,6 +205,6 @@ def predict_memory(
         cluster=cluster,
         software=software,
         precision=precision,
-        physics=physics or MemoryPhysics(),
+        physics=physics or default_physics(cluster),
     )
     return model.predict(strategy, activation_limit=activation_limit)

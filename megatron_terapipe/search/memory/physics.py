@@ -1,8 +1,10 @@
-"""What no count of tensors says of memory, the same for every strategy: what the driver, NCCL and the allocator take."""
+"""What no count of tensors says of memory, the same for every strategy: of the driver, of NCCL, of the allocator."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+
+from megatron_terapipe.search.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,7 +17,8 @@ class MemoryPhysics:
         state_factor: memory taken for a byte of weights, gradients and optimizer state.
         activation_factor: memory taken for a byte of what comes and goes, with what the allocator cannot use.
         working_factor: bytes that an op holds while it runs, in those that its formula counts.
-        usable_share: part of a device's memory that predictions may fill; above it, a strategy is said not to fit.
+        usable_share: part of a device's memory that predictions may fill; above it, a strategy is said not to fit. More
+            than 1, since before memory runs out the allocator gives back what it only keeps for later.
     """
 
     framework_bytes: float = 3.0e9
@@ -23,7 +26,18 @@ class MemoryPhysics:
     state_factor: float = 1.02
     activation_factor: float = 1.06
     working_factor: float = 1.0
-    usable_share: float = 1.0
+    usable_share: float = 1.02
+
+
+ON_CPU = MemoryPhysics(
+    framework_bytes=0.5e9, communicator_bytes=20e6, state_factor=1.0, activation_factor=1.03, working_factor=1.0
+)
+"""Of ranks on CPUs: a process with PyTorch and DeepSpeed loaded, gloo, and malloc."""
+
+
+def default_physics(cluster: Cluster) -> MemoryPhysics:
+    """Constants before anything was measured, by what a cluster is made of."""
+    return MemoryPhysics() if any(node.device.is_gpu for node in cluster.nodes) else ON_CPU
 
 
 PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(

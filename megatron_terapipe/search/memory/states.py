@@ -11,7 +11,7 @@
 | bf16, 1, ours (the same) | 2 | 6 | 12 / dp | |
 | bf16, 0, ours (BF16_Optimizer, sums in bf16; shards all the same) | 2 | 4 | 12 / dp | 4 / dp |
 
-Sources: DeepSpeed 0.19.8, `runtime/zero/stage_1_and_2.py`, `runtime/fp16/fused_optimizer.py`, `runtime/bf16_optimizer.py`;
+Sources: `zero/stage_1_and_2.py`, `fp16/fused_optimizer.py` and `bf16_optimizer.py` of DeepSpeed 0.19.8's `runtime`;
 Adam of Kingma and Ba, arXiv 1412.6980; ZeRO, arXiv 1910.02054 section 3.1 (16 bytes a parameter).
 """
 

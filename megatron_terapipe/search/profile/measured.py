@@ -128,7 +128,7 @@ class MeasuredProfile:
             return first
         second = self._surfaces[shape, above](size, start, end, 1.0)
         weight = np.log(tensor / below) / np.log(above / below)
-        return tuple(low ** (1 - weight) * high**weight for low, high in zip(first, second, strict=True))  # type: ignore[return-value]
+        return tuple(low ** (1 - weight) * high**weight for low, high in zip(first, second, strict=True))
 
     def _selective(
         self, layer: Layer, tensor: float, size: Numbers, start: Numbers, end: Numbers, forward: Numbers

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.op_times import Grid, Numbers
 
+Whole = NDArray[np.int64]
+
 TINY_S = 1e-9
 """Seconds below which an op takes no time: logarithms need a floor."""
 
@@ -46,12 +48,8 @@ class Point(NamedTuple):
 def terms(micro_batch_size: Grid, start: Grid, end: Grid) -> tuple[Grid, ...]:
     """The terms of an op without their coefficients; arguments broadcast."""
     rows = np.multiply(micro_batch_size, np.subtract(end, start))
-    return (
-        np.ones_like(rows, dtype=float),
-        rows,
-        rows * (np.add(start, end) + 1) / 2,
-        micro_batch_size * np.asarray(start),
-    )
+    positions = rows * (np.add(start, end) + 1) / 2
+    return np.ones_like(rows, dtype=float), rows, positions, micro_batch_size * np.asarray(start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +157,9 @@ def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: Callable[
 
 
 def _fitted(coefficients: Numbers, size: Grid, start: Grid, end: Grid, parts: Grid = 1.0) -> Numbers:
-    fixed, *others = (
-        coefficient * term for coefficient, term in zip(coefficients, terms(size, start, end), strict=True)
-    )
-    return np.maximum(fixed + sum(others) / parts, TINY_S)
+    fixed, *others = map(np.multiply, coefficients, terms(size, start, end))
+    seconds: Numbers = np.maximum(fixed + np.divide(sum(others), parts), TINY_S)
+    return seconds
 
 
 def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:
@@ -172,12 +169,11 @@ def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:
     relative = features / seconds[:, None]
     scale = np.maximum(relative.max(axis=0), TINY_S)
     coefficients, _ = nnls(relative / scale, np.ones(len(seconds)))
-    return np.asarray(coefficients / scale)
+    found: Numbers = coefficients / scale
+    return found
 
 
-def _growing(
-    sizes: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64], seconds: Numbers
-) -> Numbers:
+def _growing(sizes: Whole, starts: Whole, lengths: Whole, seconds: Numbers) -> Numbers:
     """Times that never fall where a token slice begins later, is longer, or has more sequences."""
     from scipy.optimize import isotonic_regression
 

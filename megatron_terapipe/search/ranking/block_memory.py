@@ -12,6 +12,7 @@ token slices are live on rank i. `memory.model` counts the same op by op for str
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from megatron_terapipe.search.cluster.rank_groups import RankGroups
 from megatron_terapipe.search.memory import MemoryModel
 from megatron_terapipe.search.memory.activations import token_memory
-from megatron_terapipe.search.memory.model import ELEMENT_BYTES
+from megatron_terapipe.search.memory.model import ELEMENT_BYTES, TRANSFERS
 from megatron_terapipe.search.memory.states import bucket_bytes, state_bytes
 from megatron_terapipe.search.ranking.stage_counts import StageCounts
 from megatron_terapipe.search.space.block import Block
@@ -46,23 +47,30 @@ def block_fits(
         layers: the K kinds of layers.
         counts: layers of each rank, by number of model chunks and place on the axis `partition`.
     """
-    fits = np.ones(block.shape, dtype=bool)
-    tokens = _token_bytes(block, model, layers)
+    usable = model.physics.usable_share
+    fits = np.zeros(block.shape, dtype=bool)
+    tokens: Floats | None = None
     for (chunks, place), found in counts.items():
-        orders = [index for index, (_, its_chunks) in enumerate(block.order) if its_chunks == chunks]
-        for rank in _ranks_to_look_at(found):
-            capacity = min(device.memory_bytes for device in groups.devices[rank]) * model.physics.usable_share
-            for order in orders:
-                held = _rank_bytes(block, model, tokens, found, rank, *block.order[order])
-                fits[order, place] &= held <= capacity
+        ranks = _ranks_to_look_at(found)
+        capacities = [min(each.memory_bytes for each in groups.devices[rank]) * usable for rank in ranks]
+        states = [_state_bytes(block, model, found, rank) for rank in ranks]
+        if any((held.kept > capacity).all() for held, capacity in zip(states, capacities, strict=True)):
+            continue
+        if tokens is None:
+            tokens = _token_bytes(block, model, layers)
+        for order, (schedule, its_chunks) in enumerate(block.order):
+            if its_chunks != chunks:
+                continue
+            fits[order, place] = True
+            for rank, held, capacity in zip(ranks, states, capacities, strict=True):
+                moving = _moving_bytes(block, model, tokens, found, rank, schedule, chunks)
+                fits[order, place] &= held.kept + np.maximum(moving[..., None], held.step) <= capacity
     return fits
 
 
 def _ranks_to_look_at(counts: StageCounts) -> list[int]:
     ranks = len(counts.parameters)
-    heaviest = int(np.argmax(counts.parameters))
-    longest = int(np.argmax(counts.per_rank.sum(axis=1)))
-    return sorted({0, min(1, ranks - 1), ranks - 1, heaviest, longest})
+    return sorted({0, ranks - 1, int(np.argmax(counts.parameters)), int(np.argmax(counts.per_rank.sum(axis=1)))})
 
 
 def _token_bytes(block: Block, model: MemoryModel, layers: tuple[Layer, ...]) -> Floats:
@@ -95,48 +103,87 @@ def live_token_slices(
     if schedule == "zero-bubble":
         return np.minimum(num_ranks - 1 + num_token_slices, most)
     if schedule == "interleaved" and model_chunks > 1:
-        least = np.ceil(num_ranks / num_token_slices)
-        group = np.ceil(num_micro_batches / np.maximum(num_micro_batches // least, 1))
-        passes = (model_chunks - 1) * group * num_token_slices
+        passes = (model_chunks - 1) * group_size(num_ranks, num_micro_batches, num_token_slices) * num_token_slices
         return np.minimum(passes + num_token_slices + 2 * (num_ranks - rank - 1), most)
     return np.minimum(num_ranks - rank - 1 + num_token_slices, most)
 
 
-def _rank_bytes(
+def group_size(num_ranks: int, num_micro_batches: Floats, num_token_slices: Floats) -> Floats:
+    """Micro-batches of the longest group that passes a model chunk together (`plan.schedules.interleaved`)."""
+    least = np.ceil(num_ranks / num_token_slices)
+    return np.asarray(np.ceil(num_micro_batches / np.maximum(num_micro_batches // least, 1)))
+
+
+class _States(NamedTuple):
+    """[Z] bytes of one rank whatever its schedule."""
+
+    kept: Floats
+    step: Floats
+
+
+def _state_bytes(block: Block, model: MemoryModel, counts: StageCounts, rank: int) -> _States:
+    physics = model.physics
+    parameters = float(counts.parameters[rank]) - _held_twice(model, counts, rank, block.tensor_parallel_size)
+    axes = (block.data_parallel_size, block.tensor_parallel_size, block.pipeline_parallel_size)
+    communicators = sum(size > 1 for size in axes) * any(node.device.is_gpu for node in model.cluster.nodes)
+    kept, step = [], []
+    for zero_stage in block.zero:
+        each = state_bytes(
+            model.software.name, model.precision, zero_stage=zero_stage, data_parallel_size=block.data_parallel_size
+        )
+        bytes_each = each.weights + each.gradients + float(each.optimizer)
+        buckets = float(bucket_bytes(model.software.name, model.precision, parameters, zero_stage))
+        kept.append(parameters * bytes_each * physics.state_factor + buckets)
+        step.append(parameters * float(each.step))
+    framework = physics.framework_bytes + communicators * physics.communicator_bytes
+    return _States(np.array(kept) + framework, np.array(step))
+
+
+def _live_per_chunk(live: Floats, chunks: int, group: Floats, slices: Floats) -> list[Floats]:
+    """How many of the live token slices are on each of a rank's stages: groups pass one stage after the other."""
+    if chunks == 1:
+        return [live]
+    each = group * slices
+    rounds = live // (chunks * each)
+    rest = live - rounds * chunks * each
+    return [rounds * each + np.clip(rest - chunk * each, 0, each) for chunk in range(chunks)]
+
+
+def _moving_bytes(
     block: Block, model: MemoryModel, tokens: Floats, counts: StageCounts, rank: int, schedule: str, chunks: int
 ) -> Floats:
-    """[B, S, R, Q, Z] bytes of one rank, at least."""
+    """[B, S, R, Q] bytes of one rank that come and go, at least."""
     ranks, physics = block.pipeline_parallel_size, model.physics
     slices = np.array(block.token_slices, dtype=float)[None, :]
     sizes = np.array(block.micro_batch, dtype=float)[:, None]
     micro_batches = block.num_micro_batches.reshape(-1, 1).astype(float)
     live = live_token_slices(schedule, ranks, chunks, rank, micro_batches, slices)
-    # Of several stages the smallest counts, except that the last one alone has logits.
-    stages = np.einsum("sk,pkrq->psrq", counts.per_stage[rank::ranks], tokens)
-    least = stages.min(axis=1) if chunks > 1 else stages[:, 0]
-    present = counts.per_rank[rank] > 0
-    working = tokens[WORKING][present].max(axis=0) if chunks == 1 else tokens[WORKING][present].min(axis=0)
+    group = group_size(ranks, micro_batches, slices)
+    stages = counts.per_stage[rank::ranks]
     sequence = model.workload.seq_length * sizes  # tokens of a micro-batch
     of_slice = sequence / slices
 
     def times(amount: Floats, each: Floats) -> Floats:
         return amount[:, :, None, None] * each
 
-    activations = times(live * of_slice, least[ACTIVATIONS] + least[KEY_VALUES] + (least[LOGITS] if chunks == 1 else 0.0))
-    gradients = times(sequence - of_slice, least[KEY_VALUE_GRADIENTS])
-    moving = physics.activation_factor * (activations + gradients + physics.working_factor * times(of_slice, working))
-    parameters = float(counts.parameters[rank]) - _held_twice(model, counts, rank, block.tensor_parallel_size)
-    columns = []
-    for zero_stage in block.zero:
-        states = state_bytes(
-            model.software.name, model.precision, zero_stage=zero_stage, data_parallel_size=block.data_parallel_size
-        )
-        kept = parameters * (states.weights + states.gradients + float(states.optimizer)) * physics.state_factor
-        kept += float(bucket_bytes(model.software.name, model.precision, parameters, zero_stage))
-        columns.append(kept + np.maximum(moving, parameters * float(states.step)))
-    axes = (block.data_parallel_size, block.tensor_parallel_size, ranks)
-    communicators = sum(size > 1 for size in axes) * any(node.device.is_gpu for node in model.cluster.nodes)
-    return np.stack(columns, axis=-1) + physics.framework_bytes + communicators * physics.communicator_bytes
+    held: Floats | float = 0.0
+    for stage, on_it in zip(stages, _live_per_chunk(live, chunks, group, slices), strict=True):
+        each = np.einsum("k,pkrq->prq", stage, tokens)
+        held = held + times(on_it * of_slice, each[ACTIVATIONS] + each[KEY_VALUES] + each[LOGITS])
+    # The first backward is one of the last stage of the rank.
+    turning = np.einsum("k,krq->rq", stages[-1], tokens[KEY_VALUE_GRADIENTS])
+    held = held + times(sequence - of_slice, turning)
+    working = tokens[WORKING][stages[-1] > 0].max(axis=0)
+    held = held + physics.working_factor * times(of_slice, working)
+    return np.asarray(physics.activation_factor * held + _messages(block, model, of_slice))
+
+
+def _messages(block: Block, model: MemoryModel, tokens: Floats) -> Floats:
+    """[B, S, 1, 1] bytes of the messages that a rank holds."""
+    if block.pipeline_parallel_size == 1:
+        return np.zeros((*tokens.shape, 1, 1))
+    elements = max(layer.output_elements for layer in model.workload.layers) / model.workload.seq_length
+    return np.asarray(TRANSFERS * ELEMENT_BYTES[model.precision] * elements * tokens)[:, :, None, None]
 
 
 def _held_twice(model: MemoryModel, counts: StageCounts, rank: int, tensor_parallel_size: int) -> float:

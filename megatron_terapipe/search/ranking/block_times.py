@@ -69,6 +69,8 @@ def block_times(
     cost_model: CostModel,
     tables: OpTables,
     counts: Mapping[tuple[int, int], StageCounts],
+    *,
+    wanted: NDArray[np.bool_],
 ) -> BlockTimes:
     """Price a grid.
 
@@ -79,6 +81,7 @@ def block_times(
         tables: prices layers.
         counts: layers of each rank, by number of model chunks and place on the axis `partition`; pairs that are missing
             are not priced.
+        wanted: [O, P] pairs of a schedule and a partition that are priced.
     """
     kinds = RankKinds(block, groups, tables)
     estimate = np.full(block.shape, np.inf)
@@ -86,15 +89,14 @@ def block_times(
     for chunks in dict.fromkeys(chunks for _, chunks in block.order):
         for place in range(len(block.partition)):
             found = counts.get((chunks, place))
-            if found is None:
+            orders = [row for row, order in enumerate(block.order) if order[1] == chunks and wanted[row, place]]
+            if found is None or not orders:
                 continue
             ops = _rank_ops(kinds, found)
             hops_s, latency_s = _hops(block, groups, cost_model, found)
             step_s = _step_s(block, groups, cost_model, found)
-            for order, (schedule, its_chunks) in enumerate(block.order):
-                if its_chunks != chunks:
-                    continue
-                times = _pipeline(schedule, chunks, block, ops, hops_s, latency_s)
+            for order in orders:
+                times = _pipeline(block.order[order][0], chunks, block, ops, hops_s, latency_s)
                 # The last axis is the ZeRO stage, which the ops do not depend on.
                 estimate[order, place] = times[0][..., None] + step_s
                 bound[order, place] = times[1][..., None] + step_s

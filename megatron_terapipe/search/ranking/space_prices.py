@@ -110,7 +110,7 @@ def _price(
         pipeline_parallel_size=block.pipeline_parallel_size,
     )
     groups = RankGroups(cost_model.cluster, layout)
-    partitions = _partitions(problem, block, groups, tables)
+    partitions = _partitions(problem, found, groups, tables)
     kind_of = {id(layer): kind for kind, layer in enumerate(tables.layers)}
     counts: dict[tuple[int, int], StageCounts] = {
         key: stage_counts(
@@ -123,7 +123,7 @@ def _price(
     if not fits.any():
         nothing = np.zeros(0)
         return PricedBlock(block, order, partitions, nothing.astype(np.int64), nothing, nothing), legal, fits
-    times = block_times(block, groups, cost_model, tables, counts)
+    times = block_times(block, groups, cost_model, tables, counts, wanted=fits.any(axis=(2, 3, 4, 5, 6)))
     places = np.flatnonzero(fits)
     estimate, bound = times.estimate.ravel()[places], times.bound.ravel()[places]
     return PricedBlock(block, order, partitions, places, estimate, bound), legal, fits
@@ -136,14 +136,19 @@ def _priceable(block: Block, partitions: dict[tuple[int, int], StagePartition]) 
 
 
 def _partitions(
-    problem: Problem, block: Block, groups: RankGroups, tables: OpTables
+    problem: Problem, legal: LegalBlock, groups: RankGroups, tables: OpTables
 ) -> dict[tuple[int, int], StagePartition]:
-    """The stages of every pair of model chunks and partition rule; pairs that do not fit are left out."""
+    """The stages of every pair of model chunks and partition rule; pairs that no legal strategy has are left out."""
+    block = legal.block
     ranks = block.pipeline_parallel_size
+    pairs = legal.legal.any(axis=(2, 3, 4, 5, 6))
     found: dict[tuple[int, int], StagePartition] = {}
     layer_times: Floats | None = None
     for chunks in dict.fromkeys(chunks for _, chunks in block.order):
+        rows = [row for row, (_, its_chunks) in enumerate(block.order) if its_chunks == chunks]
         for place, rule in enumerate(block.partition):
+            if not pairs[rows, place].any():
+                continue
             if rule == SOLVED:
                 if layer_times is None:
                     layer_times = _layer_times(problem, block, groups, tables)
@@ -151,7 +156,7 @@ def _partitions(
                 partition = dealt_layers(problem, layer_times, ranks, chunks, micro_batches)
                 if all(partition != other for (its_chunks, _), other in found.items() if its_chunks == chunks):
                     found[chunks, place] = partition
-            elif isinstance(rule, str) or len(rule) == ranks * chunks + 1:
+            else:
                 found[chunks, place] = problem.partition(rule, ranks * chunks)
     return found
 

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -158,14 +158,14 @@ def nodes_in_order(strategy: Strategy, cluster: Cluster) -> tuple[Node, ...]:
 
 def model_flags(model: ModelConfig) -> list[str]:
     """The fewest flags that make `pretrain_gpt.py` build a model."""
-    required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    given: dict[str, Any] = {name: getattr(model, name) for name in required}
+    values = {each.name: getattr(model, each.name) for each in fields(ModelConfig) if each.name != "model_preset"}
+    whole = ModelConfig(**values)
+    given = {name: value for name, value in values.items() if value is not None}
     for each in fields(ModelConfig):
-        value = getattr(model, each.name)
-        if each.name in given or each.name == "model_preset" or value is None:
-            continue
-        if getattr(ModelConfig(**given), each.name) != value:
-            given[each.name] = value
+        # Defaults follow from other fields, so a flag can go only if the model is the same without it.
+        fewer = {name: value for name, value in given.items() if name != each.name}
+        if each.default is not MISSING and each.name in given and ModelConfig(**fewer) == whole:
+            given = fewer
     words = []
     for name, value in given.items():
         words.append(f"--{name.replace('_', '-')}")

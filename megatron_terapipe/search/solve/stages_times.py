@@ -57,7 +57,7 @@ def stage_times(
     compute = before[:, None, :] - before[:, :, None]
     possible = np.triu(np.ones((num_layers + 1, num_layers + 1), dtype=bool), k=1)
     fill = np.where(possible, compute, np.inf)
-    fill = np.ascontiguousarray(np.broadcast_to(fill, (num_stages, *fill.shape[1:])))
+    fill = np.array(np.broadcast_to(fill, (num_stages, *fill.shape[1:])))
     period = fill.copy()
     if cut_times_s is not None and num_stages > 1:
         cuts = np.broadcast_to(np.atleast_2d(np.asarray(cut_times_s, dtype=np.float64)), (num_stages - 1, num_layers + 1))

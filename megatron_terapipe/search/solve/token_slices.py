@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.optimise.problem import Numbers
 from deepspeed_ext.plan.schedules import schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.grid import Grid
-from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 from deepspeed_ext.plan.solve.token_slices import search_cuts
 from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.errors import ConfigError
@@ -32,16 +30,16 @@ COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128)
 MOST_POINTS = 256
 """Places to cut at, at most: lengths are multiples of more tokens in longer sequences."""
 
-NUM_SIMULATED = 5
+NUM_SIMULATED = 4
 """Numbers of token slices, beside 1, that are simulated and priced where none are asked for."""
 
 NUM_SEARCHED = 2
 """Numbers of token slices that are searched further; the others keep the better of two cuts."""
 
-EFFORT = 0.06
+EFFORT = 0.04
 """Of each of those searches, in that of `plan.solve.token_slices`."""
 
-TOLERANCE = 0.003
+TOLERANCE = 0.01
 """How far gpipe's cut may be from the best for gpipe, relative: it is where the search begins."""
 
 
@@ -140,13 +138,13 @@ def solve_batch(
         PlanError: if the sizes cannot fill the batch, or there are too many places to cut at.
     """
     grid = Grid(cost_model.workload.seq_length, granularity, granularity)
-    costs = {
-        size: TabulatedCosts.of(cost_model, replace(strategy, micro_batch_size=size, global_batch_size=None), grid)
-        for size in sizes
-    }
+    ranks = strategy.pipeline_parallel_size
+    costs = {}
+    for size in sizes:
+        of_size = replace(strategy, micro_batch_size=size, global_batch_size=None)
+        costs[size] = TabulatedCosts.of(cost_model, of_size, grid).busiest_and_others(ranks)
     batch_size = strategy.num_micro_batches * strategy.micro_batch_size
-    problem = JointProblem.of(costs, grid, batch_size, strategy.pipeline_parallel_size)
-    return problem.solve(equal_sizes=equal_sizes)
+    return JointProblem.of(costs, grid, batch_size, 2, ranks - 1).solve(equal_sizes=equal_sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,19 +237,8 @@ class _Solver:
             if grid not in self._problems:
                 # A rank with several model chunks passes every micro-batch as often.
                 passes = strategy.num_micro_batches * strategy.num_model_chunks
-                costs = _by_rank(self._tabulated(grid), strategy)
-                self._problems[grid] = JointProblem.of({1: costs}, grid, passes, strategy.pipeline_parallel_size)
+                ranks = strategy.pipeline_parallel_size
+                costs = self._tabulated(grid).busiest_and_others(ranks)
+                self._problems[grid] = JointProblem.of({1: costs}, grid, passes, 2, ranks - 1)
             self._gpipe_cuts[count] = self._problems[grid].solve(count, equal_sizes=True, tolerance=TOLERANCE)
         return self._gpipe_cuts[count]
-
-
-def _by_rank(costs: TokenSliceCosts, strategy: Strategy) -> TokenSliceCosts:
-    """Times of an average stage of each pipeline rank."""
-    ranks, chunks = strategy.pipeline_parallel_size, strategy.num_model_chunks
-
-    def of_ranks(stages: Sequence[int], starts: Numbers, ends: Numbers) -> Numbers:
-        every = costs(range(ranks * chunks), starts, ends)
-        mean: Numbers = every.reshape(3, chunks, ranks, *starts.shape).mean(axis=1)[:, list(stages)]
-        return mean
-
-    return of_ranks

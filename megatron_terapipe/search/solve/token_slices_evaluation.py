@@ -9,8 +9,8 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.evaluation import FixedSchedule
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 
-MOST_OPS = 8_000
-"""Ops that are played for each cut: a tenth of a millisecond."""
+MOST_OPS = 4_000
+"""Ops that are played for each cut: less than a tenth of a millisecond."""
 
 
 class ExtrapolatedSchedule:
@@ -41,20 +41,17 @@ class ExtrapolatedSchedule:
         ops_each = 2 * shape.num_stages * shape.num_token_slices
         fewest = max(2 * ranks, MOST_OPS // ops_each // ranks * ranks) + wanted % ranks
         played = (wanted,) if wanted <= fewest + ranks else (fewest, fewest + ranks)
+        self.num_ops = 0
         self._rest = (wanted - played[-1]) / ranks
         self._parts = [
             FixedSchedule(schedule, replace(shape, num_micro_batches=number), costs, transfer=transfer)
             for number in played
         ]
 
-    @property
-    def num_ops(self) -> int:
-        """Ops that were played so far."""
-        return sum(part.num_ops for part in self._parts)
-
     def __call__(self, cut: TokenSlices) -> float:
         """Makespan with a cut, in seconds."""
         first, *more = (part(cut) for part in self._parts)
+        self.num_ops = sum(part.num_ops for part in self._parts)
         return first if not more else more[0] + self._rest * (more[0] - first)
 
     def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:

@@ -80,7 +80,9 @@ def solve_joint(
     """
     grid = Grid(seq_length, granularity, min_length)
     wanted = [size for size in range(1, batch_size + 1) if batch_size % size == 0] if sizes is None else sorted(sizes)
-    problem = JointProblem.of({size: costs_of_size(size) for size in wanted}, grid, batch_size, num_stages)
+    problem = JointProblem.of(
+        {size: costs_of_size(size) for size in wanted}, grid, batch_size, num_stages, num_stages - 1
+    )
     return problem.solve(num_token_slices, equal_sizes=equal_sizes, tolerance=tolerance)
 
 
@@ -92,17 +94,17 @@ class JointProblem:
         tables: by size of micro-batches.
         grid: where token slices may begin and end.
         batch_size: sequences that one pipeline trains on in a step.
-        num_stages: P.
+        num_waits: how often the longest ops count: P - 1.
     """
 
     tables: Mapping[int, "_Tables"]
     grid: Grid
     batch_size: int
-    num_stages: int
+    num_waits: int
 
     @classmethod
     def of(
-        cls, costs: Mapping[int, TokenSliceCosts], grid: Grid, batch_size: int, num_stages: int
+        cls, costs: Mapping[int, TokenSliceCosts], grid: Grid, batch_size: int, num_stages: int, num_waits: int
     ) -> "JointProblem":
         """Ask for the times of all token slices there can be.
 
@@ -110,7 +112,8 @@ class JointProblem:
             costs: times of token slices by size of micro-batches, in seconds.
             grid: where token slices may begin and end.
             batch_size: sequences that one pipeline trains on in a step.
-            num_stages: P.
+            num_stages: stages that `costs` knows.
+            num_waits: P - 1, however many of the stages `costs` tells apart.
 
         Raises:
             PlanError: if there are too many places to cut at.
@@ -122,7 +125,7 @@ class JointProblem:
                 f"give {-(-grid.seq_length // MOST_POINTS)} or more"
             )
         tables = {size: _Tables.of(one, grid, num_stages) for size, one in costs.items()}
-        return cls(tables, grid, batch_size, num_stages)
+        return cls(tables, grid, batch_size, num_waits)
 
     def solve(
         self, num_token_slices: int | None = None, *, equal_sizes: bool = False, tolerance: float = 1e-3
@@ -138,7 +141,7 @@ class JointProblem:
             for each in zip(*((one.forward, one.backward) for one in self.tables.values()), strict=True)
         ]
         search = partial(_shortest, self.tables, self.batch_size, equal_sizes, num_token_slices or 0)
-        least = least_of_limits(search, (highest[0], highest[1]), self.num_stages - 1, tolerance)
+        least = least_of_limits(search, (highest[0], highest[1]), self.num_waits, tolerance)
         if least is None:
             sizes = ", ".join(map(str, self.tables))
             raise PlanError(f"micro-batches of {sizes} sequences do not fill a batch of {self.batch_size}")
@@ -213,7 +216,7 @@ def _shortest_cut(table: _Tables, num_token_slices: int, limits: Pair) -> tuple[
     from megatron_terapipe.search.solve.token_slices_kernel import shortest_cut
 
     begins = np.zeros((num_token_slices or 1, len(table.times)), np.int64)
-    total = shortest_cut(table.times, table.forward, table.backward, *limits, begins)
+    total = shortest_cut(table.times, table.forward, table.backward, *limits, not num_token_slices, begins)
     if not np.isfinite(total):
         return total, ()
     ends = [len(table.times) - 1]

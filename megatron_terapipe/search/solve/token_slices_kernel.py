@@ -8,7 +8,13 @@ from deepspeed_ext.plan.optimise.problem import Numbers
 
 @kernel
 def shortest_cut(
-    times: Numbers, forward: Numbers, backward: Numbers, most_forward: float, most_backward: float, begins: Numbers
+    times: Numbers,
+    forward: Numbers,
+    backward: Numbers,
+    most_forward: float,
+    most_backward: float,
+    any_number: bool,
+    begins: Numbers,
 ) -> float:
     """Shortest sum of times over the cuts of a sequence, none of whose token slices is above a limit.
 
@@ -18,8 +24,9 @@ def shortest_cut(
         backward: [points, points] the same for the second.
         most_forward: first limit.
         most_backward: second limit.
-        begins: [rows, points] becomes the point where the token slice that ends at each point begins. With one row
-            any number of token slices is allowed, with more as many as there are rows.
+        any_number: whether any number of token slices is allowed, or as many as there are rows.
+        begins: [rows, points] becomes the point where the token slice that ends at each point begins; one row for any
+            number of them.
 
     Returns:
         The sum; infinite if there is no such cut.
@@ -28,8 +35,8 @@ def shortest_cut(
     reached = np.full(size, np.inf)
     reached[0] = 0.0
     for row in range(rows):
-        # With one row, token slices go on from points that this very row reached.
-        further = reached if rows == 1 else np.full(size, np.inf)
+        # Any number of token slices go on from points that this very row reached.
+        further = reached if any_number else np.full(size, np.inf)
         for start in range(size - 1):
             if not np.isfinite(reached[start]):
                 continue

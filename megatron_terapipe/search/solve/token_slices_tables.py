@@ -39,6 +39,24 @@ class TabulatedCosts:
         times[:2] += fixed + by_token * (np.asarray(ends) - starts)
         return times
 
+    def busiest_and_others(self, num_ranks: int) -> "TabulatedCosts":
+        """Two stages that stand for a pipeline: that of its busiest rank, and the mean of all others.
+
+        A rank with several model chunks has the mean of their times.
+        """
+        of_rank = np.arange(len(self.kind_of_stage)) % num_ranks
+        chunks = len(of_rank) // num_ranks
+        shares = np.zeros((num_ranks, self.table.shape[1]))
+        np.add.at(shares, (of_rank, self.kind_of_stage), 1 / chunks)
+        sending = self.sending.reshape(2, chunks, num_ranks, 2).mean(axis=1)
+        whole = shares @ self.table[:, :, 0, -1].sum(axis=0) + (sending @ [1, len(self.index) - 1]).sum(axis=0)
+        busiest = np.arange(num_ranks) == whole.argmax()
+        others = ~busiest if num_ranks > 1 else busiest
+        weights = np.stack([shares[ranks].mean(axis=0) for ranks in (busiest, others)])
+        table = np.einsum("uk,tkse->tuse", weights, self.table)
+        joined = np.stack([sending[:, ranks].mean(axis=1) for ranks in (busiest, others)], axis=1)
+        return TabulatedCosts(table, np.arange(2), joined, self.index)
+
     @classmethod
     def of(cls, cost_model: CostModel, strategy: Strategy, grid: Grid) -> "TabulatedCosts":
         """Ask a cost model for all times at once.

@@ -44,7 +44,7 @@ def all_sizes(batch_size, sizes):
 
 
 @pytest.mark.parametrize("equal_sizes", [False, True])
-@pytest.mark.parametrize("count", [None, 2])
+@pytest.mark.parametrize("count", [None, 1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_batch_is_better(seed, count, equal_sizes):
     batch_size, num_stages, sizes = 3, 5, (1, 2, 3)

@@ -1,0 +1,177 @@
+"""What DeepSpeed 0.3.13 with Megatron-LM 1.1.5 costs beside the ops, as AMP's trials ran it.
+
+Facts of its source (deepspeed/runtime/pipe/engine.py and p2p.py, deepspeed/runtime/engine.py), none of them fitted:
+
+  * A message between stages is a broadcast in a group of two: both ends wait until it is through, and compute nothing.
+  * The attention mask goes along with each activation, not with gradients. Tensor-parallel ranks send their part of an
+    activation each, and all of the mask, and gather what they got.
+  * Gradients are reduced in single precision (`fp32_allreduce`) after the last backward; that of the tied embedding in
+    half precision between first and last stage. There is no ZeRO and no recomputation.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.costs import OpCosts, TransferCosts
+from megatron_terapipe.search.cluster.rank_groups import RankGroups
+from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_s
+from megatron_terapipe.search.cost.model import CostModel, TimePrediction, pipeline_shape, span_at
+from megatron_terapipe.search.cost.playing import Orders
+from megatron_terapipe.search.cost.step_costs import StepCosts, step_costs
+from megatron_terapipe.search.prediction import TimeBreakdown
+from megatron_terapipe.search.software import MEGATRON
+from megatron_terapipe.strategy import Strategy
+
+Floats = NDArray[np.float64]
+
+AMP_DEEPSPEED = replace(MEGATRON, name="deepspeed-0.3.13", reduction_bytes=4)
+"""Gradients travel in single precision; the rest as Megatron does."""
+
+SHARED_WEIGHT_BYTES = 2
+"""Bytes of an entry of the tied embedding's gradient on its way."""
+
+
+class DeepSpeedCosts(CostModel):
+    """The product's cost model with the messages and reductions of DeepSpeed 0.3.13."""
+
+    def predict_time(self, strategy: Strategy) -> TimePrediction:
+        """Price one strategy on its real schedule; see `CostModel.predict_time`."""
+        shape = pipeline_shape(strategy)
+        computing = self.computing_s(strategy)
+        costs = self.pipeline_costs(strategy)
+        if not hasattr(self, "_played"):
+            self._played = Orders()
+        makespan = self._played.play(strategy.schedule, shape, costs).makespan
+        steps = self.steps(strategy)
+        micro_batches = shape.num_micro_batches
+        busy = np.array(costs.forward)[:, 0] + np.array(costs.backward)[:, 0]
+        busiest = int(np.argmax(busy))
+        breakdown = TimeBreakdown(
+            compute_s=micro_batches * float(computing[busiest]),
+            tensor_parallel_s=0.0,
+            bubble_s=makespan - micro_batches * float(busy[busiest]),
+            transfer_s=micro_batches * float(busy[busiest] - computing[busiest]),
+            gradient_reduction_s=max(float(step.gradient_reduction) for step in steps),
+            shared_weight_s=max(float(step.shared_weight) for step in steps),
+            optimizer_s=max(float(step.optimizer) for step in steps),
+            fixed_s=self.physics.iteration_s,
+        )
+        return TimePrediction(
+            iteration_time_s=breakdown.total_s,
+            bubble_ratio=max(1 - micro_batches * float(computing.sum()) / (len(computing) * makespan), 0.0),
+            breakdown=breakdown,
+            notes=("reductions between tensor-parallel ranks are in compute_s, as in the measured profile",),
+        )
+
+    def pipeline_costs(self, strategy: Strategy) -> OpCosts:
+        """Seconds of ops per stage, with the messages that keep them waiting."""
+        stages = self.stage_ops(strategy, self.groups(strategy))
+        forward = np.array([np.sum(ops.forward) for ops in stages])
+        backward = np.array([np.sum(ops.backward) for ops in stages])
+        transfer: float | TransferCosts = 0.0
+        if len(stages) > 1:
+            last = [layers[-1] for layers in self.stage_layers(strategy)[:-1]]
+            there, back = (times[np.arange(len(last)), last] for times in self.messages_s(strategy))
+            # A message keeps both ends, and so it is in the ops of both.
+            forward[:-1] += there
+            forward[1:] += there
+            backward[1:] += back
+            backward[:-1] += back
+            # The receiver gets it while the sender sends: its op starts earlier by as much.
+            transfer = TransferCosts(
+                latency=tuple((-(there + back) / 2).tolist()),
+                bandwidth=(np.inf,) * len(last),
+                message_bytes=(0.0,),
+            )
+        return OpCosts(tuple((time,) for time in forward), tuple((time,) for time in backward), None, transfer)
+
+    def computing_s(self, strategy: Strategy) -> Floats:
+        """[stages] seconds of forward and backward of one micro-batch."""
+        stages = self.stage_ops(strategy, self.groups(strategy))
+        return np.array([float(np.sum(ops.forward + ops.backward)) for ops in stages])
+
+    def layer_times_s(self, strategy: Strategy) -> Floats:
+        """[stages, L] seconds of forward and backward of one micro-batch, on the slowest device of each stage."""
+        groups = self.groups(strategy)
+        times: dict[object, list[float]] = {}
+        for devices in groups.devices:
+            if devices in times:
+                continue
+            per_device = []
+            for device in devices:
+                ops = (
+                    self.op_times(
+                        layer,
+                        device,
+                        tensor_parallel_size=float(strategy.tensor_parallel_size),
+                        micro_batch_size=float(strategy.micro_batch_size),
+                        start=0.0,
+                        end=float(layer.tokens),
+                    )
+                    for layer in self.workload.layers
+                )
+                per_device.append([float(op.forward + op.input_gradient + op.weight_gradient) for op in ops])
+            times[devices] = np.max(per_device, axis=0).tolist()
+        return np.array([times[devices] for devices in groups.devices])
+
+    def messages_s(self, strategy: Strategy) -> tuple[Floats, Floats]:
+        """[boundaries, L] seconds of an activation, and of its gradient, if a layer is the last before the boundary."""
+        groups, tensor = self.groups(strategy), strategy.tensor_parallel_size
+        boundaries = strategy.pipeline_parallel_size - 1
+        layers = self.workload.layers
+        activation = self.element_bytes * strategy.micro_batch_size * np.array([each.output_elements for each in layers])
+        mask = self.element_bytes * np.array([each.extra_output_elements for each in layers])
+        bandwidth = groups.pipe.bandwidth[:boundaries, None]
+        latency = groups.pipe.latency_s[:boundaries, None]
+        back = np.asarray(transfer_s(activation / tensor, bandwidth, latency, self.physics))
+        there = back + np.where(mask > 0, transfer_s(mask, bandwidth, latency, self.physics), 0.0)
+        if tensor > 1:
+            gathered = np.array(
+                [all_gather_s(activation, span_at(groups.tensor, rank), self.physics) for rank in range(boundaries)]
+            ).reshape(boundaries, len(layers))
+            there, back = there + gathered, back + gathered
+        return there, back
+
+    def steps(self, strategy: Strategy) -> list[StepCosts]:
+        """Per stage, what ends the iteration."""
+        groups, tensor = self.groups(strategy), strategy.tensor_parallel_size
+        parameters, shared = self.parameters(strategy)
+        steps = []
+        for rank, (all_of_them, of_shared) in enumerate(zip(parameters, shared, strict=True)):
+            step = step_costs(
+                float(all_of_them) / tensor,
+                float(of_shared) / tensor,
+                span_at(groups.data, rank),
+                span_at(groups.ends, 0),
+                min(device.memory_bandwidth for device in groups.devices[rank]),
+                zero_stage=strategy.zero_stage,
+                software=self.software,
+                physics=self.physics,
+            )
+            share = SHARED_WEIGHT_BYTES / self.software.reduction_bytes
+            steps.append(step._replace(shared_weight=step.shared_weight * share))
+        return steps
+
+    def parameters(self, strategy: Strategy) -> tuple[Floats, Floats]:
+        """[stages] parameters of a stage times tensor-parallel size, a weight that it uses twice once; and of them those
+        that another stage also holds.
+        """
+        tensor = strategy.tensor_parallel_size
+        stages = self.stage_layers(strategy)
+        holders: dict[str, list[int]] = {}
+        parameters, shared = np.zeros(len(stages)), np.zeros(len(stages))
+        for stage, indices in enumerate(stages):
+            for layer in (self.workload.layers[index] for index in indices):
+                parameters[stage] += tensor * layer.parameters_per_rank(tensor)
+                if layer.shared_weight is not None:
+                    of_weight = holders.setdefault(layer.shared_weight, [])
+                    if stage in of_weight:
+                        parameters[stage] -= layer.shared_parameters
+                    else:
+                        of_weight.append(stage)
+                        shared[stage] = layer.shared_parameters
+        apart = {stage for of_weight in holders.values() if len(of_weight) > 1 for stage in of_weight}
+        shared[[stage for stage in range(len(stages)) if stage not in apart]] = 0.0
+        return parameters, shared

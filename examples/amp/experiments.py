@@ -1,0 +1,129 @@
+"""AMP's three experiments: model, cluster, batch, profiles, and what of the hardware is reached.
+
+Nothing here was fitted to AMP's trials. What is no data sheet's is from elsewhere:
+
+  * links: NCCL over TCP passes about 4.7 GB/s however fast the card is (github.com/NVIDIA/nccl/issues/398 and /209, on
+    EC2), which is 0.75 of 50 Gbit/s; 10 Gbit/s is passed at line rate, less what Ethernet and TCP take of it.
+  * matrix products and memory: round shares of the peaks; the measured profiles set the scale, see `MeasuredLayers`.
+    They have the losses of small matrices in them, so that the roofline's are left out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from examples.amp import clusters, models
+from examples.amp.deepspeed_costs import AMP_DEEPSPEED, DeepSpeedCosts
+from megatron_terapipe.search.cluster import Cluster, Node
+from megatron_terapipe.search.cost.measured_layers import MeasuredDevice, MeasuredLayers
+from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.cost.roofline import Roofline
+from megatron_terapipe.search.pricing import Pricing
+from megatron_terapipe.search.profile.amp import read_profile
+from megatron_terapipe.search.workload import Workload
+
+PRECISION = "fp16"
+TENSOR_PARALLEL_SIZES = (1, 2, 4)
+
+_REACHED = replace(
+    Physics(),
+    gemm_efficiency=0.75,
+    gemm_depth=0.0,
+    gemm_area=0.0,
+    attention_efficiency=0.35,
+    memory_efficiency=0.75,
+    whole_loss_factor=1.0,
+    inside_efficiency=0.65,
+    collective_s=20e-6,
+    transfer_s=30e-6,
+    optimizer_passes=2.0,
+    iteration_s=0.01,
+)
+
+FAST_NETWORK = replace(_REACHED, network_efficiency=0.75, transfer_efficiency=0.75)
+"""50 Gbit/s and TCP."""
+
+SLOW_NETWORK = replace(_REACHED, network_efficiency=0.92, transfer_efficiency=0.92)
+"""10 Gbit/s and TCP."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """One of the three.
+
+    Attributes:
+        name: as on the command line.
+        workload: makes the model.
+        cluster: makes the cluster.
+        global_batch_size: sequences of one iteration.
+        profiles: name of AMP's profile, and the node that it was measured on.
+        physics: what of the hardware is reached.
+    """
+
+    name: str
+    workload: Callable[[], Workload]
+    cluster: Callable[[], Cluster]
+    global_batch_size: int
+    profiles: Mapping[str, Node]
+    physics: Physics
+
+    def pricing(self, repository: Path) -> Pricing:
+        """Prices of strategies.
+
+        Args:
+            repository: a checkout of AMP's repository.
+
+        Raises:
+            DataError: if it lacks a profile.
+        """
+        workload, cluster = self.workload(), self.cluster()
+        names = [layer.name for layer in workload.layers]
+        measured = {
+            node.device.name: MeasuredDevice(
+                device=node.device,
+                roofline=Roofline(self.physics, AMP_DEEPSPEED, PRECISION),
+                inside=node.inside,
+                forward_s=dict(zip(names, read_profile(repository, profile), strict=True)),
+            )
+            for profile, node in self.profiles.items()
+        }
+        op_times = MeasuredLayers(workload=workload, devices=measured)
+        how = {"software": AMP_DEEPSPEED, "physics": self.physics, "op_times": op_times, "precision": PRECISION}
+        pricing = Pricing(workload, cluster, **how)  # type: ignore[arg-type]
+        pricing.cost_model = DeepSpeedCosts(workload, cluster, **how)  # type: ignore[arg-type]
+        return pricing
+
+
+# Both profiles of GPT-2 always: what the faster device needs limits what launching takes on the slower.
+_GPT2_PROFILES = MappingProxyType({"gpt2_G4": clusters.g4dn(0), "gpt2_P3": clusters.p3(0)})
+
+EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
+    {
+        "homogeneous": Experiment(
+            name="homogeneous",
+            workload=models.gpt2,
+            cluster=clusters.homogeneous,
+            global_batch_size=32,
+            profiles=_GPT2_PROFILES,
+            physics=FAST_NETWORK,
+        ),
+        "het_cluster": Experiment(
+            name="het_cluster",
+            workload=models.gpt2,
+            cluster=clusters.het_cluster,
+            global_batch_size=32,
+            profiles=_GPT2_PROFILES,
+            physics=SLOW_NETWORK,
+        ),
+        "het_model": Experiment(
+            name="het_model",
+            workload=models.transgan,
+            cluster=clusters.het_model,
+            global_batch_size=64,
+            profiles=MappingProxyType({"transgan_P3": clusters.p3(0)}),
+            physics=SLOW_NETWORK,
+        ),
+    }
+)
+"""By name."""

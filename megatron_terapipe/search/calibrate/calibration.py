@@ -1,0 +1,67 @@
+"""What trials of one cluster say: constants of time and of memory, and how sure they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_terapipe.search.calibrate.fit import fit
+from megatron_terapipe.search.calibrate.intervals import Intervals, conformal, uncalibrated
+from megatron_terapipe.search.calibrate.memory_fit import fit_memory
+from megatron_terapipe.search.calibrate.sample import Sample
+from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.memory.physics import MemoryPhysics
+from megatron_terapipe.search.trials.trial import Trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Constants of one cluster.
+
+    Attributes:
+        source: who measured the trials; empty = nobody did, these are the defaults.
+        device: kinds of devices that they ran on.
+        physics: of time; None = the defaults of the devices.
+        memory_physics: of memory; None = the defaults of the devices.
+        intervals: of predicted times.
+        memory_sd: standard deviation of log(measured / predicted) peaks.
+        num_trials: trials with a time.
+        num_memory_trials: trials with a peak, or that ran out of memory.
+    """
+
+    source: str = ""
+    device: str = ""
+    physics: Physics | None = None
+    memory_physics: MemoryPhysics | None = None
+    intervals: Intervals
+    memory_sd: float = 0.12
+    num_trials: int = 0
+    num_memory_trials: int = 0
+
+
+def no_calibration() -> Calibration:
+    """Defaults, and how far off they may be."""
+    return Calibration(intervals=uncalibrated())
+
+
+def calibrate(trials: Sequence[Trial]) -> Calibration:
+    """Fit everything that trials of one cluster say.
+
+    Args:
+        trials: at least one; they may be of several models, layouts and groups.
+    """
+    fitted = fit(trials)
+    sample = Sample.of(trials)
+    memory = fit_memory(trials)
+    intervals = uncalibrated()
+    if len(sample):
+        errors = sample.errors(fitted.physics, sample.simulated_ratio(fitted.physics))
+        intervals = conformal(fitted, sample, errors)
+    return Calibration(
+        source=", ".join(sorted({one.source for one in trials})),
+        device=", ".join(sorted({one.device for one in trials})),
+        physics=fitted.physics,
+        memory_physics=memory.physics if memory.num_trials else None,
+        intervals=intervals,
+        memory_sd=memory.residual_sd,
+        num_trials=fitted.num_trials,
+        num_memory_trials=memory.num_trials,
+    )

@@ -1,0 +1,193 @@
+"""`slices`: how many token slices, and how long, for one strategy."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_terapipe.config.json_files import read_json
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.command.inputs import (
+    add_cluster_flags,
+    add_cost_flags,
+    add_json_flag,
+    add_model_flags,
+    cluster_of,
+    model_of,
+    precision_of,
+)
+from megatron_terapipe.strategy import Strategy
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.cost.model import CostModel
+    from megatron_terapipe.search.solve.token_slices import SolvedCut
+
+NAME = "slices"
+HELP = (
+    "Find the token slices with which a strategy takes the shortest time: how many, and how long each. Token slices that "
+    "the strategy has already do not matter."
+)
+
+SHOWN = 8
+"""Lengths of a cut that the table shows; longer cuts end in dots."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command."""
+    add_model_flags(parser)
+    add_cluster_flags(parser)
+    group = parser.add_argument_group("strategy")
+    group.add_argument(
+        "--strategy", metavar="FILE", required=True, help="JSON: a strategy, or an entry of what rank writes"
+    )
+    group.add_argument(
+        "--count",
+        metavar="N,N",
+        help="numbers of token slices to price, and no others (default: 1 and the most promising up to 128)",
+    )
+    group.add_argument(
+        "--granularity",
+        type=int,
+        metavar="N",
+        help="lengths are multiples of N tokens (default: 16 where token slices are long, else what the trainer needs)",
+    )
+    add_cost_flags(parser)
+    add_json_flag(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Find the cut and print it, with the curve over the number of token slices."""
+    from deepspeed_ext.plan.errors import PlanError
+    from megatron_terapipe.search.report.files import write_json
+    from megatron_terapipe.search.solve.token_slices import solve_cut
+
+    strategy = read_strategy(options.strategy)
+    cost_model, notes = _cost_model(options, strategy)
+    counts = None if options.count is None else (1, *_counts(options.count))
+    if options.granularity is not None and options.granularity < 1:
+        raise ConfigError(f"--granularity {options.granularity} is not a number of tokens: give 1 or more")
+    try:
+        solved = solve_cut(cost_model, strategy, counts=counts, granularity=options.granularity)
+    except PlanError as error:
+        raise ConfigError(f"{options.strategy}: {error}") from None
+    answer = answer_json(solved)
+    if options.json != "-":
+        print_answer(answer, notes)
+    if options.json is not None:
+        write_json(options.json, answer)
+    return 0
+
+
+def read_strategy(path: str) -> Strategy:
+    """Read a strategy, or an entry of the search's output that has one under `strategy`.
+
+    Raises:
+        ConfigError: if the file cannot be read, or holds none.
+    """
+    document = read_json(path, "--strategy")
+    if isinstance(document, Mapping) and isinstance(document.get("strategy"), Mapping):
+        document = document["strategy"]
+    try:
+        return Strategy.from_json(document)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def answer_json(solved: "SolvedCut") -> dict[str, Any]:
+    """The JSON object of an answer; `without_s` and `speedup` are null if the sequence was not priced whole."""
+    without_s = next((cut.iteration_time_s for cut in solved.alternatives if len(cut.token_slices) == 1), None)
+
+    def speedup(time_s: float) -> float | None:
+        return None if without_s is None else without_s / time_s
+
+    return {
+        "token_slices": list(solved.token_slices),
+        "num_token_slices": len(solved.token_slices),
+        "iteration_time_s": solved.iteration_time_s,
+        "without_s": without_s,
+        "speedup": speedup(solved.iteration_time_s),
+        "curve": [
+            {
+                "num_token_slices": len(cut.token_slices),
+                "token_slices": list(cut.token_slices),
+                "iteration_time_s": cut.iteration_time_s,
+                "speedup": speedup(cut.iteration_time_s),
+            }
+            for cut in solved.alternatives
+        ],
+        "flags": flags_of(solved.token_slices),
+    }
+
+
+def flags_of(token_slices: tuple[int, ...]) -> str:
+    """Flags of the trainer that ask for a cut."""
+    if len(token_slices) == 1:
+        return "--num-token-slices 1"
+    return f"--num-token-slices {len(token_slices)} --token-slices {','.join(map(str, token_slices))}"
+
+
+def print_answer(answer: Mapping[str, Any], notes: tuple[str, ...]) -> None:
+    """Print the curve, the best cut and its flags."""
+    import rich.box
+    import rich.console
+    import rich.table
+
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("token slices", "seconds", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("lengths", no_wrap=True)
+    for row in answer["curve"]:
+        lengths = row["token_slices"]
+        shown = ",".join(map(str, lengths[:SHOWN])) + (",..." if len(lengths) > SHOWN else "")
+        factor = "" if row["speedup"] is None else f"{row['speedup']:.2f}"
+        best = row["token_slices"] == answer["token_slices"]
+        cells = str(row["num_token_slices"]), f"{row['iteration_time_s']:.4g}", factor, shown
+        table.add_row(*cells, style="bold" if best else "")
+    console = rich.console.Console(highlight=False, markup=False)
+    console.print(table)
+    print(answer["flags"])
+    for note in notes:
+        print(f"note: {note}")
+
+
+def _cost_model(options: argparse.Namespace, strategy: Strategy) -> "tuple[CostModel, tuple[str, ...]]":
+    """What prices the strategy, and what had to be assumed.
+
+    Raises:
+        ConfigError: if a file cannot be read, or the strategy does not fit the model and the cluster.
+    """
+    from megatron_terapipe.search.cost.model import CostModel
+    from megatron_terapipe.search.space.problem import Problem
+    from megatron_terapipe.search.space.walk import broken_rule
+
+    workload = model_of(options)
+    cluster, notes = cluster_of(options)
+    precision = precision_of(options, cluster)
+    whole = replace(strategy, num_token_slices=1, token_slices=None)
+    sequences = strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
+    problem = Problem(workload=workload, cluster=cluster, global_batch_size=sequences, precision=precision)
+    reason = broken_rule(whole, problem)
+    if reason is not None:
+        raise ConfigError(f"{options.strategy}: {reason}: change the strategy")
+    physics = op_times = None
+    if options.calibrate is not None:
+        from megatron_terapipe.search.calibrate.files import calibrated
+
+        physics = calibrated(cluster, options.calibrate).physics
+    if options.profile is not None:
+        from megatron_terapipe.search.profile import MeasuredProfile, measured_physics, read_profile
+
+        profile = read_profile(options.profile)
+        physics, op_times = measured_physics(profile, cluster, physics), MeasuredProfile(profile)
+    model = CostModel(workload, cluster, physics=physics, op_times=op_times, precision=precision)
+    return model, notes
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"--count {text} is no list of numbers of token slices: write 1,2,4,8")
+    return counts

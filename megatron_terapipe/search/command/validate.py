@@ -1,0 +1,144 @@
+"""`validate`: predictions held against measured trials."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.command.inputs import add_json_flag
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.trials import Trial
+    from megatron_terapipe.search.validation.predicted import Predicted
+
+NAME = "validate"
+HELP = (
+    "Predict runs that somebody measured, as if nobody had, and say how far off the predictions are, whether they are "
+    "in the right order, and whether they are as sure as they say; beside a naive line. Trials are a JSON object a "
+    "line, as `trial` writes them. Nothing is fitted unless --calibrate or --folds says so; what is fitted are a dozen "
+    "constants of each cluster (a source and its devices), never one of a strategy."
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command."""
+    parser.add_argument("--trials", metavar="FILE", nargs="+", required=True, help="trials to predict")
+    group = parser.add_argument_group("calibration")
+    group.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="trials that constants are fitted to; those that are also in --trials are counted as in-sample",
+    )
+    group.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration once wrote")
+    group.add_argument("--save-calibration", metavar="FILE", help="write the constants, for rank and predict")
+    group.add_argument(
+        "--folds",
+        type=int,
+        metavar="K",
+        help="cross-validate: deal the groups of each source to K folds, and predict each from the others",
+    )
+    group.add_argument("--profile", metavar="FILE", help="op times and links that the command measure has measured")
+    parser.add_argument("--show-groups", action="store_true", help="print a line for every group, too")
+    add_json_flag(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read, predict, compare."""
+    _check(options)
+    from rich.console import Console
+
+    from megatron_terapipe.search.trials import read_trials
+    from megatron_terapipe.search.validation.document import validation_document
+    from megatron_terapipe.search.validation.table import print_validation
+
+    trials = [one for path in options.trials for one in read_trials(path)]
+    calibrating = [one for path in options.calibrate for one in read_trials(path)]
+    _tell_ignored([*trials, *calibrating])
+    predicted = _predicted(options, trials, calibrating)
+    document = validation_document(
+        predicted,
+        calibrated_on=[*options.calibrate, *([options.calibration] if options.calibration else [])],
+        in_sample=_in_sample(trials, calibrating),
+        num_folds=options.folds,
+    )
+    if options.json == "-":
+        print(json.dumps(document))
+        return 0
+    print_validation(document, Console(), show_groups=options.show_groups)
+    if options.json is not None:
+        _write(options.json, document)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.folds is not None and options.folds < 2:
+        raise ConfigError(f"--folds {options.folds} leaves nothing to be calibrated on: give 2 or more")
+    if options.calibration and (options.calibrate or options.folds):
+        raise ConfigError("--calibration brings constants that are already fitted: leave out --calibrate and --folds")
+    if options.save_calibration and not options.calibrate:
+        raise ConfigError("--save-calibration has nothing to save: give --calibrate, too")
+
+
+def _predicted(
+    options: argparse.Namespace, trials: "Sequence[Trial]", calibrating: "Sequence[Trial]"
+) -> "list[Predicted]":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from megatron_terapipe.search.calibrate.clusters import Calibrations
+    from megatron_terapipe.search.calibrate.files import read_calibrations, write_calibrations
+    from megatron_terapipe.search.profile import read_profile
+    from megatron_terapipe.search.validation.folds import predict_in_folds
+    from megatron_terapipe.search.validation.predicted import predict_trials
+
+    profile = read_profile(options.profile) if options.profile else None
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} of {task.total} trials"))
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("predicting", total=len(trials))
+
+        def step(done: int) -> None:
+            bar.update(task, advance=done, description="predicting")
+
+        def progress(what: str) -> None:
+            bar.update(task, description=what)
+
+        if options.folds:
+            return predict_in_folds(
+                trials, options.folds, more=calibrating, profile=profile, step=step, progress=progress
+            )
+        ready = read_calibrations(options.calibration) if options.calibration else ()
+        calibrations = Calibrations(calibrating, ready, progress)
+        if options.save_calibration:
+            write_calibrations(options.save_calibration, calibrations.fitted())
+        return predict_trials(trials, calibrations, profile=profile, step=step)
+
+
+def _in_sample(trials: "Sequence[Trial]", calibrating: "Sequence[Trial]") -> int:
+    """How many trials are among those that constants were fitted to, whichever file they are read from."""
+
+    def key(one: "Trial") -> tuple[Any, ...]:
+        return one.source, one.group, one.workload.name, str(one.strategy), one.iteration_time_s, one.peak_memory_bytes
+
+    seen = {key(one) for one in calibrating}
+    return sum(key(one) in seen for one in trials)
+
+
+def _tell_ignored(trials: "Sequence[Trial]") -> None:
+    fields = sorted({name for one in trials for name in one.ignored})
+    if fields:
+        print(f"note: fields that mean nothing here are left out: {', '.join(fields)}", file=sys.stderr)
+
+
+def _write(path: str, document: dict[str, Any]) -> None:
+    try:
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written ({error.strerror}): name another file") from None

@@ -1,0 +1,76 @@
+"""Roofline's times of a layer by what they are, so that measurements can be laid beside the parts that they hold."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_terapipe.search.cluster import Device
+from megatron_terapipe.search.cost.op_times import Grid, LayerTimes
+from megatron_terapipe.search.cost.roofline import Roofline
+from megatron_terapipe.search.workload import Layer
+
+MOVING_BACKWARD = 1.4
+"""Memory traffic of the backward of element-wise work in that of its forward, counted for scores that are written out in
+half precision with mask, softmax and dropout apart: the forward moves 17 bytes of each (product 2, mask 4, softmax 4,
+dropout 5, product 2), the backward 24 (products 2 and 2, dropout 5, softmax 6, mask 5, products 4)."""
+
+
+class DeviceTimes(NamedTuple):
+    """Seconds that the device needs, without launches and reductions.
+
+    Attributes:
+        forward: of the layer, without a loss behind it.
+        input_gradient: its BI.
+        weight_gradient: its BW.
+        loss_forward: of the loss, where the layer is the head.
+        loss_gradient: its gradient.
+    """
+
+    forward: Grid
+    input_gradient: Grid
+    weight_gradient: Grid
+    loss_forward: Grid = 0.0
+    loss_gradient: Grid = 0.0
+
+
+def device_times(
+    roofline: Roofline,
+    layer: Layer,
+    device: Device,
+    tensor_parallel_size: Grid,
+    micro_batch_size: Grid,
+    start: Grid,
+    end: Grid,
+) -> DeviceTimes:
+    """Times of one layer; arguments are those of `OpTimes`.
+
+    What the roofline knows nothing of counts 1 for each sequence. The backward of matrix products is the roofline's. That of the rest is its forward times `MOVING_BACKWARD`. A layer
+    none of whose matrices is divided is computed as a whole by every tensor-parallel rank.
+    """
+    sharing = tensor_parallel_size
+    if layer.products and all(product.parallel == "none" for product in layer.products):
+        sharing = np.ones_like(np.asarray(tensor_parallel_size, dtype=float))
+
+    def computed(what: Layer) -> LayerTimes:
+        return roofline(
+            what, device, tensor_parallel_size=sharing, micro_batch_size=micro_batch_size, start=start, end=end
+        )
+
+    body = replace(layer, kind="other") if layer.kind == "head" else layer
+    # Measured alone a product has nothing around it.
+    alone = replace(body, kind="other", attention=None, num_norms=0, activation_width=0)
+    whole, products = computed(body), computed(alone)
+    if not np.any(whole.forward):
+        # No product, norm or activation: a copy, of which only the measurement knows the time; here 1 for a sequence.
+        one = np.asarray(micro_batch_size * (end - start) / layer.tokens)
+        return DeviceTimes(one, MOVING_BACKWARD * one, np.zeros_like(one))
+    moving = whole.forward - products.forward
+    times = DeviceTimes(whole.forward, products.input_gradient + MOVING_BACKWARD * moving, products.weight_gradient)
+    if layer.kind != "head":
+        return times
+    with_loss = computed(layer)
+    return times._replace(
+        loss_forward=with_loss.forward - whole.forward,
+        loss_gradient=with_loss.input_gradient - whole.input_gradient,
+    )

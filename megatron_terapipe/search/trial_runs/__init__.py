@@ -1,0 +1,1 @@
+"""Runs strategies for real, a few iterations each, and keeps what came of them."""

@@ -1,0 +1,70 @@
+"""Cross-validation: every trial is predicted by a calibration that has not seen its group."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megatron_terapipe.search.calibrate.clusters import Calibrations
+from megatron_terapipe.search.profile import Profile
+from megatron_terapipe.search.trials.trial import Trial
+from megatron_terapipe.search.validation.predicted import Predicted, predict_trials
+
+SEED = 2026
+"""Which groups fall together; always the same ones."""
+
+
+def deal_groups(trials: Sequence[Trial], num_folds: int, seed: int = SEED) -> list[int]:
+    """Deal the groups of each cluster to folds, whole and as evenly as can be.
+
+    Args:
+        trials: n trials.
+        num_folds: how many.
+        seed: of the shuffle.
+
+    Returns:
+        [n] the fold of each trial.
+    """
+    by_cluster: dict[tuple[str, str], list[str]] = {}
+    for one in trials:
+        groups = by_cluster.setdefault((one.source, one.device), [])
+        if one.group not in groups:
+            groups.append(one.group)
+    fold_of: dict[tuple[str, str, str], int] = {}
+    for (source, device), groups in by_cluster.items():
+        order = np.random.default_rng(seed).permutation(len(groups))
+        for place, index in enumerate(order):
+            fold_of[source, device, sorted(groups)[index]] = place % num_folds
+    return [fold_of[one.source, one.device, one.group] for one in trials]
+
+
+def predict_in_folds(
+    trials: Sequence[Trial],
+    num_folds: int,
+    *,
+    more: Sequence[Trial] = (),
+    profile: Profile | None = None,
+    step: Callable[[int], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Predicted]:
+    """Predict each trial from the groups of the other folds.
+
+    A cluster with one group alone has no others to be calibrated on: nothing is fitted for it.
+
+    Args:
+        trials: measured runs.
+        num_folds: calibrations of each cluster.
+        more: trials that every calibration sees.
+        profile: measured op times and links of the machine.
+        step: told how many trials are done.
+        progress: told what is being fitted.
+    """
+    folds = deal_groups(trials, num_folds)
+    predicted: dict[int, Predicted] = {}
+    for fold in range(num_folds):
+        rows = [index for index, own in enumerate(folds) if own == fold]
+        sources = {trials[index].source for index in rows}
+        others = [one for one, own in zip(trials, folds, strict=True) if own != fold and one.source in sources]
+        calibrations = Calibrations([*more, *others], progress=progress)
+        found = predict_trials([trials[index] for index in rows], calibrations, profile=profile, step=step)
+        predicted.update(zip(rows, found, strict=True))
+    return [predicted[index] for index in range(len(trials))]

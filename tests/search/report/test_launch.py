@@ -1,0 +1,83 @@
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config.presets import MODEL_PRESETS
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.cluster.files import parse_cluster
+from megatron_terapipe.search.report.launch import launch_of, model_flags, nodes_in_order
+from megatron_terapipe.search.workload.files import read_workload
+from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from tests.search.report.answers import answer
+
+
+def words_of(command: str) -> list[str]:
+    """The flags of the trainer."""
+    return shlex.split(command.split("pretrain_gpt.py", 1)[1])
+
+
+@pytest.mark.parametrize("name", MODEL_PRESETS)
+def test_flags_rebuild_the_model(name: str) -> None:
+    model = read_workload(name).config
+    assert model is not None
+    config = parse_arguments(
+        [*model_flags(model), "--mock-data", *"--train-iters 1 --lr 1 --micro-batch-size 1".split()]
+    )
+    assert config.model == model
+
+
+def test_the_command_is_one_that_the_trainer_takes(tmp_path: Path) -> None:
+    shown = answer()
+    launch = launch_of(shown.entries[0].strategy, shown.workload.config, shown.cluster, "bf16")
+    paths = launch.write(str(tmp_path / "out"))
+    assert [Path(path).name for path in paths] == ["strategy.json", "hostfile", "ds_config.json", "launch.sh"]
+    command = launch.command(str(tmp_path / "out"))
+    assert command.startswith(f"deepspeed --hostfile {tmp_path}/out/hostfile pretrain_gpt.py --strategy")
+    config = parse_arguments(words_of(command))
+    assert config.token_slices().lengths == (72, 56)
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.precision.bf16
+    assert config.model == shown.workload.config
+    # The file says nothing that contradicts a flag.
+    assert deepspeed_config(config, config.parallel.layout(16))["train_batch_size"] == 8
+    assert (tmp_path / "out" / "hostfile").read_text() == "a-1 slots=8\na-2 slots=8\n"
+
+
+def test_the_script_says_the_same_as_the_command(tmp_path: Path) -> None:
+    shown = answer()
+    launch = launch_of(shown.entries[0].strategy, shown.workload.config, shown.cluster, "fp16")
+    launch.write(str(tmp_path))
+    script = (tmp_path / "launch.sh").read_text()
+    (line,) = [line for line in script.splitlines() if line.startswith("deepspeed")]
+    line = line.replace("$here", str(tmp_path)).replace('$data "$@"', "--mock-data")
+    assert shlex.split(line) == shlex.split(launch.command(str(tmp_path)))
+    assert (tmp_path / "launch.sh").stat().st_mode & 0o100
+
+
+def test_one_machine_needs_no_hostfile() -> None:
+    cluster, _ = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 2}]}, "c.json")
+    launch = launch_of(Strategy(pipeline_parallel_size=2), answer().workload.config, cluster, "fp32")
+    command = launch.command("out")
+    assert command.startswith("DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 pretrain_gpt.py")
+    assert "bf16" not in command and "bf16" not in json.dumps(launch.deepspeed)
+
+
+def test_hosts_stand_in_the_order_of_the_ranks() -> None:
+    cluster, _ = parse_cluster({"nodes": [{"hosts": ["a", "b", "c"], "device": "T4", "devices": 2}]}, "c.json")
+    strategy = Strategy(pipeline_parallel_size=3, placement=(4, 0, 1))
+    assert [(node.name, node.num_devices) for node in nodes_in_order(strategy, cluster)] == [("c", 1), ("a", 2)]
+    assert launch_of(strategy, answer().workload.config, cluster, "fp16").strategy.placement is None
+    with pytest.raises(ConfigError, match="placement comes back to node a"):
+        nodes_in_order(Strategy(pipeline_parallel_size=3, placement=(0, 2, 1)), cluster)
+    with pytest.raises(ConfigError, match=re.escape("placement names 3 devices up to 6")):
+        nodes_in_order(Strategy(pipeline_parallel_size=3, placement=(0, 2, 6)), cluster)
+
+
+def test_models_that_the_trainer_cannot_build() -> None:
+    with pytest.raises(ConfigError, match="given by layers"):
+        launch_of(Strategy(), None, answer().cluster, "bf16")

@@ -1,0 +1,127 @@
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext.plan.costs import OpCosts
+from megatron_terapipe.search.report.files import write_answer, write_json
+from megatron_terapipe.search.report.page import Extras, render_page
+from megatron_terapipe.search.report.timelines import MOST_OPS, timeline_of
+from megatron_terapipe.strategy import Strategy
+from tests.search.report.answers import answer
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Nesting(HTMLParser):
+    """Checks that every element that is opened is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, tag
+
+
+def op_costs(strategy: Strategy) -> OpCosts:
+    stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
+    row = (1.0 / strategy.num_token_slices,) * strategy.num_token_slices
+    return OpCosts((row,) * stages, (row,) * stages)
+
+
+def test_the_page_says_what_there_is_to_say() -> None:
+    page = render_page(answer("ours & <theirs>"), Extras(command="deepspeed <run>"))
+    parser = Nesting()
+    parser.feed(page)
+    assert not parser.open
+    assert re.findall(r"<h2>(.*?)</h2>", page) == [
+        "How to run it",
+        "Why it wins over the runner-up",
+        "Ranking",
+        "Where an iteration goes",
+        "Memory of each pipeline rank",
+        "What was rejected",
+        "Notes",
+    ]
+    # Nothing from elsewhere.
+    assert not re.search(r"(src|href)=", page)
+    for text in ("ours & <theirs>", "deepspeed <run>", "[why] <it> falls", "does not fit <memory>"):
+        assert text in unescape(page)
+        assert text not in page or "<" not in text
+    assert "5,000 strategies were considered in 500 ms, and 4,000 rejected. That is 10 k a second." in page
+    assert "token slices: 72, 56" in page
+    assert "rank 3, layers 3" in page
+
+
+def test_bars_are_as_long_as_what_they_stand_for() -> None:
+    page = render_page(answer(), Extras())
+    times = page[page.index("Where an iteration goes") : page.index("Memory of each")]
+    rows = times.split('class="row"')[1:]
+    sums = [sum(map(float, re.findall(r"width:([\d.]+)%", row))) for row in rows]
+    # 1.4 s beside 1.9 s, which is the longest.
+    assert sums == [pytest.approx(100 * 1.4 / 1.9, abs=0.1), pytest.approx(100, abs=0.1)]
+    assert "compute: 1 s (71.4%)" in times
+
+
+def test_memory_bars_mark_what_the_device_has() -> None:
+    page = render_page(answer(), Extras())
+    memory = page[page.index("Memory of each") : page.index("What was rejected")]
+    assert memory.count('class="limit" style="left:100.000%"') == 4
+    assert "8 GB of 85.2 GB" in memory
+
+
+def test_a_page_without_a_winner() -> None:
+    shown = answer()
+    shown = type(shown)(**{**vars(shown), "entries": shown.entries[2:]})
+    page = render_page(shown, Extras())
+    assert "No strategy can run" in page
+    assert "What was rejected" in page
+
+
+def test_all_files(tmp_path: Path) -> None:
+    written = write_answer(str(tmp_path / "out"), answer(), op_costs)
+    names = [Path(path).name for path in written.paths]
+    assert names == ["ranking.json", "report.html", "strategy.json", "hostfile", "ds_config.json", "launch.sh"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert written.command in unescape(page)
+    # The timelines are a page in a page, quoted.
+    (inner,) = re.findall(r'srcdoc="([^"]*)"', page)
+    assert "<!doctype html>" in unescape(inner)
+    data = re.search(r'id="data" type="application/json">(.*?)</script>', unescape(inner), re.DOTALL)
+    assert data is not None
+    assert [panel["title"][:6] for panel in json.loads(data[1])["panels"]] == ["rank 1", "rank 2"]
+    assert json.loads((tmp_path / "out" / "ranking.json").read_text())[0]["rank"] == 1
+
+
+def test_a_model_that_cannot_be_launched_gets_its_report_all_the_same(tmp_path: Path) -> None:
+    shown = answer()
+    workload = type(shown.workload)(**{**vars(shown.workload), "config": None})
+    written = write_answer(str(tmp_path), type(shown)(**{**vars(shown), "workload": workload}), op_costs)
+    assert "given by layers" in written.why_not
+    assert len(written.paths) == 2
+
+
+def test_json_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    write_json("-", [1])
+    assert json.loads(capsys.readouterr().out) == [1]
+
+
+def test_timelines_of_many_micro_batches_are_cut() -> None:
+    strategy = Strategy(pipeline_parallel_size=4, micro_batch_size=1, global_batch_size=4000, num_token_slices=4)
+    drawn = timeline_of(strategy, op_costs(strategy))
+    assert drawn is not None
+    timeline, note = drawn
+    assert sum(map(len, timeline.spans)) <= MOST_OPS
+    assert note == "375 of 4000 micro-batches are drawn"
+    assert timeline.unit == "s"
+    assert timeline_of(Strategy(schedule="optimised"), op_costs(Strategy())) is None

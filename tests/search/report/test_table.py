@@ -1,0 +1,93 @@
+import io
+import json
+
+import pytest
+import rich.console
+
+from megatron_terapipe.search.report.answer import answer_json
+from megatron_terapipe.search.report.comparison import compare
+from megatron_terapipe.search.report.figures import (
+    bytes_text,
+    flops_utilization,
+    interval_text,
+    model_flops,
+    time_text,
+    tokens_per_s,
+)
+from megatron_terapipe.search.report.table import print_table
+from megatron_terapipe.strategy import Strategy
+from tests.search.report.answers import answer
+
+
+def test_the_table() -> None:
+    stream = io.StringIO()
+    print_table(answer(), rich.console.Console(file=stream, width=170))
+    text = stream.getvalue()
+    lines = text.splitlines()
+    assert lines[0].startswith("4x64 (")
+    assert "16 x A100-SXM4-80GB in 2 nodes, bf16" in lines[0]
+    head = next(line for line in lines if "rank" in line)
+    assert head.split() == (
+        "rank dp tp pp S mbs schedule V recompute ZeRO sp time interval tokens/s MFU bubble memory why not".split()
+    )
+    first = next(line for line in lines if line.split()[:1] == ["1"]).split()
+    assert first[:7] == ["1", "2", "2", "4", "2", "1", "1f1b"]
+    assert "1.4 s" in text and "-10 +20 %" in text and "8 GB" in text
+    assert "[why] <it> falls" in text
+    assert "note: rank 1: micro-batches extrapolated" in text
+
+
+def test_no_column_of_blanks() -> None:
+    stream = io.StringIO()
+    shown = answer()
+    print_table(shown, rich.console.Console(file=stream, width=170), top=2)
+    assert "why not" not in stream.getvalue()
+
+
+def test_json_has_the_fields_of_the_contract() -> None:
+    entries = json.loads(json.dumps(answer_json(answer().entries)))
+    assert [entry["rank"] for entry in entries] == [1, 2, None]
+    first, last = entries[0], entries[-1]
+    assert set(first) == {"rank", "strategy", "predicted", "feasible", "reason"}
+    assert {"iteration_time_s", "bubble_ratio", "peak_memory_bytes"} <= set(first["predicted"])
+    assert first["predicted"]["iteration_time_s"] == pytest.approx(1.4)
+    assert Strategy.from_json(first["strategy"]) == answer().entries[0].strategy
+    assert (last["predicted"], last["feasible"]) == (None, False)
+
+
+def test_why_the_winner_wins() -> None:
+    first, second, _ = answer().entries
+    found = compare(first, second)
+    assert found.changes == (("token slices", "2", "1"), ("lengths of token slices", "72,56", "as it comes"))
+    assert found.saved_s == (("bubble_s", pytest.approx(0.6)), ("compute_s", pytest.approx(-0.1)))
+    text = " ".join(found.sentences)
+    assert "500 ms less (26.3%)" in text
+    assert "It saves in bubbles (600 ms)." in text
+    assert "It pays with more in compute (100 ms)." in text
+    # 1.2 x 1.4 s is below 0.9 x 1.9 s.
+    assert "overlap" not in text
+
+
+def test_figures() -> None:
+    shown = answer()
+    strategy = shown.entries[0].strategy
+    assert tokens_per_s(strategy, shown.workload, 2.0) == 8 * 128 / 2
+    used = flops_utilization(strategy, shown.workload, shown.cluster, 2.0, "bf16")
+    assert used == pytest.approx(model_flops(shown.workload) * 8 / (2.0 * 16 * 312e12))
+    assert flops_utilization(strategy, shown.workload, shown.cluster, 2.0, "fp32") == pytest.approx(used * 312 / 19.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(12.345, "12.3 s"), (1234.5, "1,234 s"), (0.0123, "12.3 ms"), (0.9996, "1e+03 ms"), (3e-6, "3 us"), (0.0, "0 us")],
+)
+def test_times(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
+
+
+def test_other_texts() -> None:
+    assert bytes_text(8.04e10) == "80.4 GB"
+    assert bytes_text(1.2e12) == "1.2 TB"
+    prediction = answer().entries[0].prediction
+    assert prediction is not None
+    assert interval_text(prediction) == "-10 +20 %"
