@@ -10,11 +10,13 @@ Facts of its source (deepspeed/runtime/pipe/engine.py and p2p.py, deepspeed/runt
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
+from megatron_terapipe.search.cluster import Device
 from megatron_terapipe.search.cluster.rank_groups import RankGroups
 from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_s
 from megatron_terapipe.search.cost.model import CostModel, TimePrediction, pipeline_shape, span_at
@@ -34,18 +36,28 @@ SHARED_WEIGHT_BYTES = 2
 
 
 class DeepSpeedCosts(CostModel):
-    """The product's cost model with the messages and reductions of DeepSpeed 0.3.13."""
+    """The product's cost model with the messages and reductions of DeepSpeed 0.3.13.
+
+    What strategies have in common is computed once: links by layout, layers by device, messages by both.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        """Prepare; arguments are those of `CostModel`."""
+        super().__init__(*given, **options)
+        self._links: dict[tuple[object, ...], RankGroups] = {}
+        self._layers: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
+        self._messages_of: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
+        self._playing = Orders()
 
     def predict_time(self, strategy: Strategy) -> TimePrediction:
         """Price one strategy on its real schedule; see `CostModel.predict_time`."""
         shape = pipeline_shape(strategy)
-        computing = self.computing_s(strategy)
-        costs = self.pipeline_costs(strategy)
-        if not hasattr(self, "_played"):
-            self._played = Orders()
-        makespan = self._played.play(strategy.schedule, shape, costs).makespan
-        steps = self.steps(strategy)
-        micro_batches = shape.num_micro_batches
+        stages = self.stage_layers(strategy)
+        forward, backward = self._computing_s(strategy, stages)
+        costs = self._with_messages(strategy, stages, forward, backward)
+        makespan = self._playing.play(strategy.schedule, shape, costs).makespan
+        steps = self.steps(strategy, stages)
+        micro_batches, computing = shape.num_micro_batches, forward + backward
         busy = np.array(costs.forward)[:, 0] + np.array(costs.backward)[:, 0]
         busiest = int(np.argmax(busy))
         breakdown = TimeBreakdown(
@@ -67,12 +79,89 @@ class DeepSpeedCosts(CostModel):
 
     def pipeline_costs(self, strategy: Strategy) -> OpCosts:
         """Seconds of ops per stage, with the messages that keep them waiting."""
-        stages = self.stage_ops(strategy, self.groups(strategy))
-        forward = np.array([np.sum(ops.forward) for ops in stages])
-        backward = np.array([np.sum(ops.backward) for ops in stages])
+        stages = self.stage_layers(strategy)
+        return self._with_messages(strategy, stages, *self._computing_s(strategy, stages))
+
+    def groups(self, strategy: Strategy) -> RankGroups:
+        """Links of the groups of a strategy."""
+        sizes = strategy.data_parallel_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size
+        key = (*sizes, strategy.placement)
+        if key not in self._links:
+            self._links[key] = super().groups(strategy)
+        return self._links[key]
+
+    def layer_times_s(self, strategy: Strategy) -> tuple[Floats, Floats]:
+        """[stages, L] seconds of the forward, and of the backward, of one micro-batch.
+
+        Each on the slowest device of the stage: replicas on others wait for it.
+        """
+        rows = []
+        for devices in self.groups(strategy).devices:
+            by_device = [self._on_device(device, strategy) for device in devices]
+            rows.append(max(by_device, key=lambda times: float(times[0].sum() + times[1].sum())))
+        forward, backward = zip(*rows, strict=True)
+        return np.array(forward), np.array(backward)
+
+    def messages_s(self, strategy: Strategy) -> tuple[Floats, Floats]:
+        """[boundaries, L] seconds of an activation, and of its gradient, if a layer is the last before the boundary."""
+        tensor, ranks = strategy.tensor_parallel_size, strategy.pipeline_parallel_size
+        key = (strategy.data_parallel_size, tensor, ranks, strategy.placement, strategy.micro_batch_size)
+        known = self._messages_of.get(key)
+        if known is not None:
+            return known
+        groups = self.groups(strategy)
+        layers = self.workload.layers
+        activation = (
+            self.element_bytes * strategy.micro_batch_size * np.array([each.output_elements for each in layers])
+        )
+        mask = self.element_bytes * np.array([each.extra_output_elements for each in layers])
+        bandwidth, latency = groups.pipe.bandwidth[: ranks - 1, None], groups.pipe.latency_s[: ranks - 1, None]
+        back = np.asarray(transfer_s(activation / tensor, bandwidth, latency, self.physics))
+        there = back + np.where(mask > 0, transfer_s(mask, bandwidth, latency, self.physics), 0.0)
+        if tensor > 1:
+            spans = {span_at(groups.tensor, rank): rank for rank in range(ranks)}
+            gathered = {span: all_gather_s(activation, span, self.physics) for span in spans}
+            rows = [gathered[span_at(groups.tensor, rank)] for rank in range(ranks - 1)]
+            received = np.array(rows).reshape(there.shape)
+            there, back = there + received, back + received
+        self._messages_of[key] = there, back
+        return there, back
+
+    def _on_device(self, device: Device, strategy: Strategy) -> tuple[Floats, Floats]:
+        """[L] seconds of forward and backward."""
+        key = device.name, strategy.tensor_parallel_size, strategy.micro_batch_size
+        known = self._layers.get(key)
+        if known is None:
+            ops = [
+                self.op_times(
+                    layer,
+                    device,
+                    tensor_parallel_size=float(strategy.tensor_parallel_size),
+                    micro_batch_size=float(strategy.micro_batch_size),
+                    start=0.0,
+                    end=float(layer.tokens),
+                )
+                for layer in self.workload.layers
+            ]
+            forward = np.array([float(op.forward) for op in ops])
+            backward = np.array([float(op.input_gradient + op.weight_gradient) for op in ops])
+            known = self._layers[key] = forward, backward
+        return known
+
+    def _computing_s(self, strategy: Strategy, stages: list[range]) -> tuple[Floats, Floats]:
+        """[stages] seconds of forward and backward of one micro-batch."""
+        starts = np.array([layers.start for layers in stages])
+        of_stage = np.arange(len(stages))
+        forward, backward = (
+            np.add.reduceat(times, starts, axis=1)[of_stage, of_stage] for times in self.layer_times_s(strategy)
+        )
+        return forward, backward
+
+    def _with_messages(self, strategy: Strategy, stages: list[range], forward: Floats, backward: Floats) -> OpCosts:
+        forward, backward = forward.copy(), backward.copy()
         transfer: float | TransferCosts = 0.0
         if len(stages) > 1:
-            last = [layers[-1] for layers in self.stage_layers(strategy)[:-1]]
+            last = [layers[-1] for layers in stages[:-1]]
             there, back = (times[np.arange(len(last)), last] for times in self.messages_s(strategy))
             # A message keeps both ends, and so it is in the ops of both.
             forward[:-1] += there
@@ -87,57 +176,10 @@ class DeepSpeedCosts(CostModel):
             )
         return OpCosts(tuple((time,) for time in forward), tuple((time,) for time in backward), None, transfer)
 
-    def computing_s(self, strategy: Strategy) -> Floats:
-        """[stages] seconds of forward and backward of one micro-batch."""
-        stages = self.stage_ops(strategy, self.groups(strategy))
-        return np.array([float(np.sum(ops.forward + ops.backward)) for ops in stages])
-
-    def layer_times_s(self, strategy: Strategy) -> Floats:
-        """[stages, L] seconds of forward and backward of one micro-batch, on the slowest device of each stage."""
-        groups = self.groups(strategy)
-        times: dict[object, list[float]] = {}
-        for devices in groups.devices:
-            if devices in times:
-                continue
-            per_device = []
-            for device in devices:
-                ops = (
-                    self.op_times(
-                        layer,
-                        device,
-                        tensor_parallel_size=float(strategy.tensor_parallel_size),
-                        micro_batch_size=float(strategy.micro_batch_size),
-                        start=0.0,
-                        end=float(layer.tokens),
-                    )
-                    for layer in self.workload.layers
-                )
-                per_device.append([float(op.forward + op.input_gradient + op.weight_gradient) for op in ops])
-            times[devices] = np.max(per_device, axis=0).tolist()
-        return np.array([times[devices] for devices in groups.devices])
-
-    def messages_s(self, strategy: Strategy) -> tuple[Floats, Floats]:
-        """[boundaries, L] seconds of an activation, and of its gradient, if a layer is the last before the boundary."""
-        groups, tensor = self.groups(strategy), strategy.tensor_parallel_size
-        boundaries = strategy.pipeline_parallel_size - 1
-        layers = self.workload.layers
-        activation = self.element_bytes * strategy.micro_batch_size * np.array([each.output_elements for each in layers])
-        mask = self.element_bytes * np.array([each.extra_output_elements for each in layers])
-        bandwidth = groups.pipe.bandwidth[:boundaries, None]
-        latency = groups.pipe.latency_s[:boundaries, None]
-        back = np.asarray(transfer_s(activation / tensor, bandwidth, latency, self.physics))
-        there = back + np.where(mask > 0, transfer_s(mask, bandwidth, latency, self.physics), 0.0)
-        if tensor > 1:
-            gathered = np.array(
-                [all_gather_s(activation, span_at(groups.tensor, rank), self.physics) for rank in range(boundaries)]
-            ).reshape(boundaries, len(layers))
-            there, back = there + gathered, back + gathered
-        return there, back
-
-    def steps(self, strategy: Strategy) -> list[StepCosts]:
+    def steps(self, strategy: Strategy, stages: list[range]) -> list[StepCosts]:
         """Per stage, what ends the iteration."""
         groups, tensor = self.groups(strategy), strategy.tensor_parallel_size
-        parameters, shared = self.parameters(strategy)
+        parameters, shared = self._parameters(tensor, stages)
         steps = []
         for rank, (all_of_them, of_shared) in enumerate(zip(parameters, shared, strict=True)):
             step = step_costs(
@@ -154,12 +196,11 @@ class DeepSpeedCosts(CostModel):
             steps.append(step._replace(shared_weight=step.shared_weight * share))
         return steps
 
-    def parameters(self, strategy: Strategy) -> tuple[Floats, Floats]:
-        """[stages] parameters of a stage times tensor-parallel size, a weight that it uses twice once; and of them those
-        that another stage also holds.
+    def _parameters(self, tensor: int, stages: list[range]) -> tuple[Floats, Floats]:
+        """[stages] parameters of the tensor-parallel ranks of a stage, and of them those that another stage holds, too.
+
+        A weight that a stage uses twice is there once.
         """
-        tensor = strategy.tensor_parallel_size
-        stages = self.stage_layers(strategy)
         holders: dict[str, list[int]] = {}
         parameters, shared = np.zeros(len(stages)), np.zeros(len(stages))
         for stage, indices in enumerate(stages):

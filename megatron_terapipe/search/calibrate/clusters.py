@@ -1,7 +1,7 @@
 """One calibration for each cluster that trials are of: what one cluster reaches of its data sheets, another may not.
 
-A cluster is a source and its kinds of devices: links, drivers and libraries differ from site to site. A trial of a
-cluster that nobody calibrated takes the calibration of all trials on such devices, and one of other devices none.
+A cluster is a source and its kinds of devices: links, drivers and libraries differ from site to site. Trials that name
+no source are of whichever cluster they are used for. What nobody calibrated keeps the defaults.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,8 @@ class Calibrations:
         self, trials: Sequence[Trial] = (), ready: Iterable[Calibration] = (), progress: Progress = lambda _: None
     ) -> None:
         self._trials = list(trials)
-        self._found: dict[tuple[str, str], Calibration] = {(one.source, one.device): one for one in ready}
+        self._ready = list(ready)
+        self._found: dict[tuple[str, str], Calibration] = {}
         self._progress = progress
         self._none = no_calibration()
 
@@ -38,22 +39,17 @@ class Calibrations:
 
     def fitted(self) -> list[Calibration]:
         """One for each cluster that the trials are of, and those that were read."""
-        for one in self._trials:
-            self.of(one.source, one.device)
-        unique = {id(one): one for one in self._found.values() if one is not self._none}
-        return list(unique.values())
+        clusters = dict.fromkeys((one.source, one.device) for one in self._trials)
+        return [*self._ready, *(self.of(*cluster) for cluster in clusters)]
 
     def _fit(self, source: str, device: str) -> Calibration:
-        same_device = [one for one in self._trials if one.device == device]
-        own = [one for one in same_device if one.source == source]
-        if not same_device:
-            ready = [one for (_, kinds), one in self._found.items() if kinds == device and one is not self._none]
+        trials = [one for one in self._trials if one.device == device and _same(one.source, source)]
+        if not trials:
+            ready = [one for one in self._ready if one.device == device and _same(one.source, source)]
             return ready[0] if len(ready) == 1 else self._none
-        if not own and ("", device) in self._found:
-            return self._found["", device]
-        trials = own or same_device
-        self._progress(f"calibrating on {len(trials)} trials of {trials[0].source} ({device})")
-        found = calibrate(trials)
-        if not own:
-            self._found["", device] = found
-        return found
+        self._progress(f"calibrating on {len(trials)} trials of {trials[0].source or trials[0].path} ({device})")
+        return calibrate(trials)
+
+
+def _same(source: str, wanted: str) -> bool:
+    return not source or not wanted or source == wanted

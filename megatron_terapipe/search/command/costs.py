@@ -1,16 +1,16 @@
 """What prices strategies, as the flags of `inputs.add_cost_flags` say: data sheets, a profile, trials."""
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_terapipe.search.calibrate.calibration import Calibration, no_calibration
 from megatron_terapipe.search.calibrate.files import calibrated
 from megatron_terapipe.search.calibrate.sensitivities import strategy_sensitivities
 from megatron_terapipe.search.cluster import Cluster
-from megatron_terapipe.search.command.inputs import precision_of
+from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.prediction import Prediction
 from megatron_terapipe.search.pricing import Pricing
-from megatron_terapipe.search.profile import MeasuredProfile, measured_physics, read_profile
+from megatron_terapipe.search.profile import MeasuredProfile, Profile, measured_physics, read_profile
 from megatron_terapipe.search.workload import Workload
 from megatron_terapipe.strategy import Strategy
 
@@ -20,11 +20,67 @@ class Costs:
     """Where prices come from.
 
     Attributes:
-        pricing_on: prices strategies on a cluster, or on the same nodes in another order.
+        workload: what is trained.
         precision: of matrix products.
+        calibration: what trials said; the defaults, if none were given.
+        profile: what was measured; None = data sheets.
         notes: what was used, a line each.
     """
 
-    pricing_on: Callable[[Cluster], Pricing]
+    workload: Workload
     precision: str
+    calibration: Calibration
+    profile: Profile | None
     notes: tuple[str, ...]
+
+    def pricing_on(self, cluster: Cluster) -> Pricing:
+        """Prices strategies on a cluster, or on its nodes in another order. Its prices have no intervals."""
+        return Pricing(
+            self.workload,
+            cluster,
+            physics=self._physics(cluster),
+            memory_physics=self.calibration.memory_physics,
+            op_times=None if self.profile is None else MeasuredProfile(self.profile),
+            precision=self.precision,
+        )
+
+    def with_interval(self, strategy: Strategy, prediction: Prediction, pricing: Pricing) -> Prediction:
+        """A price with its interval, which costs as much as pricing a few hundred strategies in closed form.
+
+        Args:
+            strategy: what was priced.
+            prediction: its price.
+            pricing: what priced it.
+        """
+        intervals, model = self.calibration.intervals, pricing.cost_model
+        slopes = strategy_sensitivities(model, [strategy], model.physics, intervals.parameter_names)
+        return replace(
+            prediction,
+            interval_s=intervals.interval_s(prediction.iteration_time_s, slopes),
+            interval_coverage=intervals.coverage,
+        )
+
+    def _physics(self, cluster: Cluster) -> Physics | None:
+        physics = self.calibration.physics
+        return physics if self.profile is None else measured_physics(self.profile, cluster, physics)
+
+
+def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, precision: str) -> Costs:
+    """Read the profile and the trials that the flags name.
+
+    Raises:
+        ConfigError: if a file cannot be read, or says nothing of this cluster.
+    """
+    notes = []
+    profile = None
+    if options.profile is not None:
+        profile = read_profile(options.profile)
+        notes.append(f"op times and links are those of {options.profile}")
+    path = options.calibrate or options.calibration
+    if path is None:
+        calibration = no_calibration()
+        notes.append("nothing was calibrated on this cluster: intervals are as wide as the doubt about data sheets")
+    else:
+        calibration = calibrated(cluster, path)
+        notes.append(f"calibrated on {calibration.num_trials} trials of {path}")
+    return Costs(workload=workload, precision=precision, calibration=calibration, profile=profile, notes=tuple(notes))

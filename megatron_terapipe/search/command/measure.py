@@ -3,9 +3,14 @@
 import argparse
 import sys
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.inputs import PRECISIONS, add_model_flags, model_of
+
+if TYPE_CHECKING:
+    from megatron_terapipe.config.model import ModelConfig
+    from megatron_terapipe.search.profile import Profile
 
 NAME = "measure"
 HELP = (
@@ -90,13 +95,11 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def summary(profile: "object") -> Iterable[str]:
+def summary(profile: "Profile") -> Iterable[str]:
     """What was measured, in a few lines."""
-    from megatron_terapipe.search.profile import Profile
     from megatron_terapipe.search.profile.physics import message_line
     from megatron_terapipe.search.profile.shapes import shape_in_words
 
-    assert isinstance(profile, Profile)
     yield f"{profile.num_devices} x {profile.device}, {profile.precision}"
     for layer in profile.layers:
         if layer.recompute == "none":
@@ -119,11 +122,8 @@ def summary(profile: "object") -> Iterable[str]:
         )
 
 
-def _sizes(num_processes: int, model: "object") -> tuple[int, ...]:
+def _sizes(num_processes: int, model: "ModelConfig") -> tuple[int, ...]:
     """Powers of two that are worth measuring and that the model can be shared by."""
-    from megatron_terapipe.config.model import ModelConfig
-
-    assert isinstance(model, ModelConfig)
     counts = [model.num_attention_heads]
     counts += [number for block in model.blocks for number in (block.num_key_value_heads, block.ffn_hidden_size)]
     sizes = (1, 2, 4, 8)

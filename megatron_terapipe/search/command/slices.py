@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NAME = "slices"
 HELP = (
-    "Find the token slices with which a strategy takes the shortest time: how many, and how long each. Token slices that "
+    "Find the token slices with which a strategy takes the shortest time: how many, and how long. Token slices that "
     "the strategy has already do not matter."
 )
 

@@ -67,6 +67,7 @@ class Batch:
         message: [n, stages] bytes that a stage sends to the next in one micro-batch; 0 = nothing to send.
         bandwidth: [n, stages] of that link.
         latency: [n, stages].
+        crosses_nodes: [n, stages] whether it is the network.
     """
 
     model: CostModel
@@ -83,6 +84,7 @@ class Batch:
     message: Floats
     bandwidth: Floats
     latency: Floats
+    crosses_nodes: NDArray[np.bool_]
 
     @classmethod
     def of(cls, models: Sequence[CostModel], strategies: Sequence[Strategy]) -> "Batch":
@@ -102,7 +104,7 @@ class Batch:
         rank_of_stage = np.zeros((num, stages), np.int64)
         parameters, shared = np.zeros((num, ranks)), np.zeros((num, ranks))
         message, latency = np.zeros((num, stages)), np.zeros((num, stages))
-        bandwidth = np.ones((num, stages))
+        bandwidth, crosses = np.ones((num, stages)), np.zeros((num, stages), dtype=bool)
         spans: dict[str, list[Span]] = {"tensor": [], "data": [], "ends": []}
         for row, (model, one) in enumerate(zip(models, strategies, strict=True)):
             groups = model.groups(one)
@@ -114,10 +116,11 @@ class Batch:
                 model.parameters(one)
             )
             if one.pipeline_parallel_size > 1:
-                sizes, speeds, delays = model.messages(one, groups)
-                boundaries = len(sizes)
-                message[row, :boundaries] = sizes.sum(axis=1)
-                bandwidth[row, :boundaries], latency[row, :boundaries] = speeds, delays
+                sent = model.messages(one, groups)
+                boundaries = len(sent.num_bytes)
+                message[row, :boundaries] = sent.num_bytes.sum(axis=1)
+                bandwidth[row, :boundaries], latency[row, :boundaries] = sent.bandwidth, sent.latency_s
+                crosses[row, :boundaries] = sent.crosses_nodes
             spans["tensor"].append(span_at(groups.tensor, 0))
             spans["data"].append(span_at(groups.data, 0))
             spans["ends"].append(span_at(groups.ends, 0))
@@ -138,6 +141,7 @@ class Batch:
             message,
             bandwidth,
             latency,
+            crosses,
         )
 
     def times(self, physics: Physics) -> Floats:
@@ -207,7 +211,8 @@ class Batch:
     def _sending_s(self, physics: Physics) -> Floats:
         tensor = self.numbers["tensor_parallel_size"][:, None]
         shared = self.model.software.shares_transfers
-        sending = transfer_s(self.message / tensor if shared else self.message, self.bandwidth, self.latency, physics)
+        part = self.message / tensor if shared else self.message
+        sending = transfer_s(part, self.bandwidth, self.latency, self.crosses_nodes, physics)
         if shared:
             span = Span(*(np.reshape(part, (-1, 1)) for part in self.tensor_span))
             sending = sending + all_gather_s(self.message, span, physics)

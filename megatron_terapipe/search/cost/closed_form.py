@@ -25,6 +25,7 @@ def pipeline_time(
     slowest: StageOps,
     others: StageOps,
     latency_s: Grid = 0.0,
+    activation_limit: Grid = 1.0,
 ) -> Grid:
     """Seconds of one iteration's ops, in closed form.
 
@@ -36,12 +37,15 @@ def pipeline_time(
         slowest: ops of one micro-batch on the slowest rank, all its stages and token slices.
         others: the same, added up over all other ranks.
         latency_s: of the messages that a token slice waits for on its way through all stages and back.
+        activation_limit: of `zero-bubble`: activations that a rank may hold, as a multiple of 1F1B's peak. With twice
+            as many, weight gradients of two ranks' worth fill the drain (the same paper, ZB-H2: F + BI - 2 BW); then
+            ranks start the next iteration one after the other, as they end this one.
     """
     total = total_s(schedule, slowest)
     waits = others.forward + others.backward
     if schedule == "zero-bubble":
-        # The last ranks' weight gradients also fill what is left where a backward is longer than a forward.
-        waits = np.maximum(others.forward + others.input_gradient - others.weight_gradient, 0.0)
+        filling = activation_limit * others.weight_gradient
+        waits = np.maximum(others.forward + others.input_gradient - filling, 0.0)
     return num_micro_batches * total + waits / (num_token_slices * num_model_chunks) + latency_s
 
 

@@ -66,6 +66,12 @@ def all_reduce_s(num_bytes: Grid, span: Span, physics: Physics) -> Grid:
     return np.where(np.greater(span.size, 1), 2 * _ring_s(num_bytes, span, physics) + physics.collective_s, 0.0)
 
 
-def transfer_s(num_bytes: Grid, bandwidth: Grid, latency_s: Grid, physics: Physics) -> Grid:
+def transfer_bandwidth(bandwidth: Grid, crosses_nodes: Grid, physics: Physics) -> Grid:
+    """Bytes per second that a message between stages reaches."""
+    inside, network = physics.transfer_inside_efficiency, physics.transfer_network_efficiency
+    return bandwidth * np.where(crosses_nodes, network, inside)
+
+
+def transfer_s(num_bytes: Grid, bandwidth: Grid, latency_s: Grid, crosses_nodes: Grid, physics: Physics) -> Grid:
     """Seconds of one message over one link."""
-    return num_bytes / (bandwidth * physics.transfer_efficiency) + latency_s + physics.transfer_s
+    return num_bytes / transfer_bandwidth(bandwidth, crosses_nodes, physics) + latency_s + physics.transfer_s

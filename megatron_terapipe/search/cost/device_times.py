@@ -11,9 +11,12 @@ from megatron_terapipe.search.cost.roofline import Roofline
 from megatron_terapipe.search.workload import Layer
 
 MOVING_BACKWARD = 1.4
-"""Memory traffic of the backward of element-wise work in that of its forward, counted for scores that are written out in
-half precision with mask, softmax and dropout apart: the forward moves 17 bytes of each (product 2, mask 4, softmax 4,
-dropout 5, product 2), the backward 24 (products 2 and 2, dropout 5, softmax 6, mask 5, products 4)."""
+"""Memory traffic of the backward of element-wise work in that of its forward.
+
+Counted for scores that are written out in half precision with mask, softmax and dropout apart: the forward moves 17
+bytes of each (product 2, mask 4, softmax 4, dropout 5, product 2), the backward 24 (products 2 and 2, dropout 5,
+softmax 6, mask 5, products 4).
+"""
 
 
 class DeviceTimes(NamedTuple):
@@ -45,8 +48,9 @@ def device_times(
 ) -> DeviceTimes:
     """Times of one layer; arguments are those of `OpTimes`.
 
-    What the roofline knows nothing of counts 1 for each sequence. The backward of matrix products is the roofline's. That of the rest is its forward times `MOVING_BACKWARD`. A layer
-    none of whose matrices is divided is computed as a whole by every tensor-parallel rank.
+    What the roofline knows nothing of counts 1 for each sequence. The backward of matrix products is the roofline's;
+    that of the rest is its forward times `MOVING_BACKWARD`. A layer none of whose matrices is divided is computed as a
+    whole by every tensor-parallel rank.
     """
     sharing = tensor_parallel_size
     if layer.products and all(product.parallel == "none" for product in layer.products):

@@ -36,7 +36,7 @@ BACKWARD_LAUNCHES = 1.0
 Python. An assumption; nothing was fitted."""
 
 HIDING = 4
-"""Power of the norm that joins launching and computing: the longer hides the shorter, less well where both are alike."""
+"""Power of the norm that joins launching and computing: the longer hides the shorter, less so where both are alike."""
 
 Structure = tuple[object, ...]
 Limits = Mapping[Structure, Mapping[int, float]]
@@ -190,7 +190,9 @@ class MeasuredLayers:
 
     def _one_sequence_s(self, measured: MeasuredDevice, layer: Layer, size: int) -> float:
         """Roofline's seconds of the forward that was measured."""
-        return float(self._device_times(measured, layer, np.asarray(float(size)), 1.0, 0.0, float(layer.tokens)).forward)
+        return float(
+            self._device_times(measured, layer, np.asarray(float(size)), 1.0, 0.0, float(layer.tokens)).forward
+        )
 
     def _one_reduction_s(self, measured: MeasuredDevice, layer: Layer, sizes: Numbers, rows: Grid) -> Grid:
         """Seconds of one reduction between tensor-parallel ranks of one node."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +13,10 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from megatron_terapipe.search.cluster import Cluster, Device
 from megatron_terapipe.search.cluster.rank_groups import GroupLinks, RankGroups
-from megatron_terapipe.search.cost.collectives import Span, all_gather_s, transfer_s
+from megatron_terapipe.search.cost.collectives import Span, all_gather_s, transfer_bandwidth, transfer_s
 from megatron_terapipe.search.cost.op_times import OpTimes
 from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.cost.playing import Orders, Played
+from megatron_terapipe.search.cost.playing import Orders, Played, closed_form_of
 from megatron_terapipe.search.cost.roofline import Roofline
 from megatron_terapipe.search.cost.stage_ops import StageOps, layer_ops
 from megatron_terapipe.search.cost.step_costs import StepCosts, step_costs
@@ -45,6 +46,22 @@ class TimePrediction:
     bubble_ratio: float
     breakdown: TimeBreakdown
     notes: tuple[str, ...] = ()
+
+
+class Messages(NamedTuple):
+    """Messages between neighbouring stages; B boundaries, S token slices.
+
+    Attributes:
+        num_bytes: [B, S] of the activation of one token slice.
+        bandwidth: [B] bytes per second of the link, by the data sheet.
+        latency_s: [B].
+        crosses_nodes: [B] whether it is the network.
+    """
+
+    num_bytes: Floats
+    bandwidth: Floats
+    latency_s: Floats
+    crosses_nodes: NDArray[np.bool_]
 
 
 def span_at(links: GroupLinks, rank: int) -> Span:
@@ -113,8 +130,9 @@ class CostModel:
 
         Args:
             strategy: what to price.
-            activation_limit: activations that a rank may hold, as a multiple of 1F1B's peak, if op orders are to be
-                found for that limit (Qi et al., arXiv 2401.10241: ZB-1p and ZB-2p); None = the schedule's own order.
+            activation_limit: activations that a rank may hold, as a multiple of 1F1B's peak, if it is a zero-bubble
+                order as Qi et al. (arXiv 2401.10241) find for such a limit, ZB-1p and ZB-2p; it is priced in closed
+                form. None = the schedule's own order, played.
 
         Raises:
             ConfigError: if it does not fit the cluster or the model.
@@ -124,7 +142,10 @@ class CostModel:
         stages = self.stage_ops(strategy, groups)
         shape = pipeline_shape(strategy)
         costs = self._costs(strategy, groups, stages)
-        played = self._orders.play(strategy.schedule, shape, costs, activation_limit)
+        if activation_limit is None or strategy.schedule != "zero-bubble":
+            played = self._orders.play(strategy.schedule, shape, costs)
+        else:
+            played = closed_form_of(shape, costs, activation_limit)
         step = self._step(strategy, groups)
         return self._prediction(strategy, shape, stages, costs, played, step)
 
@@ -198,8 +219,8 @@ class CostModel:
             self._layer_ops[key] = known
         return known
 
-    def messages(self, strategy: Strategy, groups: RankGroups) -> tuple[Floats, Floats, Floats]:
-        """Per boundary: bytes [boundaries, S] that one rank sends, and the link's bandwidth and latency, as reached."""
+    def messages(self, strategy: Strategy, groups: RankGroups) -> "Messages":
+        """What one rank sends to the next in one micro-batch, by boundary between stages."""
         lengths = np.array(strategy.cut(self.workload.seq_length).lengths, dtype=float)
         shares = lengths / self.workload.seq_length
         last = [self.workload.layers[layers[-1]] for layers in self.stage_layers(strategy)[:-1]]
@@ -207,15 +228,20 @@ class CostModel:
         extra = np.array([layer.extra_output_elements for layer in last], dtype=float)[:, None]
         links = groups.pipe
         index = np.arange(len(last)) % strategy.pipeline_parallel_size
-        return self.element_bytes * (outputs + extra), links.bandwidth[index], links.latency_s[index]
+        return Messages(
+            self.element_bytes * (outputs + extra),
+            links.bandwidth[index],
+            links.latency_s[index],
+            links.crosses_nodes[index],
+        )
 
     def _sending_s(self, strategy: Strategy, groups: RankGroups) -> Floats:
         """[boundaries, S] seconds of one message."""
-        num_bytes, bandwidth, latency = self.messages(strategy, groups)
+        num_bytes, bandwidth, latency, crosses = self.messages(strategy, groups)
         tensor = strategy.tensor_parallel_size
         shared = self.software.shares_transfers and tensor > 1
         part = num_bytes / tensor if shared else num_bytes
-        sending = transfer_s(part, bandwidth[:, None], latency[:, None], self.physics)
+        sending = transfer_s(part, bandwidth[:, None], latency[:, None], crosses[:, None], self.physics)
         if shared:
             ranks = np.arange(len(num_bytes)) % strategy.pipeline_parallel_size
             gathers = [
@@ -242,8 +268,8 @@ class CostModel:
         return OpCosts(_table(forward), _table(backward), _table(weight) if split else None, transfer)
 
     def _transfers(self, strategy: Strategy, groups: RankGroups) -> TransferCosts:
-        num_bytes, bandwidth, latency = self.messages(strategy, groups)
-        reached = bandwidth * self.physics.transfer_efficiency
+        num_bytes, bandwidth, latency, crosses = self.messages(strategy, groups)
+        reached = transfer_bandwidth(bandwidth, crosses, self.physics)
         # Messages of other sizes (uneven models) are written as other bandwidths: the plan has one size for all.
         sizes = np.maximum(num_bytes[0], 1.0)
         scale = num_bytes.sum(axis=1) / sizes.sum()

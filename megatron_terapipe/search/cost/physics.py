@@ -29,7 +29,9 @@ class Physics:
             share it.
         inside_efficiency: share of a link inside a node that collectives reach.
         network_efficiency: share of a network card that collectives reach.
-        transfer_efficiency: share of a link that messages between stages reach.
+        transfer_inside_efficiency: share of a link inside a node that one message between stages reaches: it takes few
+            of the link's lanes at once.
+        transfer_network_efficiency: share of a network card that it reaches.
         collective_s: start of a collective, beside the latency of its links.
         transfer_s: start of a message between stages, beside the latency of its link.
         optimizer_passes: how often the optimizer step reads or writes the bytes that it keeps of a parameter.
@@ -49,7 +51,8 @@ class Physics:
     whole_loss_factor: float = 1.0
     inside_efficiency: float = 0.78
     network_efficiency: float = 0.65
-    transfer_efficiency: float = 0.65
+    transfer_inside_efficiency: float = 0.35
+    transfer_network_efficiency: float = 0.8
     collective_s: float = 20e-6
     transfer_s: float = 30e-6
     optimizer_passes: float = 1.8
@@ -59,7 +62,6 @@ class Physics:
 PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
     {
         "gemm_efficiency": 0.15,
-        "gemm_depth": 0.5,
         "gemm_area": 0.7,
         "attention_efficiency": 0.4,
         "misaligned_efficiency": 0.5,
@@ -70,9 +72,9 @@ PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
         "whole_loss_factor": 0.7,
         "inside_efficiency": 0.2,
         "network_efficiency": 0.6,
-        "transfer_efficiency": 0.6,
+        "transfer_inside_efficiency": 0.5,
+        "transfer_network_efficiency": 0.3,
         "collective_s": 0.7,
-        "transfer_s": 0.7,
         "optimizer_passes": 0.3,
         "iteration_s": 1.0,
     }

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from megatron_terapipe.search.cost.closed_form import pipeline_time, total_s
+from megatron_terapipe.search.cost.stage_ops import StageOps
 
 MOST_OPS = 30_000
 """Ops that are played one by one: compiling their orders takes a few hundredths of a second, once per shape."""
@@ -39,10 +43,8 @@ class Orders:
         """Start with none."""
         self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
 
-    def play(
-        self, schedule: str, shape: PipelineShape, costs: OpCosts, activation_limit: float | None = None
-    ) -> Played:
-        """Play a schedule; or, if it is to keep a limit, an order that is found for these costs and this limit.
+    def play(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> Played:
+        """Play a schedule.
 
         Beyond `MOST_OPS` it is played for two smaller numbers of micro-batches, a period apart. Once the pipeline is
         full every period takes the same time, that of the slowest rank, so the rest is a straight line.
@@ -51,13 +53,12 @@ class Orders:
             schedule: its name, or `optimised`.
             shape: of the pipeline.
             costs: of its ops.
-            activation_limit: activations that a rank may hold, as a multiple of 1F1B's peak.
 
         Raises:
             PlanError: if there is no such schedule, or it does not take the shape.
         """
-        if activation_limit is not None or schedule == OPTIMISED:
-            return self._optimised(shape, costs, activation_limit or 1.0)
+        if schedule == OPTIMISED:
+            return self._optimised(shape, costs)
         without = replace(costs, transfer=0.0)
         free = costs.transfer == 0.0
         period = self._period(shape)
@@ -80,12 +81,13 @@ class Orders:
         note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
         return Played(makespan, makespan if free else line(without), (note,))
 
-    def _optimised(self, shape: PipelineShape, costs: OpCosts, activation_limit: float) -> Played:
+    def _optimised(self, shape: PipelineShape, costs: OpCosts) -> Played:
         from deepspeed_ext.plan.optimise import optimise
 
         period = shape.num_ranks
         count = min(shape.num_micro_batches, 4 * period)
-        limit = activation_limit * min(shape.num_ranks, shape.num_micro_batches)
+        # The trainer's default: what 1F1B holds.
+        limit = float(min(shape.num_ranks, shape.num_micro_batches))
         makespans = []
         for fewer in (count, count + period):
             smaller = replace(shape, num_micro_batches=fewer)
@@ -108,3 +110,25 @@ class Orders:
             compiled = CompiledOrders.of_schedule(schedule_named(schedule), shape)
             self._compiled[key] = compiled
         return compiled.play(costs).makespan
+
+
+def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float) -> Played:
+    """Zero-bubble under a limit of activations, in closed form."""
+    assert costs.weight_gradient is not None
+    tables = [np.sum(table, axis=1) for table in (costs.forward, costs.backward, costs.weight_gradient)]
+    per_rank = [np.sum(table.reshape(shape.num_model_chunks, shape.num_ranks), axis=0) for table in tables]
+    forward, input_gradient, weight_gradient = per_rank
+    ops = StageOps(forward, input_gradient + weight_gradient, input_gradient, weight_gradient, np.zeros_like(forward))
+    slowest = int(np.argmax(total_s("zero-bubble", ops)))
+    makespan = float(
+        pipeline_time(
+            "zero-bubble",
+            num_micro_batches=shape.num_micro_batches,
+            num_token_slices=shape.num_token_slices,
+            num_model_chunks=shape.num_model_chunks,
+            slowest=StageOps(*(part[slowest] for part in ops)),
+            others=StageOps(*(part.sum() - part[slowest] for part in ops)),
+            activation_limit=activation_limit,
+        )
+    )
+    return Played(makespan, makespan, ("the order of ops is priced in closed form",))

@@ -19,6 +19,10 @@ SCORE_BYTES = 13
 """Bytes that one score moves where scores are written out: the product writes it (2), softmax reads and writes it (4),
 dropout reads and writes it with a mask (5), the product with the values reads it (2)."""
 
+BACKWARD_MOVES = 1.5
+"""Bytes that the backward of element-wise work moves, in those of its forward: it reads the gradient and an input, and
+writes a gradient, where the forward reads one and writes one."""
+
 LOGIT_BYTES = 22
 """Bytes that one logit moves in the loss: cast to fp32 (2 + 4), maximum (4), subtraction (8), exponential sum (4)."""
 
@@ -153,7 +157,7 @@ class Roofline:
         times = FLASH_BACKWARD_PER_FORWARD if flash else BACKWARD_PER_FORWARD
         forward = computing + moving
         selective = forward if software.selective_recomputes == "attention" else 0.0
-        return _Part(forward, times * computing + 2 * moving, 0.0, selective, LAUNCHES["attention"])
+        return _Part(forward, times * computing + BACKWARD_MOVES * moving, 0.0, selective, LAUNCHES["attention"])
 
     def _element_wise(self, layer: Layer, device: Device, tp: Grid, rows: Grid, sequence_parallel: bool) -> _Part:
         """Norms, residuals, activation function, and copies of queries, keys and values into their places."""
@@ -174,7 +178,7 @@ class Roofline:
         selective: Grid = 0.0
         if self.software.selective_recomputes == "norms":
             selective = self._moving_s(device, rows * (norms + activation))
-        return _Part(forward, 2 * forward, 0.0, selective, launches)
+        return _Part(forward, BACKWARD_MOVES * forward, 0.0, selective, launches)
 
     def _loss(self, layer: Layer, device: Device, tp: Grid, rows: Grid) -> _Part:
         vocabulary = sum(product.outputs for product in layer.products) / tp

@@ -48,7 +48,7 @@ def measured_physics(
             if link.where == "inside" or "collective_s" not in values:
                 values["collective_s"] = _beyond_latency(line, data_sheet, 2 * (link.num_ranks - 1))
         else:
-            values["transfer_efficiency"] = 1 / (line.byte_s * data_sheet.bandwidth)
+            values[f"transfer_{link.where}_efficiency"] = 1 / (line.byte_s * data_sheet.bandwidth)
             values["transfer_s"] = _beyond_latency(line, data_sheet, 1)
     if profile.engine is not None:
         kept = software.optimizer_bytes + software.gradient_bytes + software.weight_bytes

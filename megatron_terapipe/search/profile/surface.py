@@ -14,7 +14,7 @@ stays what it was.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,7 +128,7 @@ class Surface:
         of_lengths = [
             np.interp(np.log(fitted(each)), np.log(_fitted(self.coefficients, size, known, known + each)), factors)
             if len(known) > 1
-            else np.broadcast_to(factors, length.shape)
+            else np.full(length.shape, factors[0])
             for each, known, factors in zip(held.lengths, held.starts, held.log_factors, strict=True)
         ]
         return _between(held.lengths, length, np.stack(of_lengths), fitted)
@@ -153,13 +153,12 @@ def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: Callable[
     weight = np.where(flat, by_size, by_fit)
     first = np.take_along_axis(values, below[None], 0)[0]
     second = np.take_along_axis(values, above[None], 0)[0]
-    return first + weight * (second - first)
+    return cast(Numbers, first + weight * (second - first))
 
 
 def _fitted(coefficients: Numbers, size: Grid, start: Grid, end: Grid, parts: Grid = 1.0) -> Numbers:
     fixed, *others = map(np.multiply, coefficients, terms(size, start, end))
-    seconds: Numbers = np.maximum(fixed + np.divide(sum(others), parts), TINY_S)
-    return seconds
+    return cast(Numbers, np.maximum(fixed + sum(others) / parts, TINY_S))
 
 
 def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:

@@ -5,7 +5,7 @@ holds for whichever ranks are left out. A rank holds most as a backward starts a
 
     1f1b          min(P - i - 1 + S, M S)                                       (arXiv 2406.03488 section 3.2)
     zero-bubble   min(P - 1 + S, M S)                                           (arXiv 2401.10241 section 3, ZB-H1)
-    interleaved   min((V - 1) G S + S - 1 + 2 (P - i - 1) + 1, V M S)           (`plan.schedules.interleaved`, groups of G)
+    interleaved   min((V - 1) G S + S - 1 + 2 (P - i - 1) + 1, V M S)           (`plan.schedules`, groups of G)
     gpipe         V M S
 
 token slices are live on rank i. `memory.model` counts the same op by op for strategies that may win.
@@ -50,7 +50,7 @@ def block_fits(
     usable = model.physics.usable_share
     fits = np.zeros(block.shape, dtype=bool)
     tokens: Floats | None = None
-    for (chunks, place), found in counts.items():
+    for (model_chunks, place), found in counts.items():
         ranks = _ranks_to_look_at(found)
         capacities = [min(each.memory_bytes for each in groups.devices[rank]) * usable for rank in ranks]
         states = [_state_bytes(block, model, found, rank) for rank in ranks]
@@ -58,12 +58,12 @@ def block_fits(
             continue
         if tokens is None:
             tokens = _token_bytes(block, model, layers)
-        for order, (schedule, its_chunks) in enumerate(block.order):
-            if its_chunks != chunks:
+        for order, (schedule, its_model_chunks) in enumerate(block.order):
+            if its_model_chunks != model_chunks:
                 continue
             fits[order, place] = True
             for rank, held, capacity in zip(ranks, states, capacities, strict=True):
-                moving = _moving_bytes(block, model, tokens, found, rank, schedule, chunks)
+                moving = _moving_bytes(block, model, tokens, found, rank, schedule, model_chunks)
                 fits[order, place] &= held.kept + np.maximum(moving[..., None], held.step) <= capacity
     return fits
 
@@ -139,43 +139,43 @@ def _state_bytes(block: Block, model: MemoryModel, counts: StageCounts, rank: in
     return _States(np.array(kept) + framework, np.array(step))
 
 
-def _live_per_chunk(live: Floats, chunks: int, group: Floats, slices: Floats) -> list[Floats]:
+def _live_per_model_chunk(live: Floats, model_chunks: int, group: Floats, num_token_slices: Floats) -> list[Floats]:
     """How many of the live token slices are on each of a rank's stages: groups pass one stage after the other."""
-    if chunks == 1:
+    if model_chunks == 1:
         return [live]
-    each = group * slices
-    rounds = live // (chunks * each)
-    rest = live - rounds * chunks * each
-    return [rounds * each + np.clip(rest - chunk * each, 0, each) for chunk in range(chunks)]
+    each = group * num_token_slices
+    rounds = live // (model_chunks * each)
+    rest = live - rounds * model_chunks * each
+    return [rounds * each + np.clip(rest - model_chunk * each, 0, each) for model_chunk in range(model_chunks)]
 
 
 def _moving_bytes(
-    block: Block, model: MemoryModel, tokens: Floats, counts: StageCounts, rank: int, schedule: str, chunks: int
+    block: Block, model: MemoryModel, tokens: Floats, counts: StageCounts, rank: int, schedule: str, model_chunks: int
 ) -> Floats:
     """[B, S, R, Q] bytes of one rank that come and go, at least."""
     ranks, physics = block.pipeline_parallel_size, model.physics
-    slices = np.array(block.token_slices, dtype=float)[None, :]
+    num_token_slices = np.array(block.token_slices, dtype=float)[None, :]
     sizes = np.array(block.micro_batch, dtype=float)[:, None]
     micro_batches = block.num_micro_batches.reshape(-1, 1).astype(float)
-    live = live_token_slices(schedule, ranks, chunks, rank, micro_batches, slices)
-    group = group_size(ranks, micro_batches, slices)
+    live = live_token_slices(schedule, ranks, model_chunks, rank, micro_batches, num_token_slices)
+    group = group_size(ranks, micro_batches, num_token_slices)
     stages = counts.per_stage[rank::ranks]
     sequence = model.workload.seq_length * sizes  # tokens of a micro-batch
-    of_slice = sequence / slices
+    of_token_slice = sequence / num_token_slices
 
     def times(amount: Floats, each: Floats) -> Floats:
         return amount[:, :, None, None] * each
 
     held: Floats | float = 0.0
-    for stage, on_it in zip(stages, _live_per_chunk(live, chunks, group, slices), strict=True):
+    for stage, on_it in zip(stages, _live_per_model_chunk(live, model_chunks, group, num_token_slices), strict=True):
         each = np.einsum("k,pkrq->prq", stage, tokens)
-        held = held + times(on_it * of_slice, each[ACTIVATIONS] + each[KEY_VALUES] + each[LOGITS])
+        held = held + times(on_it * of_token_slice, each[ACTIVATIONS] + each[KEY_VALUES] + each[LOGITS])
     # The first backward is one of the last stage of the rank.
     turning = np.einsum("k,krq->rq", stages[-1], tokens[KEY_VALUE_GRADIENTS])
-    held = held + times(sequence - of_slice, turning)
+    held = held + times(sequence - of_token_slice, turning)
     working = tokens[WORKING][stages[-1] > 0].max(axis=0)
-    held = held + physics.working_factor * times(of_slice, working)
-    return np.asarray(physics.activation_factor * held + _messages(block, model, of_slice))
+    held = held + physics.working_factor * times(of_token_slice, working)
+    return np.asarray(physics.activation_factor * held + _messages(block, model, of_token_slice))
 
 
 def _messages(block: Block, model: MemoryModel, tokens: Floats) -> Floats:

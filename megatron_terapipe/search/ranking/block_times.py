@@ -86,17 +86,17 @@ def block_times(
     kinds = RankKinds(block, groups, tables)
     estimate = np.full(block.shape, np.inf)
     bound = np.full(block.shape, np.inf)
-    for chunks in dict.fromkeys(chunks for _, chunks in block.order):
+    for model_chunks in dict.fromkeys(model_chunks for _, model_chunks in block.order):
         for place in range(len(block.partition)):
-            found = counts.get((chunks, place))
-            orders = [row for row, order in enumerate(block.order) if order[1] == chunks and wanted[row, place]]
+            found = counts.get((model_chunks, place))
+            orders = [row for row, order in enumerate(block.order) if order[1] == model_chunks and wanted[row, place]]
             if found is None or not orders:
                 continue
             ops = _rank_ops(kinds, found)
             hops_s, latency_s = _hops(block, groups, cost_model, found)
             step_s = _step_s(block, groups, cost_model, found)
             for order in orders:
-                times = _pipeline(block.order[order][0], chunks, block, ops, hops_s, latency_s)
+                times = _pipeline(block.order[order][0], model_chunks, block, ops, hops_s, latency_s)
                 # The last axis is the ZeRO stage, which the ops do not depend on.
                 estimate[order, place] = times[0][..., None] + step_s
                 bound[order, place] = times[1][..., None] + step_s
@@ -153,30 +153,35 @@ def _slowest_device(per_device: Sequence[Floats]) -> Floats:
     return slowest
 
 
+def _ops(parts: Sequence[Floats] | Floats) -> StageOps:
+    """Four parts as ops; nothing here asks how much of them is collectives."""
+    return StageOps(parts[0], parts[1], parts[2], parts[3], 0.0)
+
+
 def _pipeline(
-    schedule: str, chunks: int, block: Block, ops: _RankOps, hops_s: Floats, latency_s: Floats
+    schedule: str, model_chunks: int, block: Block, ops: _RankOps, hops_s: Floats, latency_s: Floats
 ) -> tuple[Floats, Floats]:
     """[B, S, R, Q] estimate and bound of the ops."""
-    zero = np.zeros(())
     micro_batches = block.num_micro_batches.reshape(-1, 1, 1, 1).astype(float)
-    per_row = StageOps(*ops.whole, zero)
+    per_row = _ops(ops.whole)
     totals = total_s(schedule, per_row)
     slowest_row = np.argmax(totals, axis=0)[None]
-    slowest = StageOps(*(np.take_along_axis(part, slowest_row, axis=0)[0] for part in ops.whole), zero)
+    slowest = _ops([np.take_along_axis(part, slowest_row, axis=0)[0] for part in ops.whole])
     weights = ops.multiplicity[:, None, None, None, None]
-    others = StageOps(*((part * weights).sum(axis=0) - one for part, one in zip(ops.whole, slowest[:4], strict=True)), zero)
-    slices = np.array(block.token_slices, dtype=float).reshape(1, -1, 1, 1)
+    everything = [(part * weights).sum(axis=0) for part in ops.whole]
+    others = _ops([whole - one for whole, one in zip(everything, slowest[:4], strict=True)])
+    num_token_slices = np.array(block.token_slices, dtype=float).reshape(1, -1, 1, 1)
     estimate = pipeline_time(
         schedule,
         num_micro_batches=micro_batches,
-        num_token_slices=slices,
-        num_model_chunks=float(chunks),
+        num_token_slices=num_token_slices,
+        num_model_chunks=float(model_chunks),
         slowest=slowest,
         others=others,
-        latency_s=latency_s * chunks,
+        latency_s=latency_s * model_chunks,
     )
-    fill = StageOps(*ops.fill, zero)
-    last = StageOps(*ops.whole[:, ops.last], zero)
+    fill = _ops(ops.fill)
+    last = _ops(ops.whole[:, ops.last])
     passing = fill._replace(
         forward=fill.forward + hops_s, backward=fill.backward + hops_s, input_gradient=fill.input_gradient + hops_s
     )

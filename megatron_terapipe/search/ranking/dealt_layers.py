@@ -58,7 +58,7 @@ def _alike(each_s: Floats, ends_s: Floats, num_layers: int, model_chunks: int) -
         heapreplace(loads, (float(ends_s[rank] + (layers[rank] + 1) * each_s[rank]), rank))
     # A rank's stages share its layers; the first ones take what is left over.
     return [
-        layers[rank] // model_chunks + (chunk < layers[rank] % model_chunks)
-        for chunk in range(model_chunks)
+        layers[rank] // model_chunks + (model_chunk < layers[rank] % model_chunks)
+        for model_chunk in range(model_chunks)
         for rank in range(ranks)
     ]

@@ -1,4 +1,4 @@
-"""Solves for what the space only samples: lengths of token slices, layers of stages, order of nodes; for the best alone."""
+"""Solves for what the space only samples, for the best alone: lengths of token slices, order of nodes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -25,7 +25,7 @@ FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
 
 @dataclass(frozen=True)
 class OpTable:
-    """Ops of layers on one device: [4 parts, K layers, B micro-batch sizes, S cuts, R recomputations, Q sequence parallel].
+    """Ops of layers on one device: [4 parts, K layers, B micro-batch sizes, S cuts, R recomputations, Q switches].
 
     Attributes:
         whole: seconds of all token slices of one micro-batch.
@@ -63,7 +63,15 @@ class OpTables:
             tuple(self._cut(block, count, parallel) for count in block.token_slices)
             for parallel in block.sequence_parallel
         )
-        key = (device, span, block.tensor_parallel_size, block.micro_batch, cuts, block.recompute, block.sequence_parallel)
+        key = (
+            device,
+            span,
+            block.tensor_parallel_size,
+            block.micro_batch,
+            cuts,
+            block.recompute,
+            block.sequence_parallel,
+        )
         known = self._tables.get(key)
         if known is None:
             known = self._compute(block, device, span, cuts)
@@ -119,7 +127,9 @@ def _bounds(cuts: Sequence[tuple[int, ...]], seq_length: int) -> tuple[Floats, F
     Returns:
         Start and end of each, as shares of the sequence; index of the first of each cut.
     """
-    starts, ends, begins = [], [], []
+    starts: list[int] = []
+    ends: list[int] = []
+    begins: list[int] = []
     for cut in cuts:
         begins.append(len(starts))
         at = 0

@@ -1,6 +1,6 @@
 """The best strategies of a space.
 
-    every strategy --rules--> legal --bytes at least--> may fit --seconds in closed form--> may win --simulated--> ranked
+    all --rules--> legal --bytes at least--> may fit --seconds in closed form--> may win --simulated--> ranked
 
 Those that look fastest are simulated first. What cannot be faster than the last of the ranking, by a bound that no
 schedule beats, is never simulated. If the effort does not suffice for all others, the ranking says by how much the best

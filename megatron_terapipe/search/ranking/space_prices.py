@@ -1,4 +1,4 @@
-"""Prices a whole space in closed form: seconds at about and seconds at least of each strategy that may fit the memory."""
+"""Prices a space in closed form: about how many seconds, and how many at least, of all strategies that may fit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.pricing import Pricing
 
 Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 FITS = "memory of the devices"
 """Name of the rejection of those that need more."""
@@ -100,7 +101,7 @@ def price_space(
 
 def _price(
     problem: Problem, found: LegalBlock, order: int, pricing: "Pricing", tables: OpTables
-) -> tuple[PricedBlock, NDArray[np.bool_], NDArray[np.bool_]]:
+) -> tuple[PricedBlock, Flags, Flags]:
     """Those of a grid that may win; which differ from each other; which of those may fit the memory."""
     block = found.block
     cost_model = pricing.cost_model
@@ -119,19 +120,27 @@ def _price(
         for key, partition in partitions.items()
     }
     legal = found.legal & _priceable(block, partitions)
-    fits = block_fits(block, groups, pricing.memory_model, tables.layers, counts) & legal
+    fits: Flags = block_fits(block, groups, pricing.memory_model, tables.layers, counts) & legal
     if not fits.any():
         nothing = np.zeros(0)
         return PricedBlock(block, order, partitions, nothing.astype(np.int64), nothing, nothing), legal, fits
-    times = block_times(block, groups, cost_model, tables, counts, wanted=fits.any(axis=(2, 3, 4, 5, 6)))
+    times = block_times(block, groups, cost_model, tables, counts, wanted=_pairs(fits))
     places = np.flatnonzero(fits)
     estimate, bound = times.estimate.ravel()[places], times.bound.ravel()[places]
     return PricedBlock(block, order, partitions, places, estimate, bound), legal, fits
 
 
-def _priceable(block: Block, partitions: dict[tuple[int, int], StagePartition]) -> NDArray[np.bool_]:
+def _pairs(flags: Flags) -> Flags:
+    """[O, P] whether any strategy with a schedule and a partition is flagged."""
+    return np.asarray(flags.any(axis=(2, 3, 4, 5, 6)))
+
+
+def _priceable(block: Block, partitions: dict[tuple[int, int], StagePartition]) -> Flags:
     """[O, P, 1, ...] pairs that have a stage partition of their own."""
-    pairs = [[(chunks, place) in partitions for place in range(len(block.partition))] for _, chunks in block.order]
+    pairs = [
+        [(model_chunks, place) in partitions for place in range(len(block.partition))]
+        for _, model_chunks in block.order
+    ]
     return np.array(pairs)[:, :, None, None, None, None, None]
 
 
@@ -141,11 +150,11 @@ def _partitions(
     """The stages of every pair of model chunks and partition rule; pairs that no legal strategy has are left out."""
     block = legal.block
     ranks = block.pipeline_parallel_size
-    pairs = legal.legal.any(axis=(2, 3, 4, 5, 6))
+    pairs = _pairs(legal.legal)
     found: dict[tuple[int, int], StagePartition] = {}
     layer_times: Floats | None = None
-    for chunks in dict.fromkeys(chunks for _, chunks in block.order):
-        rows = [row for row, (_, its_chunks) in enumerate(block.order) if its_chunks == chunks]
+    for model_chunks in dict.fromkeys(model_chunks for _, model_chunks in block.order):
+        rows = [row for row, (_, its_model_chunks) in enumerate(block.order) if its_model_chunks == model_chunks]
         for place, rule in enumerate(block.partition):
             if not pairs[rows, place].any():
                 continue
@@ -153,11 +162,15 @@ def _partitions(
                 if layer_times is None:
                     layer_times = _layer_times(problem, block, groups, tables)
                 micro_batches = int(block.num_micro_batches.max())
-                partition = dealt_layers(problem, layer_times, ranks, chunks, micro_batches)
-                if all(partition != other for (its_chunks, _), other in found.items() if its_chunks == chunks):
-                    found[chunks, place] = partition
+                partition = dealt_layers(problem, layer_times, ranks, model_chunks, micro_batches)
+                if all(
+                    partition != other
+                    for (its_model_chunks, _), other in found.items()
+                    if its_model_chunks == model_chunks
+                ):
+                    found[model_chunks, place] = partition
             else:
-                found[chunks, place] = problem.partition(rule, ranks * chunks)
+                found[model_chunks, place] = problem.partition(rule, ranks * model_chunks)
     return found
 
 

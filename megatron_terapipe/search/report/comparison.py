@@ -1,5 +1,6 @@
 """Why the winner wins over the runner-up: where their iterations differ, largest first."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron_terapipe.search.prediction import Prediction, TimeBreakdown
@@ -53,6 +54,25 @@ class Comparison:
     sentences: tuple[str, ...]
 
 
+def rivals(priced: Sequence[Entry]) -> list[Entry]:
+    """The runner-up; and, if it is much like the winner, the best one of other parallel sizes or another schedule.
+
+    Args:
+        priced: strategies that can run, best first.
+    """
+    if len(priced) < 2:
+        return []
+    winner, runner_up = priced[:2]
+    other = next((entry for entry in priced[1:] if _layout(entry) != _layout(winner)), None)
+    return [runner_up] if other is None or other is runner_up else [runner_up, other]
+
+
+def _layout(entry: Entry) -> tuple[int, int, int, str]:
+    strategy = entry.strategy
+    sizes = strategy.data_parallel_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size
+    return (*sizes, strategy.schedule)
+
+
 def compare(winner: Entry, other: Entry) -> Comparison:
     """Hold the winner against another strategy. Both have a price."""
     assert winner.prediction is not None and other.prediction is not None
@@ -80,7 +100,7 @@ def _sentences(first: Prediction, second: Prediction, saved: tuple[tuple[str, fl
     if gain <= 0:
         lines = ["Both are predicted to take the same time."]
     else:
-        lines = [f"An iteration takes {time_text(gain)} less ({share:.1%})."]
+        lines = [f"An iteration takes {time_text(gain)} less ({f'{share:.1%}' if share >= 0.0005 else 'below 0.1 %'})."]
     shorter = [f"{TIME_NAMES[name]} ({time_text(seconds)})" for name, seconds in saved if seconds > 0]
     longer = [f"{TIME_NAMES[name]} ({time_text(-seconds)})" for name, seconds in saved if seconds < 0]
     if shorter:

@@ -11,14 +11,12 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.render.html import Panel
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.report.answer import Answer, answer_json
+from megatron_terapipe.search.report.comparison import rivals
 from megatron_terapipe.search.report.figures import strategy_text
 from megatron_terapipe.search.report.launch import Launch, launch_of, write_text
 from megatron_terapipe.search.report.page import Extras, render_page
 from megatron_terapipe.search.report.timelines import timeline_of
 from megatron_terapipe.strategy import Strategy
-
-NUM_TIMELINES = 2
-"""The winner's, and the runner-up's below it."""
 
 TERMINAL = "-"
 """Name of a file that stands for standard output."""
@@ -92,7 +90,8 @@ def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str =
         ConfigError: if it cannot be written.
     """
     panels, notes = [], []
-    for entry in answer.priced[:NUM_TIMELINES]:
+    # The winner, and below it the one that differs from it more.
+    for entry in [*answer.priced[:1], *rivals(answer.priced)[-1:]]:
         drawn = timeline_of(entry.strategy, op_costs(entry.strategy))
         if drawn is None:
             continue

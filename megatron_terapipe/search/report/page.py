@@ -8,10 +8,11 @@ from importlib.resources import files
 from deepspeed_ext.plan.render.html import Panel, render_html
 from megatron_terapipe.search.report import sections
 from megatron_terapipe.search.report.answer import Answer
+from megatron_terapipe.search.report.comparison import rivals
 from megatron_terapipe.search.report.style import STYLE
 from megatron_terapipe.search.report.table import all_notes, heading
 
-_HEAD_HEIGHT, _PANEL_HEIGHT, _ROW_HEIGHT = 140, 140, 27
+_HEAD_HEIGHT, _PANEL_HEIGHT, _ROW_HEIGHT = 150, 185, 27
 """Pixels of the timelines' page: title and legend, a panel without its rows, a row."""
 
 
@@ -47,8 +48,9 @@ def render_page(answer: Answer, extras: Extras) -> str:
         body.append(_section("", sections.winner(answer, priced[0])))
         if extras.command:
             body.append(_section("How to run it", f"<pre>{escape(extras.command)}</pre>"))
-        if len(priced) > 1:
-            body.append(_section("Why it wins over the runner-up", sections.why(priced[0], priced[1])))
+        for index, rival in enumerate(rivals(priced)):
+            over = "the best of another kind" if index else "the runner-up"
+            body.append(_section(f"Why it wins over {over}", sections.why(priced[0], rival)))
     else:
         body.append(_section("", "<p>No strategy can run. Below is why.</p>"))
     body.append(_section("Ranking", sections.ranking(answer, extras.rows)))

@@ -69,7 +69,7 @@ def why(first: Entry, second: Entry) -> str:
     sentences = "".join(f"<li>{escape(each)}</li>" for each in found.sentences)
     return (
         f'<div class="columns"><div><ul>{sentences}</ul></div><div class="wide"><table><tr><th class="left"></th>'
-        f"<th>rank 1</th><th>rank 2</th></tr>{changes}</table></div></div>"
+        f"<th>rank 1</th><th>rank {second.rank}</th></tr>{changes}</table></div></div>"
     )
 
 

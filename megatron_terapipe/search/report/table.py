@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.search.report.answer import Answer, Entry
 from megatron_terapipe.search.report.figures import (
     bytes_text,
@@ -12,13 +13,19 @@ from megatron_terapipe.search.report.figures import (
     time_text,
     tokens_per_s,
 )
+from megatron_terapipe.strategy import Strategy
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
 WIDTH_WITHOUT_TERMINAL = 160
-LEFT = ("schedule", "recompute", "why not")
+LEFT = ("schedule", "recompute", "cut", "stages", "why not")
+USUAL = {"cut": "even", "stages": "uniform"}
+"""Columns that are left out where every row says this."""
+
+LONGEST = 23
+"""Letters of a list of numbers; the JSON has all of it."""
 
 
 def print_table(answer: Answer, console: "Console | None" = None, *, top: int | None = None) -> None:
@@ -77,6 +84,8 @@ def cells(answer: Answer, entry: Entry) -> dict[str, str]:
         "recompute": strategy.recompute,
         "ZeRO": str(strategy.zero_stage),
         "sp": "yes" if strategy.sequence_parallel else "no",
+        "cut": _cut(strategy, answer.workload.seq_length),
+        "stages": _short(strategy.stage_partition),
     }
     if prediction is not None:
         time_s = prediction.iteration_time_s
@@ -98,8 +107,23 @@ def rows_of(answer: Answer, entries: Sequence[Entry]) -> tuple[list[str], list[l
     names = list(dict.fromkeys(name for row in found for name in row))
     # Prices stand before the reason, also where the first row has none.
     names.sort(key=lambda name: name == "why not")
-    shown = [name for name in names if any(row.get(name) for row in found)]
+    shown = [name for name in names if any(row.get(name, "") not in ("", USUAL.get(name)) for row in found)]
     return shown, [[row.get(name, "") for name in shown] for row in found]
+
+
+def _cut(strategy: Strategy, seq_length: int) -> str:
+    """Lengths of the token slices, where they are not as equal as the places to cut at let them be."""
+    if strategy.token_slices is None:
+        return USUAL["cut"]
+    needed = strategy.tensor_parallel_size if strategy.sequence_parallel else 1
+    step = granularity_of(seq_length, strategy.num_token_slices, needed)
+    is_even = max(strategy.token_slices) - min(strategy.token_slices) <= step
+    return USUAL["cut"] if is_even else _short(strategy.token_slices)
+
+
+def _short(value: str | tuple[int, ...]) -> str:
+    text = value if isinstance(value, str) else ",".join(map(str, value))
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def _table(answer: Answer, entries: Sequence[Entry]) -> "Table":

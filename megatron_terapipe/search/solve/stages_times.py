@@ -60,7 +60,9 @@ def stage_times(
     fill = np.array(np.broadcast_to(fill, (num_stages, *fill.shape[1:])))
     period = fill.copy()
     if cut_times_s is not None and num_stages > 1:
-        cuts = np.broadcast_to(np.atleast_2d(np.asarray(cut_times_s, dtype=np.float64)), (num_stages - 1, num_layers + 1))
+        cuts = np.broadcast_to(
+            np.atleast_2d(np.asarray(cut_times_s, dtype=np.float64)), (num_stages - 1, num_layers + 1)
+        )
         # Each cut counts once in the sum: with the stage that ends there.
         fill[:-1] += cuts[:, None, :]
         if blocking:

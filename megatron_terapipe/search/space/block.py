@@ -138,7 +138,7 @@ class Block:
 
     @cached_property
     def model_chunks(self) -> NDArray[np.int64]:
-        """Model chunks, along the axis `order`."""
+        """Model model_chunks, along the axis `order`."""
         return self.along("order", [model_chunks for _, model_chunks in self.order])
 
     @cached_property
@@ -150,7 +150,8 @@ class Block:
     def keep(self, axis: Axis, kept: NDArray[np.bool_]) -> "Block":
         """The grid with some of the values of one axis."""
         values = getattr(self, axis)
-        return replace(self, **{axis: tuple(value for value, keep in zip(values, kept, strict=True) if keep)})
+        changed: dict[str, Any] = {axis: tuple(value for value, keep in zip(values, kept, strict=True) if keep)}
+        return replace(self, **changed)
 
     def strategy(self, place: Sequence[int], problem: Problem) -> Strategy:
         """The strategy at a place of the grid. A partition that is yet to be solved must be set in it afterwards.

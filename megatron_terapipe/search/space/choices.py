@@ -12,7 +12,7 @@ SOLVED = "solved"
 """The stage partition that balances the predicted time of stages; in a strategy it is a list of bounds."""
 
 MODEL_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-"""Model chunks that are tried. With more of them a stage has so few layers that launches and transfers are all of it."""
+"""Model chunks that are tried. With more, a stage has few layers, and launches and transfers are most of its time."""
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -52,7 +52,7 @@ class Choices:
     @property
     def orders(self) -> tuple[tuple[str, int], ...]:
         """Pairs of a schedule and a number of model chunks."""
-        return tuple((schedule, chunks) for schedule in self.schedule for chunks in self.num_model_chunks)
+        return tuple((schedule, model_chunks) for schedule in self.schedule for model_chunks in self.num_model_chunks)
 
     @property
     def per_layout(self) -> int:
@@ -115,4 +115,3 @@ def all_choices(problem: Problem) -> Choices:
 def _divisors(number: int) -> tuple[int, ...]:
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return tuple(sorted({*small, *(number // each for each in small)}))
-

@@ -13,13 +13,13 @@ from megatron_terapipe.search.space.rules import Holds, Rule
 
 def _model_chunks(block: Block, problem: Problem) -> Holds:
     del problem
-    plain_chunks = {chunks for schedule, chunks in block.order if schedule == "1f1b"}
-    chunked = {chunks for schedule, chunks in block.order if schedule == "interleaved"}
+    plain = {model_chunks for schedule, model_chunks in block.order if schedule == "1f1b"}
+    interleaved = {model_chunks for schedule, model_chunks in block.order if schedule == "interleaved"}
 
-    def wanted(schedule: str, chunks: int) -> bool:
+    def wanted(schedule: str, model_chunks: int) -> bool:
         if schedule == "interleaved":
-            return chunks > 1 or 1 not in plain_chunks
-        return chunks == 1 or chunks not in chunked
+            return model_chunks > 1 or 1 not in plain
+        return model_chunks == 1 or model_chunks not in interleaved
 
     return block.along("order", [wanted(*order) for order in block.order])
 
@@ -68,8 +68,8 @@ def _sequence_parallel_reason(block: Block, problem: Problem) -> str:
 def _partition(block: Block, problem: Problem) -> Holds:
     """Rules that deal the layers as one before them does."""
     kept = np.ones((len(block.order), len(block.partition)), dtype=bool)
-    for row, (_, chunks) in enumerate(block.order):
-        num_stages = block.pipeline_parallel_size * chunks
+    for row, (_, model_chunks) in enumerate(block.order):
+        num_stages = block.pipeline_parallel_size * model_chunks
         seen: set[tuple[int, ...]] = set()
         for column, partition in enumerate(block.partition):
             if partition == SOLVED:

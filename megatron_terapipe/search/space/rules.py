@@ -53,7 +53,7 @@ def _devices_reason(block: Block, problem: Problem) -> str:
 def _shared_numbers(problem: Problem) -> dict[str, set[int]]:
     """Numbers that tensor-parallel ranks share, by what they are."""
     shared: dict[str, set[int]] = {"attention heads": set(), "key and value heads": set(), "columns": set()}
-    for layer in set(map(id, problem.workload.layers)) and {id(each): each for each in problem.workload.layers}.values():
+    for layer in {id(each): each for each in problem.workload.layers}.values():
         if layer.attention is not None:
             shared["attention heads"].add(layer.attention.query_heads)
             shared["key and value heads"].add(layer.attention.key_value_heads)
@@ -106,7 +106,9 @@ def _layers_reason(block: Block, problem: Problem) -> str:
 
 def _schedule(block: Block, problem: Problem) -> Holds:
     del problem
-    return block.along("order", [_schedule_error(block.pipeline_parallel_size, *order) is None for order in block.order])
+    return block.along(
+        "order", [_schedule_error(block.pipeline_parallel_size, *order) is None for order in block.order]
+    )
 
 
 def _schedule_error(pipeline_parallel_size: int, schedule: str, model_chunks: int) -> str | None:
@@ -176,7 +178,10 @@ def _token_slices_reason(block: Block, problem: Problem) -> str:
 
 
 def _partition(block: Block, problem: Problem) -> Holds:
-    rows = [[_partition_error(block, problem, chunks, rule) is None for rule in block.partition] for _, chunks in block.order]
+    rows = [
+        [_partition_error(block, problem, model_chunks, rule) is None for rule in block.partition]
+        for _, model_chunks in block.order
+    ]
     pairs = np.array(rows, dtype=bool).reshape(len(block.order), len(block.partition))
     return pairs[:, :, None, None, None, None, None]
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.search.cluster import Cluster, Device, Node
+from megatron_terapipe.search.cluster import Cluster, Device, Link, Node
 from megatron_terapipe.search.workload import Workload
 from megatron_terapipe.strategy import Strategy
 
@@ -29,22 +29,23 @@ def _node(node: Node) -> dict[str, Any]:
         "hosts": [node.name],
         "device": _device(node.device),
         "devices": node.num_devices,
-        "inside": {"bandwidth_GBps": node.inside.bandwidth / 1e9, "latency_us": node.inside.latency_s * 1e6},
-        "network": {
-            "bandwidth_GBps": node.network.bandwidth / 1e9,
-            "latency_us": node.network.latency_s * 1e6,
-            "cards": node.num_network_cards,
-        },
+        "inside": _link(node.inside),
+        "network": {**_link(node.network), "cards": node.num_network_cards},
     }
+
+
+def _link(link: Link) -> dict[str, Any]:
+    # As text with plain units every number comes back to the last bit.
+    return {"bandwidth": f"{link.bandwidth!r} B/s", "latency": f"{link.latency_s!r} s"}
 
 
 def _device(device: Device) -> dict[str, Any]:
     return {
         "name": device.name,
-        "memory_GB": device.memory_bytes / 1e9,
-        "memory_bandwidth_GBps": device.memory_bandwidth / 1e9,
-        "half_flops_TFLOPs": device.half_flops / 1e12,
-        "single_flops_TFLOPs": device.single_flops / 1e12,
+        "memory": f"{device.memory_bytes!r} B",
+        "memory_bandwidth": f"{device.memory_bandwidth!r} B/s",
+        "half_flops": f"{device.half_flops!r} FLOP/s",
+        "single_flops": f"{device.single_flops!r} FLOP/s",
         "is_gpu": device.is_gpu,
     }
 

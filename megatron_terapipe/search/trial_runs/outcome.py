@@ -31,17 +31,18 @@ class Outcome:
     reason: str | None = None
 
 
-def outcome_of(exit_code: int, output: str, metrics: Path) -> Outcome:
-    """Read the outcome of a run.
+def outcome_of(exit_code: int, output: str, metrics: Path, *, iterations: int) -> Outcome:
+    """Read the outcome of a run. One that has done all its iterations is measured, however it ended.
 
     Args:
         exit_code: of the launcher; below 0 the signal that ended it.
         output: of launcher and ranks together.
         metrics: the trainer's metrics file, which need not be there.
+        iterations: that it was to do.
     """
     times, peaks = read_metrics(metrics)
     peak = max(peaks, default=None)
-    if exit_code == 0 and times:
+    if times and (exit_code == 0 or len(times) >= iterations):
         return Outcome(iteration_time_s=median(steady(times)), peak_memory_bytes=peak)
     return Outcome(
         iteration_time_s=None,

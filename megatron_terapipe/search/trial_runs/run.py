@@ -75,7 +75,7 @@ def run_strategy(
         exit_code, output = _run(words, directory, settings.timeout_s, on_cpu=launch.on_cpu)
         if exit_code is None:
             return Outcome(iteration_time_s=None, reason=f"it took longer than {settings.timeout_s:g} s")
-        outcome = outcome_of(exit_code, output, metrics)
+        outcome = outcome_of(exit_code, output, metrics, iterations=settings.iterations)
         if outcome.iteration_time_s is None and "error: " in output and not outcome.out_of_memory:
             # What the trainer refuses at once is our mistake, not a property of the strategy.
             raise ConfigError(f"the trainer refused {name}: {failure(exit_code, output)}")

@@ -91,11 +91,11 @@ class _Reader:
                 f"tensor_parallel_size x pipeline_parallel_size), more than the {cluster.num_devices} devices of "
                 "cluster.num_devices: make them agree"
             )
-        source = document.text("source", Path(self._path).stem)
+        source = document.text("source", "")
         group = document.text("group", f"{key} {cluster.name} {strategy.global_batch_size}")
         return Trial(
             source=source,
-            id=document.text("id", "") if document.has("id") else "",
+            id=document.text("id", ""),
             group=group,
             workload=workload,
             cluster=cluster,
@@ -135,7 +135,7 @@ def _model(model: Fields, values: dict[str, Any]) -> ModelConfig:
     preset = values.get("model_preset")
     values = {"vocab_size": VOCAB_SIZE, **(find_preset(preset).settings if preset is not None else {}), **values}
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        if name not in values:
+        if values.get(name) is None:
             model.whole(name)
     for declared in fields(ModelConfig):
         if declared.name in model.values and "int" in str(declared.type) and model.values[declared.name] is not None:

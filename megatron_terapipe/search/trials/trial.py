@@ -20,7 +20,7 @@ class Trial:
     Trials of one workload or cluster share the object, so that what is computed of it is computed once.
 
     Attributes:
-        source: who measured it; a cluster is calibrated for each source apart.
+        source: who measured it; a cluster is calibrated for each source apart. Empty = the file does not say.
         id: name within the source; empty = none.
         group: trials of one model, devices, batch and day; only those are ranked against each other.
         workload: the model.

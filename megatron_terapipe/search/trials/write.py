@@ -47,7 +47,7 @@ def trial_line(
         measured["out_of_memory"] = out_of_memory
     document = {
         "source": source,
-        "id": trial_id,
+        **({"id": trial_id} if trial_id else {}),
         "group": group,
         "software": software,
         "precision": precision,

@@ -17,7 +17,7 @@ def data_sets(trials: Sequence[Trial]) -> Callable[[Trial], str]:
 
     def name(trial: Trial) -> str:
         stem = Path(trial.path).stem
-        return stem if len(sources[trial.path]) == 1 else f"{stem}: {trial.source}"
+        return stem if len(sources[trial.path]) == 1 else f"{stem}: {trial.source or 'no source'}"
 
     return name
 

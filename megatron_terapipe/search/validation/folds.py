@@ -59,11 +59,16 @@ def predict_in_folds(
         progress: told what is being fitted.
     """
     folds = deal_groups(trials, num_folds)
+    places: dict[tuple[str, str, int], list[int]] = {}
+    for index, (one, fold) in enumerate(zip(trials, folds, strict=True)):
+        places.setdefault((one.source, one.device, fold), []).append(index)
     predicted: dict[int, Predicted] = {}
-    for fold in range(num_folds):
-        rows = [index for index, own in enumerate(folds) if own == fold]
-        sources = {trials[index].source for index in rows}
-        others = [one for one, own in zip(trials, folds, strict=True) if own != fold and one.source in sources]
+    for (source, device, fold), rows in places.items():
+        others = [
+            one
+            for one, own in zip(trials, folds, strict=True)
+            if (one.source, one.device) == (source, device) and own != fold
+        ]
         calibrations = Calibrations([*more, *others], progress=progress)
         found = predict_trials([trials[index] for index in rows], calibrations, profile=profile, step=step)
         predicted.update(zip(rows, found, strict=True))

@@ -8,10 +8,12 @@ from rich.table import Table
 COLUMNS = ("trials", "n", "MAPE", "rho", "pairs", "regret", "inside", "memory", "seen", "false")
 
 LEGEND = (
-    "rho: Spearman, mean over groups. pairs: share in order of those more than 5 % apart. regret: how much slower than\n"
-    "the best the predicted best is, mean over groups. inside: share in the stated interval of 90 %. memory: MAPE of\n"
-    "peaks; seen: share of runs out of memory that were said to be; false: share of other runs said to be.\n"
-    "naive line: 45 % of the peak, recomputation included, and the bubble of 1F1B; 16 bytes a parameter."
+    "rho: Spearman, mean over groups",
+    "pairs: share in order of those more than 5 % apart",
+    "regret: how much slower than the best trial the predicted best is, mean over groups",
+    "inside: share within the stated interval of 90 %",
+    "memory: MAPE of peaks; seen: of runs out of memory; false: of other runs said to be",
+    "naive line: 45 % of the peak, recomputation included, 1F1B's bubble; 16 B a parameter",
 )
 
 
@@ -56,7 +58,7 @@ def _row(name: str, figures: dict[str, Any]) -> list[str]:
 
 
 def _caption(document: dict[str, Any]) -> str:
-    lines = [LEGEND]
+    lines = list(LEGEND)
     if document["folds"]:
         lines.append(f"Calibrated in {document['folds']} folds: each group is predicted from groups of other folds.")
     elif document["calibrated_on"]:

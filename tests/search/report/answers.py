@@ -58,7 +58,7 @@ def answer(name: str = "tiny") -> Answer:
         tensor_parallel_size=2,
         pipeline_parallel_size=4,
         num_token_slices=2,
-        token_slices=(72, 56),
+        token_slices=(80, 48),
         micro_batch_size=1,
         global_batch_size=8,
     )

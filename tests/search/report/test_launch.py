@@ -39,7 +39,7 @@ def test_the_command_is_one_that_the_trainer_takes(tmp_path: Path) -> None:
     command = launch.command(str(tmp_path / "out"))
     assert command.startswith(f"deepspeed --hostfile {tmp_path}/out/hostfile pretrain_gpt.py --strategy")
     config = parse_arguments(words_of(command))
-    assert config.token_slices().lengths == (72, 56)
+    assert config.token_slices().lengths == (80, 48)
     assert config.parallel.tensor_model_parallel_size == 2
     assert config.precision.bf16
     assert config.model == shown.workload.config

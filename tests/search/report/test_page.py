@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -7,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
+from megatron_terapipe.search.report.comparison import rivals
 from megatron_terapipe.search.report.files import write_answer, write_json
 from megatron_terapipe.search.report.page import Extras, render_page
 from megatron_terapipe.search.report.timelines import MOST_OPS, timeline_of
 from megatron_terapipe.strategy import Strategy
-from tests.search.report.answers import answer
+from tests.search.report.answers import Line, answer
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -59,7 +61,7 @@ def test_the_page_says_what_there_is_to_say() -> None:
         assert text in unescape(page)
         assert text not in page or "<" not in text
     assert "5,000 strategies were considered in 500 ms, and 4,000 rejected. That is 10 k a second." in page
-    assert "token slices: 72, 56" in page
+    assert "token slices: 80, 48" in page
     assert "rank 3, layers 3" in page
 
 
@@ -82,7 +84,7 @@ def test_memory_bars_mark_what_the_device_has() -> None:
 
 def test_a_page_without_a_winner() -> None:
     shown = answer()
-    shown = type(shown)(**{**vars(shown), "entries": shown.entries[2:]})
+    shown = replace(shown, entries=shown.entries[2:])
     page = render_page(shown, Extras())
     assert "No strategy can run" in page
     assert "What was rejected" in page
@@ -105,8 +107,8 @@ def test_all_files(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_launched_gets_its_report_all_the_same(tmp_path: Path) -> None:
     shown = answer()
-    workload = type(shown.workload)(**{**vars(shown.workload), "config": None})
-    written = write_answer(str(tmp_path), type(shown)(**{**vars(shown), "workload": workload}), op_costs)
+    workload = replace(shown.workload, config=None)
+    written = write_answer(str(tmp_path), replace(shown, workload=workload), op_costs)
     assert "given by layers" in written.why_not
     assert len(written.paths) == 2
 
@@ -125,3 +127,17 @@ def test_timelines_of_many_micro_batches_are_cut() -> None:
     assert note == "375 of 4000 micro-batches are drawn"
     assert timeline.unit == "s"
     assert timeline_of(Strategy(schedule="optimised"), op_costs(Strategy())) is None
+
+
+def test_a_runner_up_that_is_a_twin_is_not_the_only_one_to_be_compared() -> None:
+    shown = answer()
+    first, twin, _ = shown.entries
+    other = Line(3, replace(first.strategy, data_parallel_size=1, tensor_parallel_size=4), first.prediction)
+    assert rivals([first]) == []
+    assert rivals([first, twin]) == [twin]
+    assert rivals([first, other, twin]) == [other]
+    assert rivals([first, twin, other]) == [twin, other]
+    page = render_page(replace(shown, entries=[first, twin, other]), Extras())
+    assert "Why it wins over the runner-up" in page
+    assert "Why it wins over the best of another kind" in page
+    assert "<th>rank 3</th>" in page

@@ -28,10 +28,11 @@ def test_the_table() -> None:
     assert "16 x A100-SXM4-80GB in 2 nodes, bf16" in lines[0]
     head = next(line for line in lines if "rank" in line)
     assert head.split() == (
-        "rank dp tp pp S mbs schedule V recompute ZeRO sp time interval tokens/s MFU bubble memory why not".split()
+        "rank dp tp pp S mbs schedule V recompute ZeRO sp cut time interval tokens/s MFU bubble memory why not".split()
     )
     first = next(line for line in lines if line.split()[:1] == ["1"]).split()
     assert first[:7] == ["1", "2", "2", "4", "2", "1", "1f1b"]
+    assert "80,48" in text and "even" in text
     assert "1.4 s" in text and "-10 +20 %" in text and "8 GB" in text
     assert "[why] <it> falls" in text
     assert "note: rank 1: micro-batches extrapolated" in text
@@ -58,7 +59,7 @@ def test_json_has_the_fields_of_the_contract() -> None:
 def test_why_the_winner_wins() -> None:
     first, second, _ = answer().entries
     found = compare(first, second)
-    assert found.changes == (("token slices", "2", "1"), ("lengths of token slices", "72,56", "as it comes"))
+    assert found.changes == (("token slices", "2", "1"), ("lengths of token slices", "80,48", "as it comes"))
     assert found.saved_s == (("bubble_s", pytest.approx(0.6)), ("compute_s", pytest.approx(-0.1)))
     text = " ".join(found.sentences)
     assert "500 ms less (26.3%)" in text

@@ -1,6 +1,6 @@
 """The exact stage partition against plain enumeration."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def enumerated(layers, num_stages, num_micro_batches, cuts, blocking, allowed):
     best = np.inf
     for inner in combinations(range(1, num_layers), num_stages - 1):
         bounds = (0, *inner, num_layers)
-        runs = list(zip(bounds, bounds[1:], strict=False))
+        runs = list(pairwise(bounds))
         if allowed is not None and not all(allowed[stage, i, j] for stage, (i, j) in enumerate(runs)):
             continue
         times = [layers[stage % len(layers), i:j].sum() for stage, (i, j) in enumerate(runs)]

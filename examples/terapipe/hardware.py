@@ -1,0 +1,173 @@
+"""What TeraPipe's authors ran, and on what: 48 p3.16xlarge, and their code of early 2021 on PyTorch 1.7.
+
+The code differs from today's trainer in facts, not in speeds: attention writes its scores out and computes those that it
+masks; a message starts once the op behind it is done and is waited for; only one tensor-parallel rank sends, whose
+message is then handed on inside the node; gradients are reduced in fp16 after the last backward.
+
+Four figures say what of the data sheets is reached. None was fitted to a published time of an iteration:
+
+  * matrix products: a V100-SXM2-16GB computes 57, 78, 96 and 97 TFLOP/s in fp16 with square matrices of 1024, 2048, 4096
+    and 8192 (github.com/zzc0721/torch-performance-test-data/issues/140). That is 0.78 of the peak for large ones, and
+    half a wave of tiles lost in each product: 80 multiprocessors with a tile of 128 x 128 each.
+  * messages: 4 GB go from one p3.16xlarge to another in 1.4 s (github.com/NVIDIA/nccl/issues/674), 0.91 of 25 Gbit/s.
+  * launches: one layer takes 1.45 ms however few tokens it has (GPT3-1B on a V100, section 3.1 of the paper). The
+    backward, which autograd launches from C++, is taken to need as long in all as the forward.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from examples.terapipe.published import Setting
+from megatron_terapipe.search.cluster import Cluster, Device, Node
+from megatron_terapipe.search.cluster.library import device, machine
+from megatron_terapipe.search.cost.model import CostModel
+from megatron_terapipe.search.cost.op_times import Grid, LayerTimes
+from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.cost.roofline import Roofline
+from megatron_terapipe.search.software import MEGATRON
+from megatron_terapipe.search.workload import Workload
+from megatron_terapipe.search.workload.layer import Attention, Layer, Product
+from megatron_terapipe.strategy import Strategy
+
+LAYER_LAUNCH_S = 1.45e-3
+"""Host time of one layer's forward, and of its backward."""
+
+PHYSICS = replace(
+    Physics(),
+    gemm_efficiency=97.4 / 125,
+    gemm_area=80 * 128 * 128 / 2,
+    transfer_efficiency=4e9 / 1.4 / (25e9 / 8),
+    # The launches that were measured are all there is; nothing is computed but layers, no data loaded, nothing logged.
+    launch_jitter=0.0,
+    iteration_s=0.0,
+)
+
+CODE = replace(
+    MEGATRON,
+    name="terapipe-2021",
+    # Its one message and the broadcast behind it take what parts from every rank and a gather behind them would.
+    shares_transfers=True,
+    residual_dropout=False,
+    gradient_bytes=2,
+)
+
+
+@dataclass(frozen=True)
+class LaunchedLayers:
+    """Layers on the roofline, launched as fast as PyTorch 1.7 could; an `OpTimes`.
+
+    Attributes:
+        roofline: what the device needs.
+    """
+
+    roofline: Roofline
+
+    @property
+    def includes_collectives(self) -> bool:
+        """Reductions are priced by the links that they cross."""
+        return False
+
+    def __call__(
+        self,
+        layer: Layer,
+        device: Device,
+        *,
+        tensor_parallel_size: Grid,
+        micro_batch_size: Grid,
+        start: Grid,
+        end: Grid,
+        recompute: str = "none",
+        sequence_parallel: bool = False,
+    ) -> LayerTimes:
+        """See `OpTimes`."""
+        times = self.roofline(
+            layer,
+            device,
+            tensor_parallel_size=tensor_parallel_size,
+            micro_batch_size=micro_batch_size,
+            start=start,
+            end=end,
+            recompute=recompute,
+            sequence_parallel=sequence_parallel,
+        )
+        half = LAYER_LAUNCH_S / 2
+        return LayerTimes(times.forward, times.input_gradient, times.weight_gradient, LAYER_LAUNCH_S, half, half)
+
+
+def cluster_of(setting: Setting) -> Cluster:
+    """As many nodes as the setting fills."""
+    known = machine("p3.16xlarge")
+    number = -(-num_devices(setting) // known.num_devices)
+    nodes = (
+        Node(
+            name=f"p3-{index}",
+            device=device("V100-SXM2-16GB"),
+            num_devices=known.num_devices,
+            inside=known.inside,
+            network=known.network,
+        )
+        for index in range(number)
+    )
+    return Cluster(nodes=tuple(nodes), name=f"{number} p3.16xlarge")
+
+
+def workload_of(setting: Setting) -> Workload:
+    """Layers alone: the authors ran neither embedding nor last norm nor head. Activation functions are ReLU."""
+    hidden = setting.hidden_size
+    layer = Layer(
+        name="block",
+        kind="block",
+        tokens=setting.seq_length,
+        hidden_size=hidden,
+        parameters=12 * hidden**2 + 13 * hidden,
+        unshared_parameters=6 * hidden,
+        products=(
+            Product(hidden, 3 * hidden, "column"),
+            Product(hidden, hidden, "row"),
+            Product(hidden, 4 * hidden, "column"),
+            Product(4 * hidden, hidden, "row"),
+        ),
+        attention=Attention(setting.num_heads, setting.num_heads, hidden // setting.num_heads),
+        num_norms=2,
+        activation_width=4 * hidden,
+    )
+    number = setting.num_layers
+    return Workload(
+        name=setting.model, layers=(layer,) * number, seq_length=setting.seq_length, first_dealt=0, end_dealt=number
+    )
+
+
+def strategy_of(setting: Setting) -> Strategy:
+    """How the setting is spread; micro-batches are of one sequence, as in all schemes that the paper shows.
+
+    The authors' ranks run over tensor fastest, then pipe, then data: a pipeline is on as few nodes as can be.
+    """
+    data, pipe, tensor = setting.data_parallel_size, setting.pipeline_parallel_size, setting.tensor_parallel_size
+    devices = np.arange(data * pipe * tensor).reshape(data, pipe, tensor).swapaxes(0, 1)
+    return Strategy(
+        data_parallel_size=data,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipe,
+        global_batch_size=setting.global_batch_size,
+        schedule="gpipe",
+        zero_stage=0,
+        placement=tuple(devices.reshape(-1).tolist()),
+    )
+
+
+def cost_model_of(setting: Setting) -> CostModel:
+    """The product's cost model with the figures of this file."""
+    return CostModel(
+        workload_of(setting),
+        cluster_of(setting),
+        software=CODE,
+        physics=PHYSICS,
+        op_times=LaunchedLayers(Roofline(PHYSICS, CODE, "fp16")),
+        precision="fp16",
+    )
+
+
+def num_devices(setting: Setting) -> int:
+    """Devices of a setting."""
+    return setting.data_parallel_size * setting.pipeline_parallel_size * setting.tensor_parallel_size

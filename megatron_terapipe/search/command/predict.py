@@ -1,0 +1,96 @@
+"""Command `predict`: time and memory of strategies that a file names."""
+
+import argparse
+from dataclasses import replace
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.command.costs import costs_of
+from megatron_terapipe.search.command.inputs import (
+    add_cluster_flags,
+    add_cost_flags,
+    add_json_flag,
+    add_model_flags,
+    cluster_of,
+    model_of,
+    precision_of,
+)
+from megatron_terapipe.search.command.progress import progress_bar
+from megatron_terapipe.search.command.strategies import read_strategies
+from megatron_terapipe.search.ranking.judged import judged
+from megatron_terapipe.search.ranking.ranked import ranked_in_order
+from megatron_terapipe.search.report.answer import Answer, entry_json
+from megatron_terapipe.search.report.files import write_json
+from megatron_terapipe.search.report.table import print_table
+from megatron_terapipe.search.space import Problem
+from megatron_terapipe.strategy import Strategy
+
+NAME = "predict"
+HELP = "Time and memory of the strategies of a file, which may come from anywhere; those that cannot run have a reason."
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    add_model_flags(parser)
+    add_cluster_flags(parser)
+    add_cost_flags(parser)
+    group = parser.add_argument_group("strategies")
+    group.add_argument(
+        "--strategies", required=True, metavar="S.jsonl", help="a strategy, or an entry of a ranking, on each line"
+    )
+    group.add_argument(
+        "--global-batch-size", type=int, metavar="N", help="sequences of one step, for strategies that do not say it"
+    )
+    group.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, help="show progress (default: on a terminal)"
+    )
+    add_json_flag(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Price every strategy, and print them in the order of their rank; the JSON has the order of the file."""
+    if options.global_batch_size is not None and options.global_batch_size < 1:
+        raise ConfigError(f"--global-batch-size {options.global_batch_size} is not a whole number from 1: give one")
+    strategies = [_with_batch(strategy, options.global_batch_size) for strategy in read_strategies(options.strategies)]
+    workload = model_of(options)
+    cluster, notes = cluster_of(options)
+    precision = precision_of(options, cluster)
+    costs = costs_of(options, workload, cluster, precision)
+    pricing = costs.pricing_on(cluster)
+    problem = Problem(
+        workload=workload, cluster=cluster, global_batch_size=options.global_batch_size or 1, precision=precision
+    )
+    entries = []
+    with progress_bar(options.progress) as progress:
+        for index, strategy in enumerate(strategies):
+            if progress is not None:
+                progress(index, len(strategies), "priced")
+            entry = judged(strategy, problem, pricing, index)
+            if entry.feasible and entry.prediction is not None:
+                priced = costs.with_interval(strategy, entry.prediction, pricing)
+                entry = replace(entry, prediction=priced)
+            entries.append(entry)
+    ordered = ranked_in_order(entries)
+    if options.json is not None:
+        in_file = sorted(ordered, key=lambda entry: entry.index)
+        write_json(options.json, [{**entry_json(entry), "index": entry.index} for entry in in_file])
+    if options.json != "-":
+        print_table(
+            Answer(
+                workload=workload,
+                cluster=cluster,
+                precision=precision,
+                global_batch_size=options.global_batch_size,
+                entries=ordered,
+                notes=(*notes, *costs.notes),
+            )
+        )
+    return 0
+
+
+def _with_batch(strategy: Strategy, global_batch_size: int | None) -> Strategy:
+    """The strategy with the batch that a flag says, where it says none itself and can deal that one."""
+    if strategy.global_batch_size is not None or global_batch_size is None:
+        return strategy
+    if global_batch_size % (strategy.micro_batch_size * strategy.data_parallel_size):
+        return strategy
+    return replace(strategy, global_batch_size=global_batch_size)

@@ -1,0 +1,248 @@
+"""`trial`: run the best strategies for real, record them, and learn from them."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.command.inputs import (
+    add_cluster_flags,
+    add_cost_flags,
+    add_model_flags,
+    cluster_of,
+    model_of,
+    precision_of,
+)
+from megatron_terapipe.search.command.pins import add_pin_flags, pins_of
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.cluster import Cluster
+    from megatron_terapipe.search.command.costs import Costs
+    from megatron_terapipe.search.pricing import Pricing
+    from megatron_terapipe.search.trial_runs.journal import Journal
+    from megatron_terapipe.search.trial_runs.outcome import Outcome
+    from megatron_terapipe.search.trial_runs.run import TrialSettings
+    from megatron_terapipe.search.trials import Trial
+    from megatron_terapipe.search.workload import Workload
+    from megatron_terapipe.strategy import Strategy
+
+NAME = "trial"
+HELP = (
+    "Run the best strategies of a search, or those of a file, for a few iterations each with DeepSpeed's launcher; add "
+    "a line for each to a file of trials as soon as it is over, calibrate on them, and say how far off predictions "
+    "were and are. What the file has already is not run again, so an interrupted command goes on where it stopped."
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command."""
+    add_model_flags(parser)
+    add_cluster_flags(parser)
+    add_cost_flags(parser)
+    group = parser.add_argument_group("what is run")
+    group.add_argument(
+        "--global-batch-size", type=int, required=True, metavar="N", help="sequences of one optimizer step"
+    )
+    group.add_argument("--top", type=int, default=3, metavar="K", help="strategies of the search to run (default: 3)")
+    group.add_argument("--strategies", metavar="S.jsonl", help="run these instead: a strategy a line")
+    group.add_argument("--iterations", type=int, default=10, metavar="N", help="of each run (default: 10)")
+    group.add_argument(
+        "--timeout-s", type=float, default=900.0, metavar="SECONDS", help="end a run that takes longer (default: 900)"
+    )
+    group.add_argument("--trials", metavar="FILE", default="trials.jsonl", help="lines go here (default: trials.jsonl)")
+    group.add_argument("--keep", metavar="DIR", help="keep strategy, log and metrics of each run in a folder of DIR")
+    group.add_argument("--trainer", metavar="FILE", help="pretrain_gpt.py (default: of this checkout)")
+    group.add_argument(
+        "--trainer-flags",
+        metavar="WORDS",
+        default="",
+        help="more flags for it in one text, such as '--data-path PREFIX'; without data, tokens are random",
+    )
+    add_pin_flags(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run, record, calibrate, compare."""
+    _check(options)
+    import shlex
+
+    from megatron_terapipe.search.command.costs import costs_of
+    from megatron_terapipe.search.trial_runs.journal import Journal
+    from megatron_terapipe.search.trial_runs.run import TrialSettings, default_trainer
+
+    workload = model_of(options)
+    if workload.config is None:
+        raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
+    cluster, notes = cluster_of(options)
+    precision = precision_of(options, cluster)
+    costs = costs_of(options, workload, cluster, precision)
+    print(*(f"note: {note}" for note in (*notes, *costs.notes)), sep="\n", file=sys.stderr)
+    journal = Journal(
+        path=Path(options.trials),
+        workload=workload,
+        cluster=cluster,
+        precision=precision,
+        batch=options.global_batch_size,
+    )
+    settings = TrialSettings(
+        iterations=options.iterations,
+        timeout_s=options.timeout_s,
+        trainer=Path(options.trainer).absolute() if options.trainer else default_trainer(),
+        flags=tuple(shlex.split(options.trainer_flags)),
+        keep=Path(options.keep).absolute() if options.keep else None,
+    )
+    strategies = _strategies(options, workload, cluster, costs, precision)
+    wanted = list(journal.missing(strategies))
+    if len(wanted) < len(strategies):
+        print(f"{len(strategies) - len(wanted)} of {len(strategies)} are in {options.trials} and are not run again")
+    try:
+        _run_all(wanted, journal, settings, costs)
+    finally:
+        # Also of what an interruption has left.
+        _compare(options, journal, costs)
+    return 0 if any(trial.iteration_time_s is not None for trial in journal.trials()) else 1
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name, least in (("global_batch_size", 1), ("top", 1), ("iterations", 2)):
+        if getattr(options, name) < least:
+            words = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            raise ConfigError(f"{words} is not a whole number from {least}: give one")
+    if not options.timeout_s > 0:
+        raise ConfigError(f"--timeout-s {options.timeout_s:g} is not above 0: give seconds")
+    if options.trainer and not Path(options.trainer).is_file():
+        raise ConfigError(f"--trainer {options.trainer} is no file: name pretrain_gpt.py")
+
+
+def _strategies(
+    options: argparse.Namespace, workload: "Workload", cluster: "Cluster", costs: "Costs", precision: str
+) -> "list[Strategy]":
+    """What to run, the most promising first."""
+    from dataclasses import replace
+
+    from megatron_terapipe.search.command.progress import progress_bar
+    from megatron_terapipe.search.command.strategies import read_strategies
+    from megatron_terapipe.search.ranking.search import search
+    from megatron_terapipe.search.space import Problem, all_choices
+
+    batch = options.global_batch_size
+    if options.strategies:
+        read = read_strategies(options.strategies)
+        found = [replace(each, global_batch_size=each.global_batch_size or batch) for each in read]
+        for each in found:
+            if each.global_batch_size != batch:
+                raise ConfigError(
+                    f"{options.strategies} has a strategy of global_batch_size {each.global_batch_size}, and "
+                    f"--global-batch-size is {batch}: trials of one file are compared, so give them one batch"
+                )
+            if each.world_size > cluster.num_devices:
+                raise ConfigError(
+                    f"{options.strategies} has a strategy for {each.world_size} devices, and the cluster has "
+                    f"{cluster.num_devices}: leave it out"
+                )
+            assert workload.config is not None
+            each.check_trainable(workload.config)
+        return found
+    problem = Problem(workload=workload, cluster=cluster, global_batch_size=batch, precision=precision)
+    with progress_bar() as progress:
+        result = search(
+            problem, all_choices(problem).pinned(pins_of(options)), costs.pricing_on, top=options.top, progress=progress
+        )
+    if not result.entries:
+        raise ConfigError("no strategy can run: `rank --explain` with the same flags says why")
+    return [entry.strategy for entry in result.entries]
+
+
+def _run_all(wanted: "Sequence[Strategy]", journal: "Journal", settings: "TrialSettings", costs: "Costs") -> None:
+    from megatron_terapipe.search.trial_runs.run import run_strategy
+
+    assert journal.workload.config is not None
+    pricing = costs.pricing_on(journal.cluster)
+    numbered = len(journal.trials())
+    for number, strategy in enumerate(wanted, start=1):
+        predicted = pricing.predict(strategy).iteration_time_s
+        print(f"{number}/{len(wanted)}  {in_words(strategy)}  predicted {predicted:.4g} s", end="", flush=True)
+        name = f"trial-{numbered + number}"
+        outcome = run_strategy(
+            strategy, journal.workload.config, journal.cluster, journal.precision, settings, name=name
+        )
+        journal.write(strategy, outcome, trial_id=name)
+        print(f", {_came_of(outcome)}", flush=True)
+
+
+def _came_of(outcome: "Outcome") -> str:
+    if outcome.iteration_time_s is None:
+        return f"failed: {'out of memory; ' if outcome.out_of_memory else ''}{outcome.reason}"
+    peak = "" if outcome.peak_memory_bytes is None else f", {outcome.peak_memory_bytes / 2**30:.2f} GiB"
+    return f"measured {outcome.iteration_time_s:.4g} s{peak}"
+
+
+def _compare(options: argparse.Namespace, journal: "Journal", costs: "Costs") -> None:
+    """Print predictions beside measurements, before and after these were learned from."""
+    from megatron_terapipe.search.calibrate.calibration import calibrate
+    from megatron_terapipe.search.pricing import Pricing
+    from megatron_terapipe.search.profile import MeasuredProfile
+
+    trials = journal.trials()
+    measured = [trial for trial in trials if trial.iteration_time_s is not None]
+    if not measured:
+        print("nothing was measured")
+        return
+    before = costs.pricing_on(journal.cluster)
+    learned = calibrate(trials)
+    after = Pricing(
+        journal.workload,
+        journal.cluster,
+        physics=learned.physics,
+        memory_physics=learned.memory_physics,
+        op_times=None if costs.profile is None else MeasuredProfile(costs.profile),
+        precision=costs.precision,
+    )
+    print(f"\n{'measured s':>10}  {'before':>16}  {'calibrated':>16}  strategy")
+    for trial in sorted(measured, key=lambda trial: trial.iteration_time_s or 0.0):
+        cells = [_beside(pricing, trial) for pricing in (before, after)]
+        print(f"{trial.iteration_time_s:>10.4g}  {cells[0]:>16}  {cells[1]:>16}  {in_words(trial.strategy)}")
+    for name, pricing in (("before", before), ("calibrated on them", after)):
+        print(f"{name}: {_figures(pricing, measured)}")
+    print(f"for later searches: --calibrate {options.trials}")
+
+
+def _beside(pricing: "Pricing", trial: "Trial") -> str:
+    predicted = _predicted(pricing, trial)
+    return f"{predicted:.4g} ({predicted / (trial.iteration_time_s or 1.0) - 1:+.0%})"
+
+
+def _figures(pricing: "Pricing", trials: "Sequence[Trial]") -> str:
+    """Mean error, and how much slower than the best the one is that was predicted best."""
+    from statistics import fmean
+
+    pairs = [(_predicted(pricing, trial), trial.iteration_time_s or 0.0) for trial in trials]
+    error = fmean(abs(predicted / measured - 1) for predicted, measured in pairs)
+    chosen, best = min(pairs)[1], min(measured for _, measured in pairs)
+    return f"mean error {error:.1%}, the one predicted best is {chosen / best - 1:.1%} slower than the best measured"
+
+
+def _predicted(pricing: "Pricing", trial: "Trial") -> float:
+    return pricing.predict(trial.strategy).iteration_time_s
+
+
+def in_words(strategy: "Strategy") -> str:
+    """A strategy in one line, what is usual left out."""
+    words = [
+        f"dp {strategy.data_parallel_size} tp {strategy.tensor_parallel_size} pp {strategy.pipeline_parallel_size}",
+        f"micro-batch {strategy.micro_batch_size}",
+    ]
+    if strategy.num_token_slices > 1:
+        words.append(f"{strategy.num_token_slices} token slices")
+    if strategy.pipeline_parallel_size > 1:
+        words.append(strategy.schedule)
+    if strategy.num_model_chunks > 1:
+        words.append(f"{strategy.num_model_chunks} model chunks")
+    if strategy.recompute != "none":
+        words.append(f"recompute {strategy.recompute}")
+    if strategy.sequence_parallel:
+        words.append("sequence parallel")
+    words.append(f"ZeRO {strategy.zero_stage}")
+    return ", ".join(words)

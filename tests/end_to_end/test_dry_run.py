@@ -1,0 +1,73 @@
+"""`--dry-run`: everything that a run checks, on as many ranks as it needs, and not a process more."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.strategy import Strategy
+from pretrain_gpt import main
+from tests.end_to_end.launching import MODEL, PIPELINE, TRAINING, flags
+
+CHECK = [*MODEL, *TRAINING[:8], "--mock-data", "--dry-run"]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_it_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CHECK, *PIPELINE, "--data-parallel-size", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "dry run: every check passed, and nothing was started"
+    assert [line.split(maxsplit=1)[0] for line in lines[1:]] == [
+        *("ranks", "stages", "token", "schedule", "batch", "precision")
+    ]
+    assert "4 = 2 data x 1 tensor x 2 pipeline parallel" in lines[1]
+    assert "2: transformer layers 0,2,4" in lines[2]
+    assert "4 of 8, 8, 8, 8 tokens" in lines[3]
+    assert "1f1b, 2 micro-batches of 2 sequences on each replica" in lines[4]
+    assert "8 sequences of 32 tokens, 6 iterations" in lines[5]
+
+
+def test_a_strategy_says_how_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "strategy.json"
+    strategy = Strategy(data_parallel_size=3, tensor_parallel_size=4, micro_batch_size=2, global_batch_size=12)
+    path.write_text(json.dumps(strategy.to_json()))
+    assert main([*MODEL, "--train-iters", "1", "--lr", "1", "--mock-data", "--dry-run", "--strategy", str(path)]) == 0
+    assert "12 = 3 data x 4 tensor x 1 pipeline parallel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--tensor-model-parallel-size 3", "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size"),
+        ("--data-parallel-size 3", "--global-batch-size 8 is not a multiple of --micro-batch-size 2 x data-parallel"),
+        ("--save /proc/nothing", "--save /proc/nothing cannot be written, because /proc does not let you write"),
+        ("--data-path nowhere", "--mock-data draws tokens at random and --data-path names data: drop one of them"),
+        ("--deepspeed-config nowhere.json", "--deepspeed-config"),
+    ],
+)
+def test_what_a_run_refuses_it_refuses(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CHECK, *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {line}")
+    assert said.count("\n") == 1
+
+
+def test_data_is_looked_at_where_it_is_named(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags(data, "--dry-run")) == 0
+    assert main(flags(data.with_name("other"), "--dry-run")) == 2
+    assert "other" in capsys.readouterr().err
+
+
+def test_under_a_launcher_one_rank_speaks_for_all_of_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, spoke in ((0, True), (3, False)):
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 4, "LOCAL_SIZE": 4}.items():
+            monkeypatch.setenv(name, str(value))
+        assert main([*CHECK, *PIPELINE]) == 0
+        assert ("4 = 2 data x 1 tensor x 2 pipeline" in capsys.readouterr().out) == spoke

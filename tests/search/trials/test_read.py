@@ -1,0 +1,177 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.trials import Trial, read_trials, trial_line
+from megatron_terapipe.search.trials.read import trials_by_group
+from tests.architecture.sources import ROOT
+
+TRIALS = ROOT.parent / "shared" / "reference" / "trials"
+
+LINE: dict[str, Any] = {
+    "source": "a table",
+    "id": "row 1",
+    "group": "one",
+    "model": {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 512, "vocab_size": 1000},
+    "cluster": {"device": "A100-SXM4-80GB", "devices_per_node": 8, "num_devices": 8, "inter_node_Gbps": 800},
+    "strategy": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "micro_batch_size": 2, "global_batch_size": 8},
+    "measured": {"iteration_time_s": 1.5, "peak_memory_gb": 10},
+}
+
+
+def changed(part: str | None = None, **values: Any) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(json.dumps(LINE))
+    (document if part is None else document[part]).update(values)
+    return document
+
+
+def read(tmp_path: Path, *documents: Any) -> list[Trial]:
+    path = tmp_path / "trials.jsonl"
+    path.write_text("\n".join(json.dumps(document) for document in documents) + "\n\n")
+    return read_trials(path)
+
+
+def test_a_line(tmp_path: Path) -> None:
+    (trial,) = read(tmp_path, LINE)
+    assert (trial.source, trial.id, trial.group, trial.line) == ("a table", "row 1", "one", 1)
+    assert trial.workload.num_dealt_layers == 8
+    assert trial.cluster.num_devices == 8
+    assert trial.strategy.num_micro_batches == 4
+    assert trial.iteration_time_s == 1.5
+    assert trial.peak_memory_bytes == 10 * 2**30
+    assert (trial.out_of_memory, trial.activation_limit) == (None, None)
+    # Tables that say no more are of plain Megatron in half precision.
+    assert (trial.software.name, trial.precision) == ("megatron", "fp16")
+    assert (trial.strategy.recompute, trial.strategy.zero_stage) == ("none", 0)
+
+
+def test_models_and_clusters_are_shared(tmp_path: Path) -> None:
+    first, second, third = read(tmp_path, LINE, changed(id="2"), changed("model", num_layers=4))
+    assert first.workload is second.workload and first.cluster is third.cluster
+    assert first.workload is not third.workload
+
+
+@pytest.mark.parametrize("time", [None, float("inf")])
+def test_failed_and_cut_off(tmp_path: Path, time: float | None) -> None:
+    (trial,) = read(tmp_path, changed(measured={"iteration_time_s": time, "out_of_memory": True, "longer_than_s": 9}))
+    assert trial.iteration_time_s is None and trial.out_of_memory is True and trial.longer_than_s == 9
+
+
+def test_unknown_fields_are_kept(tmp_path: Path) -> None:
+    (trial,) = read(tmp_path, changed("measured", power_w=400, iteration_time_s=2))
+    assert trial.ignored == {"measured.power_w": 400}
+
+
+def test_bytes_win_over_rounded_gigabytes(tmp_path: Path) -> None:
+    (trial,) = read(tmp_path, changed("measured", peak_memory_bytes=123))
+    assert trial.peak_memory_bytes == 123
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "limit"),
+    [("ZB-1p", "zero-bubble", 1.0), ("ZB-2p", "zero-bubble", 2.0), ("1F1B", "1f1b", None), ("gpipe", "gpipe", None)],
+)
+def test_published_names_of_schedules(tmp_path: Path, name: str, schedule: str, limit: float | None) -> None:
+    (trial,) = read(tmp_path, changed("strategy", schedule=name))
+    assert (trial.strategy.schedule, trial.activation_limit) == (schedule, limit)
+
+
+def test_stages_that_count_the_ends(tmp_path: Path) -> None:
+    # Six layers, an embedding and a head on four stages: two each, as BLOOM's 70 + 2 on 12.
+    (trial,) = read(
+        tmp_path, changed(model={**LINE["model"], "num_layers": 6}, strategy={"pipeline_parallel_size": 4})
+    )
+    stages = trial.workload.stages(trial.workload.partition(trial.strategy.stage_partition, 4))
+    kinds = [[trial.workload.layers[index].kind for index in stage] for stage in stages]
+    assert kinds == [["embedding", "block"], ["block"] * 2, ["block"] * 2, ["block", "norm", "head"]]
+    given = {"pipeline_parallel_size": 2, "layers_per_stage_counting_embedding_and_head": [3, 7]}
+    (trial,) = read(tmp_path, changed(strategy=given))
+    stages = trial.workload.stages(trial.workload.partition(trial.strategy.stage_partition, 2))
+    assert [len(stage) for stage in stages] == [3, 8]
+
+
+def test_interleaving_with_a_layer_a_chunk(tmp_path: Path) -> None:
+    model = {**LINE["model"], "num_layers": 22}
+    strategy = {"pipeline_parallel_size": 8, "schedule": "1F1B-I", "num_micro_batches": 16}
+    (trial,) = read(tmp_path, changed(model=model, strategy=strategy))
+    assert (trial.strategy.num_model_chunks, trial.strategy.global_batch_size) == (3, 16)
+
+
+def test_a_precision_that_only_the_publication_states(tmp_path: Path) -> None:
+    source = "bigscience-workshop/bigscience tr11 chronicles-prequel (Apache-2.0)"
+    groups = ("h1_l1_g1_b1_02-27_hd1", "h1_l1_g1_b1_02-28_hd1")
+    trials = read(tmp_path, *(changed(source=source, group=group) for group in groups))
+    assert [trial.precision for trial in trials] == ["fp16", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        (changed("model", num_layers=None), "model.num_layers null stands for nothing"),
+        (changed("model", num_layers="8"), 'model.num_layers "8" is not a whole number'),
+        ({key: value for key, value in LINE.items() if key != "measured"}, "measured is missing"),
+        (changed("cluster", device="A1000"), "did you mean"),
+        (changed("cluster", num_devices=2), "cluster.num_devices: make them agree"),
+        (changed("strategy", schedule="1f2b"), "did you mean 1f1b?"),
+        (changed("strategy", global_batch_size=9), "global_batch_size 9 is not a multiple"),
+        (changed("strategy", num_micro_batches=3), "contradicts global_batch_size 8"),
+        (changed("strategy", pipeline_parallel_size=16), "more than the 8 devices"),
+        (changed("strategy", layers_per_stage_counting_embedding_and_head=[1, 2]), "adds up to 3, not 10"),
+        (changed("strategy", layers_per_stage_counting_embedding_and_head=[10]), "does not have 2 stages"),
+        (changed("measured", iteration_time_s=-1), "measured.iteration_time_s -1 is not a number above 0"),
+        (changed("measured", out_of_memory=1), "measured.out_of_memory 1 is not true or false"),
+        (changed(software="mega"), 'software "mega" is not known: did you mean megatron?'),
+        (changed(precision="fp8"), 'precision "fp8" is not known'),
+        ([1], "is not an object"),
+    ],
+)
+def test_errors_say_where_and_what(tmp_path: Path, document: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, LINE, document)
+    message = str(error.value)
+    assert message.startswith(f"{tmp_path / 'trials.jsonl'}:2: ") or ":2 holds" in message
+    assert said in message and "\n" not in message
+
+
+def test_no_file_and_no_trial(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trials(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="holds no trial"):
+        read(tmp_path)
+    (tmp_path / "broken.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match=r"broken\.jsonl:1 is not JSON"):
+        read_trials(tmp_path / "broken.jsonl")
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    (trial,) = read(tmp_path, LINE)
+    line = trial_line(
+        source="us",
+        group="today",
+        model=LINE["model"],
+        cluster=LINE["cluster"],
+        strategy=trial.strategy,
+        software="terapipe",
+        precision="bf16",
+        iteration_time_s=2.5,
+        peak_memory_bytes=12345678,
+        out_of_memory=False,
+        more={"tokens_per_second": 3.0},
+    )
+    (again,) = read(tmp_path, json.loads(line))
+    assert (again.strategy, again.iteration_time_s, again.peak_memory_bytes) == (trial.strategy, 2.5, 12345678)
+    assert (again.software.name, again.precision, again.out_of_memory) == ("terapipe", "bf16", False)
+    assert again.workload == trial.workload and again.cluster == trial.cluster
+
+
+@pytest.mark.skipif(not TRIALS.is_dir(), reason="the published trials are not part of the project")
+@pytest.mark.parametrize(
+    ("name", "trials", "groups"),
+    [("bigscience", 77, 34), ("sailor_gh200", 13, 12), ("sc21", 5, 1), ("zero_bubble", 24, 6), ("vtrain_multi", 41, 2)],
+)
+def test_published_trials(name: str, trials: int, groups: int) -> None:
+    found = read_trials(TRIALS / f"{name}.jsonl")
+    assert (len(found), len(trials_by_group(found))) == (trials, groups)
