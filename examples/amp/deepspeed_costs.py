@@ -115,9 +115,11 @@ class DeepSpeedCosts(CostModel):
             self.element_bytes * strategy.micro_batch_size * np.array([each.output_elements for each in layers])
         )
         mask = self.element_bytes * np.array([each.extra_output_elements for each in layers])
-        bandwidth, latency = groups.pipe.bandwidth[: ranks - 1, None], groups.pipe.latency_s[: ranks - 1, None]
-        back = np.asarray(transfer_s(activation / tensor, bandwidth, latency, self.physics))
-        there = back + np.where(mask > 0, transfer_s(mask, bandwidth, latency, self.physics), 0.0)
+        boundaries = slice(0, ranks - 1), None
+        pipe = groups.pipe
+        link = pipe.bandwidth[boundaries], pipe.latency_s[boundaries], pipe.crosses_nodes[boundaries], self.physics
+        back = np.asarray(transfer_s(activation / tensor, *link))
+        there = back + np.where(mask > 0, transfer_s(mask, *link), 0.0)
         if tensor > 1:
             spans = {span_at(groups.tensor, rank): rank for rank in range(ranks)}
             gathered = {span: all_gather_s(activation, span, self.physics) for span in spans}

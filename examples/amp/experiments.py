@@ -35,16 +35,17 @@ _REACHED = replace(
     memory_efficiency=0.75,
     whole_loss_factor=1.0,
     inside_efficiency=0.65,
+    transfer_inside_efficiency=0.65,
     collective_s=20e-6,
     transfer_s=30e-6,
     optimizer_passes=2.0,
     iteration_s=0.01,
 )
 
-FAST_NETWORK = replace(_REACHED, network_efficiency=0.75, transfer_efficiency=0.75)
+FAST_NETWORK = replace(_REACHED, network_efficiency=0.75, transfer_network_efficiency=0.75)
 """50 Gbit/s and TCP."""
 
-SLOW_NETWORK = replace(_REACHED, network_efficiency=0.92, transfer_efficiency=0.92)
+SLOW_NETWORK = replace(_REACHED, network_efficiency=0.92, transfer_network_efficiency=0.92)
 """10 Gbit/s and TCP."""
 
 

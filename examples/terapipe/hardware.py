@@ -1,14 +1,14 @@
 """What TeraPipe's authors ran, and on what: 48 p3.16xlarge, and their code of early 2021 on PyTorch 1.7.
 
-The code differs from today's trainer in facts, not in speeds: attention writes its scores out and computes those that it
-masks; a message starts once the op behind it is done and is waited for; only one tensor-parallel rank sends, whose
+The code differs from today's trainer in facts, not in speeds: attention writes its scores out and computes those that
+it masks; a message starts once the op behind it is done and is waited for; only one tensor-parallel rank sends, whose
 message is then handed on inside the node; gradients are reduced in fp16 after the last backward.
 
 Four figures say what of the data sheets is reached. None was fitted to a published time of an iteration:
 
-  * matrix products: a V100-SXM2-16GB computes 57, 78, 96 and 97 TFLOP/s in fp16 with square matrices of 1024, 2048, 4096
-    and 8192 (github.com/zzc0721/torch-performance-test-data/issues/140). That is 0.78 of the peak for large ones, and
-    half a wave of tiles lost in each product: 80 multiprocessors with a tile of 128 x 128 each.
+  * matrix products: a V100-SXM2-16GB computes 57, 78, 96 and 97 TFLOP/s in fp16 with square matrices of 1024, 2048,
+    4096 and 8192 (github.com/zzc0721/torch-performance-test-data/issues/140). That is 0.78 of the peak for large ones,
+    and half a wave of tiles lost in each product: 80 multiprocessors with a tile of 128 x 128 each.
   * messages: 4 GB go from one p3.16xlarge to another in 1.4 s (github.com/NVIDIA/nccl/issues/674), 0.91 of 25 Gbit/s.
   * launches: one layer takes 1.45 ms however few tokens it has (GPT3-1B on a V100, section 3.1 of the paper). The
     backward, which autograd launches from C++, is taken to need as long in all as the forward.
@@ -37,7 +37,7 @@ PHYSICS = replace(
     Physics(),
     gemm_efficiency=97.4 / 125,
     gemm_area=80 * 128 * 128 / 2,
-    transfer_efficiency=4e9 / 1.4 / (25e9 / 8),
+    transfer_network_efficiency=4e9 / 1.4 / (25e9 / 8),
     # The launches that were measured are all there is; nothing is computed but layers, no data loaded, nothing logged.
     launch_jitter=0.0,
     iteration_s=0.0,

@@ -2,10 +2,10 @@
 
     python examples/terapipe/settings.py [--setting 5,8] [--curves] [--joint] [--json [FILE]]
 
-Without token slices every micro-batch is a whole sequence, in gpipe order, as the authors ran it; with them micro-batches
-are of one sequence too, and the cut is what our solver finds in multiples of 8 tokens. --curves adds token slices of
-equal length in the numbers that the paper shows. --joint also runs TeraPipe's joint program, which may put several
-sequences into a micro-batch. Predictions use the data sheets of a V100 and the four figures in `hardware`.
+Without token slices every micro-batch is a whole sequence, in gpipe order, as the authors ran it; with them
+micro-batches are of one sequence too, and the cut is what our solver finds in multiples of 8 tokens. --curves adds
+token slices of equal length in the numbers that the paper shows. --joint also runs TeraPipe's joint program, which may put
+several sequences into a micro-batch. Predictions use the data sheets of a V100 and the four figures in `hardware`.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from deepspeed_ext.plan.errors import UserError
 from examples.terapipe.hardware import cost_model_of, strategy_of
 from examples.terapipe.published import EQUAL_TOKEN_SLICES, SETTINGS, SWEEP, Setting
-from megatron_terapipe.errors import UserError
 from megatron_terapipe.search.solve.token_slices import solve_batch, solve_cut
 
 GRANULARITY = 8

@@ -1,0 +1,96 @@
+"""The command `slices`."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.search.__main__ import main
+from megatron_terapipe.search.command.slices import flags_of
+
+CLUSTER = {
+    "nodes": [
+        {"name": "a", "count": 2, "machine": "p3.16xlarge"},
+    ]
+}
+STRATEGY = {"tensor_parallel_size": 2, "pipeline_parallel_size": 8, "global_batch_size": 4, "schedule": "1f1b"}
+SIZES = ["--num-layers", "8", "--seq-length", "4096"]
+
+
+@pytest.fixture
+def files(tmp_path: Path):
+    def write(name, document):
+        path = tmp_path / name
+        path.write_text(json.dumps(document))
+        return str(path)
+
+    return write
+
+
+def slices(files, *flags, strategy=STRATEGY, cluster=CLUSTER):
+    named = ["gpt3-13b", files("cluster.json", cluster), "--strategy", files("strategy.json", strategy)]
+    return main(["slices", *named, *SIZES, *flags])
+
+
+def test_prints_the_curve_and_flags_to_paste(files, capsys):
+    assert slices(files, "--count", "2,4") == 0
+    shown = capsys.readouterr().out
+    assert "speed-up" in shown
+    assert "--num-token-slices" in shown
+
+
+def test_writes_json(files, tmp_path, capsys):
+    path = tmp_path / "answer.json"
+    assert slices(files, "--count", "2,4", "--json", str(path)) == 0
+    answer = json.loads(path.read_text())
+    assert [row["num_token_slices"] for row in answer["curve"]] == [1, 2, 4]
+    assert answer["iteration_time_s"] == min(row["iteration_time_s"] for row in answer["curve"])
+    assert answer["without_s"] == answer["curve"][0]["iteration_time_s"]
+    assert answer["speedup"] == pytest.approx(answer["without_s"] / answer["iteration_time_s"])
+    assert sum(answer["token_slices"]) == 4096
+    assert len(answer["token_slices"]) == answer["num_token_slices"]
+    assert not any(length % 16 for length in answer["token_slices"])
+    assert answer["flags"] == flags_of(tuple(answer["token_slices"]))
+    capsys.readouterr()
+    assert slices(files, "--count", "2,4", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out) == answer
+
+
+def test_takes_an_entry_of_a_ranking_and_a_granularity(files, capsys):
+    entry = {"rank": 1, "strategy": {**STRATEGY, "num_token_slices": 3}, "feasible": True}
+    assert slices(files, "--count", "2", "--granularity", "128", "--json", "-", strategy=entry) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert not any(length % 128 for length in answer["curve"][-1]["token_slices"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "message"),
+    [
+        ({**STRATEGY, "pipeline_parallel_size": 16}, (), "strategy.json: .*32 ranks.*16 devices"),
+        ({**STRATEGY, "pipeline_parallel_size": 9, "tensor_parallel_size": 1}, (), "strategy.json: .*layers"),
+        ({**STRATEGY, "schedule": "gpip"}, (), "strategy.json: .*gpip"),
+        ({**STRATEGY, "pipelines": 2}, (), "strategy.json: .*'pipelines' is not known"),
+        (STRATEGY, ("--count", "0"), "--count 0 is no list"),
+        (STRATEGY, ("--count", "two"), "--count two is no list"),
+        (STRATEGY, ("--granularity", "0"), "--granularity 0 is not a number of tokens"),
+    ],
+)
+def test_says_what_is_wrong(files, capsys, strategy, flags, message):
+    assert slices(files, *flags, strategy=strategy) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert len(shown.err.splitlines()) == 1
+    assert re.search(message, shown.err), shown.err
+
+
+def test_a_missing_strategy_file(files, capsys, tmp_path):
+    missing = str(tmp_path / "none.json")
+    assert main(["slices", "gpt3-13b", files("cluster.json", CLUSTER), "--strategy", missing]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_flags_of_one_token_slice():
+    assert flags_of((2048,)) == "--num-token-slices 1"
+    assert flags_of((704, 688, 656)) == "--num-token-slices 3 --token-slices 704,688,656"
