@@ -2,7 +2,8 @@
 
 Facts of its source (deepspeed/runtime/pipe/engine.py and p2p.py, deepspeed/runtime/engine.py), none of them fitted:
 
-  * A message between stages is a broadcast in a group of two: both ends wait until it is through, and compute nothing.
+  * A message between stages is a broadcast in a group of two. Its sender goes on as soon as it is in the buffers of the
+    communicator, its receiver waits and computes nothing.
   * The attention mask goes along with each activation, not with gradients. Tensor-parallel ranks send their part of an
     activation each, and all of the mask, and gather what they got.
   * Gradients are reduced in single precision (`fp32_allreduce`) after the last backward; that of the tied embedding in
@@ -10,7 +11,7 @@ Facts of its source (deepspeed/runtime/pipe/engine.py and p2p.py, deepspeed/runt
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,27 @@ Floats = NDArray[np.float64]
 AMP_DEEPSPEED = replace(MEGATRON, name="deepspeed-0.3.13", reduction_bytes=4)
 """Gradients travel in single precision; the rest as Megatron does."""
 
+BUFFERED_BYTES = 2 * 4 * 2**20
+"""Bytes that the buffers between two ranks take: two channels of 4 MiB (NCCL user guide, NCCL_BUFFSIZE)."""
+
 SHARED_WEIGHT_BYTES = 2
 """Bytes of an entry of the tied embedding's gradient on its way."""
+
+
+class Messages(NamedTuple):
+    """Seconds of the messages of one micro-batch, [boundaries, L], or those of one layer before each boundary.
+
+    Attributes:
+        there: of an activation and its mask.
+        back: of its gradient.
+        holding_there: for which the activation keeps its sender.
+        holding_back: for which the gradient does.
+    """
+
+    there: Floats
+    back: Floats
+    holding_there: Floats
+    holding_back: Floats
 
 
 class DeepSpeedCosts(CostModel):
@@ -46,7 +66,7 @@ class DeepSpeedCosts(CostModel):
         super().__init__(*given, **options)
         self._links: dict[tuple[object, ...], RankGroups] = {}
         self._layers: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
-        self._messages_of: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
+        self._messages_of: dict[tuple[object, ...], Messages] = {}
         self._playing = Orders()
 
     def predict_time(self, strategy: Strategy) -> TimePrediction:
@@ -102,8 +122,8 @@ class DeepSpeedCosts(CostModel):
         forward, backward = zip(*rows, strict=True)
         return np.array(forward), np.array(backward)
 
-    def messages_s(self, strategy: Strategy) -> tuple[Floats, Floats]:
-        """[boundaries, L] seconds of an activation, and of its gradient, if a layer is the last before the boundary."""
+    def messages_s(self, strategy: Strategy) -> "Messages":
+        """Seconds of messages if a layer is the last before a boundary."""
         tensor, ranks = strategy.tensor_parallel_size, strategy.pipeline_parallel_size
         key = (strategy.data_parallel_size, tensor, ranks, strategy.placement, strategy.micro_batch_size)
         known = self._messages_of.get(key)
@@ -111,23 +131,37 @@ class DeepSpeedCosts(CostModel):
             return known
         groups = self.groups(strategy)
         layers = self.workload.layers
-        activation = (
-            self.element_bytes * strategy.micro_batch_size * np.array([each.output_elements for each in layers])
-        )
+        activation = self.element_bytes * strategy.micro_batch_size * np.array([each.output_elements for each in layers])
         mask = self.element_bytes * np.array([each.extra_output_elements for each in layers])
         boundaries = slice(0, ranks - 1), None
-        pipe = groups.pipe
-        link = pipe.bandwidth[boundaries], pipe.latency_s[boundaries], pipe.crosses_nodes[boundaries], self.physics
-        back = np.asarray(transfer_s(activation / tensor, *link))
-        there = back + np.where(mask > 0, transfer_s(mask, *link), 0.0)
+        link = {
+            "bandwidth": groups.pipe.bandwidth[boundaries],
+            "latency_s": groups.pipe.latency_s[boundaries],
+            "crosses_nodes": groups.pipe.crosses_nodes[boundaries],
+            "physics": self.physics,
+        }
+
+        def sent(num_bytes: Floats) -> Floats:
+            return np.asarray(transfer_s(num_bytes=num_bytes, **link))
+
+        back = sent(activation / tensor)
+        there = back + np.where(mask > 0, sent(mask), 0.0)
+        # What the communicator's buffers do not take keeps the sender until the link has.
+        over = sent(np.zeros(len(layers)))
+        messages = Messages(
+            there,
+            back,
+            sent(np.maximum(activation / tensor + mask - BUFFERED_BYTES, 0.0)) - over,
+            sent(np.maximum(activation / tensor - BUFFERED_BYTES, 0.0)) - over,
+        )
         if tensor > 1:
             spans = {span_at(groups.tensor, rank): rank for rank in range(ranks)}
             gathered = {span: all_gather_s(activation, span, self.physics) for span in spans}
             rows = [gathered[span_at(groups.tensor, rank)] for rank in range(ranks - 1)]
             received = np.array(rows).reshape(there.shape)
-            there, back = there + received, back + received
-        self._messages_of[key] = there, back
-        return there, back
+            messages = messages._replace(there=there + received, back=back + received)
+        self._messages_of[key] = messages
+        return messages
 
     def _on_device(self, device: Device, strategy: Strategy) -> tuple[Floats, Floats]:
         """[L] seconds of forward and backward."""
@@ -164,17 +198,15 @@ class DeepSpeedCosts(CostModel):
         transfer: float | TransferCosts = 0.0
         if len(stages) > 1:
             last = [layers[-1] for layers in stages[:-1]]
-            there, back = (times[np.arange(len(last)), last] for times in self.messages_s(strategy))
-            # A message keeps both ends, and so it is in the ops of both.
-            forward[:-1] += there
-            forward[1:] += there
-            backward[1:] += back
-            backward[:-1] += back
-            # The receiver gets it while the sender sends: its op starts earlier by as much.
+            each = Messages(*(times[np.arange(len(last)), last] for times in self.messages_s(strategy)))
+            forward[:-1] += each.holding_there
+            backward[1:] += each.holding_back
+            # The plan has one size for messages both ways: their mean takes as long there and back.
+            travelling = (each.there + each.back - each.holding_there - each.holding_back) / 2
             transfer = TransferCosts(
-                latency=tuple((-(there + back) / 2).tolist()),
-                bandwidth=(np.inf,) * len(last),
-                message_bytes=(0.0,),
+                latency=(0.0,) * len(last),
+                bandwidth=tuple((1 / travelling).tolist()),
+                message_bytes=(1.0,),
             )
         return OpCosts(tuple((time,) for time in forward), tuple((time,) for time in backward), None, transfer)
 

@@ -21,9 +21,9 @@ def candidate_partitions(costs: DeepSpeedCosts, strategy: Strategy) -> list[Stag
     num_stages, num_layers = strategy.pipeline_parallel_size, len(costs.workload.layers)
     if num_stages == 1:
         return [StagePartition((0, num_layers))]
-    there, back = costs.messages_s(strategy)
+    messages = costs.messages_s(strategy)
     cuts = np.zeros((num_stages - 1, num_layers + 1))
-    cuts[:, 1:] = there + back
+    cuts[:, 1:] = messages.there + messages.back
     forward, backward = costs.layer_times_s(strategy)
     times = stage_times(forward + backward, num_stages, cut_times_s=cuts, blocking=True)
     sizes = [float(layer.parameters) for layer in costs.workload.layers]

@@ -4,8 +4,8 @@
 
 Without token slices every micro-batch is a whole sequence, in gpipe order, as the authors ran it; with them
 micro-batches are of one sequence too, and the cut is what our solver finds in multiples of 8 tokens. --curves adds
-token slices of equal length in the numbers that the paper shows. --joint also runs TeraPipe's joint program, which may put
-several sequences into a micro-batch. Predictions use the data sheets of a V100 and the four figures in `hardware`.
+token slices of equal length in the numbers that the paper shows. --joint also runs TeraPipe's joint program, which may
+put several sequences into a micro-batch. Predictions use the data sheets of a V100 and the four figures in `hardware`.
 """
 
 import argparse

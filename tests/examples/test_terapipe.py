@@ -43,7 +43,7 @@ def test_where_the_pipeline_is_full_token_slices_gain_nothing():
 
 
 def test_longer_sequences_gain_more():
-    gains = [predicted(BY_NAME[f"gpt3-13b-{length}"])["speedup"] for length in (2048, 4096, 8192)]
+    gains = [predicted(BY_NAME[f"gpt3-13b-{length}"])["speedup"] for length in (2048, 8192)]
     assert gains == sorted(gains)
     assert gains[-1] > 5
 

@@ -1,6 +1,7 @@
 """What `measure` runs: the layers of the real model, in token slices, there and back."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.measure import numbers
 from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes, default_numbers_of_token_slices
-from megatron_terapipe.search.profile.profile import OpPoint
-from megatron_terapipe.search.profile.shapes import shape_of
+from megatron_terapipe.search.profile.profile import OpPoint, ProfiledLink
+from megatron_terapipe.search.profile.shapes import Shape, shape_of
 from megatron_terapipe.search.workload.gpt import gpt_workload
 from tests.distributed import run_distributed
 
@@ -30,55 +31,60 @@ def sizes(**more: object) -> MeasuredSizes:
     return MeasuredSizes(**(values | more))  # type: ignore[arg-type]
 
 
-def measure(tensor_parallel_size: int, recompute: str) -> list[tuple[object, list[OpPoint]]]:
+RUNS = ((1, "none"), (2, "none"), (2, "selective"))
+
+
+class Found(NamedTuple):
+    """What a rank found: layers by run, and links."""
+
+    layers: dict[tuple[int, str], list[tuple[Shape, list[OpPoint]]]]
+    links: list[ProfiledLink]
+
+
+def measure() -> Found:
     import torch.distributed as dist
 
     from megatron_terapipe.search.measure import layers as measuring
+    from megatron_terapipe.search.measure import links as measuring_links
 
     # What times come to is for benchmarks; a test needs them once.
     measuring.LEAST_REPEATS, measuring.LEAST_S = 1, 0.0
+    measuring_links.REPEATS, measuring_links.MESSAGE_BYTES = 1, (1024, 4096)
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][dist.get_rank()]
-    ranks = measuring.PartAlone(dist.get_rank() % tensor_parallel_size, tensor_parallel_size, alone)
-    device = torch.device("cpu")
-    timer = measuring.LayerTimer(MODEL, ranks, torch.float32, device)
-    run = MeasuredRun(tensor_parallel_size, 2, 4, recompute)
-    found = measuring.build_layers(MODEL, ranks, torch.float32, device, recompute=recompute)
-    return [(layers.shape, timer.points(layers, run)) for layers in found]
+    device, found = torch.device("cpu"), {}
+    for size, recompute in RUNS:
+        ranks = measuring.PartAlone(dist.get_rank() % size, size, alone)
+        timer = measuring.LayerTimer(MODEL, ranks, torch.float32, device)
+        run = MeasuredRun(size, 2, 4, recompute)
+        built = measuring.build_layers(MODEL, ranks, torch.float32, device, recompute=recompute)
+        found[size, recompute] = [(layers.shape, timer.points(layers, run)) for layers in built]
+    return Found(found, measuring_links.measure_links(device))
 
 
-@pytest.mark.parametrize(("tensor_parallel_size", "recompute"), [(1, "none"), (2, "none"), (2, "selective")])
-def test_every_kind_of_layer_is_timed_at_every_token_slice(tensor_parallel_size: int, recompute: str) -> None:
-    first, second = run_distributed(measure, 2, tensor_parallel_size, recompute)
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """What the first of two ranks found; the other found the same, means over both."""
+    first, second = run_distributed(measure, 2)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_kind_of_layer_is_timed_at_every_token_slice(run: tuple[int, str], found: Found) -> None:
     shapes = {shape_of(layer) for layer in gpt_workload(MODEL).layers}
-    assert {shape for shape, _ in first} == (
-        {shape for shape in shapes if shape[0] == "block"} if recompute != "none" else shapes
-    )
-    for shape, points in first:
+    wanted = shapes if run[1] == "none" else {shape for shape in shapes if shape[0] == "block"}
+    assert {shape for shape, _ in found.layers[run]} == wanted
+    for shape, points in found.layers[run]:
         assert [point[:3] for point in points] == [(2, start, start + 8) for start in (0, 8, 16, 24)]
-        assert all(point.forward_s > 0 for point in points)
-        backward = [point.input_gradient_s + point.weight_gradient_s for point in points]
-        assert min(backward) > 0
+        assert all(point.forward_s > 0 and point.input_gradient_s + point.weight_gradient_s > 0 for point in points)
         if shape[0] == "block":
             assert all(point.weight_gradient_s > 0 and point.input_gradient_s > 0 for point in points)
-    # Every rank knows the same: means over the ranks.
-    assert first == second
 
 
-def links() -> list[object]:
-    from megatron_terapipe.search.measure import links as measuring
-
-    measuring.REPEATS, measuring.MESSAGE_BYTES = 1, (1024, 4096)
-    return measuring.measure_links(torch.device("cpu"))
-
-
-def test_links_are_timed_by_size() -> None:
-    first, second = run_distributed(links, 2)
-    assert first == second
-    assert [(link.what, link.num_ranks, len(link.points)) for link in first] == [
-        ("all_reduce", 2, 2),
-        ("transfer", 2, 2),
-    ]
-    assert all(seconds > 0 for link in first for _, seconds in link.points)
+def test_links_are_timed_by_size(found: Found) -> None:
+    links = [(link.what, link.num_ranks, len(link.points)) for link in found.links]
+    assert links == [("all_reduce", 2, 2), ("transfer", 2, 2)]
+    assert all(seconds > 0 for link in found.links for _, seconds in link.points)
 
 
 def engine() -> object:

@@ -96,7 +96,7 @@ def fit(
     for _ in range(SIMULATIONS):
         ratio = sample.simulated_ratio(at(found))
         solution = least_squares(
-            residuals, found, args=(ratio,), x_scale=widths, bounds=(-np.inf, most + 1e-9), max_nfev=40
+            residuals, found, args=(ratio,), x_scale=widths, bounds=(-np.inf, most + 1e-9), ftol=1e-4, xtol=1e-4
         )
         found = solution.x
     errors = sample.errors(at(found), ratio)

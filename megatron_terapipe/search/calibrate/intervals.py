@@ -16,12 +16,12 @@ with the residuals r, their standard deviation s and the widths W of the prior.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, exp
+from math import ceil, exp, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.calibrate.fit import FittedPhysics
+from megatron_terapipe.search.calibrate.fit import NOISE, FittedPhysics
 from megatron_terapipe.search.calibrate.sample import Sample
 from megatron_terapipe.search.calibrate.sensitivities import sample_sensitivities
 from megatron_terapipe.search.cost.physics import PRIOR_WIDTH
@@ -34,6 +34,9 @@ COVERAGE = 0.9
 PRIOR_RESIDUAL_SD = 0.12
 """Standard deviation of log(measured / predicted) where nothing was calibrated, beside what the prior of the constants
 says: about what the default physics leaves on the published trials (docs/benchmarks)."""
+
+PRIOR_TRIALS = 4
+"""Trials that the expected residual of a fit weighs as much as: few trials may agree with a fit by chance."""
 
 NORMAL = 1.645
 """Standard deviations of a normal distribution that hold 90 %."""
@@ -102,12 +105,14 @@ def conformal(fitted: FittedPhysics, sample: Sample, errors: Floats, coverage: f
     slopes = sample_sensitivities(sample, fitted.physics, names)[seen]
     groups = [(one.source, one.group) for one, used in zip(sample.trials, seen, strict=True) if used]
     widths = np.array([PRIOR_WIDTH.get(name, 1.0) for name in names])
-    unseen = errors_without_own_group(errors[seen], slopes, groups, fitted.residual_sd, widths)
-    scores = np.abs(unseen) / _scale(fitted.residual_sd, fitted.covariance, slopes)
+    measured = len(slopes)
+    spread = sqrt((measured * fitted.residual_sd**2 + PRIOR_TRIALS * NOISE**2) / (measured + PRIOR_TRIALS))
+    unseen = errors_without_own_group(errors[seen], slopes, groups, spread, widths)
+    scores = np.abs(unseen) / _scale(spread, fitted.covariance, slopes)
     return Intervals(
         coverage=coverage,
         multiplier=conformal_quantile(scores, coverage),
-        residual_sd=fitted.residual_sd,
+        residual_sd=spread,
         covariance=fitted.covariance,
         parameter_names=names,
     )
@@ -144,10 +149,10 @@ def conformal_quantile(scores: Floats, coverage: float) -> float:
     rank = ceil((len(scores) + 1) * coverage)
     if rank <= len(scores):
         return float(np.sort(scores)[rank - 1])
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     spread = float(np.sqrt(np.mean(scores**2)))
-    return max(float(scores.max()), spread * float(t.ppf((1 + coverage) / 2, len(scores))))
+    return max(float(scores.max()), spread * float(stdtrit(len(scores), (1 + coverage) / 2)))
 
 
 def _scale(residual_sd: float, covariance: Floats, slopes: Floats) -> Floats:

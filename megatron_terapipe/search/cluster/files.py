@@ -49,7 +49,9 @@ def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...
     """
     fields = Fields(document, where)
     if is_trial_form(fields):
-        return read_trial_form(fields)
+        found = read_trial_form(fields)
+        fields.finish()
+        return found
     name = fields.text("name", where.rpartition("/")[2].rpartition(".")[0])
     groups = read_groups(fields)
     fields.finish()

@@ -19,7 +19,7 @@ def is_trial_form(fields: Fields) -> bool:
 
 
 def read_trial_form(fields: Fields) -> tuple[Cluster, tuple[str, ...]]:
-    """Read such an object.
+    """Read such an object. Fields that mean nothing here are left to the caller: files of others have more.
 
     A node has as many network cards as the line rate of those of the device's usual machine needs to make its sum.
 
@@ -58,7 +58,6 @@ def read_trial_form(fields: Fields) -> tuple[Cluster, tuple[str, ...]]:
         notes=(assumed(missing, device, machine),) if missing else (),
     )
     name = fields.text("name", f"{num_devices} x {device.name}")
-    fields.finish()
     sizes = [min(per_node, num_devices - first) for first in range(0, num_devices, per_node)]
     nodes = tuple(group.node(f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
     return Cluster(nodes=nodes, name=name), group.notes

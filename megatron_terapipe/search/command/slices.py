@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.inputs import (
     add_cluster_flags,
@@ -16,16 +15,17 @@ from megatron_terapipe.search.command.inputs import (
     model_of,
     precision_of,
 )
+from megatron_terapipe.search.command.strategies import read_one_strategy
 from megatron_terapipe.strategy import Strategy
 
 if TYPE_CHECKING:
-    from megatron_terapipe.search.cost.model import CostModel
+    from megatron_terapipe.search.pricing import Pricing
     from megatron_terapipe.search.solve.token_slices import SolvedCut
 
 NAME = "slices"
 HELP = (
     "Find the token slices with which a strategy takes the shortest time: how many, and how long. Token slices that "
-    "the strategy has already do not matter."
+    "the strategy already has do not matter."
 )
 
 SHOWN = 8
@@ -61,36 +61,21 @@ def run(options: argparse.Namespace) -> int:
     from megatron_terapipe.search.report.files import write_json
     from megatron_terapipe.search.solve.token_slices import solve_cut
 
-    strategy = read_strategy(options.strategy)
-    cost_model, notes = _cost_model(options, strategy)
+    strategy = read_one_strategy(options.strategy)
+    pricing, notes = _pricing(options, strategy)
     counts = None if options.count is None else (1, *_counts(options.count))
     if options.granularity is not None and options.granularity < 1:
         raise ConfigError(f"--granularity {options.granularity} is not a number of tokens: give 1 or more")
     try:
-        solved = solve_cut(cost_model, strategy, counts=counts, granularity=options.granularity)
+        solved = solve_cut(pricing.cost_model, strategy, counts=counts, granularity=options.granularity)
     except PlanError as error:
         raise ConfigError(f"{options.strategy}: {error}") from None
     answer = answer_json(solved)
     if options.json != "-":
-        print_answer(answer, notes)
+        print_answer(answer, (*notes, *_memory_notes(pricing, strategy, solved)))
     if options.json is not None:
         write_json(options.json, answer)
     return 0
-
-
-def read_strategy(path: str) -> Strategy:
-    """Read a strategy, or an entry of the search's output that has one under `strategy`.
-
-    Raises:
-        ConfigError: if the file cannot be read, or holds none.
-    """
-    document = read_json(path, "--strategy")
-    if isinstance(document, Mapping) and isinstance(document.get("strategy"), Mapping):
-        document = document["strategy"]
-    try:
-        return Strategy.from_json(document)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def answer_json(solved: "SolvedCut") -> dict[str, Any]:
@@ -150,13 +135,13 @@ def print_answer(answer: Mapping[str, Any], notes: tuple[str, ...]) -> None:
         print(f"note: {note}")
 
 
-def _cost_model(options: argparse.Namespace, strategy: Strategy) -> "tuple[CostModel, tuple[str, ...]]":
+def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[Pricing, tuple[str, ...]]":
     """What prices the strategy, and what had to be assumed.
 
     Raises:
         ConfigError: if a file cannot be read, or the strategy does not fit the model and the cluster.
     """
-    from megatron_terapipe.search.cost.model import CostModel
+    from megatron_terapipe.search.command.costs import costs_of
     from megatron_terapipe.search.space.problem import Problem
     from megatron_terapipe.search.space.walk import broken_rule
 
@@ -169,18 +154,17 @@ def _cost_model(options: argparse.Namespace, strategy: Strategy) -> "tuple[CostM
     reason = broken_rule(whole, problem)
     if reason is not None:
         raise ConfigError(f"{options.strategy}: {reason}: change the strategy")
-    physics = op_times = None
-    if options.calibrate is not None:
-        from megatron_terapipe.search.calibrate.files import calibrated
+    costs = costs_of(options, workload, cluster, precision)
+    # Of doubts about data sheets `costs` speaks where there are intervals; here there are none.
+    used = costs.notes if costs.profile is not None or costs.calibration.num_trials else ()
+    return costs.pricing_on(cluster), (*notes, *used)
 
-        physics = calibrated(cluster, options.calibrate).physics
-    if options.profile is not None:
-        from megatron_terapipe.search.profile import MeasuredProfile, measured_physics, read_profile
 
-        profile = read_profile(options.profile)
-        physics, op_times = measured_physics(profile, cluster, physics), MeasuredProfile(profile)
-    model = CostModel(workload, cluster, physics=physics, op_times=op_times, precision=precision)
-    return model, notes
+def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -> tuple[str, ...]:
+    """Whether the best cut needs more memory than there is; a schedule's cut changes what it keeps."""
+    cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
+    reason = pricing.why_it_does_not_fit(cut, pricing.memory_model.predict(cut))
+    return () if reason is None else (f"with these token slices: {reason}",)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -68,10 +68,17 @@ def all_reduce_s(num_bytes: Grid, span: Span, physics: Physics) -> Grid:
 
 def transfer_bandwidth(bandwidth: Grid, crosses_nodes: Grid, physics: Physics) -> Grid:
     """Bytes per second that a message between stages reaches."""
-    inside, network = physics.transfer_inside_efficiency, physics.transfer_network_efficiency
-    return bandwidth * np.where(crosses_nodes, network, inside)
+    return bandwidth * np.where(crosses_nodes, physics.transfer_network_efficiency, physics.transfer_inside_efficiency)
 
 
 def transfer_s(num_bytes: Grid, bandwidth: Grid, latency_s: Grid, crosses_nodes: Grid, physics: Physics) -> Grid:
-    """Seconds of one message over one link."""
+    """Seconds of one message between stages.
+
+    Args:
+        num_bytes: of it.
+        bandwidth: bytes per second of its link, by the data sheet.
+        latency_s: of its link.
+        crosses_nodes: whether the link is a network, not one inside a node.
+        physics: what of them is reached.
+    """
     return num_bytes / transfer_bandwidth(bandwidth, crosses_nodes, physics) + latency_s + physics.transfer_s

@@ -23,18 +23,53 @@ class DeviceTimes(NamedTuple):
     """Seconds that the device needs, without launches and reductions.
 
     Attributes:
-        forward: of the layer, without a loss behind it.
-        input_gradient: its BI.
-        weight_gradient: its BW.
+        products: of the matrix products of the forward.
+        moving: of everything else in the forward, which moves memory; without a loss behind it.
+        input_gradient: BI of the products.
+        weight_gradient: BW of the products.
         loss_forward: of the loss, where the layer is the head.
         loss_gradient: its gradient.
     """
 
-    forward: Grid
+    products: Grid
+    moving: Grid
     input_gradient: Grid
     weight_gradient: Grid
     loss_forward: Grid = 0.0
     loss_gradient: Grid = 0.0
+
+
+class Scale(NamedTuple):
+    """Device time in that of the roofline.
+
+    Attributes:
+        products: of matrix products.
+        moving: of everything else.
+    """
+
+    products: float = 1.0
+    moving: float = 1.0
+
+    def forward(self, times: DeviceTimes) -> Grid:
+        """Seconds of the forward, without the loss."""
+        return self.products * times.products + self.moving * times.moving
+
+    def within(self, products_s: float, moving_s: float, limit_s: float) -> "Scale":
+        """This scale if it keeps the limit; else one that reaches it."""
+        if self.products * products_s + self.moving * moving_s <= limit_s:
+            return self
+        return Scale.reaching(products_s, moving_s, limit_s)
+
+    @staticmethod
+    def reaching(products_s: float, moving_s: float, whole_s: float) -> "Scale":
+        """The scale with which both take `whole_s`.
+
+        Products are what a roofline knows best: what it misses is other work, so long as there is any.
+        """
+        if moving_s > 0 and whole_s >= products_s:
+            return Scale(1.0, (whole_s - products_s) / moving_s)
+        share = whole_s / (products_s + moving_s) if products_s + moving_s > 0 else 1.0
+        return Scale(share, share)
 
 
 def device_times(
@@ -48,9 +83,8 @@ def device_times(
 ) -> DeviceTimes:
     """Times of one layer; arguments are those of `OpTimes`.
 
-    What the roofline knows nothing of counts 1 for each sequence. The backward of matrix products is the roofline's;
-    that of the rest is its forward times `MOVING_BACKWARD`. A layer none of whose matrices is divided is computed as a
-    whole by every tensor-parallel rank.
+    What the roofline knows nothing of counts 1 for each sequence. A layer none of whose matrices is divided is computed
+    as a whole by every tensor-parallel rank.
     """
     sharing = tensor_parallel_size
     if layer.products and all(product.parallel == "none" for product in layer.products):
@@ -62,15 +96,14 @@ def device_times(
         )
 
     body = replace(layer, kind="other") if layer.kind == "head" else layer
-    # Measured alone a product has nothing around it.
     alone = replace(body, kind="other", attention=None, num_norms=0, activation_width=0)
     whole, products = computed(body), computed(alone)
     if not np.any(whole.forward):
-        # No product, norm or activation: a copy, of which only the measurement knows the time; here 1 for a sequence.
+        # No product, norm or activation: a copy, of which only the measurement knows the time.
         one = np.asarray(micro_batch_size * (end - start) / layer.tokens)
-        return DeviceTimes(one, MOVING_BACKWARD * one, np.zeros_like(one))
+        return DeviceTimes(np.zeros_like(one), one, 0.0, 0.0)
     moving = whole.forward - products.forward
-    times = DeviceTimes(whole.forward, products.input_gradient + MOVING_BACKWARD * moving, products.weight_gradient)
+    times = DeviceTimes(products.forward, moving, products.input_gradient, products.weight_gradient)
     if layer.kind != "head":
         return times
     with_loss = computed(layer)

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_terapipe.errors import DataError
 from megatron_terapipe.search.cluster import Device, Link
 from megatron_terapipe.search.cost.collectives import Span, all_reduce_s
-from megatron_terapipe.search.cost.device_times import DeviceTimes, device_times
+from megatron_terapipe.search.cost.device_times import MOVING_BACKWARD, DeviceTimes, Scale, device_times
 from megatron_terapipe.search.cost.op_times import Grid, LayerTimes, Numbers
 from megatron_terapipe.search.cost.roofline import Roofline
 from megatron_terapipe.search.cost.stage_ops import reductions
@@ -68,7 +68,7 @@ class _Known:
         launch_s: host time of the forward.
     """
 
-    scale: Mapping[int, float]
+    scale: Mapping[int, Scale]
     launch_s: Mapping[int, float]
 
 
@@ -139,14 +139,17 @@ class MeasuredLayers:
                 f"{missing[0]:g}: choose among {', '.join(map(str, known.scale))}"
             )
         times = self._device_times(measured, layer, sizes, micro_batch_size, start, end)
-        scale, launch = _at(known.scale, sizes), _at(known.launch_s, sizes)
+        scale = Scale(*(_at({size: each[part] for size, each in known.scale.items()}, sizes) for part in (0, 1)))
+        launch = _at(known.launch_s, sizes)
         reduced = self._one_reduction_s(measured, layer, sizes, micro_batch_size * (end - start))
         entering, leaving = reductions(layer)
-        forward = hidden(times.forward * scale + times.loss_forward + leaving * reduced, launch)
-        inputs, weights = times.input_gradient * scale + times.loss_gradient, times.weight_gradient * scale
-        reducing = entering * reduced
-        whole = hidden(inputs + weights + reducing, BACKWARD_LAUNCHES * launch)
-        of_weights = np.divide(weights, np.maximum(inputs + weights + reducing, 1e-12))
+        # The loss is no pipeline layer, so that nobody measured it: the roofline's time of it stands.
+        forward = hidden(scale.forward(times) + times.loss_forward + leaving * reduced, launch)
+        inputs = scale.products * times.input_gradient + MOVING_BACKWARD * scale.moving * times.moving
+        others = inputs + times.loss_gradient + entering * reduced
+        weights = scale.products * times.weight_gradient
+        whole = hidden(others + weights, BACKWARD_LAUNCHES * launch)
+        of_weights = weights / np.maximum(others + weights, 1e-12)
         again = forward if recompute == "full" else 0.0
         return LayerTimes(forward, whole * (1 - of_weights) + again, whole * of_weights)
 
@@ -166,33 +169,32 @@ class MeasuredLayers:
             for structure, by_size in fastest.items()
         }
 
-    def _scale(self, layer: Layer, limits: Limits) -> float:
+    def _scale(self, layer: Layer, limits: Limits) -> Scale:
         """Device time of a layer in that of the roofline, from the devices that were the limit; 1 if none was."""
         found = []
         for measured in self.devices.values():
             seconds = measured.forward_s[layer.name].get(1, 0.0)
             limit = limits[_structure(layer)].get(1, np.inf)
-            computed = self._one_sequence_s(measured, layer, 1)
-            if computed > 0 and seconds > CLEARLY * limit:
-                found.append(without(seconds, limit) / computed)
-        return max(found, default=1.0)
+            if seconds > CLEARLY * limit:
+                found.append(Scale.reaching(*self._one_sequence_s(measured, layer, 1), without(seconds, limit)))
+        return max(found, key=lambda scale: (scale.moving, scale.products), default=Scale())
 
-    def _take_apart(self, measured: MeasuredDevice, layer: Layer, scale: float) -> _Known:
+    def _take_apart(self, measured: MeasuredDevice, layer: Layer, scale: Scale) -> _Known:
         scales, launches = {}, {}
         for size, seconds in measured.forward_s[layer.name].items():
-            computed = self._one_sequence_s(measured, layer, size)
+            products, moving = self._one_sequence_s(measured, layer, size)
             one = self._one_reduction_s(measured, layer, np.asarray(float(size)), float(layer.tokens))
             reduced = float(one) * reductions(layer)[1]
             # Nothing that was computed took longer than all of it.
-            scales[size] = min(scale, max(seconds - reduced, 0.0) / computed) if computed > 0 else 1.0
-            launches[size] = without(seconds, scales[size] * computed + reduced)
+            scales[size] = scale.within(products, moving, max(seconds - reduced, 0.0))
+            computed = scales[size].products * products + scales[size].moving * moving
+            launches[size] = without(seconds, computed + reduced)
         return _Known(scales, launches)
 
-    def _one_sequence_s(self, measured: MeasuredDevice, layer: Layer, size: int) -> float:
-        """Roofline's seconds of the forward that was measured."""
-        return float(
-            self._device_times(measured, layer, np.asarray(float(size)), 1.0, 0.0, float(layer.tokens)).forward
-        )
+    def _one_sequence_s(self, measured: MeasuredDevice, layer: Layer, size: int) -> tuple[float, float]:
+        """Roofline's seconds of products, and of the rest, of the forward that was measured."""
+        times = self._device_times(measured, layer, np.asarray(float(size)), 1.0, 0.0, float(layer.tokens))
+        return float(times.products), float(times.moving)
 
     def _one_reduction_s(self, measured: MeasuredDevice, layer: Layer, sizes: Numbers, rows: Grid) -> Grid:
         """Seconds of one reduction between tensor-parallel ranks of one node."""

@@ -253,9 +253,10 @@ class CostModel:
 
     def _costs(self, strategy: Strategy, groups: RankGroups, stages: list[StageOps]) -> OpCosts:
         split = strategy.schedule in SPLIT_SCHEDULES
-        forward = np.array([ops.forward for ops in stages])
-        backward = np.array([ops.input_gradient if split else ops.backward for ops in stages])
-        weight = np.array([ops.weight_gradient for ops in stages])
+        op_s = self.physics.op_s
+        forward = np.array([ops.forward for ops in stages]) + op_s
+        backward = np.array([ops.input_gradient if split else ops.backward for ops in stages]) + op_s
+        weight = np.array([ops.weight_gradient for ops in stages]) + op_s
         transfer: float | TransferCosts = 0.0
         if len(stages) > 1 and strategy.pipeline_parallel_size > 1:
             if self.software.overlaps_transfers:

@@ -29,12 +29,12 @@ class Physics:
             share it.
         inside_efficiency: share of a link inside a node that collectives reach.
         network_efficiency: share of a network card that collectives reach.
-        transfer_inside_efficiency: share of a link inside a node that one message between stages reaches: it takes few
-            of the link's lanes at once.
-        transfer_network_efficiency: share of a network card that it reaches.
+        transfer_network_efficiency: share of a network card that one message between stages reaches.
+        transfer_inside_efficiency: share of a link inside a node that it reaches: it takes few of its lanes at once.
         collective_s: start of a collective, beside the latency of its links.
         transfer_s: start of a message between stages, beside the latency of its link.
         optimizer_passes: how often the optimizer step reads or writes the bytes that it keeps of a parameter.
+        op_s: what a pipeline's executor needs between two ops of a rank.
         iteration_s: what an iteration takes however small it is.
     """
 
@@ -51,11 +51,12 @@ class Physics:
     whole_loss_factor: float = 1.0
     inside_efficiency: float = 0.78
     network_efficiency: float = 0.65
-    transfer_inside_efficiency: float = 0.35
+    transfer_inside_efficiency: float = 0.16
     transfer_network_efficiency: float = 0.8
     collective_s: float = 20e-6
     transfer_s: float = 30e-6
     optimizer_passes: float = 1.8
+    op_s: float = 0.0
     iteration_s: float = 0.003
 
 

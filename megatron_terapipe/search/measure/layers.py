@@ -8,6 +8,7 @@ Every rank of this machine measures at the same time, each its part of the layer
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -126,13 +127,14 @@ class LayerTimer:
         cut = TokenSlices.uniform(self._model.seq_length, run.num_token_slices)
         for module in layers.modules:
             self._weight_gradients.attach(module)
+        sums = _Sums(layers.modules) if self._dtype is torch.bfloat16 else None
         # Gradients exist from the first on, as within a step: products add to them.
-        self._repeat(layers, run, cut)
+        self._repeat(layers, run, cut, sums)
         repeats: list[list[OpTimes]] = []
         begun = time.perf_counter()
         while len(repeats) < LEAST_REPEATS or self._together(time.perf_counter() - begun) < LEAST_S:
             dist.barrier()
-            repeats.append(self._repeat(layers, run, cut))
+            repeats.append(self._repeat(layers, run, cut, sums))
         points = []
         for index, (start, end) in enumerate(cut.bounds()):
             forward, backward, of_input, of_weight = (
@@ -151,16 +153,18 @@ class LayerTimer:
         dist.all_reduce(total)
         return float(total.item() / dist.get_world_size())
 
-    def _repeat(self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices) -> list[OpTimes]:
-        whole = self._once(layers, run, cut, puts_off=False)
-        parts = self._once(layers, run, cut, puts_off=True)
+    def _repeat(
+        self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices, sums: "_Sums | None"
+    ) -> list[OpTimes]:
+        whole = self._once(layers, run, cut, sums, puts_off=False)
+        parts = self._once(layers, run, cut, sums, puts_off=True)
         return [
             OpTimes((first[0] + second[0]) / 2, first[1], second[1], second[2])
             for first, second in zip(whole, parts, strict=True)
         ]
 
     def _once(
-        self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices, *, puts_off: bool
+        self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices, sums: "_Sums | None", *, puts_off: bool
     ) -> list[tuple[float, float, float]]:
         """Forward, backward and weight gradient of each token slice of one micro-batch."""
         state = SequenceState(cut, sequences=range(run.micro_batch_size))
@@ -180,7 +184,8 @@ class LayerTimer:
             root = roots.pop()
             gradient = torch.ones_like(root)
             weights_s = 0.0
-            with Stopwatch() as watch:
+            around = sums or nullcontext()
+            with Stopwatch() as watch, around:
                 if puts_off:
                     with self._weight_gradients.put_off() as later:
                         torch.autograd.backward(root, gradient)
@@ -188,7 +193,7 @@ class LayerTimer:
                     torch.autograd.backward(root, gradient)
             del root
             if puts_off:
-                with Stopwatch() as other:
+                with Stopwatch() as other, around:
                     compute(later)
                 weights_s = other.seconds
             found.append((forwards[index], watch.seconds, weights_s))
@@ -207,6 +212,29 @@ class LayerTimer:
         return torch.randn(
             rows, length, self._model.hidden_size, dtype=self._dtype, device=self._device, requires_grad=True
         )
+
+
+class _Sums:
+    """Around a backward in bf16: adds its gradients to fp32 ones, as DeepSpeed's `BF16_Optimizer` makes the engine do.
+
+    Args:
+        modules: whose weights.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        weights = {id(weight): weight for module in modules for weight in module.parameters()}
+        self._sums = [(weight, torch.zeros_like(weight, dtype=torch.float32)) for weight in weights.values()]
+
+    def __enter__(self) -> None:
+        gradients = [weight.grad for weight, _ in self._sums if weight.grad is not None]
+        if gradients:
+            torch._foreach_zero_(gradients)
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for weight, total in self._sums:
+                if weight.grad is not None:
+                    total.add_(weight.grad.float())
 
 
 class Stopwatch:

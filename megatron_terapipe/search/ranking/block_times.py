@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.cluster.rank_groups import GroupLinks, RankGroups
 from megatron_terapipe.search.cost.closed_form import lower_bound, pipeline_time, total_s
-from megatron_terapipe.search.cost.collectives import Span
+from megatron_terapipe.search.cost.collectives import Span, transfer_bandwidth
 from megatron_terapipe.search.cost.model import CostModel, span_at
 from megatron_terapipe.search.cost.stage_ops import StageOps
 from megatron_terapipe.search.cost.step_costs import step_costs
@@ -199,7 +199,8 @@ def _hops(block: Block, groups: RankGroups, model: CostModel, counts: StageCount
     physics, links = model.physics, groups.pipe
     outputs = np.array([layer.output_elements for layer in layers], dtype=float)
     latency = float((links.latency_s[: ranks - 1] + physics.transfer_s).sum())
-    per_sequence = float((outputs / (links.bandwidth[: ranks - 1] * physics.transfer_efficiency)).sum())
+    reached = transfer_bandwidth(links.bandwidth[: ranks - 1], links.crosses_nodes[: ranks - 1], physics)
+    per_sequence = float(np.sum(outputs / reached))
     sizes = np.array(block.micro_batch, dtype=float).reshape(-1, 1, 1, 1)
     seq_length = model.workload.seq_length
     share = np.array(

@@ -7,7 +7,7 @@ from deepspeed_ext.plan.errors import PlanError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.pricing import Pricing
-from megatron_terapipe.search.ranking.ranked import Ranked, ranked_in_order
+from megatron_terapipe.search.ranking.ranked import Ranked, ranked_in_order, without_repetitions
 from megatron_terapipe.search.ranking.space_prices import Progress
 from megatron_terapipe.search.solve.placement import better_order
 from megatron_terapipe.search.solve.token_slices import solve_cut
@@ -43,7 +43,7 @@ def refined(
         progress: told what is being done.
     """
     found: list[Ranked] = []
-    best = ranked_in_order(entries)[:top]
+    best = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))[:top]
     tried = list(_worth_cutting(best, problem, choices))[: max(1, round(MOST_CUTS * effort))]
     for number, entry in enumerate(tried):
         if progress is not None:

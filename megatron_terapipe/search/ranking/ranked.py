@@ -64,6 +64,16 @@ def simplicity(strategy: Strategy) -> tuple[Any, ...]:
     )
 
 
+def without_repetitions(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
+    """The best entry of each strategy, wherever its nodes stand and however its cut is written."""
+    best: dict[Strategy, Ranked] = {}
+    for entry in sorted(entries, key=lambda entry: entry.sort_key):
+        lengths = entry.strategy.cut(seq_length).lengths
+        same = replace(entry.strategy, placement=None, token_slices=lengths)
+        best.setdefault(same, entry)
+    return list(best.values())
+
+
 def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
     """Number entries from 1, best first. The same entries in any order give the same ranking."""
     ordered = sorted(entries, key=lambda entry: entry.sort_key)

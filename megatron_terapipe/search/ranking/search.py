@@ -18,7 +18,7 @@ from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.cost.model import pipeline_shape
 from megatron_terapipe.search.pricing import Pricing
 from megatron_terapipe.search.ranking.finalists import refined
-from megatron_terapipe.search.ranking.ranked import Ranked, ranked_in_order
+from megatron_terapipe.search.ranking.ranked import Ranked, ranked_in_order, without_repetitions
 from megatron_terapipe.search.ranking.space_prices import FITS, PricedBlock, Progress, price_space
 from megatron_terapipe.search.solve.placement import node_orders, placement_of
 from megatron_terapipe.search.space import Choices, Funnel, Problem
@@ -86,7 +86,7 @@ def search(
     entries = contest.ranked
     if refine and entries:
         entries = [*entries, *refined(entries, problem, choices, pricing_on, top=top, effort=effort, progress=progress)]
-    ordered = ranked_in_order(entries)[:top]
+    ordered = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))[:top]
     left = contest.lowest_bound_left
     best_s = ordered[0].prediction.iteration_time_s if ordered and ordered[0].prediction else np.inf
     could_save = max(0.0, 1 - left / best_s) if ordered and np.isfinite(left) else 0.0

@@ -19,11 +19,18 @@ def tokens_per_s(strategy: Strategy, workload: Workload, iteration_time_s: float
 
 
 def model_flops(workload: Workload) -> float:
-    """FLOPs of the model for one sequence, forward and backward, without recomputation.
+    """FLOPs of the model for one sequence, forward and backward, as published utilizations count them.
 
-    The backward of a product is two products of its size (Narayanan et al., arXiv 2104.04473 section 3).
+    Every token counts as if it attended to the whole sequence, and nothing is recomputed (Korthikanti et al., arXiv
+    2205.05198 appendix A); the trainer's logs count so, too (`model.flops.iteration_flops`).
     """
-    return 3 * sum(layer.forward_flops(0, layer.tokens) for layer in workload.layers)
+    forward = sum(layer.tokens * layer.linear_flops_per_token for layer in workload.layers)
+    for layer in workload.layers:
+        if layer.attention is not None:
+            positions = layer.attention.window or layer.tokens
+            forward += layer.tokens * positions * layer.attention.flops_per_position
+    # The backward of a product is two products of its size.
+    return 3.0 * forward
 
 
 def flops_utilization(

@@ -12,8 +12,11 @@ from math import factorial, prod
 
 from megatron_terapipe.search.cluster import Cluster, Node
 
-MOST_ORDERS = 24
-"""Orders that are tried one by one for every layout: all those of four kinds, or of two and two nodes of few."""
+MOST_ORDERS = 6
+"""Orders that are tried for every layout: all those of two and two nodes, or of three kinds that stay together."""
+
+MOST_KINDS = 3
+"""Kinds that are put in every order on large clusters, those with most devices; others stand beside the most like."""
 
 
 def kind_key(node: Node) -> tuple[object, ...]:
@@ -40,7 +43,7 @@ def node_orders(cluster: Cluster, most: int = MOST_ORDERS) -> list[Cluster]:
 
     Args:
         cluster: nodes in any order.
-        most: orders at most, unless there are more orders of the kinds alone.
+        most: orders of single nodes at most; else kinds stay together.
     """
     kinds = _by_kind(cluster)
     counts = [len(nodes) for nodes in kinds]
@@ -48,8 +51,11 @@ def node_orders(cluster: Cluster, most: int = MOST_ORDERS) -> list[Cluster]:
     if distinct <= most:
         sequences = sorted(set(_sequences(counts)))
     else:
-        together = list(permutations(range(len(kinds))))[:most]
-        sequences = [tuple(kind for kind in order for _ in range(counts[kind])) for order in together]
+        families = _families(kinds)
+        sequences = [
+            tuple(kind for family in order for kind in family for _ in range(counts[kind]))
+            for order in permutations(families)
+        ]
     return [_in_sequence(cluster, kinds, sequence) for sequence in sequences]
 
 
@@ -106,6 +112,23 @@ def _by_kind(cluster: Cluster) -> list[list[Node]]:
     for node in cluster.nodes:
         kinds.setdefault(kind_key(node), []).append(node)
     return [kinds[key] for key in sorted(kinds)]
+
+
+def _families(kinds: Sequence[Sequence[Node]]) -> list[list[int]]:
+    """Kinds, by number, that stay next to each other: one with many devices in each, and those that are most like it."""
+
+    def devices(kind: int) -> int:
+        return sum(node.num_devices for node in kinds[kind])
+
+    def flops(kind: int) -> float:
+        return kinds[kind][0].device.half_flops
+
+    leaders = sorted(range(len(kinds)), key=lambda kind: (-devices(kind), kind))[:MOST_KINDS]
+    families = {leader: [leader] for leader in sorted(leaders)}
+    for kind in range(len(kinds)):
+        if kind not in families:
+            families[min(sorted(leaders), key=lambda leader: abs(flops(leader) - flops(kind)))].append(kind)
+    return [sorted(family) for family in families.values()]
 
 
 def _sequences(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -1,11 +1,12 @@
 """How many token slices, and how long: the cut with the shortest predicted iteration under the schedule that runs.
 
-    all numbers --gpipe's exact cut, its formula--> a few --simulated--> the best two --searched--> --priced--> the best
+    all numbers --gpipe's formula--> a few --simulated--> the best two --searched--> all of the few --priced--> the best
 
-For each number of token slices the exact cut for gpipe (`token_slices_joint`) says about what it is worth. The most
-promising numbers are simulated with the schedule that runs, and the best of those searched further: tokens move between
-token slices as long as the simulated step gets shorter (`plan.solve.token_slices`). What is found is priced by the cost
-model like any other strategy. The answer depends on the arguments alone, not on time.
+For each number of token slices balanced cuts and the formula of gpipe say about what it is worth. Of the most promising
+numbers gpipe's exact cut (`token_slices_joint`) is simulated with the schedule that runs, and the best of those are
+searched further: tokens move between token slices as long as the simulated step gets shorter
+(`plan.solve.token_slices`). What is found is priced by the cost model like any other strategy. The answer depends on
+the arguments alone, not on time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,9 @@ NUM_SEARCHED = 2
 
 EFFORT = 0.04
 """Of each of those searches, in that of `plan.solve.token_slices`."""
+
+SKETCHED = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75)
+"""Shares of attention that cuts are balanced for, to see about what a number of token slices is worth."""
 
 TOLERANCE = 0.01
 """How far gpipe's cut may be from the best for gpipe, relative: it is where the search begins."""
@@ -169,17 +173,19 @@ class _Solver:
         self._schedule = schedule_named(strategy.schedule)
         self._costs: dict[Grid, TabulatedCosts] = {}
         self._problems: dict[Grid, JointProblem] = {}
-        self._gpipe_cuts: dict[int, JointCut] = {}
         self._evaluations: dict[int, ExtrapolatedSchedule] = {}
         self.refusal = ""
 
     def sketched_s(self, count: int) -> float | None:
         """About the makespan of the best cut; None if so many token slices do not fit."""
+        grid = self._grid(count)
         try:
-            return self._for_gpipe(count).time_s
+            cuts = {grid.balanced(count, attention) for attention in SKETCHED}
         except PlanError as error:
             self.refusal = f" ({error})"
             return None
+        problem = self._problem(grid)
+        return min(problem.time_s(1, cut) for cut in cuts)
 
     def simulated(self, counts: Sequence[int]) -> dict[int, _Judged]:
         """The better of equal lengths and gpipe's best, for each number that the sequence and the schedule allow."""
@@ -188,7 +194,7 @@ class _Solver:
             grid = self._grid(count)
             try:
                 cuts = {TokenSlices.uniform(grid.seq_length, count, granularity=grid.granularity)}
-                cuts.add(self._for_gpipe(count).micro_batches[0][1])
+                cuts.add(self._for_gpipe(count))
                 evaluation = self._evaluation(count)
             except PlanError as error:
                 self.refusal = f" ({error})"
@@ -230,15 +236,18 @@ class _Solver:
             self._costs[grid] = TabulatedCosts.of(self._cost_model, self._strategy, grid)
         return self._costs[grid]
 
-    def _for_gpipe(self, count: int) -> JointCut:
-        if count not in self._gpipe_cuts:
-            grid, strategy = self._grid(count), self._strategy
-            grid.check_count(count)
-            if grid not in self._problems:
-                # A rank with several model chunks passes every micro-batch as often.
-                passes = strategy.num_micro_batches * strategy.num_model_chunks
-                ranks = strategy.pipeline_parallel_size
-                costs = self._tabulated(grid).busiest_and_others(ranks)
-                self._problems[grid] = JointProblem.of({1: costs}, grid, passes, 2, ranks - 1)
-            self._gpipe_cuts[count] = self._problems[grid].solve(count, equal_sizes=True, tolerance=TOLERANCE)
-        return self._gpipe_cuts[count]
+    def _problem(self, grid: Grid) -> JointProblem:
+        if grid not in self._problems:
+            strategy = self._strategy
+            # A rank with several model chunks passes every micro-batch as often.
+            passes = strategy.num_micro_batches * strategy.num_model_chunks
+            ranks = strategy.pipeline_parallel_size
+            costs = self._tabulated(grid).busiest_and_others(ranks)
+            self._problems[grid] = JointProblem.of({1: costs}, grid, passes, 2, ranks - 1)
+        return self._problems[grid]
+
+    def _for_gpipe(self, count: int) -> TokenSlices:
+        grid = self._grid(count)
+        grid.check_count(count)
+        solved = self._problem(grid).solve(count, equal_sizes=True, tolerance=TOLERANCE)
+        return solved.micro_batches[0][1]

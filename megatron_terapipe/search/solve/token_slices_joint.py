@@ -152,6 +152,13 @@ class JointProblem:
         )
         return JointCut(micro_batches, least.value, least.bound)
 
+    def time_s(self, size: int, cut: TokenSlices) -> float:
+        """The formula above for a batch of micro-batches of one size, all cut alike at points of the grid."""
+        bounds = np.searchsorted(self.grid.points, [0, *np.cumsum(cut.lengths)])
+        table, between = self.tables[size], (bounds[:-1], bounds[1:])
+        total = float(table.times[between].sum()) * (self.batch_size // size)
+        return total + self.num_waits * float(table.forward[between].max() + table.backward[between].max())
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Tables:

@@ -4,6 +4,7 @@ import json
 import pytest
 import rich.console
 
+from megatron_terapipe.model.flops import iteration_flops
 from megatron_terapipe.search.report.answer import answer_json
 from megatron_terapipe.search.report.comparison import compare
 from megatron_terapipe.search.report.figures import (
@@ -15,6 +16,7 @@ from megatron_terapipe.search.report.figures import (
     tokens_per_s,
 )
 from megatron_terapipe.search.report.table import print_table
+from megatron_terapipe.search.workload.files import read_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.report.answers import answer
 
@@ -67,6 +69,13 @@ def test_why_the_winner_wins() -> None:
     assert "It pays with more in compute (100 ms)." in text
     # 1.2 x 1.4 s is below 0.9 x 1.9 s.
     assert "overlap" not in text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama2-7b", "gpt3-175b"])
+def test_utilization_is_counted_as_the_trainer_logs_it(name: str) -> None:
+    workload = read_workload(name)
+    assert workload.config is not None
+    assert model_flops(workload) == iteration_flops(workload.config, 1)
 
 
 def test_figures() -> None:

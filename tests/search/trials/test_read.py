@@ -81,9 +81,7 @@ def test_published_names_of_schedules(tmp_path: Path, name: str, schedule: str, 
 
 def test_stages_that_count_the_ends(tmp_path: Path) -> None:
     # Six layers, an embedding and a head on four stages: two each, as BLOOM's 70 + 2 on 12.
-    (trial,) = read(
-        tmp_path, changed(model={**LINE["model"], "num_layers": 6}, strategy={"pipeline_parallel_size": 4})
-    )
+    (trial,) = read(tmp_path, changed(model={**LINE["model"], "num_layers": 6}, strategy={"pipeline_parallel_size": 4}))
     stages = trial.workload.stages(trial.workload.partition(trial.strategy.stage_partition, 4))
     kinds = [[trial.workload.layers[index].kind for index in stage] for stage in stages]
     assert kinds == [["embedding", "block"], ["block"] * 2, ["block"] * 2, ["block", "norm", "head"]]

@@ -1,0 +1,85 @@
+"""From a measurement of this machine over a search to a run that trains, by the command that the search printed."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.search.trials import read_trials
+from tests.end_to_end.launching import DEEPSPEED, ROOT, TIMEOUT_S, environment, free_port, read_metrics
+
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 260}
+CLUSTER = {"nodes": [{"hosts": ["localhost"], "device": "cpu-core", "devices": 2}]}
+
+
+def search(folder: Path, *words: object) -> str:
+    """Run a command of the search, and return what it printed."""
+    path = os.pathsep.join([str(DEEPSPEED.parent), os.environ["PATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_terapipe.search", *map(str, words)],
+        cwd=folder,
+        env=environment(PATH=path),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with a profile of this machine and the plan that was found with it; what `rank` printed."""
+    if not DEEPSPEED.exists():
+        pytest.skip(f"{DEEPSPEED} is not there")
+    folder = tmp_path_factory.mktemp("searched")
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    (folder / "cluster.json").write_text(json.dumps(CLUSTER))
+    sizes = ("--micro-batch-size", "1", "--num-token-slices", "1,2", "--tensor-parallel-size", "1")
+    search(folder, "measure", "model.json", *sizes, "--budget-s", "1", "--json", "profile.json")
+    profile = ("--profile", "profile.json", "--global-batch-size", "4", "--pipeline-parallel-size", "2")
+    printed = search(
+        folder, "rank", "model.json", "cluster.json", *profile, "--num-token-slices", "2", "--output", "plan"
+    )
+    return folder, printed
+
+
+def test_the_command_that_a_search_prints_trains(searched: tuple[Path, str]) -> None:
+    folder, printed = searched
+    (command,) = (
+        line.strip() for line in printed.splitlines() if line.strip().startswith("DS_ACCELERATOR=cpu deepspeed")
+    )
+    words = shlex.split(command.replace("pretrain_gpt.py", str(ROOT / "pretrain_gpt.py")))[2:]
+    more = ["--train-iters", "3", "--lr", "1e-2", "--eval-iters", "0", "--metrics-file", "metrics.jsonl"]
+    done = subprocess.run(
+        [str(DEEPSPEED), "--master_port", str(free_port()), *words, *more],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    iterations, _ = read_metrics(folder / "metrics.jsonl")
+    assert [each["global_batch_size"] for each in iterations] == [4] * 3
+    assert iterations[-1]["lm_loss"] < iterations[0]["lm_loss"]
+
+
+def test_trials_are_run_recorded_and_not_repeated(searched: tuple[Path, str]) -> None:
+    folder, _ = searched
+    words = ["trial", "model.json", "cluster.json", "--profile", "profile.json", "--global-batch-size", "4"]
+    words += ["--pipeline-parallel-size", "2", "--num-token-slices", "2", "--top", "1", "--iterations", "3"]
+    first = search(folder, *words)
+    (trial,) = read_trials(folder / "trials.jsonl")
+    assert trial.software.name == "terapipe"
+    assert (trial.iteration_time_s or 0) > 0
+    assert (trial.peak_memory_bytes or 0) > 0
+    assert trial.strategy.pipeline_parallel_size == 2
+    assert "calibrated on them: mean error" in first
+    again = search(folder, *words)
+    assert "1 of 1 are in trials.jsonl and are not run again" in again
+    assert len(read_trials(folder / "trials.jsonl")) == 1

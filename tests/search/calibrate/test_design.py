@@ -1,0 +1,45 @@
+import numpy as np
+import pytest
+
+from megatron_terapipe.search.calibrate.design import propose, propose_strategies
+from megatron_terapipe.search.calibrate.intervals import uncalibrated
+from megatron_terapipe.search.cost.model import CostModel
+from megatron_terapipe.search.software import MEGATRON
+from tests.search.calibrate.synthetic import CLUSTER, STRATEGIES, WORKLOAD
+
+SPREAD = 0.05
+
+
+def variance_left(slopes: np.ndarray, covariance: np.ndarray, chosen: list[int]) -> float:
+    precision = slopes[chosen].T @ slopes[chosen] / SPREAD**2 + np.linalg.inv(covariance)
+    return float(np.einsum("np,pq,nq->n", slopes, np.linalg.inv(precision), slopes).mean())
+
+
+def test_the_first_one_teaches_most() -> None:
+    random = np.random.default_rng(0)
+    slopes, covariance = random.normal(size=(20, 4)), np.diag([1.0, 0.5, 0.1, 2.0])
+    left = [variance_left(slopes, covariance, [index]) for index in range(20)]
+    assert propose(slopes, covariance, SPREAD, 1) == [int(np.argmin(left))]
+
+
+def test_chosen_trials_beat_random_ones() -> None:
+    random = np.random.default_rng(1)
+    slopes = random.normal(size=(60, 8)) * np.array([3, 1, 1, 0.3, 0.3, 0.1, 0.1, 0.1])
+    covariance = np.eye(8)
+    chosen = propose(slopes, covariance, SPREAD, 8)
+    assert len(set(chosen)) == 8
+    others = [variance_left(slopes, covariance, list(random.choice(60, 8, replace=False))) for _ in range(50)]
+    assert variance_left(slopes, covariance, chosen) < np.quantile(others, 0.1)
+
+
+def test_strategies() -> None:
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON, precision="fp16")
+    chosen = propose_strategies(model, STRATEGIES, uncalibrated(), 4)
+    assert len(chosen) == 4 and all(strategy in STRATEGIES for strategy in chosen)
+    # Layouts that differ, since each shows other links and sizes of products.
+    assert len({(one.tensor_parallel_size, one.pipeline_parallel_size) for one in chosen}) >= 3
+    assert (
+        propose_strategies(model, STRATEGIES[:2], uncalibrated(), 5)
+        == pytest.approx(propose_strategies(model, STRATEGIES[:2], uncalibrated(), 2))
+        or len(propose_strategies(model, STRATEGIES[:2], uncalibrated(), 5)) == 2
+    )

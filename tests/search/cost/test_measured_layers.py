@@ -1,0 +1,173 @@
+"""Measured forwards taken apart into launches and device time."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_terapipe.errors import DataError
+from megatron_terapipe.search.cluster import Device, Link
+from megatron_terapipe.search.cost.measured_layers import MeasuredDevice, MeasuredLayers, hidden, without
+from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.cost.roofline import Roofline
+from megatron_terapipe.search.software import MEGATRON
+from megatron_terapipe.search.workload import Attention, Layer, Product, Workload
+
+FAST = Device(name="fast", memory_bytes=16e9, memory_bandwidth=900e9, half_flops=125e12, single_flops=15e12)
+SLOW = Device(name="slow", memory_bytes=16e9, memory_bandwidth=200e9, half_flops=20e12, single_flops=8e12)
+LINK = Link(bandwidth=6e9, latency_s=1e-6)
+TOKENS = 512
+
+
+def block(name, parallel=("column", "row")):
+    """A transformer layer of the width 512."""
+    return Layer(
+        name=name,
+        kind="block",
+        tokens=TOKENS,
+        hidden_size=512,
+        parameters=12 * 512**2,
+        products=(Product(512, 2048, parallel[0]), Product(2048, 512, parallel[1])),
+        attention=Attention(8, 8, 64),
+        num_norms=2,
+        activation_width=2048,
+    )
+
+
+def head(name):
+    return Layer(
+        name=name,
+        kind="head",
+        tokens=TOKENS,
+        hidden_size=512,
+        parameters=512 * 30000,
+        products=(Product(512, 30000, "column"),),
+    )
+
+
+def measured(layers, **forward_s):
+    """Op times of the layers from forwards by device: a function of layer name and tensor-parallel size."""
+    workload = Workload(name="w", layers=layers, seq_length=TOKENS, first_dealt=0, end_dealt=len(layers))
+    devices = {
+        name: MeasuredDevice(
+            device=FAST if name == "fast" else SLOW,
+            roofline=Roofline(replace(Physics(), gemm_area=0.0, gemm_depth=0.0), MEGATRON, "fp16"),
+            inside=LINK,
+            forward_s={layer.name: {size: times(layer.name, size) for size in (1, 2)} for layer in layers},
+        )
+        for name, times in forward_s.items()
+    }
+    return MeasuredLayers(workload=workload, devices=devices)
+
+
+def forward(op_times, layer, device, micro_batch_size=1.0, tensor_parallel_size=1.0):
+    times = op_times(
+        layer,
+        device,
+        tensor_parallel_size=tensor_parallel_size,
+        micro_batch_size=micro_batch_size,
+        start=0.0,
+        end=float(TOKENS),
+    )
+    return times.forward, times.input_gradient + times.weight_gradient
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_was_measured_is_predicted(size):
+    layers = (block("a"), block("b"))
+    op_times = measured(layers, fast=lambda name, tp: 4e-3 + tp * 1e-4, slow=lambda name, tp: 7e-3 + tp * 1e-4)
+    for layer in layers:
+        assert forward(op_times, layer, FAST, 1.0, float(size))[0] == pytest.approx(4e-3 + size * 1e-4)
+        assert forward(op_times, layer, SLOW, 1.0, float(size))[0] == pytest.approx(7e-3 + size * 1e-4)
+
+
+def test_a_launch_bound_forward_takes_more_sequences_for_nothing():
+    layer = block("a")
+    op_times = measured((layer,), fast=lambda name, tp: 20e-3)
+    assert forward(op_times, layer, FAST, 2.0)[0] < 1.01 * 20e-3
+    assert forward(op_times, layer, FAST, 1.0)[1] < 1.01 * 20e-3
+
+
+def test_a_device_bound_forward_grows_in_proportion():
+    # The other device shows that launching takes 1 ms at most.
+    layer = block("a")
+    op_times = measured((layer,), fast=lambda name, tp: 1e-3, slow=lambda name, tp: 20e-3)
+    once, many = forward(op_times, layer, SLOW, 1.0)[0], forward(op_times, layer, SLOW, 8.0)[0]
+    assert many == pytest.approx(8 * once, rel=0.01)
+    assert 1.3 * once < forward(op_times, layer, SLOW, 1.0)[1] < 2.1 * once
+
+
+def test_many_sequences_end_every_launch_bound():
+    layer = block("a")
+    op_times = measured((layer,), fast=lambda name, tp: 5e-3, slow=lambda name, tp: 5e-3)
+    large = [forward(op_times, layer, FAST, size)[0] / size for size in (1e4, 2e4)]
+    assert large[0] == pytest.approx(large[1], rel=1e-3)
+
+
+def test_what_a_roofline_misses_on_one_device_it_misses_on_the_other():
+    layer = block("a")
+    known = measured((layer,), fast=lambda name, tp: 2e-3, slow=lambda name, tp: 20e-3)
+    alone = measured((layer,), fast=lambda name, tp: 2e-3)
+    assert forward(known, layer, FAST, 64.0)[0] > 2 * forward(alone, layer, FAST, 64.0)[0]
+
+
+def test_reductions_grow_with_the_micro_batch_and_launches_do_not():
+    layer = block("a")
+    op_times = measured((layer,), fast=lambda name, tp: 2e-3)
+    num_bytes = 2 * 1000 * TOKENS * 512
+    # One reduction in the forward, of 1,000 sequences over a slow link: 2 (n - 1)/n of the bytes.
+    reduced = num_bytes / (LINK.bandwidth * Physics().inside_efficiency)
+    assert forward(op_times, layer, FAST, 1000.0, 2.0)[0] > reduced
+
+
+def test_a_layer_whose_matrices_are_whole_is_computed_by_every_rank():
+    whole, divided = block("a", ("none", "none")), block("b")
+    slow = measured((whole, divided), fast=lambda name, tp: 1e-3, slow=lambda name, tp: 20e-3)
+    both = [forward(slow, layer, SLOW, 16.0, 2.0)[0] for layer in (whole, divided)]
+    assert both[0] == pytest.approx(forward(slow, whole, SLOW, 16.0, 1.0)[0], rel=0.05)
+    assert both[1] < 0.75 * both[0]
+
+
+def test_the_loss_comes_on_top_of_the_head():
+    # The profile ends with the logits.
+    layer = head("head")
+    op_times = measured((layer,), fast=lambda name, tp: 1e-3 / tp)
+    without_loss = measured((replace(layer, kind="other"),), fast=lambda name, tp: 1e-3 / tp)
+    assert forward(op_times, layer, FAST)[0] > forward(without_loss, replace(layer, kind="other"), FAST)[0]
+
+
+def test_a_layer_without_any_shape_is_scaled_as_it_was_measured():
+    view = Layer(name="view", kind="other", tokens=TOKENS, hidden_size=512, parameters=0)
+    copy = replace(view, name="copy")
+    op_times = measured((view, copy), fast=lambda name, tp: 1e-5 if name == "view" else 1e-3)
+    assert forward(op_times, copy, FAST, 10.0)[0] == pytest.approx(10e-3, rel=0.01)
+
+
+def test_grids_are_priced_as_numbers_are():
+    layer = block("a")
+    op_times = measured((layer,), fast=lambda name, tp: 2e-3 * tp, slow=lambda name, tp: 9e-3)
+    sizes, tensors = np.array([1.0, 2.0, 8.0]), np.array([[1.0], [2.0]])
+    times = op_times(
+        layer, SLOW, tensor_parallel_size=tensors, micro_batch_size=sizes, start=0.0, end=float(TOKENS)
+    )
+    for row, tensor in enumerate((1.0, 2.0)):
+        for column, size in enumerate(sizes):
+            assert times.forward[row, column] == pytest.approx(forward(op_times, layer, SLOW, size, tensor)[0])
+
+
+def test_hidden_and_without_are_inverse():
+    assert without(float(hidden(3.0, 2.0)), 2.0) == pytest.approx(3.0)
+    assert without(1.0, 5.0) == 0.0
+    assert hidden(0.0, 0.0) == 0.0
+
+
+def test_what_was_not_measured_is_refused():
+    layer = block("a")
+    op_times = measured((layer,), fast=lambda name, tp: 2e-3)
+    with pytest.raises(DataError, match="no profile of slow: the profiles are of fast"):
+        forward(op_times, layer, SLOW)
+    with pytest.raises(DataError, match="'a' was not measured with tensor-parallel size 8: choose among 1, 2"):
+        forward(op_times, layer, FAST, 1.0, 8.0)
+    other = Workload(name="w", layers=(block("b"),), seq_length=TOKENS, first_dealt=0, end_dealt=1)
+    with pytest.raises(DataError, match="layer 'b' has no time"):
+        MeasuredLayers(workload=other, devices=op_times.devices)

@@ -1,0 +1,61 @@
+"""Small models and clusters, and strategies drawn from a space, for tests of the search."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.search.cluster import Cluster, Device, Link, Node
+from megatron_terapipe.search.space import Choices, Funnel, Problem, all_choices, legal_blocks
+from megatron_terapipe.search.space.choices import SOLVED
+from megatron_terapipe.search.workload.gpt import gpt_workload
+from megatron_terapipe.strategy import Strategy
+
+FAST = Device(name="fast", memory_bytes=40e9, memory_bandwidth=1.5e12, half_flops=300e12, single_flops=20e12)
+SLOW = Device(name="slow", memory_bytes=16e9, memory_bandwidth=0.9e12, half_flops=120e12, single_flops=15e12)
+
+
+def small_model(num_layers: int = 6, seq_length: int = 512) -> ModelConfig:
+    return ModelConfig(
+        num_layers=num_layers, hidden_size=1024, num_attention_heads=8, seq_length=seq_length, vocab_size=32000
+    )
+
+
+def node(name: str, device: Device = FAST, num_devices: int = 2, network: float = 12e9) -> Node:
+    return Node(
+        name=name,
+        device=device,
+        num_devices=num_devices,
+        inside=Link(bandwidth=200e9, latency_s=3e-6),
+        network=Link(bandwidth=network, latency_s=8e-6),
+    )
+
+
+def small_cluster(num_nodes: int = 2, device: Device = FAST, num_devices: int = 2) -> Cluster:
+    return Cluster(nodes=tuple(node(f"host{index}", device, num_devices) for index in range(num_nodes)))
+
+
+def mixed_cluster() -> Cluster:
+    return Cluster(nodes=(node("a", FAST), node("b", SLOW, network=3e9), node("c", FAST), node("d", SLOW, network=3e9)))
+
+
+def small_problem(cluster: Cluster | None = None, global_batch_size: int = 8, **model: int) -> Problem:
+    return Problem(
+        workload=gpt_workload(small_model(**model)),
+        cluster=cluster or small_cluster(),
+        global_batch_size=global_batch_size,
+    )
+
+
+def drawn(problem: Problem, number: int, seed: int, choices: Choices | None = None) -> Iterator[Strategy]:
+    """Legal strategies of a space, without those whose stages are yet to be solved."""
+    rng = random.Random(seed)
+    blocks = list(legal_blocks(problem, choices or all_choices(problem), Funnel()))
+    for _ in range(number):
+        legal = rng.choice(blocks)
+        places = np.flatnonzero(legal.legal)
+        place = np.unravel_index(rng.choice(places.tolist()), legal.block.shape)
+        if legal.block.partition[int(place[1])] == SOLVED:
+            place = (place[0], 0, *place[2:])
+        yield legal.block.strategy([int(each) for each in place], problem)

@@ -1,0 +1,73 @@
+"""What the space calls legal, the trainer takes; what it rejects, the trainer refuses."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_terapipe.config.precision import PrecisionConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
+from megatron_terapipe.search.space.rules import TRAINER_RULES
+from megatron_terapipe.search.space.walk import broken_rule
+from megatron_terapipe.strategy import Strategy
+from tests.search.problems import drawn, small_cluster, small_problem
+
+
+def trains(strategy: Strategy, problem, **sections) -> bool:
+    try:
+        strategy.check_trainable(problem.workload.config, **sections)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_trainer_takes_what_is_legal(seed: int) -> None:
+    problem = small_problem(small_cluster(num_nodes=2, num_devices=4), global_batch_size=24, num_layers=7 + seed)
+    for strategy in drawn(problem, 60, seed):
+        assert broken_rule(strategy, problem) is None
+        strategy.check_trainable(problem.workload.config)
+
+
+REFUSED = {
+    "heads": dict(tensor_parallel_size=16),
+    "layers": dict(pipeline_parallel_size=8),
+    "model chunks": dict(num_model_chunks=2),
+    "more model chunks than layers": dict(num_model_chunks=4, pipeline_parallel_size=2, schedule="interleaved"),
+    "token slices": dict(num_token_slices=1024),
+    "token slices that do not cover": dict(num_token_slices=2, token_slices=(256, 255)),
+    "sequence parallel": dict(
+        num_token_slices=2, token_slices=(255, 257), sequence_parallel=True, tensor_parallel_size=2
+    ),
+    "bounds": dict(pipeline_parallel_size=2, stage_partition=(0, 4, 7)),
+    "number of bounds": dict(pipeline_parallel_size=2, stage_partition=(0, 2, 4, 6)),
+    "zero": dict(zero_stage=2),
+    "recompute": dict(recompute="blocks"),
+    "schedule": dict(schedule="dualpipe"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_trainer_refuses_what_a_rule_rejects(name: str) -> None:
+    problem = small_problem(small_cluster(num_nodes=16))
+    strategy = Strategy(global_batch_size=8, **REFUSED[name])
+    reason = broken_rule(strategy, problem)
+    assert reason is not None and len(reason) > 20
+    assert not trains(strategy, problem)
+
+
+def test_the_loss_scale_of_fp16() -> None:
+    problem = replace(small_problem(), precision="fp16")
+    strategy = Strategy(data_parallel_size=2, zero_stage=0)
+    assert "fp16" in str(broken_rule(strategy, problem))
+    assert not trains(strategy, problem, precision=PrecisionConfig(fp16=True))
+    assert broken_rule(replace(strategy, zero_stage=1), problem) is None
+
+
+def test_ranks_fit_the_devices() -> None:
+    assert "8 ranks, but the cluster has 4 devices" in str(broken_rule(Strategy(data_parallel_size=8), small_problem()))
+
+
+def test_rules_have_names_of_their_own() -> None:
+    names = [rule.name for rule in (*TRAINER_RULES, *DUPLICATE_RULES)]
+    assert len(set(names)) == len(names)
