@@ -83,7 +83,7 @@ class DeepSpeedCosts(CostModel):
         breakdown = TimeBreakdown(
             compute_s=micro_batches * float(computing[busiest]),
             tensor_parallel_s=0.0,
-            bubble_s=makespan - micro_batches * float(busy[busiest]),
+            bubble_s=max(makespan - micro_batches * float(busy[busiest]), 0.0),
             transfer_s=micro_batches * float(busy[busiest] - computing[busiest]),
             gradient_reduction_s=max(float(step.gradient_reduction) for step in steps),
             shared_weight_s=max(float(step.shared_weight) for step in steps),
@@ -131,7 +131,9 @@ class DeepSpeedCosts(CostModel):
             return known
         groups = self.groups(strategy)
         layers = self.workload.layers
-        activation = self.element_bytes * strategy.micro_batch_size * np.array([each.output_elements for each in layers])
+        activation = (
+            self.element_bytes * strategy.micro_batch_size * np.array([each.output_elements for each in layers])
+        )
         mask = self.element_bytes * np.array([each.extra_output_elements for each in layers])
         boundaries = slice(0, ranks - 1), None
         link = {

@@ -1,9 +1,12 @@
 """Stage partitions: the best one of our solver, and AMP's, which has its own idea of what a stage costs."""
 
+from itertools import pairwise
+
 import numpy as np
 
 from deepspeed_ext.plan.partition import StagePartition
 from examples.amp.deepspeed_costs import DeepSpeedCosts
+from megatron_terapipe.search.cost.measured_layers import MeasuredLayers
 from megatron_terapipe.search.solve.stages import SolvedPartition, best_partition, solve
 from megatron_terapipe.search.solve.stages_times import Numbers, StageTimes, stage_times
 from megatron_terapipe.strategy import Strategy
@@ -13,10 +16,11 @@ CAPS = 4
 
 
 def candidate_partitions(costs: DeepSpeedCosts, strategy: Strategy) -> list[StagePartition]:
-    """Partitions of which one is the best: exact for the pipeline, under several limits on parameters of a stage.
+    """Partitions of which one is the best: each is exact, for another view of what lies outside stages.
 
-    Gradients are reduced when the pipeline is empty, by the stage with most parameters, which is no sum over stages:
-    limits on it, from none to the tightest there is, turn it into one.
+    Messages hide under other micro-batches in part: they are counted once as if all did, and once as if none. Gradients
+    are reduced when the pipeline is empty, by the stage with most parameters, which is no sum over stages: limits on
+    it, from none to the tightest there is, turn it into one.
     """
     num_stages, num_layers = strategy.pipeline_parallel_size, len(costs.workload.layers)
     if num_stages == 1:
@@ -24,21 +28,24 @@ def candidate_partitions(costs: DeepSpeedCosts, strategy: Strategy) -> list[Stag
     messages = costs.messages_s(strategy)
     cuts = np.zeros((num_stages - 1, num_layers + 1))
     cuts[:, 1:] = messages.there + messages.back
-    forward, backward = costs.layer_times_s(strategy)
-    times = stage_times(forward + backward, num_stages, cut_times_s=cuts, blocking=True)
-    sizes = [float(layer.parameters) for layer in costs.workload.layers]
-    found = [solve(times, strategy.num_micro_batches).partition]
+    layers = np.add(*costs.layer_times_s(strategy))
+    hidden, exposed = (stage_times(layers, num_stages, cut_times_s=cuts, blocking=each) for each in (False, True))
+    found = [solve(times, strategy.num_micro_batches).partition for times in (hidden, exposed)]
     if strategy.data_parallel_size > 1:
-        held = np.array([sum(sizes[i] for i in found[0].layers(stage)) for stage in range(num_stages)])
-        balanced = StagePartition.balanced(sizes, num_stages)
-        tightest = max(sum(sizes[i] for i in balanced.layers(stage)) for stage in range(num_stages))
+        sizes = np.array([float(layer.parameters) for layer in costs.workload.layers])
         before = np.concatenate([[0.0], np.cumsum(sizes)])
         of_run = before[None, :] - before[:, None]
-        for cap in np.linspace(tightest, held.max(), CAPS, endpoint=False):
-            allowed = of_run[None] <= cap * (1 + 1e-9)
-            limited = StageTimes(np.where(allowed, times.period_s, np.inf), np.where(allowed, times.fill_s, np.inf))
+        tightest = _most(of_run, StagePartition.balanced(sizes.tolist(), num_stages))
+        for cap in np.linspace(tightest, _most(of_run, found[0]), CAPS, endpoint=False):
+            within = of_run[None] <= cap * (1 + 1e-9)
+            limited = StageTimes(np.where(within, hidden.period_s, np.inf), np.where(within, hidden.fill_s, np.inf))
             found.append(solve(limited, strategy.num_micro_batches).partition)
     return list(dict.fromkeys(found))
+
+
+def _most(of_run: Numbers, partition: StagePartition) -> float:
+    """Parameters of the stage with most of them."""
+    return float(max(of_run[first, end] for first, end in pairwise(partition.bounds)))
 
 
 def amp_partition(
@@ -53,3 +60,29 @@ def amp_partition(
         num_micro_batches: M; with one AMP deals layers evenly, which is what M = 2 comes to.
     """
     return best_partition(layer_times_s, num_stages, max(num_micro_batches, 2), cut_times_s=cut_times_s)
+
+
+def partition_of_amp(costs: DeepSpeedCosts, strategy: Strategy) -> StagePartition:
+    """The partition that AMP chooses, but for those that its solver misses (`src/pipe.py`, `src/cost_*.py`).
+
+    AMP takes the mean of the profiles over all devices, three forwards for both passes, and as much for a cut wherever
+    it is, so that cuts play no part. It deals the layers that compute; the others go with the one before them. With one
+    micro-batch it deals transformer layers evenly.
+    """
+    num_stages, workload, op_times = strategy.pipeline_parallel_size, costs.workload, costs.op_times
+    assert isinstance(op_times, MeasuredLayers)
+    blocks = [index for index, layer in enumerate(workload.layers) if layer.kind == "block"]
+    uneven = any(workload.layers[index].tokens != workload.layers[blocks[0]].tokens for index in blocks)
+    work = [0, *blocks] if uneven else list(range(len(workload.layers)))
+    if strategy.num_micro_batches == 1:
+        even = StagePartition.uniform(len(blocks), num_stages).bounds
+        inner = [blocks[bound] for bound in even[1:-1]]
+    else:
+        names = [node.device.name for node in costs.cluster.nodes for _ in range(node.num_devices)]
+        size = strategy.tensor_parallel_size
+        times = np.array(
+            [[op_times.devices[name].forward_s[workload.layers[index].name][size] for index in work] for name in names]
+        )
+        solved = amp_partition(times.mean(axis=0), np.zeros(len(work) + 1), num_stages, strategy.num_micro_batches)
+        inner = [work[bound - 1] + 1 for bound in solved.partition.bounds[1:-1]]
+    return StagePartition((0, *inner, len(workload.layers)))

@@ -4,8 +4,8 @@
 
 EXPERIMENT is homogeneous, het_cluster or het_model. DIR is a checkout of github.com/DachengLi1/AMP, of which only
 `src/known_cost/*.npy` is read. Without --strategies all of AMP's space is searched, each strategy with the stage
-partition that our solver finds. With it every line is predicted, in the order of the file; a stage partition counts
-AMP's own 30 or 56 pipeline layers.
+partition that our solver finds. With it every line is predicted, in the order of the file. A stage partition counts
+AMP's own 30 or 56 pipeline layers; a line without one gets the one that AMP chooses.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from examples.amp.experiments import EXPERIMENTS, Experiment
-from examples.amp.search import Priced, price, ranked, search
+from examples.amp.search import Priced, price, ranked, search, with_partition_of_amp
 from examples.amp.strategies import read_strategies
-from deepspeed_ext.plan.errors import UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         experiment = EXPERIMENTS[options.experiment]
         started = time.perf_counter()
-        _load_player()
+        load_player()
         ready = time.perf_counter()
         priced = _priced(experiment, options)
         seconds = ready - started, time.perf_counter() - ready
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _load_player() -> None:
+def load_player() -> None:
     """Numba loads the simulator's compiled code when it first plays: no part of any search."""
     shape = PipelineShape(2, 2)
     CompiledOrders.of_schedule(schedule_named("1f1b"), shape).play(OpCosts.uniform(shape))
@@ -58,7 +58,7 @@ def _priced(experiment: Experiment, options: argparse.Namespace) -> list[Priced]
         return search(experiment, pricing)
     lines = read_strategies(options.strategies, experiment.global_batch_size)
     priced = [
-        replace(price(pricing, strategy, given_partition=given), index=index)
+        replace(price(pricing, strategy if given else with_partition_of_amp(pricing, strategy)), index=index)
         for index, (strategy, given) in enumerate(lines)
     ]
     return sorted(ranked(priced), key=lambda each: each.index)

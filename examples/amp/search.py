@@ -7,7 +7,7 @@ from typing import Any
 from deepspeed_ext.plan.errors import PlanError
 from examples.amp.deepspeed_costs import DeepSpeedCosts
 from examples.amp.experiments import TENSOR_PARALLEL_SIZES, Experiment
-from examples.amp.partitions import candidate_partitions
+from examples.amp.partitions import candidate_partitions, partition_of_amp
 from megatron_terapipe.errors import ConfigError, DataError
 from megatron_terapipe.search.prediction import Prediction
 from megatron_terapipe.search.pricing import Pricing
@@ -52,12 +52,25 @@ def price(pricing: Pricing, strategy: Strategy, *, given_partition: bool = True)
         strategy: what to price.
         given_partition: whether its stage partition is to be kept; else the best one is found.
     """
+    fixed = _what_is_fixed(strategy)
+    if fixed:
+        return Priced(strategy=strategy, prediction=None, reason=fixed)
     try:
         if given_partition:
             return _priced(pricing, strategy)
         return _with_best_partition(pricing, strategy)
     except (ConfigError, DataError, PlanError) as error:
         return Priced(strategy=strategy, prediction=None, reason=str(error))
+
+
+def with_partition_of_amp(pricing: Pricing, strategy: Strategy) -> Strategy:
+    """The strategy with the stage partition that AMP chooses; as it is where it has too few layers or devices."""
+    costs = pricing.cost_model
+    assert isinstance(costs, DeepSpeedCosts)
+    try:
+        return replace(strategy, stage_partition=partition_of_amp(costs, strategy).bounds)
+    except (ConfigError, PlanError, KeyError):
+        return strategy
 
 
 def search(experiment: Experiment, pricing: Pricing) -> list[Priced]:
@@ -91,6 +104,21 @@ def ranked(priced: list[Priced]) -> list[Priced]:
         return missing, bool(each.reason), 0.0 if each.prediction is None else each.prediction.iteration_time_s
 
     return [replace(each, rank=rank) for rank, each in enumerate(sorted(priced, key=key), 1)]
+
+
+def _what_is_fixed(strategy: Strategy) -> str:
+    """Why DeepSpeed 0.3.13 as AMP used it cannot run a strategy; empty = it can."""
+    for name, only in (
+        ("num_model_chunks", 1),
+        ("num_token_slices", 1),
+        ("recompute", "none"),
+        ("sequence_parallel", False),
+        ("schedule", "1f1b"),
+    ):
+        value = getattr(strategy, name)
+        if value != only:
+            return f"strategy: {name} {value!r} is not what AMP's trials ran: use {only!r}, or `search predict`"
+    return ""
 
 
 def _with_best_partition(pricing: Pricing, strategy: Strategy) -> Priced:

@@ -2,7 +2,8 @@
 
 The code differs from today's trainer in facts, not in speeds: attention writes its scores out and computes those that
 it masks; a message starts once the op behind it is done and is waited for; only one tensor-parallel rank sends, whose
-message is then handed on inside the node; gradients are reduced in fp16 after the last backward.
+message is then handed on inside the node; each token slice makes gradients of its own, which are then added; they are
+reduced in fp16 after the last backward.
 
 Four figures say what of the data sheets is reached. None was fitted to a published time of an iteration:
 
@@ -24,7 +25,7 @@ from megatron_terapipe.search.cluster.library import device, machine
 from megatron_terapipe.search.cost.model import CostModel
 from megatron_terapipe.search.cost.op_times import Grid, LayerTimes
 from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.cost.roofline import Roofline
+from megatron_terapipe.search.cost.roofline import ACCUMULATION_BYTES, Roofline
 from megatron_terapipe.search.software import MEGATRON
 from megatron_terapipe.search.workload import Workload
 from megatron_terapipe.search.workload.layer import Attention, Layer, Product
@@ -32,6 +33,10 @@ from megatron_terapipe.strategy import Strategy
 
 LAYER_LAUNCH_S = 1.45e-3
 """Host time of one layer's forward, and of its backward."""
+
+ADDING_BYTES = 6
+"""Bytes that each token slice moves to add one weight's gradient to the sum, in fp16: both are read, the sum is
+written. That the product writes the gradient is part of the product."""
 
 PHYSICS = replace(
     Physics(),
@@ -91,8 +96,11 @@ class LaunchedLayers:
             recompute=recompute,
             sequence_parallel=sequence_parallel,
         )
+        weights = sum(product.weights for product in layer.products) / tensor_parallel_size
+        reached = device.memory_bandwidth * self.roofline.physics.memory_efficiency
+        weight_gradient = times.weight_gradient - (ACCUMULATION_BYTES - ADDING_BYTES) * weights / reached
         half = LAYER_LAUNCH_S / 2
-        return LayerTimes(times.forward, times.input_gradient, times.weight_gradient, LAYER_LAUNCH_S, half, half)
+        return LayerTimes(times.forward, times.input_gradient, weight_gradient, LAYER_LAUNCH_S, half, half)
 
 
 def cluster_of(setting: Setting) -> Cluster:

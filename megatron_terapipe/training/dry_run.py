@@ -26,10 +26,10 @@ def dry_run_lines(run: Run) -> list[str]:
 
 def _stages(run: Run) -> str:
     parallel, num_layers = run.config.parallel, run.config.model.num_layers
-    chunks = f", {parallel.num_model_chunks} on each pipeline rank" if parallel.num_model_chunks > 1 else ""
+    several = f", {parallel.num_model_chunks} on each pipeline rank" if parallel.num_model_chunks > 1 else ""
     if parallel.stage_partition == "parameters":
         dealt = "as many parameters for each"
     else:
         bounds = parallel.stage_bounds() or parallel.uniform_stages(num_layers)
         dealt = f"transformer layers {bounds}"
-    return f"{parallel.num_stages}{chunks}: {dealt}"
+    return f"{parallel.num_stages}{several}: {dealt}"

@@ -40,7 +40,8 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "model.json").write_text(json.dumps(MODEL))
     (folder / "cluster.json").write_text(json.dumps(CLUSTER))
     sizes = ("--micro-batch-size", "1", "--num-token-slices", "1,2", "--tensor-parallel-size", "1")
-    search(folder, "measure", "model.json", *sizes, "--budget-s", "1", "--json", "profile.json")
+    # One process, because what two tell each other is tested elsewhere.
+    search(folder, "measure", "model.json", *sizes, "--num-processes", "1", "--budget-s", "1", "--json", "profile.json")
     profile = ("--profile", "profile.json", "--global-batch-size", "4", "--pipeline-parallel-size", "2")
     printed = search(
         folder, "rank", "model.json", "cluster.json", *profile, "--num-token-slices", "2", "--output", "plan"
@@ -71,8 +72,10 @@ def test_the_command_that_a_search_prints_trains(searched: tuple[Path, str]) -> 
 
 def test_trials_are_run_recorded_and_not_repeated(searched: tuple[Path, str]) -> None:
     folder, _ = searched
+    ranked = json.loads((folder / "plan" / "ranking.json").read_text())
+    (folder / "strategies.jsonl").write_text(json.dumps(ranked[0]) + "\n")
     words = ["trial", "model.json", "cluster.json", "--profile", "profile.json", "--global-batch-size", "4"]
-    words += ["--pipeline-parallel-size", "2", "--num-token-slices", "2", "--top", "1", "--iterations", "3"]
+    words += ["--strategies", "strategies.jsonl", "--iterations", "3"]
     first = search(folder, *words)
     (trial,) = read_trials(folder / "trials.jsonl")
     assert trial.software.name == "terapipe"

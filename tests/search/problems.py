@@ -16,9 +16,9 @@ FAST = Device(name="fast", memory_bytes=40e9, memory_bandwidth=1.5e12, half_flop
 SLOW = Device(name="slow", memory_bytes=16e9, memory_bandwidth=0.9e12, half_flops=120e12, single_flops=15e12)
 
 
-def small_model(num_layers: int = 6, seq_length: int = 512) -> ModelConfig:
+def small_model(num_layers: int = 6, seq_length: int = 512, hidden_size: int = 1024) -> ModelConfig:
     return ModelConfig(
-        num_layers=num_layers, hidden_size=1024, num_attention_heads=8, seq_length=seq_length, vocab_size=32000
+        num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=8, seq_length=seq_length, vocab_size=32000
     )
 
 

@@ -72,6 +72,11 @@ def test_a_command_reads_its_flags(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     cluster = str(ROOT / "examples" / "clusters" / "p3.16xlarge-48.yaml")
     assert main(["rank", "gpt3-13b", cluster, "--seq-length", "1024"]) == 0
     assert capsys.readouterr().out == "40x5120 1024 384 fp16 0\n"
+    by_flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32".split()
+    assert main(["rank", "-", cluster, *by_flags]) == 0
+    assert capsys.readouterr().out == "2x64 32 384 fp16 0\n"
+    assert main(["rank", "-", cluster, *by_flags[2:]]) == 2
+    assert capsys.readouterr().err == "error: MODEL -: num_layers must be given: add it\n"
     assert main(["rank", "gpt3-13b", cluster, "--precision", "fp8"]) == 2
     assert "--precision" in capsys.readouterr().err
     assert main(["rank", "gpt3-13b", cluster, "--seq-len", "8"]) == 2
@@ -91,3 +96,20 @@ def test_the_command_line(words: list[str]) -> None:
         [sys.executable, "-m", "megatron_terapipe.search", *words], cwd=ROOT, capture_output=True, text=True
     )
     assert result.returncode == (0 if words else 2)
+
+
+def test_help_of_every_command_needs_no_torch() -> None:
+    # One interpreter for all of them: what one command imports lazily, another must not import at once.
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from megatron_terapipe.search.__main__ import main\n"
+        f"for name in {list(frame.COMMANDS)!r}:\n"
+        "    try:\n"
+        "        main([name, '--help'])\n"
+        "    except SystemExit as ended:\n"
+        "        assert ended.code == 0, name\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    result = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
+    assert not set(result.stdout.splitlines()[-1].split()) & {"torch", "deepspeed", "pyarrow"}
+    assert result.stdout.count("usage: ") == len(frame.COMMANDS)

@@ -7,6 +7,7 @@ from megatron_terapipe.search.calibrate.fit import fit
 from megatron_terapipe.search.calibrate.intervals import Intervals, conformal, uncalibrated
 from megatron_terapipe.search.calibrate.memory_fit import fit_memory
 from megatron_terapipe.search.calibrate.sample import Sample
+from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.memory.physics import MemoryPhysics
 from megatron_terapipe.search.trials.trial import Trial
@@ -19,6 +20,7 @@ class Calibration:
     Attributes:
         source: who measured the trials; empty = nobody did, these are the defaults.
         device: kinds of devices that they ran on.
+        several_nodes: whether on several nodes; None = some on one and some on several.
         physics: of time; None = the defaults of the devices.
         memory_physics: of memory; None = the defaults of the devices.
         intervals: of predicted times.
@@ -29,6 +31,7 @@ class Calibration:
 
     source: str = ""
     device: str = ""
+    several_nodes: bool | None = None
     physics: Physics | None = None
     memory_physics: MemoryPhysics | None = None
     intervals: Intervals
@@ -42,20 +45,28 @@ def no_calibration() -> Calibration:
     return Calibration(intervals=uncalibrated())
 
 
-def calibrate(trials: Sequence[Trial]) -> Calibration:
+def on_several_nodes(cluster: Cluster) -> bool:
+    """Whether ranks of a cluster can be on different nodes."""
+    return len(cluster.nodes) > 1
+
+
+def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = None) -> Calibration:
     """Fit everything that trials of one cluster say.
 
     Args:
         trials: at least one; they may be of several models, layouts and groups.
+        memory_trials: those that memory is fitted to; None = the same.
     """
     fitted = fit(trials)
     sample = Sample.of(trials)
-    memory = fit_memory(trials)
+    memory = fit_memory(trials if memory_trials is None else memory_trials)
     intervals = uncalibrated()
     if len(sample):
         errors = sample.errors(fitted.physics, sample.simulated_ratio(fitted.physics))
         intervals = conformal(fitted, sample, errors)
+    spreads = {on_several_nodes(one.cluster) for one in trials}
     return Calibration(
+        several_nodes=spreads.pop() if len(spreads) == 1 else None,
         source=", ".join(sorted({one.source for one in trials})),
         device=", ".join(sorted({one.device for one in trials})),
         physics=fitted.physics,

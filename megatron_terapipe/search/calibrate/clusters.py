@@ -1,13 +1,23 @@
 """One calibration for each cluster that trials are of: what one cluster reaches of its data sheets, another may not.
 
-A cluster is a source and its kinds of devices: links, drivers and libraries differ from site to site. Trials that name
-no source are of whichever cluster they are used for. What nobody calibrated keeps the defaults.
+A cluster is a source and its kinds of devices: links, drivers and libraries differ from site to site. Times on one node
+and on several are calibrated apart where there are enough of either, since hundreds of the one would outvote a few of
+the other, and say nothing of the network. Trials that name no source are of whichever cluster they are used for. What
+nobody calibrated keeps the defaults.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
-from megatron_terapipe.search.calibrate.calibration import Calibration, calibrate, no_calibration
+from megatron_terapipe.search.calibrate.calibration import (
+    Calibration,
+    calibrate,
+    no_calibration,
+    on_several_nodes,
+)
 from megatron_terapipe.search.trials.trial import Trial
+
+ENOUGH = 8
+"""Trials on one node, or on several, from which on they are calibrated apart."""
 
 Progress = Callable[[str], None]
 
@@ -26,29 +36,46 @@ class Calibrations:
     ) -> None:
         self._trials = list(trials)
         self._ready = list(ready)
-        self._found: dict[tuple[str, str], Calibration] = {}
+        self._found: dict[tuple[str, str, bool], Calibration] = {}
         self._progress = progress
         self._none = no_calibration()
 
-    def of(self, source: str, device: str) -> Calibration:
-        """The calibration for a source and its devices; `source` is empty where nobody is known."""
-        key = source, device
+    def of(self, source: str, device: str, several_nodes: bool) -> Calibration:
+        """The calibration of a cluster.
+
+        Args:
+            source: who measures; empty where nobody is known.
+            device: kinds of devices.
+            several_nodes: whether there is more than one node.
+        """
+        key = source, device, several_nodes
         if key not in self._found:
-            self._found[key] = self._fit(source, device)
+            self._found[key] = self._fit(*key)
         return self._found[key]
+
+    def of_trial(self, trial: Trial) -> Calibration:
+        """The calibration of the cluster of a trial."""
+        return self.of(trial.source, trial.device, on_several_nodes(trial.cluster))
 
     def fitted(self) -> list[Calibration]:
         """One for each cluster that the trials are of, and those that were read."""
-        clusters = dict.fromkeys((one.source, one.device) for one in self._trials)
+        clusters = dict.fromkeys((one.source, one.device, on_several_nodes(one.cluster)) for one in self._trials)
         return [*self._ready, *(self.of(*cluster) for cluster in clusters)]
 
-    def _fit(self, source: str, device: str) -> Calibration:
+    def _fit(self, source: str, device: str, several_nodes: bool) -> Calibration:
         trials = [one for one in self._trials if one.device == device and _same(one.source, source)]
         if not trials:
-            ready = [one for one in self._ready if one.device == device and _same(one.source, source)]
-            return ready[0] if len(ready) == 1 else self._none
-        self._progress(f"calibrating on {len(trials)} trials of {trials[0].source or trials[0].path} ({device})")
-        return calibrate(trials)
+            return self._choose(source, device, several_nodes)
+        alike = [one for one in trials if on_several_nodes(one.cluster) == several_nodes]
+        chosen = alike if len(alike) >= ENOUGH else trials
+        self._progress(f"calibrating on {len(chosen)} trials of {chosen[0].source or chosen[0].path} ({device})")
+        return calibrate(chosen, trials)
+
+    def _choose(self, source: str, device: str, several_nodes: bool) -> Calibration:
+        """The one that was read from a file for such a cluster, if there is one and no other."""
+        ready = [one for one in self._ready if one.device == device and _same(one.source, source)]
+        alike = [one for one in ready if one.several_nodes in (several_nodes, None)] or ready
+        return alike[0] if len(alike) == 1 else self._none
 
 
 def _same(source: str, wanted: str) -> bool:

@@ -23,7 +23,14 @@ from megatron_terapipe.strategy import Strategy
 Floats = NDArray[np.float64]
 
 
-def propose(slopes: Floats, covariance: Floats, residual_sd: float, num_trials: int) -> list[int]:
+MISFIT_SHARE = 0.1
+"""Part of a strategy's variance that right constants would leave: where they matter most, formulas are least exact, and
+a design that trusts them there chooses nothing but extremes."""
+
+
+def propose(
+    slopes: Floats, covariance: Floats, residual_sd: float, num_trials: int, misfit_share: float = MISFIT_SHARE
+) -> list[int]:
     """Choose trials one after the other; the first ones teach most.
 
     Args:
@@ -31,21 +38,23 @@ def propose(slopes: Floats, covariance: Floats, residual_sd: float, num_trials: 
         covariance: [p, p] of the constants' logarithms before.
         residual_sd: standard deviation of log(measured / predicted) that right constants leave.
         num_trials: how many are wanted; a candidate is chosen once.
+        misfit_share: part of each candidate's variance before, that no trial takes away.
 
     Returns:
         Indices of the candidates.
     """
     covariance = covariance.copy()
+    noise = residual_sd**2 + misfit_share * np.einsum("np,pq,nq->n", slopes, covariance, slopes)
     chosen: list[int] = []
     for _ in range(min(num_trials, len(slopes))):
         moved = slopes @ covariance
         variances = np.einsum("np,np->n", moved, slopes)
         # Row i: how much a trial of i takes off the variance of each candidate.
-        taken = ((moved @ slopes.T) ** 2 / (residual_sd**2 + variances)[:, None]).mean(axis=1)
+        taken = ((moved @ slopes.T) ** 2 / (noise + variances)[:, None]).mean(axis=1)
         taken[chosen] = -1.0
         best = int(np.argmax(taken))
         chosen.append(best)
-        covariance -= np.outer(moved[best], moved[best]) / (residual_sd**2 + variances[best])
+        covariance -= np.outer(moved[best], moved[best]) / (noise[best] + variances[best])
     return chosen
 
 

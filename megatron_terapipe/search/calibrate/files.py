@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.calibrate.calibration import Calibration
+from megatron_terapipe.search.calibrate.calibration import Calibration, on_several_nodes
 from megatron_terapipe.search.calibrate.clusters import Calibrations
 from megatron_terapipe.search.calibrate.intervals import Intervals
 from megatron_terapipe.search.cluster import Cluster
@@ -66,11 +66,11 @@ def calibrated(cluster: Cluster, path: str) -> Calibration:
         trials = read_trials(path)
         known = sorted({one.device for one in trials})
         # All trials on such devices count: whoever names a file says that it is of this cluster.
-        found = Calibrations([one for one in trials if one.device == device]).of("", device)
+        found = Calibrations([one for one in trials if one.device == device]).of("", device, on_several_nodes(cluster))
     else:
         entries = read_calibrations(path)
         known = sorted({one.device for one in entries})
-        found = Calibrations(ready=entries).of("", device)
+        found = Calibrations(ready=entries).of("", device, on_several_nodes(cluster))
     if not found.num_trials and not found.num_memory_trials:
         several = ", or of several sources" if device in known else ""
         raise ConfigError(
@@ -85,6 +85,7 @@ def _to_json(one: Calibration) -> dict[str, Any]:
     return {
         "source": one.source,
         "device": one.device,
+        "several_nodes": one.several_nodes,
         "num_trials": one.num_trials,
         "num_memory_trials": one.num_memory_trials,
         "physics": asdict(one.physics),
@@ -103,8 +104,9 @@ def _to_json(one: Calibration) -> dict[str, Any]:
 def _from_json(section: Fields) -> Calibration:
     memory = _constants(section.section("memory_physics"), MemoryPhysics) if section.has("memory_physics") else None
     return Calibration(
-        source=section.text("source"),
+        source=section.text("source", ""),
         device=section.text("device"),
+        several_nodes=section.flag("several_nodes") if section.has("several_nodes") else None,
         num_trials=section.whole("num_trials", least=0),
         num_memory_trials=section.whole("num_memory_trials", least=0),
         physics=Physics(**_constants(section.section("physics"), Physics)),

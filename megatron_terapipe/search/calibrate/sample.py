@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from megatron_terapipe.search.cost.batch import Batch, batch_key
 from megatron_terapipe.search.cost.model import CostModel
 from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.cost.playing import Orders
 from megatron_terapipe.search.trials.trial import Trial
 
 Floats = NDArray[np.float64]
@@ -37,12 +38,14 @@ class Sample:
         """Take those with a time, or a time that they took at least."""
         known = tuple(one for one in trials if one.iteration_time_s or one.longer_than_s)
         shared: dict[tuple[object, ...], CostModel] = {}
-        models = []
+        models, orders = [], Orders()
         places: dict[tuple[object, ...], list[int]] = {}
         for index, one in enumerate(known):
             key = id(one.workload), id(one.cluster), one.software, one.precision
             if key not in shared:
-                shared[key] = CostModel(one.workload, one.cluster, software=one.software, precision=one.precision)
+                shared[key] = CostModel(
+                    one.workload, one.cluster, software=one.software, precision=one.precision, orders=orders
+                )
             models.append(shared[key])
             places.setdefault(batch_key(shared[key], one.strategy), []).append(index)
         batches = tuple(
@@ -71,7 +74,9 @@ class Sample:
         for index, (model, one) in enumerate(zip(self.models, self.trials, strict=True)):
             if id(model) not in cache:
                 cache[id(model)] = model.with_physics(physics)
-            simulated[index] = cache[id(model)].predict_time(one.strategy).iteration_time_s
+            simulated[index] = (
+                cache[id(model)].predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
+            )
         return simulated / self.closed_form(physics)
 
     def errors(self, physics: Physics, ratio: Floats) -> Floats:

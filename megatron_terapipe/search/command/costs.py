@@ -8,6 +8,7 @@ from megatron_terapipe.search.calibrate.files import calibrated
 from megatron_terapipe.search.calibrate.sensitivities import strategy_sensitivities
 from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.memory.physics import default_physics
 from megatron_terapipe.search.prediction import Prediction
 from megatron_terapipe.search.pricing import Pricing
 from megatron_terapipe.search.profile import MeasuredProfile, Profile, measured_physics, read_profile
@@ -39,7 +40,7 @@ class Costs:
             self.workload,
             cluster,
             physics=self._physics(cluster),
-            memory_physics=self.calibration.memory_physics,
+            memory_physics=self.calibration.memory_physics or default_physics(cluster),
             op_times=None if self.profile is None else MeasuredProfile(self.profile),
             precision=self.precision,
         )

@@ -4,14 +4,21 @@ import argparse
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.options import field_help
 from megatron_terapipe.search.cluster.files import read_cluster_with_notes
 from megatron_terapipe.search.cluster.library import needs_fp16
 from megatron_terapipe.search.cluster.machine import Cluster
 from megatron_terapipe.search.workload import Workload
-from megatron_terapipe.search.workload.files import read_workload
+from megatron_terapipe.search.workload.files import parse_workload, read_workload
 
-CHANGES = ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "seq_length", "vocab_size")
+CHANGES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("seq_length", "vocab_size"),
+)
 """Fields of the model section that flags of the search may change."""
+
+FLAGS_ALONE = "-"
+"""MODEL that is no file and no preset: flags say all of it."""
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -20,12 +27,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and the flags that change it."""
     group = parser.add_argument_group("model")
     group.add_argument(
-        "model", metavar="MODEL", help="JSON or YAML file, or the name of a preset such as gpt3-13b (docs/arguments.md)"
+        "model",
+        metavar="MODEL",
+        help="JSON or YAML file, or the name of a preset such as gpt3-13b (docs/arguments.md); - is nothing but flags",
     )
-    assert set(CHANGES) <= set(ModelConfig.__dataclass_fields__)
+    meanings = field_help(ModelConfig)
     for name in CHANGES:
-        words = name.replace("_", " ")
-        group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{words}, instead of MODEL's")
+        meaning = meanings[name].partition(". ")[0].rstrip(".")
+        group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{meaning} (default: MODEL's)")
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +70,8 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 def model_of(options: argparse.Namespace) -> Workload:
     """Read the model that the flags name."""
     changes: dict[str, Any] = {name: value for name in CHANGES if (value := getattr(options, name, None)) is not None}
+    if options.model == FLAGS_ALONE:
+        return parse_workload({}, "MODEL -", changes)
     return read_workload(options.model, changes)
 
 

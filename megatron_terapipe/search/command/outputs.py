@@ -46,7 +46,9 @@ def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf
     launch, why_not = winner_launch(answer)
     command = "" if launch is None else launch.command(options.output or "DIR")
     if options.html is not None:
-        write_page(options.html, answer, op_costs, command=command)
+        # A page alone has no files beside it that its command could name.
+        hint = "" if options.output else "# with --output DIR, which writes the files:\n"
+        write_page(options.html, answer, op_costs, command=command and hint + command)
     paths = () if options.output is None else write_answer(options.output, answer, op_costs).paths
     if options.json == TERMINAL:
         return

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.pricing import Pricing
     from megatron_terapipe.search.solve.token_slices import SolvedCut
 
-NAME = "slices"
+NAME = __name__.rpartition(".")[2]
 HELP = (
     "Find the token slices with which a strategy takes the shortest time: how many, and how long. Token slices that "
     "the strategy already has do not matter."

@@ -1,17 +1,18 @@
-"""Times of many strategies of one kind at once, in closed form: their numbers are arrays, and physics is free to change.
+"""Times of many strategies of one kind at once, in closed form: their numbers are arrays, and physics may change.
 
 Strategies of a batch have one workload, one kind of device, and all that is no number (recompute, software, ...) in
 common. What their layouts make of the cluster is looked up once; each new `Physics` then costs a few array operations.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.collectives import Span, all_gather_s, transfer_s
+from megatron_terapipe.search.cluster import Device
 from megatron_terapipe.search.cost.closed_form import pipeline_time, total_s
+from megatron_terapipe.search.cost.collectives import Span, all_gather_s, transfer_s
 from megatron_terapipe.search.cost.model import CostModel, span_at
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.cost.roofline import Roofline
@@ -55,6 +56,7 @@ class Batch:
     Attributes:
         model: of one of them; for what they have in common.
         strategy: one of them, likewise.
+        device: of all of them; of a mixed cluster the first.
         layers: the U different layers.
         counts: [n, stages, U] of each in each stage; stages that a strategy does not have hold none.
         rank_of_stage: [n, stages] pipeline rank.
@@ -72,6 +74,7 @@ class Batch:
 
     model: CostModel
     strategy: Strategy
+    device: Device
     layers: tuple[Layer, ...]
     counts: Floats
     rank_of_stage: NDArray[np.int64]
@@ -112,8 +115,8 @@ class Batch:
                 rank_of_stage[row, stage] = stage % one.pipeline_parallel_size
                 for index in layers:
                     counts[row, stage, place[id(workload.layers[index])]] += 1
-            parameters[row, : one.pipeline_parallel_size], shared[row, : one.pipeline_parallel_size] = (
-                model.parameters(one)
+            parameters[row, : one.pipeline_parallel_size], shared[row, : one.pipeline_parallel_size] = model.parameters(
+                one
             )
             if one.pipeline_parallel_size > 1:
                 sent = model.messages(one, groups)
@@ -129,6 +132,7 @@ class Batch:
         return cls(
             models[0],
             strategies[0],
+            models[0].groups(strategies[0]).devices[0][0],
             tuple(unique),
             counts,
             rank_of_stage,
@@ -149,12 +153,12 @@ class Batch:
         numbers = self.numbers
         per_stage = self._stage_ops(physics)
         ranks = self.parameters.shape[1]
-        per_rank = StageOps(*(self._by_rank(part, ranks) for part in per_stage))
+        per_rank = [self._by_rank(np.asarray(part), ranks) for part in per_stage]
         schedule = self.strategy.schedule
         rows = np.arange(len(self.counts))
-        slowest_rank = np.argmax(total_s(schedule, per_rank), axis=1)
+        slowest_rank = np.argmax(total_s(schedule, StageOps(*per_rank)), axis=1)
         slowest = StageOps(*(part[rows, slowest_rank] for part in per_rank))
-        others = StageOps(*(part.sum(axis=1) - one for part, one in zip(per_rank, slowest, strict=True)))
+        others = StageOps(*(part.sum(axis=1) - part[rows, slowest_rank] for part in per_rank))
         makespan = pipeline_time(
             schedule,
             num_micro_batches=numbers["num_micro_batches"],
@@ -175,8 +179,7 @@ class Batch:
         model, numbers = self.model, self.numbers
         op_times = model.op_times
         if isinstance(op_times, Roofline):
-            op_times = Roofline(physics, op_times.software, op_times.precision)
-        (device,) = model.groups(self.strategy).devices[0][:1]
+            op_times = replace(op_times, physics=physics)
         lengths = self.strategy.cut(model.workload.seq_length).lengths
         bounds = np.cumsum([0, *lengths]) / model.workload.seq_length
         num, stages = self.counts.shape[:2]
@@ -185,7 +188,7 @@ class Batch:
             for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
                 ops = layer_ops(
                     layer,
-                    device,
+                    self.device,
                     op_times,
                     physics,
                     self.tensor_span,
@@ -220,13 +223,12 @@ class Batch:
 
     def _step_s(self, physics: Physics) -> Floats:
         column = [Span(*(np.reshape(part, (-1, 1)) for part in span)) for span in (self.data_span, self.ends_span)]
-        (device,) = self.model.groups(self.strategy).devices[0][:1]
         step = step_costs(
             self.parameters,
             self.shared,
             column[0],
             column[1],
-            device.memory_bandwidth,
+            self.device.memory_bandwidth,
             zero_stage=self.strategy.zero_stage,
             software=self.model.software,
             physics=physics,

@@ -1,18 +1,21 @@
 """Seconds of collectives and of messages over the links that they cross.
 
 A ring of n ranks sends (n - 1)/n of the bytes over each of its links, twice for an all-reduce, in as many steps
-(Thakur, Rabenseifner, Gropp 2005, section 4.5; NCCL's own accounting of bus bandwidth). A ring over several nodes is as
-fast as its slowest link. Its steps inside nodes wait for a latency of the inside link, those between nodes for one of the
-network; NCCL climbs a tree between many nodes, so that their latencies grow with the logarithm (NVIDIA, Massively Scale
-Your Deep Learning Training with NCCL 2.4).
+(Thakur, Rabenseifner, Gropp 2005, section 4.5; NCCL's own accounting of bus bandwidth). A ring over several nodes is
+as fast as its slowest link. Its steps inside nodes wait for a latency of the inside link, those between nodes for one
+of the network; NCCL climbs a tree between many nodes, so that their latencies grow with the logarithm (NVIDIA,
+Massively Scale Your Deep Learning Training with NCCL 2.4).
 """
 
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.op_times import Grid
 from megatron_terapipe.search.cost.physics import Physics
+
+Flags = NDArray[np.bool_]
 
 
 class Span(NamedTuple):
@@ -66,12 +69,14 @@ def all_reduce_s(num_bytes: Grid, span: Span, physics: Physics) -> Grid:
     return np.where(np.greater(span.size, 1), 2 * _ring_s(num_bytes, span, physics) + physics.collective_s, 0.0)
 
 
-def transfer_bandwidth(bandwidth: Grid, crosses_nodes: Grid, physics: Physics) -> Grid:
+def transfer_bandwidth(bandwidth: Grid, crosses_nodes: Grid | Flags, physics: Physics) -> Grid:
     """Bytes per second that a message between stages reaches."""
     return bandwidth * np.where(crosses_nodes, physics.transfer_network_efficiency, physics.transfer_inside_efficiency)
 
 
-def transfer_s(num_bytes: Grid, bandwidth: Grid, latency_s: Grid, crosses_nodes: Grid, physics: Physics) -> Grid:
+def transfer_s(
+    num_bytes: Grid, bandwidth: Grid, latency_s: Grid, crosses_nodes: Grid | Flags, physics: Physics
+) -> Grid:
     """Seconds of one message between stages.
 
     Args:

@@ -50,10 +50,6 @@ class Scale(NamedTuple):
     products: float = 1.0
     moving: float = 1.0
 
-    def forward(self, times: DeviceTimes) -> Grid:
-        """Seconds of the forward, without the loss."""
-        return self.products * times.products + self.moving * times.moving
-
     def within(self, products_s: float, moving_s: float, limit_s: float) -> "Scale":
         """This scale if it keeps the limit; else one that reaches it."""
         if self.products * products_s + self.moving * moving_s <= limit_s:
@@ -72,6 +68,11 @@ class Scale(NamedTuple):
         return Scale(share, share)
 
 
+def is_divided(layer: Layer) -> bool:
+    """Whether tensor-parallel ranks divide a layer: any of its matrices."""
+    return any(product.parallel != "none" for product in layer.products)
+
+
 def device_times(
     roofline: Roofline,
     layer: Layer,
@@ -87,7 +88,7 @@ def device_times(
     as a whole by every tensor-parallel rank.
     """
     sharing = tensor_parallel_size
-    if layer.products and all(product.parallel == "none" for product in layer.products):
+    if layer.products and not is_divided(layer):
         sharing = np.ones_like(np.asarray(tensor_parallel_size, dtype=float))
 
     def computed(what: Layer) -> LayerTimes:

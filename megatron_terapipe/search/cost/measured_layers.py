@@ -21,7 +21,7 @@ import numpy as np
 from megatron_terapipe.errors import DataError
 from megatron_terapipe.search.cluster import Device, Link
 from megatron_terapipe.search.cost.collectives import Span, all_reduce_s
-from megatron_terapipe.search.cost.device_times import MOVING_BACKWARD, DeviceTimes, Scale, device_times
+from megatron_terapipe.search.cost.device_times import MOVING_BACKWARD, DeviceTimes, Scale, device_times, is_divided
 from megatron_terapipe.search.cost.op_times import Grid, LayerTimes, Numbers
 from megatron_terapipe.search.cost.roofline import Roofline
 from megatron_terapipe.search.cost.stage_ops import reductions
@@ -101,7 +101,7 @@ class MeasuredLayers:
                     )
         limits = self._launch_limits()
         for layer in self.workload.layers:
-            scale = self._scale(layer, limits)
+            scale = {size: self._scale(layer, limits, size) for size in _sizes(self.devices, layer)}
             for name, measured in self.devices.items():
                 self._known[name, layer.name] = self._take_apart(measured, layer, scale)
 
@@ -139,15 +139,17 @@ class MeasuredLayers:
                 f"{missing[0]:g}: choose among {', '.join(map(str, known.scale))}"
             )
         times = self._device_times(measured, layer, sizes, micro_batch_size, start, end)
-        scale = Scale(*(_at({size: each[part] for size, each in known.scale.items()}, sizes) for part in (0, 1)))
+        of_products = _at({size: scale.products for size, scale in known.scale.items()}, sizes)
+        of_moving = _at({size: scale.moving for size, scale in known.scale.items()}, sizes)
         launch = _at(known.launch_s, sizes)
         reduced = self._one_reduction_s(measured, layer, sizes, micro_batch_size * (end - start))
         entering, leaving = reductions(layer)
         # The loss is no pipeline layer, so that nobody measured it: the roofline's time of it stands.
-        forward = hidden(scale.forward(times) + times.loss_forward + leaving * reduced, launch)
-        inputs = scale.products * times.input_gradient + MOVING_BACKWARD * scale.moving * times.moving
+        computed = of_products * times.products + of_moving * times.moving
+        forward = hidden(computed + times.loss_forward + leaving * reduced, launch)
+        inputs = of_products * times.input_gradient + MOVING_BACKWARD * of_moving * times.moving
         others = inputs + times.loss_gradient + entering * reduced
-        weights = scale.products * times.weight_gradient
+        weights = of_products * times.weight_gradient
         whole = hidden(others + weights, BACKWARD_LAUNCHES * launch)
         of_weights = weights / np.maximum(others + weights, 1e-12)
         again = forward if recompute == "full" else 0.0
@@ -169,24 +171,30 @@ class MeasuredLayers:
             for structure, by_size in fastest.items()
         }
 
-    def _scale(self, layer: Layer, limits: Limits) -> Scale:
-        """Device time of a layer in that of the roofline, from the devices that were the limit; 1 if none was."""
+    def _scale(self, layer: Layer, limits: Limits, size: int) -> Scale:
+        """Device time of a layer in that of the roofline, from the devices that were the limit; 1 if none was.
+
+        What tensor-parallel ranks divide is scaled as it is undivided: with several ranks, late hosts and reductions
+        are in what was measured. What they do not divide is scaled by its own measurement with as many ranks.
+        """
+        if is_divided(layer):
+            size = 1
         found = []
         for measured in self.devices.values():
-            seconds = measured.forward_s[layer.name].get(1, 0.0)
-            limit = limits[_structure(layer)].get(1, np.inf)
+            seconds = measured.forward_s[layer.name].get(size, 0.0)
+            limit = limits[_structure(layer)].get(size, np.inf)
             if seconds > CLEARLY * limit:
-                found.append(Scale.reaching(*self._one_sequence_s(measured, layer, 1), without(seconds, limit)))
+                found.append(Scale.reaching(*self._one_sequence_s(measured, layer, size), without(seconds, limit)))
         return max(found, key=lambda scale: (scale.moving, scale.products), default=Scale())
 
-    def _take_apart(self, measured: MeasuredDevice, layer: Layer, scale: Scale) -> _Known:
+    def _take_apart(self, measured: MeasuredDevice, layer: Layer, scale: Mapping[int, Scale]) -> _Known:
         scales, launches = {}, {}
         for size, seconds in measured.forward_s[layer.name].items():
             products, moving = self._one_sequence_s(measured, layer, size)
             one = self._one_reduction_s(measured, layer, np.asarray(float(size)), float(layer.tokens))
             reduced = float(one) * reductions(layer)[1]
             # Nothing that was computed took longer than all of it.
-            scales[size] = scale.within(products, moving, max(seconds - reduced, 0.0))
+            scales[size] = scale[size].within(products, moving, max(seconds - reduced, 0.0))
             computed = scales[size].products * products + scales[size].moving * moving
             launches[size] = without(seconds, computed + reduced)
         return _Known(scales, launches)
@@ -224,6 +232,11 @@ def without(whole_s: float, part_s: float) -> float:
     """The other part of what takes `whole_s`, one part being known: the inverse of `hidden`."""
     share = min(part_s / whole_s, 1.0)
     return float(whole_s * (1 - share**HIDING) ** (1 / HIDING))
+
+
+def _sizes(devices: Mapping[str, MeasuredDevice], layer: Layer) -> set[int]:
+    """Tensor-parallel sizes with which a layer was measured on any device."""
+    return {size for measured in devices.values() for size in measured.forward_s[layer.name]}
 
 
 def _structure(layer: Layer) -> Structure:

@@ -1,7 +1,7 @@
-"""The time of one iteration of a strategy: ops of each stage, played in the schedule's order, then the optimizer step."""
+"""The time of one iteration: ops of each stage, played in the schedule's order, then the optimizer step."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -88,6 +88,7 @@ class CostModel:
         physics: Physics | None = None,
         op_times: OpTimes | None = None,
         precision: str = "bf16",
+        orders: Orders | None = None,
     ) -> None:
         """Prepare.
 
@@ -98,6 +99,7 @@ class CostModel:
             physics: what is reached of data sheets; None = the defaults.
             op_times: times of layers; None = the roofline.
             precision: `bf16`, `fp16` or `fp32`.
+            orders: orders of schedules that other models have met; None = none.
         """
         self.workload = workload
         self.cluster = cluster
@@ -107,23 +109,22 @@ class CostModel:
         self.precision = precision
         self.element_bytes = 4 if precision == "fp32" else 2
         self._layer_ops: dict[tuple[object, ...], StageOps] = {}
-        self._orders = Orders()
+        self._orders = orders or Orders()
 
     def with_physics(self, physics: Physics) -> "CostModel":
         """The same model and cluster under other physics; orders of schedules are shared."""
         op_times = self.op_times
         if isinstance(op_times, Roofline):
-            op_times = Roofline(physics, self.software, self.precision)
-        other = CostModel(
+            op_times = replace(op_times, physics=physics)
+        return CostModel(
             self.workload,
             self.cluster,
             software=self.software,
             physics=physics,
             op_times=op_times,
             precision=self.precision,
+            orders=self._orders,
         )
-        other._orders = self._orders
-        return other
 
     def predict_time(self, strategy: Strategy, *, activation_limit: float | None = None) -> TimePrediction:
         """Price one strategy on its real schedule.
@@ -241,7 +242,9 @@ class CostModel:
         tensor = strategy.tensor_parallel_size
         shared = self.software.shares_transfers and tensor > 1
         part = num_bytes / tensor if shared else num_bytes
-        sending = transfer_s(part, bandwidth[:, None], latency[:, None], crosses[:, None], self.physics)
+        sending = np.asarray(
+            transfer_s(part, bandwidth[:, None], latency[:, None], crosses[:, None], self.physics), dtype=float
+        )
         if shared:
             ranks = np.arange(len(num_bytes)) % strategy.pipeline_parallel_size
             gathers = [
@@ -249,7 +252,7 @@ class CostModel:
                 for row, rank in zip(num_bytes, ranks.tolist(), strict=True)
             ]
             sending = sending + np.array(gathers).reshape(sending.shape)
-        return np.asarray(sending, dtype=float)
+        return sending
 
     def _costs(self, strategy: Strategy, groups: RankGroups, stages: list[StageOps]) -> OpCosts:
         split = strategy.schedule in SPLIT_SCHEDULES

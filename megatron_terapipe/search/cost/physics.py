@@ -49,9 +49,9 @@ class Physics:
     launch_jitter: float = 0.1
     launch_exposed: float = 0.1
     whole_loss_factor: float = 1.0
-    inside_efficiency: float = 0.78
+    inside_efficiency: float = 0.77
     network_efficiency: float = 0.65
-    transfer_inside_efficiency: float = 0.16
+    transfer_inside_efficiency: float = 0.18
     transfer_network_efficiency: float = 0.8
     collective_s: float = 20e-6
     transfer_s: float = 30e-6
@@ -82,5 +82,5 @@ PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
 )
 """Fields that calibration may move, and the standard deviation of their logarithms before any trial was seen."""
 
-SHARES = tuple(name for name in PRIOR_WIDTH if name.endswith("efficiency")) + ("launch_exposed",)
+SHARES = ("launch_exposed", *(name for name in PRIOR_WIDTH if name.endswith("efficiency")))
 """Of these, the ones that are shares of something, and so at most 1."""

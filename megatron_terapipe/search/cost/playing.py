@@ -118,16 +118,16 @@ def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float
     tables = [np.sum(table, axis=1) for table in (costs.forward, costs.backward, costs.weight_gradient)]
     per_rank = [np.sum(table.reshape(shape.num_model_chunks, shape.num_ranks), axis=0) for table in tables]
     forward, input_gradient, weight_gradient = per_rank
-    ops = StageOps(forward, input_gradient + weight_gradient, input_gradient, weight_gradient, np.zeros_like(forward))
-    slowest = int(np.argmax(total_s("zero-bubble", ops)))
+    parts = (forward, input_gradient + weight_gradient, input_gradient, weight_gradient, np.zeros_like(forward))
+    slowest = int(np.argmax(total_s("zero-bubble", StageOps(*parts))))
     makespan = float(
         pipeline_time(
             "zero-bubble",
             num_micro_batches=shape.num_micro_batches,
             num_token_slices=shape.num_token_slices,
             num_model_chunks=shape.num_model_chunks,
-            slowest=StageOps(*(part[slowest] for part in ops)),
-            others=StageOps(*(part.sum() - part[slowest] for part in ops)),
+            slowest=StageOps(*(part[slowest] for part in parts)),
+            others=StageOps(*(part.sum() - part[slowest] for part in parts)),
             activation_limit=activation_limit,
         )
     )

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_terapipe.model.flops import BACKWARD_PER_FORWARD, FLASH_BACKWARD_PER_FORWARD
 from megatron_terapipe.search.cluster import Device
+from megatron_terapipe.search.cost.kernel_tables import KernelTables
 from megatron_terapipe.search.cost.op_times import Grid, LayerTimes
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.software import Software
@@ -58,11 +59,13 @@ class Roofline:
         physics: what is reached of the data sheet.
         software: what the trainer computes beside the matrix products.
         precision: `bf16`, `fp16` or `fp32`.
+        tables: measured kernels, which replace the formula of products, and of flash attention; None = there are none.
     """
 
     physics: Physics
     software: Software
     precision: str = "bf16"
+    tables: KernelTables | None = None
 
     @property
     def includes_collectives(self) -> bool:
@@ -121,6 +124,8 @@ class Roofline:
 
     def product_s(self, device: Device, rows: Grid, inputs: Grid, outputs: Grid) -> Grid:
         """Seconds of one matrix product of [rows, inputs] and [inputs, outputs]."""
+        if self.tables is not None and self.precision != "fp32":
+            return self.tables.product_s(rows, inputs, outputs)
         physics = self.physics
         peak = device.peak_flops(self.precision) * physics.gemm_efficiency
         computing = 2 * (inputs + physics.gemm_depth) * (rows * outputs + physics.gemm_area) / peak
@@ -139,7 +144,7 @@ class Roofline:
         attention, software, physics = layer.attention, self.software, self.physics
         assert attention is not None
         if software.skips_masked_scores or not attention.causal or attention.window is not None:
-            pairs = sequences * attention.positions(start, end, layer.tokens)  # type: ignore[arg-type]
+            pairs = sequences * attention.positions(start, end, layer.tokens)  # type: ignore[arg-type,operator]
         else:
             pairs = sequences * (end - start) * end
         flash = software.attention == "flash"
@@ -148,7 +153,9 @@ class Roofline:
         # fp32 is read by 4 bytes, and needs no tensor core.
         if attention.head_size % 8 and self.precision != "fp32":
             reached = reached * physics.misaligned_efficiency
-        computing = attention.flops_per_position / tp * pairs / reached
+        flops = attention.flops_per_position / tp * pairs
+        measured = self.tables.attention_s(flops) if flash and self.tables is not None else None
+        computing = flops / reached if measured is None else measured
         heads = attention.query_heads + attention.key_value_heads
         kept = self._moving_s(
             device, self._element_bytes * attention.head_size * sequences * ((end - start) * heads + end * heads) / tp

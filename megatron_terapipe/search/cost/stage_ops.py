@@ -1,4 +1,4 @@
-"""Seconds of the ops of one layer as a stage runs it: kernels, launches, and reductions between tensor-parallel ranks."""
+"""Seconds of the ops of one layer as a stage runs it: kernels, launches, and reductions of tensor-parallel ranks."""
 
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ from megatron_terapipe.search.cost.collectives import Span, all_gather_s, all_re
 from megatron_terapipe.search.cost.op_times import Grid, OpTimes
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.workload import Layer
+
 
 class StageOps(NamedTuple):
     """Seconds of the ops of one micro-batch, or of one token slice of it; numbers or arrays. They add up over layers.
@@ -95,7 +96,9 @@ def layer_ops(
     backward = kernels.input_gradient + kernels.weight_gradient
     whole_forward = hidden(kernels.forward + forward_reduction, launch_forward, physics.launch_exposed)
     whole_backward = hidden(backward + backward_reduction, launch_backward, physics.launch_exposed)
-    alone = hidden(kernels.forward, launch_forward, physics.launch_exposed) + hidden(backward, launch_backward, physics.launch_exposed)
+    alone = hidden(kernels.forward, launch_forward, physics.launch_exposed) + hidden(
+        backward, launch_backward, physics.launch_exposed
+    )
     return StageOps(
         whole_forward,
         whole_backward,
@@ -106,7 +109,7 @@ def layer_ops(
 
 
 def reductions(layer: Layer) -> tuple[int, int]:
-    """Reductions between tensor-parallel ranks: in the backward, where tokens enter, and in the forward, where they leave.
+    """Reductions of tensor-parallel ranks: in the backward, where tokens enter, and in the forward, where they leave.
 
     A matrix shared by its outputs reads the same tokens on every rank, whose gradients add up; one shared by its inputs
     gives each rank a part of the sum (Shoeybi et al., arXiv 1909.08053 section 3: the operators f and g). A shared

@@ -50,10 +50,6 @@ class Held(NamedTuple):
         """All of it."""
         return sum(self)
 
-    def times(self, factor: float) -> "Held":
-        """The same of as many, but only one op runs at a time."""
-        return Held(self.activations * factor, self.key_values * factor, self.logits, self.working)
-
 
 class RankOrder(NamedTuple):
     """The ops of one rank in order, a number each.
@@ -103,13 +99,12 @@ def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, n
     return enough if enough < num_micro_batches and enough // least == 4 else num_micro_batches
 
 
-def peak_held(order: RankOrder, lengths: Sequence[int], num_micro_batches: int, of_stage: StageBytes) -> Held:
+def peak_held(order: RankOrder, lengths: Sequence[int], of_stage: StageBytes) -> Held:
     """The most that a rank holds, by what it is.
 
     Args:
         order: its ops.
         lengths: tokens of each token slice.
-        num_micro_batches: how many there are.
         of_stage: bytes of a token on each stage, micro-batch size included.
     """
     tokens = np.asarray(lengths, dtype=float)

@@ -133,24 +133,23 @@ class MemoryModel:
         """What each rank holds at its peak."""
         of_stage = self._stage_bytes(strategy, stages)
         lengths = strategy.cut(self.workload.seq_length).lengths
-        ranks, chunks, slices = strategy.pipeline_parallel_size, strategy.num_model_chunks, strategy.num_token_slices
-        schedule = strategy.schedule
+        ranks, token_slices = strategy.pipeline_parallel_size, strategy.num_token_slices
+        model_chunks, schedule = strategy.num_model_chunks, strategy.schedule
         if schedule == OPTIMISED:
             # It keeps within what 1F1B needs, unless told another limit (docs/schedules.md).
-            schedule, limit = ("1f1b" if chunks == 1 else "interleaved"), limit or 1.0
-        num_micro_batches = steady_micro_batches(schedule, ranks, slices, strategy.num_micro_batches)
-        shape = PipelineShape(ranks * chunks, num_micro_batches, slices, chunks)
-        held = [peak_held(order, lengths, num_micro_batches, of_stage) for order in self._rank_orders(schedule, shape)]
+            schedule, limit = ("1f1b" if model_chunks == 1 else "interleaved"), limit or 1.0
+        num_micro_batches = steady_micro_batches(schedule, ranks, token_slices, strategy.num_micro_batches)
+        shape = PipelineShape(ranks * model_chunks, num_micro_batches, token_slices, model_chunks)
+        held = [peak_held(order, lengths, of_stage) for order in self._rank_orders(schedule, shape)]
         if limit is None:
             return held
-        # Every rank may hold as many micro-batches as the limit, which the first one's order under 1F1B defines.
-        live = limit * min(ranks - 1 + slices, strategy.num_micro_batches * slices) / slices
-        live = min(live, strategy.num_micro_batches)
-        sequence = float(sum(lengths))
+        # Every rank may hold as many micro-batches, on all its stages, as the first one does under 1F1B.
+        live = limit * min(ranks - 1 + token_slices, strategy.num_micro_batches * token_slices) / token_slices
+        tokens = min(live, strategy.num_micro_batches) * sum(lengths)
         return [
             Held(
-                activations=live * sequence * float(of_stage.activations[rank::ranks].sum()) / chunks,
-                key_values=live * sequence * float(of_stage.key_values[rank::ranks].sum()),
+                activations=tokens * float(of_stage.activations[rank::ranks].sum()),
+                key_values=tokens * float(of_stage.key_values[rank::ranks].sum()),
                 logits=peak.logits,
                 working=peak.working,
             )

@@ -50,6 +50,7 @@ def block_fits(
     usable = model.physics.usable_share
     fits = np.zeros(block.shape, dtype=bool)
     tokens: Floats | None = None
+    messages = np.zeros(())
     for (model_chunks, place), found in counts.items():
         ranks = _ranks_to_look_at(found)
         capacities = [min(each.memory_bytes for each in groups.devices[rank]) * usable for rank in ranks]
@@ -57,14 +58,14 @@ def block_fits(
         if any((held.kept > capacity).all() for held, capacity in zip(states, capacities, strict=True)):
             continue
         if tokens is None:
-            tokens = _token_bytes(block, model, layers)
+            tokens, messages = _token_bytes(block, model, layers), _message_bytes(block, model, layers)
         for order, (schedule, its_model_chunks) in enumerate(block.order):
             if its_model_chunks != model_chunks:
                 continue
             fits[order, place] = True
             for rank, held, capacity in zip(ranks, states, capacities, strict=True):
                 moving = _moving_bytes(block, model, tokens, found, rank, schedule, model_chunks)
-                fits[order, place] &= held.kept + np.maximum(moving[..., None], held.step) <= capacity
+                fits[order, place] &= held.kept + messages + np.maximum(moving[..., None], held.step) <= capacity
     return fits
 
 
@@ -166,24 +167,25 @@ def _moving_bytes(
     def times(amount: Floats, each: Floats) -> Floats:
         return amount[:, :, None, None] * each
 
-    held: Floats | float = 0.0
-    for stage, on_it in zip(stages, _live_per_model_chunk(live, model_chunks, group, num_token_slices), strict=True):
-        each = np.einsum("k,pkrq->prq", stage, tokens)
-        held = held + times(on_it * of_token_slice, each[ACTIVATIONS] + each[KEY_VALUES] + each[LOGITS])
+    on_stages = np.stack(_live_per_model_chunk(live, model_chunks, group, num_token_slices), axis=-1)
+    each = np.tensordot(stages, tokens[ACTIVATIONS] + tokens[KEY_VALUES] + tokens[LOGITS], axes=1)
+    amounts = on_stages * of_token_slice[..., None]
+    held = (amounts.reshape(-1, model_chunks) @ each.reshape(model_chunks, -1)).reshape(*live.shape, *each.shape[1:])
     # The first backward is one of the last stage of the rank.
-    turning = np.einsum("k,krq->rq", stages[-1], tokens[KEY_VALUE_GRADIENTS])
-    held = held + times(sequence - of_token_slice, turning)
+    held += times(sequence - of_token_slice, np.tensordot(stages[-1], tokens[KEY_VALUE_GRADIENTS], axes=1))
     working = tokens[WORKING][stages[-1] > 0].max(axis=0)
-    held = held + physics.working_factor * times(of_token_slice, working)
-    return np.asarray(physics.activation_factor * held + _messages(block, model, of_token_slice))
+    held += times(of_token_slice, physics.working_factor * working)
+    return np.asarray(physics.activation_factor * held)
 
 
-def _messages(block: Block, model: MemoryModel, tokens: Floats) -> Floats:
-    """[B, S, 1, 1] bytes of the messages that a rank holds."""
+def _message_bytes(block: Block, model: MemoryModel, layers: tuple[Layer, ...]) -> Floats:
+    """[B, S, 1, 1, 1] bytes of the messages that a rank holds."""
     if block.pipeline_parallel_size == 1:
-        return np.zeros((*tokens.shape, 1, 1))
-    elements = max(layer.output_elements for layer in model.workload.layers) / model.workload.seq_length
-    return np.asarray(TRANSFERS * ELEMENT_BYTES[model.precision] * elements * tokens)[:, :, None, None]
+        return np.zeros((1,) * 5)
+    sizes = np.array(block.micro_batch, dtype=float).reshape(-1, 1, 1, 1, 1)
+    num_token_slices = np.array(block.token_slices, dtype=float).reshape(1, -1, 1, 1, 1)
+    elements = max(layer.output_elements for layer in layers)
+    return np.asarray(TRANSFERS * ELEMENT_BYTES[model.precision] * elements * sizes / num_token_slices)
 
 
 def _held_twice(model: MemoryModel, counts: StageCounts, rank: int, tensor_parallel_size: int) -> float:

@@ -1,4 +1,4 @@
-"""Solves for what the space only samples, for the best alone: lengths of token slices, order of nodes."""
+"""Solves for what the space only samples, for the best alone: lengths of token slices, layers of stages, order of nodes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -7,11 +7,15 @@ from deepspeed_ext.plan.errors import PlanError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.pricing import Pricing
+from megatron_terapipe.search.ranking.dealt_layers import dealt_layers
+from megatron_terapipe.search.ranking.layer_times import layer_times
+from megatron_terapipe.search.ranking.op_tables import OpTables
 from megatron_terapipe.search.ranking.ranked import Ranked, ranked_in_order, without_repetitions
 from megatron_terapipe.search.ranking.space_prices import Progress
 from megatron_terapipe.search.solve.placement import better_order
 from megatron_terapipe.search.solve.token_slices import solve_cut
-from megatron_terapipe.search.space import Choices, Problem
+from megatron_terapipe.search.space import Block, Choices, Problem
+from megatron_terapipe.search.space.choices import SOLVED
 from megatron_terapipe.strategy import Strategy
 
 MOST_CUTS = 3
@@ -50,6 +54,9 @@ def refined(
             progress(number, len(tried), "token slices")
         pricing = pricing_on(entry.cluster_in_order or problem.cluster)
         found += _with_solved_cut(entry, pricing, choices)
+    if SOLVED in choices.stage_partition:
+        for entry in ranked_in_order(without_repetitions([*best, *found], problem.workload.seq_length))[:top]:
+            found += _with_solved_stages(entry, problem, pricing_on(entry.cluster_in_order or problem.cluster))
     if len({node.device for node in problem.cluster.nodes}) > 1 or not problem.cluster.is_uniform:
         if progress is not None:
             progress(0, 1, "order of nodes")
@@ -81,6 +88,22 @@ def _with_solved_cut(entry: Ranked, pricing: Pricing, choices: Choices) -> list[
         return []  # a schedule without room for more: the strategy stays as it is
     cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
     return _priced(cut, pricing)
+
+
+def _with_solved_stages(entry: Ranked, problem: Problem, pricing: Pricing) -> list[Ranked]:
+    """The same with its layers dealt by what they take with its own micro-batches, token slices and recomputation."""
+    strategy, model = entry.strategy, pricing.cost_model
+    num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
+    if num_stages == 1:
+        return []
+    tables = OpTables(model, (strategy.micro_batch_size,))
+    times = layer_times(problem.workload, Block.of_strategy(strategy), model.groups(strategy), tables)
+    partition = dealt_layers(
+        problem, times, strategy.pipeline_parallel_size, strategy.num_model_chunks, strategy.num_micro_batches
+    )
+    if partition == problem.partition(strategy.stage_partition, num_stages):
+        return []
+    return _priced(replace(strategy, stage_partition=partition.bounds), pricing)
 
 
 def _with_better_order(

@@ -39,13 +39,15 @@ class OpTable:
 class OpTables:
     """Computes tables, and keeps them."""
 
-    def __init__(self, cost_model: CostModel) -> None:
+    def __init__(self, cost_model: CostModel, micro_batch_sizes: Sequence[int]) -> None:
         """Prepare.
 
         Args:
             cost_model: what prices layers.
+            micro_batch_sizes: all that any grid has; one table is for all of them, so that layouts can share it.
         """
         self._model = cost_model
+        self._sizes = tuple(micro_batch_sizes)
         layers = {id(layer): layer for layer in cost_model.workload.layers}
         self.layers: tuple[Layer, ...] = tuple(layers.values())
         """The different layers of the model: its K kinds."""
@@ -63,11 +65,11 @@ class OpTables:
             tuple(self._cut(block, count, parallel) for count in block.token_slices)
             for parallel in block.sequence_parallel
         )
+        span = _relevant(span)
         key = (
             device,
             span,
             block.tensor_parallel_size,
-            block.micro_batch,
             cuts,
             block.recompute,
             block.sequence_parallel,
@@ -76,7 +78,10 @@ class OpTables:
         if known is None:
             known = self._compute(block, device, span, cuts)
             self._tables[key] = known
-        return known
+        if block.micro_batch == self._sizes:
+            return known
+        rows = [self._sizes.index(size) for size in block.micro_batch]
+        return OpTable(known.whole[:, :, rows], known.first[:, :, rows])
 
     def _cut(self, block: Block, count: int, sequence_parallel: bool) -> tuple[int, ...]:
         seq_length = self._model.workload.seq_length
@@ -89,13 +94,13 @@ class OpTables:
         shape = (
             4,
             len(self.layers),
-            len(block.micro_batch),
+            len(self._sizes),
             len(block.token_slices),
             len(block.recompute),
             len(block.sequence_parallel),
         )
         whole, first = np.empty(shape), np.empty(shape)
-        sizes = np.array(block.micro_batch, dtype=float)[:, None]
+        sizes = np.array(self._sizes, dtype=float)[:, None]
         for parallel, (on, lengths) in enumerate(zip(block.sequence_parallel, cuts, strict=True)):
             starts, ends, begins = _bounds(lengths, self._model.workload.seq_length)
             for mode, recompute in enumerate(block.recompute):
@@ -119,6 +124,15 @@ class OpTables:
                         whole[part, kind, :, :, mode, parallel] = np.add.reduceat(seconds, begins, axis=1)
                         first[part, kind, :, :, mode, parallel] = seconds[:, begins]
         return OpTable(whole, first)
+
+
+def _relevant(span: Span) -> Span:
+    """The same links without what nothing crosses, so that spans that cost the same are equal."""
+    if span.size == 1:
+        return Span(1, 1.0, 1.0, 0.0, 1.0, 0.0)
+    if span.num_nodes == 1:
+        return span._replace(network_bandwidth=1.0, network_latency_s=0.0)
+    return span
 
 
 def _bounds(cuts: Sequence[tuple[int, ...]], seq_length: int) -> tuple[Floats, Floats, NDArray[np.int64]]:

@@ -7,6 +7,7 @@ schedule beats, is never simulated. If the effort does not suffice for all other
 of those could still win. Nothing depends on the time of day: the same question has the same answer.
 """
 
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -111,6 +112,9 @@ class _Contest:
         self._ops_left = 0.0
         self.ranked: list[Ranked] = []
         self.refused: list[Ranked] = []
+        self._times_s: list[float] = []
+        self._to_beat_s = np.inf
+        """Seconds that a strategy must stay below to be among the best."""
         self.lowest_bound_left = np.inf
         """Seconds that no strategy left out goes below."""
 
@@ -124,8 +128,8 @@ class _Contest:
         first = np.cumsum([0, *(len(block.places) for block in self._blocks)])
         most, self._ops_left = max(int(MOST_STRATEGIES * effort), self._top), MOST_OPS * effort
         done = 0
-        for index in self._by_estimate(estimate):
-            if bound[index] >= self._slowest_of_best * (1 - ROUNDING):
+        for index in self._by_estimate(estimate).tolist():
+            if bound[index] >= self._to_beat_s * (1 - ROUNDING):
                 continue
             if done >= most or (self._ops_left <= 0 and len(self.ranked) >= self._top):
                 self.lowest_bound_left = min(self.lowest_bound_left, float(bound[index]))
@@ -138,14 +142,6 @@ class _Contest:
     def _by_estimate(self, estimate: Floats) -> NDArray[np.int64]:
         """Indices, smallest first; equal ones in the order of the space."""
         return np.argsort(np.round(estimate / estimate.min(), 10), kind="stable")
-
-    @property
-    def _slowest_of_best(self) -> float:
-        """Seconds that a strategy must stay below to be among the best."""
-        if len(self.ranked) < self._top:
-            return np.inf
-        times = sorted(entry.prediction.iteration_time_s for entry in self.ranked if entry.prediction)
-        return float(times[self._top - 1])
 
     def _play(self, block: PricedBlock, index: int) -> None:
         strategy = block.strategy(index, self._problem)
@@ -163,13 +159,17 @@ class _Contest:
             shape = key[1]
             self._ops_left -= min(2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices, OPS_OF_ONE)
         self._funnel.simulated += 1
+        prediction = pricing.predict(strategy)
         self.ranked.append(
             Ranked(
                 strategy=strategy,
-                prediction=pricing.predict(strategy),
+                prediction=prediction,
                 cluster_in_order=pricing.cluster,
             )
         )
+        insort(self._times_s, prediction.iteration_time_s)
+        if len(self._times_s) >= self._top:
+            self._to_beat_s = self._times_s[self._top - 1]
 
 
 def _in_hostfile_order(entry: Ranked, cluster: Cluster) -> Ranked:

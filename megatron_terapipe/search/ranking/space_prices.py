@@ -11,8 +11,9 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.search.cluster.rank_groups import RankGroups
 from megatron_terapipe.search.ranking.block_memory import block_fits
-from megatron_terapipe.search.ranking.block_times import RankKinds, block_times
+from megatron_terapipe.search.ranking.block_times import block_times
 from megatron_terapipe.search.ranking.dealt_layers import dealt_layers
+from megatron_terapipe.search.ranking.layer_times import layer_times
 from megatron_terapipe.search.ranking.op_tables import OpTables
 from megatron_terapipe.search.ranking.stage_counts import StageCounts, stage_counts
 from megatron_terapipe.search.space import Block, Choices, Funnel, LegalBlock, Problem, legal_blocks
@@ -82,7 +83,7 @@ def price_space(
         funnel: counts what is rejected, those that cannot fit the memory among them.
         progress: told about layouts.
     """
-    tables = [OpTables(pricing.cost_model) for pricing in pricings]
+    tables = _tables(pricings, choices)
     total = len(layouts(choices, problem.cluster.num_devices))
     for number, found in enumerate(legal_blocks(problem, choices, funnel)):
         if progress is not None:
@@ -97,6 +98,20 @@ def price_space(
         funnel.reject(SAME_STAGES, int((found.legal & ~different).sum()))
         funnel.reject(FITS, int((different & ~fitting).sum()))
         funnel.priced += int(different.sum())
+
+
+def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
+    """Prices of layers for every node order; orders whose prices are made of the same share them."""
+    tables: list[OpTables] = []
+    for pricing in pricings:
+        model = pricing.cost_model
+        same = (
+            found
+            for found, other in zip(tables, pricings, strict=False)
+            if (model.physics, model.op_times) == (other.cost_model.physics, other.cost_model.op_times)
+        )
+        tables.append(next(same, None) or OpTables(model, choices.micro_batch_size))
+    return tables
 
 
 def _price(
@@ -152,17 +167,17 @@ def _partitions(
     ranks = block.pipeline_parallel_size
     pairs = _pairs(legal.legal)
     found: dict[tuple[int, int], StagePartition] = {}
-    layer_times: Floats | None = None
+    times: Floats | None = None
     for model_chunks in dict.fromkeys(model_chunks for _, model_chunks in block.order):
         rows = [row for row, (_, its_model_chunks) in enumerate(block.order) if its_model_chunks == model_chunks]
         for place, rule in enumerate(block.partition):
             if not pairs[rows, place].any():
                 continue
             if rule == SOLVED:
-                if layer_times is None:
-                    layer_times = _layer_times(problem, block, groups, tables)
+                if times is None:
+                    times = layer_times(problem.workload, _first_values(block), groups, tables)
                 micro_batches = int(block.num_micro_batches.max())
-                partition = dealt_layers(problem, layer_times, ranks, model_chunks, micro_batches)
+                partition = dealt_layers(problem, times, ranks, model_chunks, micro_batches)
                 if all(
                     partition != other
                     for (its_model_chunks, _), other in found.items()
@@ -174,20 +189,12 @@ def _partitions(
     return found
 
 
-def _layer_times(problem: Problem, block: Block, groups: RankGroups, tables: OpTables) -> Floats:
-    """[P, layers] seconds of forward and backward of a whole micro-batch, for the first values of the other axes."""
-    small = replace(
+def _first_values(block: Block) -> Block:
+    """The grid of the first values of the axes that the times of layers depend on."""
+    return replace(
         block,
         micro_batch=block.micro_batch[:1],
         token_slices=block.token_slices[:1],
         recompute=block.recompute[:1],
         sequence_parallel=block.sequence_parallel[:1],
     )
-    kinds = RankKinds(small, groups, tables)
-    kind_of = {id(layer): kind for kind, layer in enumerate(tables.layers)}
-    columns = np.array([kind_of[id(layer)] for layer in problem.workload.layers])
-    rows = []
-    for tables_of_kind in kinds.tables:
-        slowest = np.maximum.reduce([(table.whole[0] + table.whole[1])[:, 0, 0, 0, 0] for table in tables_of_kind])
-        rows.append(slowest[columns])
-    return np.array(rows)[kinds.of_rank]

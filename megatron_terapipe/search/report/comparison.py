@@ -22,6 +22,9 @@ TIME_NAMES = {
 _WORTH_SAYING = 0.005
 """Parts that differ by less than this share of the iteration are noise to a reader."""
 
+_LEAST_SHARE = 0.001
+"""Shares below this would be written as none."""
+
 _DIFFERENCES = (
     ("data_parallel_size", "data-parallel size"),
     ("tensor_parallel_size", "tensor-parallel size"),
@@ -78,7 +81,7 @@ def compare(winner: Entry, other: Entry) -> Comparison:
     assert winner.prediction is not None and other.prediction is not None
     first, second = winner.prediction, other.prediction
     changes = tuple(
-        (words, _value(getattr(winner.strategy, name)), _value(getattr(other.strategy, name)))
+        (words, _value(winner, name), _value(other, name))
         for name, words in _DIFFERENCES
         if getattr(winner.strategy, name) != getattr(other.strategy, name)
     )
@@ -100,7 +103,8 @@ def _sentences(first: Prediction, second: Prediction, saved: tuple[tuple[str, fl
     if gain <= 0:
         lines = ["Both are predicted to take the same time."]
     else:
-        lines = [f"An iteration takes {time_text(gain)} less ({f'{share:.1%}' if share >= 0.0005 else 'below 0.1 %'})."]
+        part = f"{share:.1%}" if share >= _LEAST_SHARE else f"below {_LEAST_SHARE:.1%}"
+        lines = [f"An iteration takes {time_text(gain)} less ({part})."]
     shorter = [f"{TIME_NAMES[name]} ({time_text(seconds)})" for name, seconds in saved if seconds > 0]
     longer = [f"{TIME_NAMES[name]} ({time_text(-seconds)})" for name, seconds in saved if seconds < 0]
     if shorter:
@@ -116,13 +120,16 @@ def _sentences(first: Prediction, second: Prediction, saved: tuple[tuple[str, fl
     return lines
 
 
-def _value(value: object) -> str:
+def _value(entry: Entry, name: str) -> str:
+    value = getattr(entry.strategy, name)
+    if value is None:
+        return {"token_slices": "equal", "placement": "as the hosts come"}.get(name, "as it comes")
     if isinstance(value, tuple):
         text = ",".join(map(str, value))
         return text if len(text) <= 48 else f"{text[:45]}..."
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "as it comes" if value is None else str(value)
+    return str(value)
 
 
 def _listed(words: list[str]) -> str:

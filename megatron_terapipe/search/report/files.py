@@ -45,7 +45,9 @@ def write_json(path: str, document: Any) -> None:
     Raises:
         ConfigError: if it cannot be written.
     """
-    text = json.dumps(document, indent=1) + "\n"
+    # An entry a line: lists of stages and devices are long, and nobody reads them downwards.
+    lines = ",\n".join(map(json.dumps, document)) if isinstance(document, list) else None
+    text = f"[\n{lines}\n]\n" if lines else json.dumps(document, indent=1) + "\n"
     if path == TERMINAL:
         sys.stdout.write(text)
     else:

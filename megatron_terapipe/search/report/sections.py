@@ -5,6 +5,7 @@ from html import escape
 from itertools import pairwise
 
 from megatron_terapipe.search.cluster import Cluster, Device
+from megatron_terapipe.search.cluster.library import is_guess
 from megatron_terapipe.search.prediction import RankMemory, TimeBreakdown
 from megatron_terapipe.search.report.answer import Answer, Entry
 from megatron_terapipe.search.report.bars import Bar, colours, legend, stacked_bars
@@ -47,9 +48,10 @@ def winner(answer: Answer, entry: Entry) -> str:
     figures = [
         (time_text(time_s), f"an iteration{interval}"),
         (f"{tokens_per_s(strategy, answer.workload, time_s):,.0f}", "tokens a second"),
-        (f"{used:.0%}", "of the devices' peak (MFU)"),
         (f"{prediction.bubble_ratio:.1%}", "bubble ratio"),
     ]
+    if not any(is_guess(node.device.name) for node in answer.cluster.nodes):
+        figures.insert(2, (f"{used:.0%}", "of the devices' peak (MFU)"))
     if prediction.memory:
         figures.append((bytes_text(prediction.peak_memory_bytes), "on the fullest device"))
     facts = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in figures)

@@ -26,8 +26,10 @@ pre {
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin-bottom: 10px; color: var(--soft); font-size: 12px; }
 .legend .entry { display: inline-flex; align-items: center; gap: 6px; }
 .legend i { width: 13px; height: 13px; border-radius: 3px; }
-.bars { display: grid; gap: 5px; }
-.bars .row { display: grid; grid-template-columns: minmax(120px, 34%) 1fr max-content; gap: 12px; align-items: center; }
+.bars {
+  display: grid; grid-template-columns: minmax(120px, 34%) 1fr max-content; gap: 5px 12px; align-items: center;
+}
+.bars .row { display: contents; }
 .bars .label { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; font-size: 12.5px; }
 .bars .track { position: relative; display: flex; height: 18px; border-radius: 4px; background: var(--track); }
 .bars .track > span:first-child { border-radius: 4px 0 0 4px; }

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.config.balance import granularity_of
+from megatron_terapipe.search.cluster.library import is_guess
 from megatron_terapipe.search.report.answer import Answer, Entry
 from megatron_terapipe.search.report.figures import (
     bytes_text,
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WIDTH_WITHOUT_TERMINAL = 160
+WIDTH_OF_FILES = 1000
+"""Letters of a line where no terminal ends it."""
+
+DROPPED_FIRST = ("stages", "cut", "sp", "ZeRO", "bubble", "recompute", "interval")
+"""Columns that a narrow terminal does without, in this order; the page and the JSON have them."""
+
 LEFT = ("schedule", "recompute", "cut", "stages", "why not")
 USUAL = {"cut": "even", "stages": "uniform"}
 """Columns that are left out where every row says this."""
@@ -41,9 +47,9 @@ def print_table(answer: Answer, console: "Console | None" = None, *, top: int | 
     if console is None:
         console = rich.console.Console()
         if not console.is_terminal:
-            console = rich.console.Console(width=WIDTH_WITHOUT_TERMINAL)
+            console = rich.console.Console(width=WIDTH_OF_FILES)
     console.print(heading(answer), markup=False, highlight=False)
-    console.print(_table(answer, answer.entries[:top]))
+    console.print(_table(answer, answer.entries[:top], console.width))
     for note in all_notes(answer):
         console.print(f"note: {note}", markup=False, highlight=False)
 
@@ -94,7 +100,7 @@ def cells(answer: Answer, entry: Entry) -> dict[str, str]:
             "time": time_text(time_s),
             "interval": interval_text(prediction),
             "tokens/s": f"{tokens_per_s(strategy, answer.workload, time_s):,.0f}",
-            "MFU": f"{used:.0%}",
+            "MFU": "" if any(is_guess(node.device.name) for node in answer.cluster.nodes) else f"{used:.0%}",
             "bubble": f"{prediction.bubble_ratio:.1%}",
             "memory": bytes_text(prediction.peak_memory_bytes) if prediction.memory else "",
         }
@@ -109,6 +115,22 @@ def rows_of(answer: Answer, entries: Sequence[Entry]) -> tuple[list[str], list[l
     names.sort(key=lambda name: name == "why not")
     shown = [name for name in names if any(row.get(name, "") not in ("", USUAL.get(name)) for row in found)]
     return shown, [[row.get(name, "") for name in shown] for row in found]
+
+
+def _fitting(names: list[str], rows: list[list[str]], width: int) -> tuple[list[str], list[list[str]]]:
+    """The columns that a line has room for; the reason, which wraps, counts no more than its title."""
+    widths = {
+        name: max(len(name), *(len(row[index]) for row in rows)) if rows and name != "why not" else len(name)
+        for index, name in enumerate(names)
+    }
+    kept = list(names)
+    for name in DROPPED_FIRST:
+        if sum(widths[each] + 2 for each in kept) <= width:
+            break
+        if name in kept:
+            kept.remove(name)
+    places = [names.index(name) for name in kept]
+    return kept, [[row[place] for place in places] for row in rows]
 
 
 def _cut(strategy: Strategy, seq_length: int) -> str:
@@ -126,13 +148,14 @@ def _short(value: str | tuple[int, ...]) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def _table(answer: Answer, entries: Sequence[Entry]) -> "Table":
+def _table(answer: Answer, entries: Sequence[Entry], width: int) -> "Table":
     import rich.box
     import rich.table
     import rich.text
 
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     names, rows = rows_of(answer, entries)
+    names, rows = _fitting(names, rows, width)
     for name in names:
         table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "why not")
     for entry, row in zip(entries, rows, strict=True):

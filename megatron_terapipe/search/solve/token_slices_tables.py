@@ -45,10 +45,10 @@ class TabulatedCosts:
         A rank with several model chunks has the mean of their times.
         """
         of_rank = np.arange(len(self.kind_of_stage)) % num_ranks
-        chunks = len(of_rank) // num_ranks
+        model_chunks = len(of_rank) // num_ranks
         shares = np.zeros((num_ranks, self.table.shape[1]))
-        np.add.at(shares, (of_rank, self.kind_of_stage), 1 / chunks)
-        sending = self.sending.reshape(2, chunks, num_ranks, 2).mean(axis=1)
+        np.add.at(shares, (of_rank, self.kind_of_stage), 1 / model_chunks)
+        sending = self.sending.reshape(2, model_chunks, num_ranks, 2).mean(axis=1)
         whole = shares @ self.table[:, :, 0, -1].sum(axis=0) + (sending @ [1, len(self.index) - 1]).sum(axis=0)
         busiest = np.arange(num_ranks) == whole.argmax()
         others = ~busiest if num_ranks > 1 else busiest

@@ -40,12 +40,12 @@ class PublishedSchedule:
     Attributes:
         schedule: of the plan.
         activation_limit: activations that it may hold on a rank, as a multiple of 1F1B's peak; None = its own.
-        one_layer_chunks: whether a model chunk is one layer where the table names no number of model chunks.
+        one_layer_model_chunks: whether a model chunk is one layer where the table names no number of model chunks.
     """
 
     schedule: str
     activation_limit: float | None = None
-    one_layer_chunks: bool = False
+    one_layer_model_chunks: bool = False
 
 
 PUBLISHED_SCHEDULES = {
@@ -56,7 +56,7 @@ PUBLISHED_SCHEDULES = {
     "ZB-H1": PublishedSchedule("zero-bubble", 1.0),
     "ZB-H2": PublishedSchedule("zero-bubble", 2.0),
     "1F1B": PublishedSchedule("1f1b"),
-    "1F1B-I": PublishedSchedule("interleaved", one_layer_chunks=True),
+    "1F1B-I": PublishedSchedule("interleaved", one_layer_model_chunks=True),
     "GPipe": PublishedSchedule("gpipe"),
 }
 """By their names in tables. Any other name is one of the plan's."""

@@ -159,7 +159,7 @@ def _strategy(document: Fields, workload: Workload, schedule: PublishedSchedule)
             raise document.fault("num_micro_batches", problem, f"with it the batch is {sequences}; give one of the two")
         changes["global_batch_size"] = sequences
     ranks, layers = strategy.pipeline_parallel_size, workload.num_dealt_layers
-    if schedule.one_layer_chunks and not document.has("num_model_chunks") and (layers + 2) % ranks == 0:
+    if schedule.one_layer_model_chunks and not document.has("num_model_chunks") and (layers + 2) % ranks == 0:
         changes["num_model_chunks"] = (layers + 2) // ranks
     num_stages = ranks * changes.get("num_model_chunks", strategy.num_model_chunks)
     layers_per_stage = None

@@ -4,10 +4,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from megatron_terapipe.search.calibrate.calibration import on_several_nodes
 from megatron_terapipe.search.calibrate.clusters import Calibrations
 from megatron_terapipe.search.profile import Profile
 from megatron_terapipe.search.trials.trial import Trial
 from megatron_terapipe.search.validation.predicted import Predicted, predict_trials
+
+Cluster = tuple[str, str, bool]
+"""Source, devices, and whether on several nodes: what is calibrated apart."""
 
 SEED = 2026
 """Which groups fall together; always the same ones."""
@@ -24,17 +28,21 @@ def deal_groups(trials: Sequence[Trial], num_folds: int, seed: int = SEED) -> li
     Returns:
         [n] the fold of each trial.
     """
-    by_cluster: dict[tuple[str, str], list[str]] = {}
+    groups: dict[Cluster, list[str]] = {}
     for one in trials:
-        groups = by_cluster.setdefault((one.source, one.device), [])
-        if one.group not in groups:
-            groups.append(one.group)
-    fold_of: dict[tuple[str, str, str], int] = {}
-    for (source, device), groups in by_cluster.items():
-        order = np.random.default_rng(seed).permutation(len(groups))
+        of_cluster = groups.setdefault(_cluster(one), [])
+        if one.group not in of_cluster:
+            of_cluster.append(one.group)
+    fold_of: dict[tuple[Cluster, str], int] = {}
+    for cluster, names in groups.items():
+        order = np.random.default_rng(seed).permutation(len(names))
         for place, index in enumerate(order):
-            fold_of[source, device, sorted(groups)[index]] = place % num_folds
-    return [fold_of[one.source, one.device, one.group] for one in trials]
+            fold_of[cluster, sorted(names)[index]] = place % num_folds
+    return [fold_of[_cluster(one), one.group] for one in trials]
+
+
+def _cluster(trial: Trial) -> Cluster:
+    return trial.source, trial.device, on_several_nodes(trial.cluster)
 
 
 def predict_in_folds(
@@ -63,11 +71,9 @@ def predict_in_folds(
     for index, (one, fold) in enumerate(zip(trials, folds, strict=True)):
         places.setdefault((one.source, one.device, fold), []).append(index)
     predicted: dict[int, Predicted] = {}
-    for (source, device, fold), rows in places.items():
+    for (*site, fold), rows in places.items():
         others = [
-            one
-            for one, own in zip(trials, folds, strict=True)
-            if (one.source, one.device) == (source, device) and own != fold
+            one for one, own in zip(trials, folds, strict=True) if [one.source, one.device] == site and own != fold
         ]
         calibrations = Calibrations([*more, *others], progress=progress)
         found = predict_trials([trials[index] for index in rows], calibrations, profile=profile, step=step)

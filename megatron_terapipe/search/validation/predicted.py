@@ -62,7 +62,7 @@ def predict_trials(
     found: dict[int, Predicted] = {}
     for rows in places.values():
         alike = [trials[index] for index in rows]
-        calibration = calibrations.of(alike[0].source, alike[0].device)
+        calibration = calibrations.of_trial(alike[0])
         found.update(zip(rows, _predict_alike(alike, calibration, profile), strict=True))
         step(len(rows))
     return [found[index] for index in range(len(trials))]

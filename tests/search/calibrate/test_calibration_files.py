@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron_terapipe.search.calibrate.calibration import Calibration, calibrat
 from megatron_terapipe.search.calibrate.clusters import Calibrations
 from megatron_terapipe.search.calibrate.files import calibrated, read_calibrations, write_calibrations
 from megatron_terapipe.search.cluster import Cluster, Link, Node, library
-from tests.search.calibrate.synthetic import CLUSTER, STRATEGIES, measured
+from tests.search.calibrate.synthetic import CLUSTER, STRATEGIES, a100s, measured
 
 DEVICE = CLUSTER.nodes[0].device.name
 
@@ -76,10 +77,28 @@ def test_each_cluster_has_its_own() -> None:
     first, second = measured(STRATEGIES[:3]), measured(STRATEGIES[:2], source="another")
     told: list[str] = []
     calibrations = Calibrations([*first, *second], progress=told.append)
-    assert calibrations.of("synthetic", DEVICE).num_trials == 3
-    assert calibrations.of("another", DEVICE).num_trials == 2
+    assert calibrations.of("synthetic", DEVICE, True).num_trials == 3
+    assert calibrations.of("another", DEVICE, True).num_trials == 2
     # What nobody measured keeps the defaults; a trial without a source may be of any cluster with such devices.
-    assert calibrations.of("a third", DEVICE).num_trials == calibrations.of("synthetic", "T4").num_trials == 0
-    assert calibrations.of("", DEVICE).num_trials == 5
+    assert (
+        calibrations.of("a third", DEVICE, True).num_trials == calibrations.of("synthetic", "T4", True).num_trials == 0
+    )
+    assert calibrations.of("", DEVICE, True).num_trials == 5
     assert [one.num_trials for one in calibrations.fitted()] == [3, 2]
     assert len(told) == 3  # each is fitted once
+
+
+def test_one_node_and_several_are_calibrated_apart() -> None:
+    several, one = measured(STRATEGIES[:8]), measured(STRATEGIES[:9])
+    for trial in one:
+        half = replace(trial.strategy, data_parallel_size=trial.strategy.data_parallel_size // 2)
+        object.__setattr__(trial, "cluster", a100s(1))
+        object.__setattr__(trial, "strategy", half)
+    calibrations = Calibrations([*several, *one])
+    assert calibrations.of("synthetic", DEVICE, True).num_trials == 8
+    assert calibrations.of("synthetic", DEVICE, False).num_trials == 9
+    assert [found.several_nodes for found in calibrations.fitted()] == [True, False]
+    # Memory knows no nodes; few trials of a kind are calibrated with the others.
+    assert calibrations.of("synthetic", DEVICE, True).num_memory_trials == 17
+    few = Calibrations([*several[:3], *one])
+    assert (few.of("synthetic", DEVICE, True).num_trials, few.of("synthetic", DEVICE, False).num_trials) == (12, 9)

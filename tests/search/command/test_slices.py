@@ -28,13 +28,13 @@ def files(tmp_path: Path):
     return write
 
 
-def slices(files, *flags, strategy=STRATEGY, cluster=CLUSTER):
+def run(files, *flags, strategy=STRATEGY, cluster=CLUSTER):
     named = ["gpt3-13b", files("cluster.json", cluster), "--strategy", files("strategy.json", strategy)]
     return main(["slices", *named, *SIZES, *flags])
 
 
 def test_prints_the_curve_and_flags_to_paste(files, capsys):
-    assert slices(files, "--count", "2,4") == 0
+    assert run(files, "--count", "2,4") == 0
     shown = capsys.readouterr().out
     assert "speed-up" in shown
     assert "--num-token-slices" in shown
@@ -42,7 +42,7 @@ def test_prints_the_curve_and_flags_to_paste(files, capsys):
 
 def test_writes_json(files, tmp_path, capsys):
     path = tmp_path / "answer.json"
-    assert slices(files, "--count", "2,4", "--json", str(path)) == 0
+    assert run(files, "--count", "2,4", "--json", str(path)) == 0
     answer = json.loads(path.read_text())
     assert [row["num_token_slices"] for row in answer["curve"]] == [1, 2, 4]
     assert answer["iteration_time_s"] == min(row["iteration_time_s"] for row in answer["curve"])
@@ -53,13 +53,13 @@ def test_writes_json(files, tmp_path, capsys):
     assert not any(length % 16 for length in answer["token_slices"])
     assert answer["flags"] == flags_of(tuple(answer["token_slices"]))
     capsys.readouterr()
-    assert slices(files, "--count", "2,4", "--json", "-") == 0
+    assert run(files, "--count", "2,4", "--json", "-") == 0
     assert json.loads(capsys.readouterr().out) == answer
 
 
 def test_takes_an_entry_of_a_ranking_and_a_granularity(files, capsys):
     entry = {"rank": 1, "strategy": {**STRATEGY, "num_token_slices": 3}, "feasible": True}
-    assert slices(files, "--count", "2", "--granularity", "128", "--json", "-", strategy=entry) == 0
+    assert run(files, "--count", "2", "--granularity", "128", "--json", "-", strategy=entry) == 0
     answer = json.loads(capsys.readouterr().out)
     assert not any(length % 128 for length in answer["curve"][-1]["token_slices"])
 
@@ -77,7 +77,7 @@ def test_takes_an_entry_of_a_ranking_and_a_granularity(files, capsys):
     ],
 )
 def test_says_what_is_wrong(files, capsys, strategy, flags, message):
-    assert slices(files, *flags, strategy=strategy) == 2
+    assert run(files, *flags, strategy=strategy) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("error: ")

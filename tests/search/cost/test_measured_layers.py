@@ -147,9 +147,7 @@ def test_grids_are_priced_as_numbers_are():
     layer = block("a")
     op_times = measured((layer,), fast=lambda name, tp: 2e-3 * tp, slow=lambda name, tp: 9e-3)
     sizes, tensors = np.array([1.0, 2.0, 8.0]), np.array([[1.0], [2.0]])
-    times = op_times(
-        layer, SLOW, tensor_parallel_size=tensors, micro_batch_size=sizes, start=0.0, end=float(TOKENS)
-    )
+    times = op_times(layer, SLOW, tensor_parallel_size=tensors, micro_batch_size=sizes, start=0.0, end=float(TOKENS))
     for row, tensor in enumerate((1.0, 2.0)):
         for column, size in enumerate(sizes):
             assert times.forward[row, column] == pytest.approx(forward(op_times, layer, SLOW, size, tensor)[0])
@@ -171,3 +169,13 @@ def test_what_was_not_measured_is_refused():
     other = Workload(name="w", layers=(block("b"),), seq_length=TOKENS, first_dealt=0, end_dealt=1)
     with pytest.raises(DataError, match="layer 'b' has no time"):
         MeasuredLayers(workload=other, devices=op_times.devices)
+
+
+def test_what_is_not_divided_is_scaled_by_its_own_measurement():
+    # The other block shows that launching takes 1 ms; with two ranks this one takes 30 ms instead of 20 ms.
+    large, small = block("a", ("none", "none")), block("b", ("none", "none"))
+    op_times = measured((large, small), slow=lambda name, tp: (10e-3 + tp * 10e-3) if name == "a" else 1e-3)
+    for size in (1, 2):
+        assert forward(op_times, large, SLOW, 8.0, float(size))[0] == pytest.approx(
+            8 * (10 + size * 10) * 1e-3, rel=0.01
+        )

@@ -26,12 +26,12 @@ def stage_bytes(stages: int, freed: float = 0.0) -> StageBytes:
     return StageBytes(10 * own, own, 2 * own, logits, np.zeros(stages), 10 * own * freed)
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "token_slices", "chunks", "lengths"), CASES)
+@pytest.mark.parametrize(("schedule", "ranks", "token_slices", "model_chunks", "lengths"), CASES)
 def test_the_plans_own_account(
-    schedule: str, ranks: int, token_slices: int, chunks: int, lengths: tuple[int, ...]
+    schedule: str, ranks: int, token_slices: int, model_chunks: int, lengths: tuple[int, ...]
 ) -> None:
     """`plan.memory` counts the same over a timeline in which every op takes one second."""
-    shape = PipelineShape(ranks * chunks, 6, token_slices, chunks)
+    shape = PipelineShape(ranks * model_chunks, 6, token_slices, model_chunks)
     freed = 0.4 if schedule == "zero-bubble" else 0.0
     bytes_of = stage_bytes(shape.num_stages, freed)
     token_bytes = TokenBytes(
@@ -41,21 +41,21 @@ def test_the_plans_own_account(
     spans = tuple(tuple(Span(op, index, index + 1) for index, op in enumerate(order)) for order in orders)
     curves = memory_over_time(Timeline(shape, spans), lengths, token_bytes)
     for rank, curve in enumerate(curves):
-        found = peak_held(rank_order(schedule, shape, rank), lengths, 6, bytes_of)
+        found = peak_held(rank_order(schedule, shape, rank), lengths, bytes_of)
         assert found.total == pytest.approx(peak(curve))
 
 
-@pytest.mark.parametrize(("schedule", "ranks", "token_slices", "chunks", "lengths"), CASES)
+@pytest.mark.parametrize(("schedule", "ranks", "token_slices", "model_chunks", "lengths"), CASES)
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 5, 9, 26, 31])
 def test_more_micro_batches_repeat_the_peak(
-    schedule: str, ranks: int, token_slices: int, chunks: int, lengths: tuple[int, ...], num_micro_batches: int
+    schedule: str, ranks: int, token_slices: int, model_chunks: int, lengths: tuple[int, ...], num_micro_batches: int
 ) -> None:
     enough = steady_micro_batches(schedule, ranks, token_slices, num_micro_batches)
     peaks = []
     for number in (enough, num_micro_batches):
-        shape = PipelineShape(ranks * chunks, number, token_slices, chunks)
+        shape = PipelineShape(ranks * model_chunks, number, token_slices, model_chunks)
         held = [rank_order(schedule, shape, rank) for rank in range(ranks)]
-        peaks.append([peak_held(order, lengths, number, stage_bytes(ranks * chunks)).total for order in held])
+        peaks.append([peak_held(order, lengths, stage_bytes(ranks * model_chunks)).total for order in held])
     assert peaks[0] == pytest.approx(peaks[1])
     assert schedule == "gpipe" or enough <= max(num_micro_batches, 1)
 
@@ -65,8 +65,6 @@ def test_1f1b_in_closed_form() -> None:
     ranks, token_slices = 6, 4
     shape = PipelineShape(ranks, 8, token_slices)
     ones = StageBytes(np.ones(ranks), *[np.zeros(ranks)] * 5)
-    held = [
-        peak_held(rank_order("1f1b", shape, rank), (1,) * token_slices, 8, ones).activations for rank in range(ranks)
-    ]
+    held = [peak_held(rank_order("1f1b", shape, rank), (1,) * token_slices, ones).activations for rank in range(ranks)]
     assert held == [ranks - rank - 1 + token_slices for rank in range(ranks)]
     assert all(first > second for first, second in pairwise(held))

@@ -116,6 +116,10 @@ def test_a_model_that_cannot_be_launched_gets_its_report_all_the_same(tmp_path: 
 def test_json_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     write_json("-", [1])
     assert json.loads(capsys.readouterr().out) == [1]
+    write_json("-", [{"a": [1, 2]}, {"a": []}])
+    assert capsys.readouterr().out == '[\n{"a": [1, 2]},\n{"a": []}\n]\n'
+    write_json("-", [])
+    assert json.loads(capsys.readouterr().out) == []
 
 
 def test_timelines_of_many_micro_batches_are_cut() -> None:

@@ -1,10 +1,12 @@
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import rich.console
 
 from megatron_terapipe.model.flops import iteration_flops
+from megatron_terapipe.search.cluster.files import parse_cluster
 from megatron_terapipe.search.report.answer import answer_json
 from megatron_terapipe.search.report.comparison import compare
 from megatron_terapipe.search.report.figures import (
@@ -15,7 +17,7 @@ from megatron_terapipe.search.report.figures import (
     time_text,
     tokens_per_s,
 )
-from megatron_terapipe.search.report.table import print_table
+from megatron_terapipe.search.report.table import print_table, rows_of
 from megatron_terapipe.search.workload.files import read_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.report.answers import answer
@@ -61,7 +63,7 @@ def test_json_has_the_fields_of_the_contract() -> None:
 def test_why_the_winner_wins() -> None:
     first, second, _ = answer().entries
     found = compare(first, second)
-    assert found.changes == (("token slices", "2", "1"), ("lengths of token slices", "80,48", "as it comes"))
+    assert found.changes == (("token slices", "2", "1"), ("lengths of token slices", "80,48", "equal"))
     assert found.saved_s == (("bubble_s", pytest.approx(0.6)), ("compute_s", pytest.approx(-0.1)))
     text = " ".join(found.sentences)
     assert "500 ms less (26.3%)" in text
@@ -101,3 +103,21 @@ def test_other_texts() -> None:
     prediction = answer().entries[0].prediction
     assert prediction is not None
     assert interval_text(prediction) == "-10 +20 %"
+
+
+def test_a_narrow_terminal_drops_columns_instead_of_cutting_them() -> None:
+    wide, narrow = io.StringIO(), io.StringIO()
+    print_table(answer(), rich.console.Console(file=wide, width=170), top=2)
+    print_table(answer(), rich.console.Console(file=narrow, width=80), top=2)
+    assert "cut" in wide.getvalue() and "…" not in wide.getvalue()
+    assert "…" not in narrow.getvalue()
+    head = next(line for line in narrow.getvalue().splitlines() if "rank" in line).split()
+    assert {"rank", "dp", "tp", "pp", "S", "mbs", "schedule", "time", "tokens/s", "memory"} <= set(head)
+    assert max(map(len, narrow.getvalue().splitlines())) <= 80
+
+
+def test_no_utilization_of_a_guess() -> None:
+    shown = answer()
+    cluster, _ = parse_cluster({"nodes": [{"device": "cpu-core", "count": 8}]}, "c.json")
+    assert "MFU" in rows_of(shown, shown.entries)[0]
+    assert "MFU" not in rows_of(replace(shown, cluster=cluster), shown.entries)[0]

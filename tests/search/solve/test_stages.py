@@ -95,3 +95,15 @@ def test_with_one_micro_batch_only_the_sum_counts():
 def test_fewer_layers_than_stages_are_refused():
     with pytest.raises(ConfigError, match="3 layers on 4 stages: give between 1 and 3"):
         best_partition(np.ones(3), 4, 8)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_many_thresholds_the_best_is_found(seed):
+    # Devices and cuts differ so much that a looser threshold buys a much smaller sum: the best lies in between.
+    values = np.random.default_rng(seed)
+    layers = values.random((4, 1)) * values.random((4, 11)) ** 2
+    cuts = 3 * values.random((3, 12)) ** 4
+    num_micro_batches = 2 + seed % 3
+    solved = best_partition(layers, 4, num_micro_batches, cut_times_s=cuts)
+    assert solved.objective_s == pytest.approx(enumerated(layers, 4, num_micro_batches, cuts, False, None))
+    assert objective(solved, layers, num_micro_batches, cuts, False) == pytest.approx(solved.objective_s)

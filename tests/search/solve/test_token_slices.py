@@ -92,14 +92,14 @@ def test_two_stages_stand_for_a_pipeline():
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
 def test_many_micro_batches_are_extrapolated(name):
-    chunks = 2 if name == "interleaved" else 1
-    shape = PipelineShape(4 * chunks, 600, 3, chunks)
-    costs = PolynomialCosts.of_layers([1] * (4 * chunks), 12, 0.2, fixed=0.01, head_time=0.3)
+    model_chunks = 2 if name == "interleaved" else 1
+    shape = PipelineShape(4 * model_chunks, 600, 3, model_chunks)
+    costs = PolynomialCosts.of_layers([1] * (4 * model_chunks), 12, 0.2, fixed=0.01, head_time=0.3)
     cut = TokenSlices((5, 4, 3))
     evaluation = ExtrapolatedSchedule(schedule_named(name), shape, costs, 0.01)
     orders = CompiledOrders.of_schedule(schedule_named(name), shape)
     assert evaluation(cut) == pytest.approx(orders.play(op_costs(shape, cut, costs, 0.01)).makespan, rel=2e-3)
-    assert evaluation.num_ops < 600 * 2 * 4 * chunks * 3
+    assert evaluation.num_ops < 600 * 2 * 4 * model_chunks * 3
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])

@@ -77,6 +77,20 @@ def test_no_batch_is_better(seed, count, equal_sizes):
     assert time_of(solved.micro_batches, costs, num_stages) == pytest.approx(best)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_forward_and_backward_may_be_longest_in_different_token_slices(seed):
+    # No order at all in the times: the two limits are far apart, and many pairs of them must be looked at.
+    table = np.random.default_rng(seed).uniform(0.5, 2, (3, 17, 17))
+
+    def times(stages, starts, ends):
+        return np.repeat(table[:, None, starts, ends], len(stages), axis=1)
+
+    solved = solve_joint(lambda size: times, 16, 1, num_stages=12, num_token_slices=4, granularity=1, tolerance=0.0)
+    best = min(time_of([(1, cut)], lambda size: times, 12) for cut in all_cuts(16, [4]))
+    assert solved.time_s == pytest.approx(best)
+    assert solved.lower_bound_s == pytest.approx(best)
+
+
 def test_sizes_need_not_divide_the_batch():
     # Micro-batches of two cost hardly more than those of one, so five sequences go as 2 + 2 + 1.
     def costs(size):

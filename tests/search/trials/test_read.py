@@ -91,7 +91,7 @@ def test_stages_that_count_the_ends(tmp_path: Path) -> None:
     assert [len(stage) for stage in stages] == [3, 8]
 
 
-def test_interleaving_with_a_layer_a_chunk(tmp_path: Path) -> None:
+def test_interleaving_with_a_layer_a_model_chunk(tmp_path: Path) -> None:
     model = {**LINE["model"], "num_layers": 22}
     strategy = {"pipeline_parallel_size": 8, "schedule": "1F1B-I", "num_micro_batches": 16}
     (trial,) = read(tmp_path, changed(model=model, strategy=strategy))

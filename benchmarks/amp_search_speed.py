@@ -1,0 +1,125 @@
+"""How long the search of AMP's three experiments takes, and how good its stage partitions and predictions are.
+
+    python -m benchmarks.amp_search_speed --amp-repo DIR [--trials trials_homogeneous.csv]
+
+AMP's own search of the same spaces took 280.7, 271.7 and 147.0 s on one core of a Xeon. Seconds here are those of one
+core, too, after numba has loaded the simulator's code. With the published trials of the homogeneous cluster, it prints
+how far predictions are from them, and how many of AMP's partitions our solver improves by AMP's own objective.
+"""
+
+import argparse
+import csv
+import json
+import sys
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from examples.amp.experiments import EXPERIMENTS
+from examples.amp.partitions import amp_partition
+from examples.amp.run import load_player
+from examples.amp.search import search
+from megatron_terapipe.search.profile.amp import read_profile
+from megatron_terapipe.strategy import Strategy
+
+AMP_SECONDS = {"homogeneous": 280.7, "het_cluster": 271.7, "het_model": 147.0}
+AMP_ACCURACY = {"spearman": 0.935, "pairs": 0.897, "mape": 0.210, "regret": 1.10}
+AMP_BANDWIDTH = 50e9 / 32
+"""Entries of 4 bytes that AMP sends in a second over 50 Gbit/s."""
+
+AMP_VOCAB_SIZE = 52256
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run all of it; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--amp-repo", type=Path, required=True, metavar="DIR", help="checkout of AMP's repository")
+    parser.add_argument("--trials", type=Path, metavar="CSV", help="trials of the homogeneous cluster")
+    options = parser.parse_args(arguments)
+    load_player()
+    print(f"{'experiment':12} {'strategies':>10} {'ours s':>7} {'AMP s':>7} {'best s':>7}  winner")
+    for name, experiment in EXPERIMENTS.items():
+        started = time.process_time()
+        best, *others = search(experiment, experiment.pricing(options.amp_repo))
+        seconds = time.process_time() - started
+        assert best.prediction is not None
+        sizes = best.strategy
+        print(
+            f"{name:12} {1 + len(others):10} {seconds:7.2f} {AMP_SECONDS[name]:7.1f} "
+            f"{best.prediction.iteration_time_s:7.3f}  mbs {sizes.micro_batch_size}, tp {sizes.tensor_parallel_size}, "
+            f"dp {sizes.data_parallel_size}, pp {sizes.pipeline_parallel_size}"
+        )
+    if options.trials:
+        with options.trials.open() as file:
+            rows = list(csv.DictReader(file))
+        _accuracy(options.amp_repo, rows)
+        _partitions(options.amp_repo, rows)
+    return 0
+
+
+def _accuracy(repository: Path, rows: list[dict[str, str]]) -> None:
+    pricing = EXPERIMENTS["homogeneous"].pricing(repository)
+    ran = [row for row in rows if row["outcome"] == "ran"]
+    measured = np.array([float(row["real_s"]) for row in ran])
+    predicted = np.array([pricing.predict(_strategy(row)).iteration_time_s for row in ran])
+    scales = measured / predicted
+    errors = [float(np.mean(np.abs(predicted * scale - measured) / measured)) for scale in scales]
+    first, second = np.triu_indices(len(ran), 1)
+    differ = measured[first] != measured[second]
+    signs = np.sign(predicted[first] - predicted[second]) * np.sign(measured[first] - measured[second])
+    ours = {
+        "spearman": float(np.corrcoef(_ranks(predicted), _ranks(measured))[0, 1]),
+        "pairs": float(np.mean((1 + signs[differ]) / 2)),
+        "mape": min(errors),
+        "regret": float(measured[np.argmin(predicted)] / measured.min()),
+    }
+    raw = float(np.mean(np.abs(predicted - measured) / measured))
+    print(f"\n{len(ran)} trials of the homogeneous cluster, nothing fitted to them; error without a scale {raw:.1%}")
+    for name, value in ours.items():
+        print(f"{name:10} ours {value:6.3f}   AMP {AMP_ACCURACY[name]:6.3f}")
+
+
+def _partitions(repository: Path, rows: list[dict[str, str]]) -> None:
+    profile = read_profile(repository, "gpt2_G4")
+    gains = []
+    for row in rows:
+        stages, micro_batches, size = int(row["pp"]), int(row["microbatches"]), int(row["tp"])
+        if stages == 1 or micro_batches == 1:
+            continue
+        sequences = int(row["mbs"])
+        layers = np.array([3 * sequences * times[size] for times in profile])
+        cuts = np.full(31, sequences * 1024 * 1024 / AMP_BANDWIDTH)
+        cuts[29:] = sequences * 1024 * AMP_VOCAB_SIZE / size / AMP_BANDWIDTH
+        bounds = json.loads(row["layer_partition"])
+        times = [layers[first:end].sum() for first, end in pairwise(bounds)]
+        theirs = (micro_batches - 1) * max(times) + sum(times) + sum(cuts[bound] for bound in bounds[1:-1])
+        gains.append(theirs / amp_partition(layers, cuts, stages, micro_batches).objective_s - 1)
+    better = [gain for gain in gains if gain > 1e-6]
+    print(
+        f"\nby AMP's own objective our partition is better than AMP's in {len(better)} of {len(gains)} strategies, "
+        f"by at most {max(gains):.2%}, and worse in {sum(gain < -1e-9 for gain in gains)}"
+    )
+
+
+def _strategy(row: dict[str, str]) -> Strategy:
+    plain = Strategy(
+        data_parallel_size=int(row["dp"]),
+        tensor_parallel_size=int(row["tp"]),
+        pipeline_parallel_size=int(row["pp"]),
+        micro_batch_size=int(row["mbs"]),
+        global_batch_size=int(row["gbs"]),
+        zero_stage=0,
+    )
+    return replace(plain, stage_partition=tuple(json.loads(row["layer_partition"])))
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks; equal values share their mean."""
+    return np.array([(np.sum(values < value) + np.sum(values <= value) - 1) / 2 for value in values])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""`rank` answers in the words of the contract, and its winner is what the trainer runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.search.__main__ import main
+from megatron_terapipe.strategy import Strategy
+from tests.search.problems import small_model
+
+MODEL = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 1024}
+CLUSTER = {"nodes": [{"count": 2, "device": "A100-SXM4-40GB", "devices": 2}]}
+FEW = ["--micro-batch-size", "1,2", "--num-token-slices", "1,2", "--num-model-chunks", "1,2", "--recompute", "none"]
+STRATEGY_FIELDS = {
+    "data_parallel_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "num_token_slices",
+    "token_slices",
+    "micro_batch_size",
+    "global_batch_size",
+    "schedule",
+    "num_model_chunks",
+    "recompute",
+    "zero_stage",
+    "stage_partition",
+    "placement",
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    (tmp_path / "cluster.json").write_text(json.dumps(CLUSTER))
+    return [str(tmp_path / "model.json"), str(tmp_path / "cluster.json"), "--global-batch-size", "8"]
+
+
+def test_the_json_is_that_of_the_contract(files: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "ranking.json"
+    assert main(["rank", *files, *FEW, "--top", "4", "--json", str(out)]) == 0
+    entries = json.loads(out.read_text())
+    assert [entry["rank"] for entry in entries] == [1, 2, 3, 4]
+    for entry in entries:
+        assert set(entry["strategy"]) >= STRATEGY_FIELDS
+        assert set(entry["predicted"]) >= {"iteration_time_s", "bubble_ratio", "peak_memory_bytes"}
+        assert entry["feasible"] is True and entry["reason"] is None
+        low, high = entry["predicted"]["interval_s"]
+        assert 0 < low < entry["predicted"]["iteration_time_s"] < high
+        Strategy.from_json(entry["strategy"]).check_trainable(small_model())
+    times = [entry["predicted"]["iteration_time_s"] for entry in entries]
+    assert times == sorted(times)
+
+
+def test_pins_and_explanations(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lost = tmp_path / "lost.json"
+    lost.write_text(json.dumps({"data_parallel_size": 1, "pipeline_parallel_size": 4, "schedule": "gpipe"}))
+    pins = ["--schedule", "1f1b", "--tensor-parallel-size", "1,2", "--sequence-parallel", "off"]
+    assert main(["rank", *files, *FEW, *pins, "--top", "2", "--explain", str(lost)]) == 0
+    printed = capsys.readouterr().out
+    assert "strategies of the space" in printed and "priced on their schedule" in printed
+    assert "schedule: 1f1b wins over gpipe" in printed
+
+
+def test_why_an_impossible_strategy_did_not_win(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = tmp_path / "lost.json"
+    lost.write_text(json.dumps({"pipeline_parallel_size": 4, "num_model_chunks": 2}))
+    assert main(["rank", *files, *FEW, "--schedule", "1f1b", "--top", "1", "--explain", str(lost)]) == 0
+    assert "It cannot run: 8 stages are more than the 6 layers." in capsys.readouterr().out
+
+
+def test_the_files_of_the_winner(files: list[str], tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    assert main(["rank", *files, *FEW, "--schedule", "1f1b", "--top", "2", "--output", str(directory)]) == 0
+    names = {path.name for path in directory.iterdir()}
+    assert names >= {"strategy.json", "hostfile", "ds_config.json", "launch.sh", "report.html"}
+    winner = Strategy.from_json(json.loads((directory / "strategy.json").read_text()))
+    winner.check_trainable(small_model())
+
+
+def test_the_same_question_has_the_same_answer(files: list[str], tmp_path: Path) -> None:
+    answers = []
+    for name in ("first.json", "second.json"):
+        assert main(["rank", *files, *FEW, "--top", "3", "--json", str(tmp_path / name)]) == 0
+        answers.append((tmp_path / name).read_text())
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--schedule", "dualpipe"], "--schedule dualpipe is not known: choose among gpipe"),
+        (["--tensor-parallel-size", "x"], "--tensor-parallel-size x is not whole numbers from 1"),
+        (["--zero-stage", "0,3"], "--zero-stage 0,3 is not whole numbers from 0 to 1"),
+        (["--top", "0"], "--top 0 is not a whole number from 1"),
+        (["--effort", "0"], "--effort 0.0 is not above 0"),
+        (["--token-slices", "128,a"], "--token-slices 128,a is not lengths"),
+    ],
+)
+def test_errors_are_one_line(
+    files: list[str], flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rank", *files, *flags]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {error}") and message.count("\n") == 1
+
+
+def test_nothing_can_run(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rank", *files, "--tensor-parallel-size", "3"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: no strategy can run; most are rejected by the rule 'parallel sizes multiply")

@@ -1,0 +1,39 @@
+"""A model, clusters and strategies that the tests of costs price."""
+
+from dataclasses import replace
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.search.cluster import Cluster, Device, Link, Node
+from megatron_terapipe.search.workload.gpt import gpt_workload
+from megatron_terapipe.strategy import Strategy
+
+A100 = Device(name="A100", memory_bytes=80e9, memory_bandwidth=2.0e12, half_flops=312e12, single_flops=19.5e12)
+NODE = Node(
+    name="node",
+    device=A100,
+    num_devices=8,
+    inside=Link(bandwidth=300e9, latency_s=3e-6),
+    network=Link(bandwidth=25e9, latency_s=5e-6),
+    num_network_cards=4,
+)
+GPT = gpt_workload(
+    ModelConfig(num_layers=24, hidden_size=2048, num_attention_heads=16, seq_length=2048, vocab_size=51200)
+)
+
+
+def nodes(count: int, **changes: object) -> Cluster:
+    """A cluster of equal nodes."""
+    return Cluster(nodes=(replace(NODE, **changes),) * count)  # type: ignore[arg-type]
+
+
+def strategy(**changes: object) -> Strategy:
+    """A strategy for two nodes that uses every kind of parallelism."""
+    values: dict[str, object] = {
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 4,
+        "micro_batch_size": 2,
+        "global_batch_size": 64,
+        "recompute": "full",
+    }
+    return Strategy(**(values | changes))  # type: ignore[arg-type]

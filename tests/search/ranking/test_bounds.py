@@ -1,0 +1,92 @@
+"""Bounds in closed form never exceed what the simulator and the memory model say of a strategy, and are close to it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_terapipe.search.cluster import Cluster
+from megatron_terapipe.search.pricing import Pricing
+from megatron_terapipe.search.ranking.block_memory import live_token_slices
+from megatron_terapipe.search.ranking.space_prices import price_space
+from megatron_terapipe.search.solve.placement import node_orders
+from megatron_terapipe.search.space import Choices, Funnel, Problem, all_choices
+from tests.search.problems import mixed_cluster, small_cluster, small_problem
+
+CLUSTERS = {"uniform": small_cluster(num_nodes=2, num_devices=4), "mixed": mixed_cluster()}
+
+
+def coarse(problem: Problem) -> Choices:
+    return replace(
+        all_choices(problem),
+        num_token_slices=(1, 2, 3, 8),
+        micro_batch_size=(1, 2, 4),
+        num_model_chunks=(1, 2, 3),
+    )
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_bounds_of_time(name: str) -> None:
+    problem = small_problem(CLUSTERS[name], global_batch_size=16, num_layers=13)
+    pricings = [Pricing(problem.workload, order) for order in node_orders(problem.cluster)]
+    rng = np.random.default_rng(0)
+    ratios, estimates = [], []
+    for block in price_space(problem, coarse(problem), pricings, Funnel()):
+        for index in rng.choice(len(block.places), size=min(6, len(block.places)), replace=False).tolist():
+            strategy = block.strategy(index, problem)
+            simulated = pricings[block.order].predict(strategy).iteration_time_s
+            assert block.bound[index] <= simulated * (1 + 1e-9), strategy
+            ratios.append(block.bound[index] / simulated)
+            estimates.append(block.estimate[index] / simulated)
+    assert len(ratios) > 40
+    assert np.median(ratios) > 0.9
+    assert 0.9 < np.median(estimates) < 1.1
+
+
+def test_what_is_rejected_for_its_memory_does_not_fit() -> None:
+    cluster = small_cluster(num_nodes=1, num_devices=4)
+    (node,) = cluster.nodes
+    small = replace(node, device=replace(node.device, memory_bytes=5.2e9))
+    problem = small_problem(Cluster(nodes=(small,)), global_batch_size=16, num_layers=13, seq_length=1024)
+    pricing = Pricing(problem.workload, problem.cluster)
+    roomy = Pricing(problem.workload, cluster)
+    choices = coarse(problem)
+    fitting = {
+        block.strategy(index, problem)
+        for block in price_space(problem, choices, [pricing], Funnel())
+        for index in range(len(block.places))
+    }
+    everything = [
+        block.strategy(index, problem)
+        for block in price_space(problem, choices, [roomy], Funnel())
+        for index in range(0, len(block.places), 23)
+    ]
+    rejected, wrong = 0, 0
+    for strategy in everything:
+        memory = pricing.memory_model.predict(strategy)
+        fits = pricing.why_it_does_not_fit(strategy, memory) is None
+        assert strategy in fitting or not fits, strategy
+        rejected += strategy not in fitting
+        wrong += strategy in fitting and not fits
+    # The bound is of use: it sees most of those that do not fit.
+    assert rejected > 20 and wrong < rejected / 4, (rejected, wrong, len(everything))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved", "gpipe"])
+def test_live_token_slices_are_those_of_the_schedule(schedule: str) -> None:
+    from deepspeed_ext.plan.ops import PipelineShape
+    from deepspeed_ext.plan.schedules import SCHEDULES
+    from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+
+    for ranks, micro_batches, token_slices in ((2, 4, 1), (4, 8, 2), (4, 3, 3), (3, 2, 5)):
+        model_chunks = 2 if schedule == "interleaved" else 1
+        shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
+        orders = CompiledOrders.of_schedule(SCHEDULES[schedule], shape)
+        peaks = np.array(orders.peak_activation()) * token_slices * model_chunks
+        for rank in range(ranks):
+            live = live_token_slices(
+                schedule, ranks, model_chunks, rank, np.array(float(micro_batches)), np.array(float(token_slices))
+            )
+            assert float(live) <= peaks[rank] + 1e-9
+            if rank == 0:
+                assert float(live) == pytest.approx(peaks[0])

@@ -1,0 +1,134 @@
+"""What any cost model must say: better machines are no slower, and the order of things changes nothing."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_terapipe.search.cluster import Cluster, Node
+from megatron_terapipe.search.pricing import Pricing
+from megatron_terapipe.search.ranking.ranked import Ranked, ranked_in_order
+from megatron_terapipe.search.ranking.search import SearchResult, search
+from megatron_terapipe.search.solve.placement import better_order, kind_key, node_orders, placement_of
+from megatron_terapipe.search.space import Problem, all_choices
+from tests.search.problems import drawn, mixed_cluster, small_cluster, small_problem
+
+FEW = settings(max_examples=6)
+
+
+def answer(cluster: Cluster, batch: int = 8) -> SearchResult:
+    problem = small_problem(cluster, global_batch_size=batch, hidden_size=2048)
+    pins = {"num_token_slices": (1, 2), "micro_batch_size": (1, 2), "recompute": ("none",), "num_model_chunks": (1, 2)}
+    choices = all_choices(problem).pinned(pins)
+    return search(problem, choices, lambda nodes: Pricing(problem.workload, nodes), top=3, refine=False)
+
+
+def winner_s(cluster: Cluster) -> float:
+    prediction = answer(cluster).entries[0].prediction
+    assert prediction is not None
+    return prediction.iteration_time_s
+
+
+def better(node: Node, factor: float, what: str) -> Node:
+    if what == "network":
+        return replace(node, network=replace(node.network, bandwidth=node.network.bandwidth * factor))
+    if what == "inside":
+        return replace(node, inside=replace(node.inside, bandwidth=node.inside.bandwidth * factor))
+    if what == "latency":
+        return replace(node, network=replace(node.network, latency_s=node.network.latency_s / factor))
+    values = {what: getattr(node.device, what) * factor}
+    return replace(node, device=replace(node.device, **values))
+
+
+PARTS = ["network", "inside", "latency", "half_flops", "memory_bandwidth", "memory_bytes"]
+
+
+@FEW
+@given(factor=st.floats(1.0, 8.0), what=st.sampled_from(PARTS))
+def test_better_machines_are_no_slower(factor: float, what: str) -> None:
+    cluster = small_cluster(num_nodes=2)
+    improved = Cluster(nodes=tuple(better(node, factor, what) for node in cluster.nodes))
+    assert winner_s(improved) <= winner_s(cluster) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_better_machines_make_no_strategy_slower(what: str) -> None:
+    problem = small_problem()
+    cluster = problem.cluster
+    improved = Cluster(nodes=tuple(better(node, 3.0, what) for node in cluster.nodes))
+    before, after = Pricing(problem.workload, cluster), Pricing(problem.workload, improved)
+    for strategy in drawn(problem, 12, seed=5):
+        slower, faster = before.predict(strategy), after.predict(strategy)
+        assert faster.iteration_time_s <= slower.iteration_time_s * (1 + 1e-9), strategy
+
+
+@pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3, 0, 2)])
+def test_the_order_of_nodes_changes_nothing(order: tuple[int, ...]) -> None:
+    cluster = mixed_cluster()
+    shuffled = Cluster(nodes=tuple(cluster.nodes[index] for index in order))
+    first, second = (answer(each) for each in (cluster, shuffled))
+    assert len(first.entries) == len(second.entries) == 3
+    for one, other in zip(first.entries, second.entries, strict=True):
+        assert one.prediction.iteration_time_s == pytest.approx(other.prediction.iteration_time_s, rel=1e-9)
+        assert replace(one.strategy, placement=None) == replace(other.strategy, placement=None)
+        # Ranks stand on the same kinds of nodes, whatever the numbers of the devices.
+        kinds = [
+            [kind_key(nodes.nodes[nodes.node_of_device[place]]) for place in entry.strategy.placement or range(8)]
+            for entry, nodes in ((one, cluster), (other, shuffled))
+        ]
+        assert kinds[0] == kinds[1]
+
+
+def test_the_same_question_has_the_same_ranking() -> None:
+    first, second = (answer(mixed_cluster(), batch=16) for _ in range(2))
+    assert first.entries == second.entries
+
+
+def test_a_dominated_strategy_never_ranks_above() -> None:
+    problem = small_problem()
+    pricing = Pricing(problem.workload, problem.cluster)
+    strategy = next(drawn(problem, 1, seed=1))
+    good = pricing.predict(strategy)
+    slower = replace(good, iteration_time_s=good.iteration_time_s * 1.0001)
+    fuller = replace(good, memory=(replace(good.memory[0], weights=good.peak_memory_bytes * 2),))
+    entries = [Ranked(strategy=strategy, prediction=each) for each in (slower, fuller, good)]
+    infeasible = Ranked(strategy=strategy, prediction=good, feasible=False, reason="does not fit")
+    ranked = ranked_in_order([infeasible, *entries])
+    assert [entry.prediction for entry in ranked] == [good, fuller, slower, good]
+    assert ranked[-1].feasible is False
+    assert ranked == ranked_in_order(reversed([infeasible, *entries]))
+
+
+def test_orders_of_nodes_are_each_there_once() -> None:
+    cluster = mixed_cluster()
+    orders = node_orders(cluster)
+    kinds = {tuple(map(kind_key, order.nodes)) for order in orders}
+    assert len(orders) == len(kinds) == 6  # two and two nodes: 4! / (2! 2!)
+    assert all(sorted(node.name for node in order.nodes) == ["a", "b", "c", "d"] for order in orders)
+    for order in orders:
+        placement = placement_of(order, cluster, 8) or tuple(range(8))
+        names = [cluster.nodes[cluster.node_of_device[place]].name for place in placement]
+        assert names == [node.name for node in order.nodes for _ in range(2)]
+
+
+def test_a_local_search_improves_an_order() -> None:
+    cluster = mixed_cluster()
+    rank = {node.name: index for index, node in enumerate(cluster.nodes)}
+
+    def score(order: Cluster) -> float:
+        """Least if the fast nodes, a and c, come first."""
+        return float(sum(index for index, node in enumerate(order.nodes) if node.name in "ac"))
+
+    best = better_order(cluster, score, evaluations=30)
+    assert {node.name for node in best.nodes[:2]} == {"a", "c"}
+    assert sorted(rank[node.name] for node in best.nodes) == [0, 1, 2, 3]
+    assert score(better_order(cluster, score, evaluations=1)) == score(cluster)
+
+
+def test_what_is_called_feasible_is_trainable() -> None:
+    problem: Problem = small_problem(small_cluster(num_nodes=2, num_devices=4), global_batch_size=8)
+    choices = all_choices(problem)
+    result = search(problem, choices, lambda nodes: Pricing(problem.workload, nodes), top=8)
+    for entry in result.entries:
+        entry.strategy.check_trainable(problem.workload.config)
