@@ -10,6 +10,9 @@ from megatron_terapipe.search.cluster.machines import MACHINES, Machine
 from megatron_terapipe.search.cluster.node_parts import read_device, read_link, read_network
 from megatron_terapipe.search.reading import Fields
 
+MOST_NODES, MOST_DEVICES = 100_000, 1024
+"""Nodes of one entry, and devices of a node: more would be a slip of the hand, and take long to be noticed."""
+
 PARTS = {"devices": "number of devices", "inside": "links inside", "network": "network"}
 """Fields that the library may fill in, in words."""
 
@@ -131,7 +134,7 @@ def _with_overrides(group: NodeGroup, overrides: Fields) -> list[NodeGroup]:
 def _with_parts(group: NodeGroup, entry: Fields) -> NodeGroup:
     """A group with what an entry says of its nodes."""
     if entry.has("devices"):
-        group = replace(group, num_devices=entry.whole("devices"))
+        group = replace(group, num_devices=entry.whole("devices", most=MOST_DEVICES))
     if entry.has("inside"):
         group = replace(group, inside=read_link(entry, "inside", group.inside))
     if entry.has("network"):
@@ -158,7 +161,7 @@ def _base(entry: Fields, file: Fields) -> NodeGroup:
 def _read_hosts(entry: Fields, *, first: int) -> tuple[str, ...]:
     """Names of the nodes of an entry, which are numbered from `first` where it gives none."""
     if not entry.has("hosts"):
-        count = entry.whole("count", 1)
+        count = entry.whole("count", 1, most=MOST_NODES)
         if not entry.has("name"):
             return tuple(f"node-{index}" for index in range(first, first + count))
         name = entry.text("name")

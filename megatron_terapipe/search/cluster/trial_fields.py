@@ -9,7 +9,7 @@ from math import ceil
 from megatron_terapipe.search.cluster.machine import Cluster, Link
 from megatron_terapipe.search.cluster.machines import GIGABIT, GIGABYTE
 from megatron_terapipe.search.cluster.node_parts import read_device
-from megatron_terapipe.search.cluster.nodes import NodeGroup, assumed
+from megatron_terapipe.search.cluster.nodes import MOST_DEVICES, MOST_NODES, NodeGroup, assumed
 from megatron_terapipe.search.reading import Fields
 
 
@@ -30,13 +30,13 @@ def read_trial_form(fields: Fields) -> tuple[Cluster, tuple[str, ...]]:
         ConfigError: if a field is wrong.
     """
     device, machine = read_device(fields, "device")
-    per_node = fields.whole("devices_per_node", machine.num_devices)
+    per_node = fields.whole("devices_per_node", machine.num_devices, most=MOST_DEVICES)
     if fields.has("num_nodes"):
-        num_devices = fields.whole("num_devices", fields.whole("num_nodes") * per_node)
-        if num_devices > fields.whole("num_nodes") * per_node:
+        num_devices = fields.whole("num_devices", fields.whole("num_nodes", most=MOST_NODES) * per_node)
+        if num_devices > fields.whole("num_nodes", most=MOST_NODES) * per_node:
             raise fields.fault("num_devices", "is more than num_nodes x devices_per_node", "change one of them")
     else:
-        num_devices = fields.whole("num_devices")
+        num_devices = fields.whole("num_devices", most=MOST_NODES)
     inside, network, cards = machine.inside, machine.network, machine.num_network_cards
     missing = []
     if fields.has("intra_node_GBps"):

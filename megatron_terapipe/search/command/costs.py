@@ -7,6 +7,7 @@ from megatron_terapipe.search.calibrate.calibration import Calibration, no_calib
 from megatron_terapipe.search.calibrate.files import calibrated
 from megatron_terapipe.search.calibrate.sensitivities import strategy_sensitivities
 from megatron_terapipe.search.cluster import Cluster
+from megatron_terapipe.search.command.tables import TablesByDevice, tables_of
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.memory.physics import default_physics
 from megatron_terapipe.search.prediction import Prediction
@@ -24,7 +25,8 @@ class Costs:
         workload: what is trained.
         precision: of matrix products.
         calibration: what trials said; the defaults, if none were given.
-        profile: what was measured; None = data sheets.
+        profile: what was measured; None = nothing.
+        tables: kernels that others measured; None = data sheets, where there is no profile either.
         notes: what was used, a line each.
     """
 
@@ -33,6 +35,7 @@ class Costs:
     calibration: Calibration
     profile: Profile | None
     notes: tuple[str, ...]
+    tables: TablesByDevice | None = None
 
     def pricing_on(self, cluster: Cluster) -> Pricing:
         """Prices strategies on a cluster, or on its nodes in another order. Its prices have no intervals."""
@@ -41,7 +44,7 @@ class Costs:
             cluster,
             physics=self._physics(cluster),
             memory_physics=self.calibration.memory_physics or default_physics(cluster),
-            op_times=None if self.profile is None else MeasuredProfile(self.profile),
+            op_times=self.tables if self.profile is None else MeasuredProfile(self.profile),
             precision=self.precision,
         )
 
@@ -84,4 +87,15 @@ def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, 
     else:
         calibration = calibrated(cluster, path)
         notes.append(f"calibrated on {calibration.num_trials} trials of {path}")
-    return Costs(workload=workload, precision=precision, calibration=calibration, profile=profile, notes=tuple(notes))
+    tables = None
+    if options.tables:
+        tables, missing = tables_of(cluster, precision, calibration.physics)
+        notes += ["matrix products and attention are those of the package aiconfigurator-core", *missing]
+    return Costs(
+        workload=workload,
+        precision=precision,
+        calibration=calibration,
+        profile=profile,
+        tables=tables,
+        notes=tuple(notes),
+    )

@@ -54,7 +54,13 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         help="of matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
     )
-    group.add_argument("--profile", metavar="FILE", help="op times and links that the command measure has measured")
+    times = group.add_mutually_exclusive_group()
+    times.add_argument("--profile", metavar="FILE", help="op times and links that the command measure has measured")
+    times.add_argument(
+        "--tables",
+        action="store_true",
+        help="kernels measured by others: of the package aiconfigurator-core, if installed",
+    )
     calibration = group.add_mutually_exclusive_group()
     calibration.add_argument(
         "--calibrate", metavar="FILE", help="trials of this cluster, a JSON object a line (.jsonl), to fit physics to"

@@ -181,9 +181,9 @@ def _came_of(outcome: "Outcome") -> str:
 
 def _compare(options: argparse.Namespace, journal: "Journal", costs: "Costs") -> None:
     """Print predictions beside measurements, before and after these were learned from."""
+    from dataclasses import replace
+
     from megatron_terapipe.search.calibrate.calibration import calibrate
-    from megatron_terapipe.search.pricing import Pricing
-    from megatron_terapipe.search.profile import MeasuredProfile
 
     trials = journal.trials()
     measured = [trial for trial in trials if trial.iteration_time_s is not None]
@@ -191,15 +191,8 @@ def _compare(options: argparse.Namespace, journal: "Journal", costs: "Costs") ->
         print("nothing was measured")
         return
     before = costs.pricing_on(journal.cluster)
-    learned = calibrate(trials)
-    after = Pricing(
-        journal.workload,
-        journal.cluster,
-        physics=learned.physics,
-        memory_physics=learned.memory_physics,
-        op_times=None if costs.profile is None else MeasuredProfile(costs.profile),
-        precision=costs.precision,
-    )
+    # What a search with --calibrate on this file predicts.
+    after = replace(costs, calibration=calibrate(trials)).pricing_on(journal.cluster)
     print(f"\n{'measured s':>10}  {'before':>16}  {'calibrated':>16}  strategy")
     for trial in sorted(measured, key=lambda trial: trial.iteration_time_s or 0.0):
         cells = [_beside(pricing, trial) for pricing in (before, after)]
@@ -215,13 +208,20 @@ def _beside(pricing: "Pricing", trial: "Trial") -> str:
 
 
 def _figures(pricing: "Pricing", trials: "Sequence[Trial]") -> str:
-    """Mean error, and how much slower than the best the one is that was predicted best."""
-    from statistics import fmean
+    """Mean error, rank correlation, and how much slower than the best the one is that was predicted best."""
+    import numpy as np
 
-    pairs = [(_predicted(pricing, trial), trial.iteration_time_s or 0.0) for trial in trials]
-    error = fmean(abs(predicted / measured - 1) for predicted, measured in pairs)
-    chosen, best = min(pairs)[1], min(measured for _, measured in pairs)
-    return f"mean error {error:.1%}, the one predicted best is {chosen / best - 1:.1%} slower than the best measured"
+    from megatron_terapipe.search.validation import scores
+
+    measured = np.array([trial.iteration_time_s for trial in trials], dtype=float)
+    predicted = np.array([_predicted(pricing, trial) for trial in trials])
+    words = [f"mean error {scores.mape(measured, predicted):.1%}"]
+    order, regret = scores.spearman((measured, predicted)), scores.top1_regret((measured, predicted))
+    if order is not None:
+        words.append(f"Spearman {order:.2f}")
+    if regret is not None:
+        words.append(f"the one predicted best is {regret:.1%} slower than the best")
+    return ", ".join(words)
 
 
 def _predicted(pricing: "Pricing", trial: "Trial") -> float:

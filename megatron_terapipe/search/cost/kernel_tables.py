@@ -58,7 +58,7 @@ class KernelTables:
         if not len(self.attention_flops):
             return None
         known = np.maximum(flops, self.attention_flops[0])
-        return known / np.exp(np.interp(np.log(known), np.log(self.attention_flops), self.attention))
+        return np.asarray(known / np.exp(np.interp(np.log(known), np.log(self.attention_flops), self.attention)))
 
 
 def _place(axis: Floats, size: Floats) -> tuple[NDArray[np.int64], Floats]:
@@ -69,7 +69,9 @@ def _place(axis: Floats, size: Floats) -> tuple[NDArray[np.int64], Floats]:
     return below, (at - logs[below]) / (logs[below + 1] - logs[below])
 
 
-def product_table(rows: Floats, inputs: Floats, outputs: Floats, seconds: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+def product_table(
+    rows: Floats, inputs: Floats, outputs: Floats, seconds: Floats
+) -> tuple[Floats, Floats, Floats, Floats]:
     """Axes and logarithms of FLOP/s of measured products, given one by one.
 
     A size that was not measured takes the FLOP/s of the product nearest to it, its inputs first.

@@ -7,14 +7,18 @@ aiconfigurator-core pyarrow` puts it beside.
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.kernel_tables import KernelTables, product_table
 from megatron_terapipe.search.cost.op_times import OpTimes
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.cost.roofline import Roofline
 from megatron_terapipe.search.software import TERAPIPE, Software
+
+Floats = NDArray[np.float64]
 
 PACKAGE = "aiconfigurator_core"
 
@@ -56,11 +60,11 @@ def measured_tables(
     chosen = [row for row in products if row["gemm_dtype"] == "bfloat16"]
     if not chosen:
         return None
-    columns = [np.array([row[name] for row in chosen], dtype=float) for name in ("m", "k", "n", "latency")]
-    flops, speeds = _attention(system)
-    tables = KernelTables(
-        *product_table(*columns[:3], columns[3] / 1e3), flops, speeds, f"{PACKAGE}, {_system(device_name)}"
+    rows, inputs, outputs, milliseconds = (
+        np.array([row[name] for row in chosen], dtype=float) for name in ("m", "k", "n", "latency")
     )
+    table = product_table(rows, inputs, outputs, milliseconds / 1e3)
+    tables = KernelTables(*table, *_attention(system), f"{PACKAGE}, {_system(device_name)}")
     return Roofline(physics or Physics(), software, tables=tables)
 
 
@@ -85,24 +89,26 @@ def _system(device_name: str) -> str:
     return SYSTEMS[max(matches, key=len)] if matches else ""
 
 
-def _rows(system: Path, operation: str, file: str) -> list[dict[str, object]]:
+def _rows(system: Path, operation: str, file: str) -> list[dict[str, Any]]:
     """Rows of the newest file of the first framework that has one."""
     import pyarrow.parquet as parquet
 
     for framework in FRAMEWORKS:
         files = sorted((system / operation / framework).glob(f"*/{file}"))
         if files:
-            rows: list[dict[str, object]] = parquet.read_table(files[-1]).to_pylist()
+            rows: list[dict[str, Any]] = parquet.read_table(files[-1]).to_pylist()
             return rows
     return []
 
 
-def _attention(system: Path) -> tuple[np.ndarray, np.ndarray]:
+def _attention(system: Path) -> tuple[Floats, Floats]:
     """FLOPs of causal attention kernels, and the logarithm of their FLOP/s: the median of those of about one size."""
     rows = [
-        (float(row["batch_size"]) * float(row["num_heads"]) * float(row["isl"]) ** 2, float(row["latency"]) / 1e3)  # type: ignore[arg-type]
+        (row["batch_size"] * row["num_heads"] * row["isl"] ** 2, row["latency"] / 1e3)
         for row in _rows(system, "attention", "context_attention_perf.parquet")
-        if row["head_dim"] == HEAD_SIZE and row["attn_dtype"] == "bfloat16" and row["num_heads"] == row["num_key_value_heads"]
+        if row["head_dim"] == HEAD_SIZE
+        and row["attn_dtype"] == "bfloat16"
+        and row["num_heads"] == row["num_key_value_heads"]
     ]
     if not rows:
         return np.empty(0), np.empty(0)

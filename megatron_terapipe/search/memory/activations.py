@@ -38,7 +38,9 @@ class TokenMemory(NamedTuple):
         key_value_gradients: sums of their gradients, for all token slices but the last of a sequence.
         logits: what head and loss keep.
         working: what the backward of the layer holds more while it runs: what it computes again, and gradients.
-        freed_by_input_gradient: part of `activations` that is not needed for weight gradients.
+        freed_by_input_gradient: how much less than `activations` waits for the weight gradients, where the backward is
+            in two parts: the inputs of products, and the gradients of their outputs (docs/adr/0017). Below zero where
+            that is more.
     """
 
     activations: Grid
@@ -87,7 +89,7 @@ def token_memory(
             nothing,
             LOSS_BYTES * logits,
             (LOSS_BYTES + element_bytes) * logits,
-            nothing,
+            -element_bytes * logits,
         )
     return kept.block(recompute)
 
@@ -141,9 +143,6 @@ class _Kept:
         elif recompute == "selective":
             again = inputs + activated
             kept = everything - again
-        # A weight gradient reads the inputs of its product: the rest may go with the input gradient.
-        for_weights = inputs + query + mlp_width
-        freed = np.maximum(kept - for_weights, 0.0) if recompute == "none" else 0.0 * size
         owned = flash and has_attention
         return TokenMemory(
             activations=kept,
@@ -151,5 +150,14 @@ class _Kept:
             key_value_gradients=key_value * (4 / element) if owned else 0.0 * size,
             logits=0.0 * size,
             working=again + gradients,
-            freed_by_input_gradient=freed,
+            freed_by_input_gradient=kept - self.operands(),
         )
+
+    def operands(self) -> Grid:
+        """Inputs of products and gradients of their outputs."""
+        total = 0.0 * self.size
+        for product in self.layer.products:
+            inputs = product.inputs / self.size if product.parallel == "row" else product.inputs * self.whole
+            outputs = product.outputs / self.size if product.parallel == "column" else product.outputs * self.whole
+            total = total + self.element_bytes * (inputs + outputs)
+        return total

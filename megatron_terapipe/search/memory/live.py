@@ -26,7 +26,7 @@ class StageBytes(NamedTuple):
         key_value_gradients: their gradients.
         logits: what head and loss keep.
         working: held more by a backward while it runs.
-        freed: part of `activations` that a BI frees where the backward is in two parts.
+        freed: how much a BI frees of `activations` where the backward is in two parts; below zero where it leaves more.
     """
 
     activations: Numbers

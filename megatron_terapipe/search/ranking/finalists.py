@@ -1,4 +1,4 @@
-"""Solves for what the space only samples, for the best alone: lengths of token slices, layers of stages, order of nodes."""
+"""Solves for what the space only samples, for the best alone: lengths of token slices, layers of stages, node order."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

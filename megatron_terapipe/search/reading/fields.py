@@ -16,6 +16,9 @@ class Required:
 
 REQUIRED = Required()
 
+MOST = 10**15
+"""Whole numbers are at most this; more is a slip of the hand, and no floating-point number counts so far."""
+
 
 class Fields:
     """One JSON or YAML object and where it stands.
@@ -37,6 +40,10 @@ class Fields:
         if not isinstance(document, Mapping):
             what = f"{file}: {path} {short(document)}" if path else f"{file} holds {short(document)}, which"
             raise ConfigError(f"{what} is not an object of fields and values: write one")
+        for name in document:
+            if not isinstance(name, str):  # YAML reads `8: x` so
+                where = f"{file}: {path}".rstrip(": ")
+                raise ConfigError(f"{where} has {short(name)} for the name of a field: write a name, as text")
         self.values: Mapping[str, Any] = document
         self.asked: set[str] = set()
 
@@ -71,13 +78,15 @@ class Fields:
             raise self.fault(name, f"is not a number {rule}", "give one")
         return float(value)
 
-    def whole(self, name: str, default: int | Required = REQUIRED, *, least: int = 1) -> int:
-        """A whole number from `least`."""
+    def whole(self, name: str, default: int | Required = REQUIRED, *, least: int = 1, most: int = MOST) -> int:
+        """A whole number from `least` to `most`."""
         if not self.has(name):
             return int(self._default(name, default, "a whole number"))
         value = self.values[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.fault(name, f"is not a whole number from {least}", "give one")
+        if value > most:
+            raise self.fault(name, f"is more than {most:,}", "give less")
         return value
 
     def text(self, name: str, default: str | Required = REQUIRED) -> str:

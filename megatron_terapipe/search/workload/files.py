@@ -9,9 +9,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.reading import Fields, parse_text, read_text, short, suggestion
+from megatron_terapipe.search.reading import MOST, Fields, parse_text, read_text, short, suggestion
 from megatron_terapipe.search.workload.gpt import gpt_workload
-from megatron_terapipe.search.workload.layer_rows import read_layers
+from megatron_terapipe.search.workload.layer_rows import MOST_LAYERS, read_layers
 from megatron_terapipe.search.workload.workload import Workload
 
 DEFAULT_VOCAB_SIZE = 50257
@@ -123,6 +123,10 @@ def _check_field(name: str, value: object, given: Fields) -> None:
     fits = isinstance(value, wanted) or (wanted is float and isinstance(value, int))
     if not fits or (isinstance(value, bool) and wanted is not bool):
         raise ConfigError(f"{given.place(name)} {short(value)} is not {kinds[wanted]}: give one")
+    most = MOST_LAYERS if name == "num_layers" else MOST
+    # Not finite, as 1e400 reads, or beyond counting.
+    if isinstance(value, int | float) and not -most <= value <= most:
+        raise ConfigError(f"{given.place(name)} {short(value)} is more than {most:,}: give less")
 
 
 def _as_fields(message: str) -> str:

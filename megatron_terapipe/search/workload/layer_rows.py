@@ -9,6 +9,9 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.reading import Fields, short
 from megatron_terapipe.search.workload.layer import Attention, Layer, LayerKind, Parallel, Product
 
+MOST_LAYERS = 10_000
+"""Of a model: more would be a slip of the hand."""
+
 
 def read_layers(model: Fields) -> tuple[Layer, ...]:
     """Read the layers of a model, first to last.
@@ -25,7 +28,7 @@ def read_layers(model: Fields) -> tuple[Layer, ...]:
     """
     layers: list[Layer] = []
     for entry in model.sections("layers"):
-        repeat = entry.whole("repeat", 1)
+        repeat = entry.whole("repeat", 1, most=MOST_LAYERS)
         layer = _read_layer(entry)
         entry.finish()
         layers += [layer] * repeat

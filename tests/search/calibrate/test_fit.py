@@ -22,7 +22,7 @@ TRUTH = Physics(
 LAYOUTS = [(16, 1, 1), (8, 2, 1), (4, 4, 1), (2, 8, 1), (4, 2, 2), (2, 2, 4), (4, 1, 4), (1, 16, 1), (1, 4, 4)]
 
 
-def strategies(sizes: Sequence[int] = (1, 2, 4)) -> list[Strategy]:
+def strategies(sizes: Sequence[int] = (1, 4)) -> list[Strategy]:
     return [
         strategy(
             data_parallel_size=dp,
@@ -53,7 +53,7 @@ def measured(one: Strategy, seconds: float | None, **changes: object) -> Trial:
     return Trial(**(values | changes))  # type: ignore[arg-type]
 
 
-def trials(noise: float = 0.01, sizes: Sequence[int] = (1, 2, 4)) -> list[Trial]:
+def trials(noise: float = 0.01, sizes: Sequence[int] = (1, 4)) -> list[Trial]:
     model = CostModel(GPT, CLUSTER, software=MEGATRON, physics=TRUTH)
     draw = np.random.default_rng(0)
     return [
@@ -78,7 +78,7 @@ def fitted() -> FittedPhysics:
 
 def test_strategies_that_nobody_measured_are_predicted(fitted: FittedPhysics) -> None:
     assert errors(Physics()).mean() > 0.15
-    assert errors(fitted.physics).mean() < 0.02
+    assert errors(fitted.physics).mean() < 0.03
     assert fitted.residual_sd == pytest.approx(0.01, abs=0.006)
 
 
@@ -95,8 +95,8 @@ def test_constants_are_found_and_are_surer_than_before(fitted: FittedPhysics) ->
 
 
 def test_eight_trials_already_help() -> None:
-    few = fit(trials()[::4][:8])
-    assert few.num_trials == 7
+    few = fit(trials()[::2][:8])
+    assert few.num_trials == 8
     assert errors(few.physics).mean() < 0.4 * errors(Physics()).mean()
 
 

@@ -110,6 +110,7 @@ def test_hosts_and_what_is_different_about_one() -> None:
         ),
         ({"nodes": [{"device": "T4", "network": {"bandwith": "1 GB/s"}}]}, "did you mean bandwidth?"),
         ({"nodes": [{"device": "T4", "devices": 0}]}, "c.json: nodes[0].devices 0 is not a whole number from 1"),
+        ({"nodes": [{"device": "T4", "count": 10**9}]}, "c.json: nodes[0].count 1000000000 is more than 100,000"),
         ({"nodes": [{"device": "T4", "gpus": 4}]}, "c.json: nodes[0].gpus 4 is not a known field"),
         ({"nodes": [{"device": {"memory": "1 GB"}}]}, "c.json: nodes[0].device.memory_bandwidth is missing"),
         ({"nodes": [{"device": "T4", "hosts": ["a", "a"]}]}, "host a stands twice"),

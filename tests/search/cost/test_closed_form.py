@@ -62,7 +62,7 @@ def shapes(draw: st.DrawFn) -> tuple[str, PipelineShape]:
     return schedule, PipelineShape(ranks * chunks, micro_batches, slices, chunks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=shapes(), seed=st.integers(0, 10**6))
 def test_no_schedule_beats_the_bound(case: tuple[str, PipelineShape], seed: int) -> None:
     schedule, shape = case
@@ -71,7 +71,7 @@ def test_no_schedule_beats_the_bound(case: tuple[str, PipelineShape], seed: int)
     assert bound <= simulated(schedule, shape, tables) * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=shapes(), backward=st.floats(1.0, 2.0), weight=st.floats(0.3, 1.0))
 def test_balanced_stages_are_priced_as_simulated(
     case: tuple[str, PipelineShape], backward: float, weight: float

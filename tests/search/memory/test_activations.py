@@ -84,6 +84,16 @@ def test_what_is_recomputed_is_held_while_the_backward_runs() -> None:
     assert kept[0].working < kept[1].working < kept[2].working
 
 
+def test_what_waits_for_weight_gradients() -> None:
+    """Inputs of the four products and gradients of their outputs: h + h + h + 4h and 3h + h + 4h + h numbers."""
+    _, layer = block()
+    for recompute in ("none", "full"):
+        found = memory(layer, TERAPIPE, recompute=recompute)
+        assert found.activations - found.freed_by_input_gradient == 2 * 16 * HIDDEN
+    shared = memory(layer, TERAPIPE, size=8)
+    assert shared.activations - shared.freed_by_input_gradient == 2 * HIDDEN * (4 + 12 / 8)
+
+
 def test_ends() -> None:
     model, _ = block()
     layers = gpt_workload(model).layers

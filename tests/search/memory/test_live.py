@@ -45,6 +45,13 @@ def test_the_plans_own_account(
         assert found.total == pytest.approx(peak(curve))
 
 
+def test_what_a_bi_leaves_may_be_more() -> None:
+    """Two micro-batches on one rank, F BI BW each: 1 is kept by a forward, and 3 between BI and BW."""
+    ones = StageBytes(np.ones(1), *[np.zeros(1)] * 4, -2 * np.ones(1))
+    held = peak_held(rank_order("zero-bubble", PipelineShape(1, 2), 0), (1,), ones)
+    assert held.activations == 3
+
+
 @pytest.mark.parametrize(("schedule", "ranks", "token_slices", "model_chunks", "lengths"), CASES)
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 5, 9, 26, 31])
 def test_more_micro_batches_repeat_the_peak(

@@ -95,6 +95,23 @@ def test_a_shared_weight_is_there_once_on_a_rank_that_has_both_ends() -> None:
     assert alone.weights == 4 * workload().parameters
 
 
+def test_ranks_of_bloom() -> None:
+    """176 B parameters (arXiv 2211.05100 section 3.1): 70 layers of 12 h^2 + 13 h, 250,880 words; 4 x 12 ranks.
+
+    Matrices and words are shared by four ranks; norms, positions and the biases behind a reduction are on all of them.
+    """
+    hidden, words, size = 14336, 250880, 4
+    bloom = workload(num_layers=70, hidden_size=hidden, num_attention_heads=112, vocab_size=words)
+    assert bloom.parameters == pytest.approx(176.3e9, rel=0.001)
+    bounds = (0, *range(5, 66, 6), 70)
+    strategy = Strategy(tensor_parallel_size=size, pipeline_parallel_size=12, zero_stage=0, stage_partition=bounds)
+    ranks = predict_memory(bloom, cluster(48), strategy, software=MEGATRON, precision="fp16", physics=COUNTS_ALONE)
+    block = (12 * hidden**2 + 7 * hidden) / size + 6 * hidden
+    assert ranks[1].weights == pytest.approx(2 * 6 * block)
+    assert ranks[0].weights == pytest.approx(2 * (5 * block + words * hidden / size + 2048 * hidden))
+    assert ranks[1].optimizer == pytest.approx(12 * 6 * block)
+
+
 def test_zero_shares_the_optimizer_alone() -> None:
     def rank(zero_stage: int, size: int):  # type: ignore[no-untyped-def]
         strategy = Strategy(data_parallel_size=size, zero_stage=zero_stage, global_batch_size=8)

@@ -38,6 +38,8 @@ def test_quantities(text: str, kind: str, expected: float | None) -> None:
     ("document", "ask", "message"),
     [
         ({"a": "x"}, lambda f: f.number("a"), 'c.json: at[2].a "x" is not a number above 0: give one'),
+        ({3: "x"}, lambda f: f, "c.json: at[2] has 3 for the name of a field: write a name, as text"),
+        ({"a": 10**16}, lambda f: f.whole("a"), "c.json: at[2].a 10000000000000000 is more than 1,000,000,000,000,000"),
         ({"a": True}, lambda f: f.whole("a"), "c.json: at[2].a true is not a whole number from 1: give one"),
         ({"a": float("nan")}, lambda f: f.number("a"), "c.json: at[2].a NaN is not a number above 0: give one"),
         ({}, lambda f: f.whole("a"), "c.json: at[2].a is missing: give a whole number"),
@@ -62,7 +64,7 @@ def test_quantities(text: str, kind: str, expected: float | None) -> None:
         ({"bandwith": 1}, lambda f: (f.has("bandwidth"), f.finish()), "is not a known field: did you mean bandwidth?"),
     ],
 )
-def test_errors_name_file_field_and_remedy(document: dict[str, Any], ask: Any, message: str) -> None:
+def test_errors_name_file_field_and_remedy(document: dict[Any, Any], ask: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         ask(Fields(document, "c.json", "at[2]"))
     assert "\n" not in str(caught.value)

@@ -129,10 +129,10 @@ def test_the_same_question_has_the_same_answer():
     assert solve_cut(model(), pipeline(), counts=(4,)) == solve_cut(model(), pipeline(), counts=(4,))
 
 
-@pytest.mark.parametrize("seq_length", [4096, 1000])
-def test_the_trainer_takes_the_cut(seq_length):
+@pytest.mark.parametrize(("seq_length", "count"), [(4096, 3), (1000, 3), (1000, 20)])
+def test_the_trainer_takes_the_cut(seq_length, count):
     strategy = pipeline(sequence_parallel=True)
-    solved = solve_cut(model(seq_length=seq_length), strategy, counts=(3,))
+    solved = solve_cut(model(seq_length=seq_length), strategy, counts=(count,))
     config = build_config(
         {
             "num_layers": 8,
@@ -146,7 +146,7 @@ def test_the_trainer_takes_the_cut(seq_length):
             "tensor_model_parallel_size": 2,
             "pipeline_model_parallel_size": 4,
             "sequence_parallel": True,
-            "num_token_slices": 3,
+            "num_token_slices": count,
             "token_slices": ",".join(map(str, solved.token_slices)),
         }
     )

@@ -24,7 +24,7 @@ def trains(strategy: Strategy, problem, **sections) -> bool:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_trainer_takes_what_is_legal(seed: int) -> None:
-    problem = small_problem(small_cluster(num_nodes=2, num_devices=4), global_batch_size=12, num_layers=7 + seed)
+    problem = small_problem(small_cluster(num_nodes=3, num_devices=4), global_batch_size=12, num_layers=7 + seed)
     # The trainer plays the whole schedule: few ops, so that many strategies can be held against it.
     choices = all_choices(problem).pinned({"num_token_slices": (1, 2, 3, 5)})
     for strategy in drawn(problem, 70, seed, choices):

@@ -72,6 +72,8 @@ def test_layers_that_the_trainer_does_not_know() -> None:
         ([], "m.json holds [], which is not an object"),
         ({"num_layer": 3}, "m.json: num_layer 3 is not a known field: did you mean num_layers?"),
         ({"num_layers": 2.5}, "m.json: num_layers 2.5 is not a whole number: give one"),
+        (GPT | {"num_layers": 10**9}, "m.json: num_layers 1000000000 is more than 10,000: give less"),
+        (GPT | {"layernorm_epsilon": float("inf")}, "m.json: layernorm_epsilon Infinity is more than"),
         (GPT | {"num_layers": True}, "m.json: num_layers true is not a whole number: give one"),
         (GPT | {"activation": 3}, "m.json: activation 3 is not a text: give one"),
         (GPT | {"disable_bias_linear": 1}, "m.json: disable_bias_linear 1 is not true or false: give one"),

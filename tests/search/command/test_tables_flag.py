@@ -1,0 +1,42 @@
+import pytest
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.cluster import library
+from megatron_terapipe.search.cluster.files import parse_cluster
+from megatron_terapipe.search.command import tables
+from megatron_terapipe.search.command.tables import TablesByDevice, tables_of
+from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.cost.roofline import Roofline
+from megatron_terapipe.search.software import TERAPIPE
+from megatron_terapipe.search.workload.files import read_workload
+
+TWO_KINDS, _ = parse_cluster({"nodes": [{"device": "A100"}, {"device": "V100"}]}, "c.json")
+
+
+def test_each_device_has_its_own_times() -> None:
+    slow, fast = (Roofline(Physics(gemm_efficiency=share), TERAPIPE) for share in (0.1, 0.9))
+    times = TablesByDevice({"A100-SXM4-80GB": fast, "V100-SXM2-16GB": slow})
+    layer = read_workload("gpt2").layers[1]
+    sizes = {"tensor_parallel_size": 1.0, "micro_batch_size": 1.0, "start": 0.0, "end": 1024.0}
+    for name, alone in (("A100", fast), ("V100", slow)):
+        device = library.device(name)
+        assert times(layer, device, **sizes) == alone(layer, device, **sizes)
+
+
+def test_devices_without_tables_keep_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Roofline(Physics(gemm_efficiency=0.5), TERAPIPE)
+    monkeypatch.setattr(tables, "measured_tables", lambda name, **_: measured if name.startswith("A100") else None)
+    monkeypatch.setattr(tables, "why_no_tables", lambda name: f"none of {name}")
+    found, notes = tables_of(TWO_KINDS, "fp16", None)
+    assert found.by_name["A100-SXM4-80GB"] is measured
+    assert isinstance(found.by_name["V100-SXM2-16GB"], Roofline)
+    assert notes == ("none of V100-SXM2-16GB",)
+
+
+def test_without_any_tables_the_flag_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "measured_tables", lambda name, **_: None)
+    monkeypatch.setattr(tables, "why_no_tables", lambda name: "nothing is installed")
+    with pytest.raises(ConfigError, match="--tables: nothing is installed"):
+        tables_of(TWO_KINDS, "bf16", None)
+    with pytest.raises(ConfigError, match="half precision alone: drop it"):
+        tables_of(TWO_KINDS, "fp32", None)
