@@ -24,6 +24,8 @@ BARE_WORD = re.compile(
     r"(?<![-\w])(?P<word>slices?|chunks?)(?![\w(])",  # not in a flag of others, and not the built-in slice(...)
     re.IGNORECASE,
 )
+COMMANDS = {"slices"}
+"""Words that are the name of a command, where they stand alone in a string."""
 MENTION = re.compile(r'``[^`]*``|`[^`]*`|"[^"\n]*"')
 EVERYTHING = python_files(*CODE, *BESIDE)
 
@@ -77,7 +79,8 @@ def texts_in_code(path: Path) -> Iterator[tuple[int, str]]:
                 "".join(part.value if isinstance(part, ast.Constant) else " 0 " for part in node.values),
             )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
-            yield node.lineno, node.value
+            if node.value not in COMMANDS:
+                yield node.lineno, node.value
     block, start, end = "", 0, -1
     for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
         if token.type == tokenize.COMMENT:

@@ -13,7 +13,7 @@ PLAN = ("deepspeed_ext.plan",)
 CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
 SEARCH_INPUTS = (
     *(*PLAN, *CONFIG, "megatron_terapipe.strategy"),
-    *(f"megatron_terapipe.search.{part}" for part in ("workload", "cluster", "software", "prediction")),
+    *(f"megatron_terapipe.search.{part}" for part in ("reading", "workload", "cluster", "software", "prediction")),
 )
 SEARCH_PRICES = tuple(f"megatron_terapipe.search.{part}" for part in ("cost", "memory", "profile"))
 
@@ -125,14 +125,15 @@ LAYERS = (
     ),
     # The search, bottom first. scipy, rich, yaml and pyarrow are imported within functions: it must start at once.
     Layer(("megatron_terapipe.search",)),
+    Layer(("megatron_terapipe.search.reading", "megatron_terapipe.search.reading.*"), (*PLAN, *CONFIG), ("yaml",)),
     Layer(
         ("megatron_terapipe.search.workload", "megatron_terapipe.search.workload.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.model.flops"),
+        (*PLAN, *CONFIG, "megatron_terapipe.model.flops", "megatron_terapipe.search.reading"),
         ("yaml",),
     ),
     Layer(
         ("megatron_terapipe.search.cluster", "megatron_terapipe.search.cluster.*"),
-        (*PLAN, *CONFIG),
+        (*PLAN, *CONFIG, "megatron_terapipe.search.reading"),
         ("numpy", "yaml"),
     ),
     Layer(("megatron_terapipe.search.software", "megatron_terapipe.search.prediction"), PLAN),
@@ -189,6 +190,14 @@ LAYERS = (
         (
             *(*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing", "megatron_terapipe.search.ranking"),
             "megatron_terapipe.search.space",
+        ),
+        ("numpy", "rich"),
+    ),
+    Layer(
+        ("megatron_terapipe.search.validation", "megatron_terapipe.search.validation.*"),
+        (
+            *(*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing", "megatron_terapipe.search.trials"),
+            *("megatron_terapipe.search.calibrate", "megatron_terapipe.model.flops"),
         ),
         ("numpy", "rich"),
     ),

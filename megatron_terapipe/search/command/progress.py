@@ -27,8 +27,7 @@ def progress_bar(wanted: bool | None = None) -> Iterator[Progress | None]:
             for bar in bars.values():
                 bar.close()
             bars[what] = tqdm(total=total, desc=what, file=sys.stderr, leave=False)
-        bars[what].n = done
-        bars[what].refresh()
+        bars[what].update(done + 1 - bars[what].n)
 
     try:
         yield show

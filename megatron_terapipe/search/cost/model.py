@@ -1,7 +1,7 @@
 """The time of one iteration: ops of each stage, played in the schedule's order, then the optimizer step."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,39 +13,31 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from megatron_terapipe.search.cluster import Cluster, Device
 from megatron_terapipe.search.cluster.rank_groups import GroupLinks, RankGroups
+from megatron_terapipe.search.cost.accounts import TimePrediction, time_prediction
 from megatron_terapipe.search.cost.collectives import Span, all_gather_s, transfer_bandwidth, transfer_s
 from megatron_terapipe.search.cost.op_times import OpTimes
 from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.cost.playing import Orders, Played, closed_form_of
+from megatron_terapipe.search.cost.playing import Orders, closed_form_of
 from megatron_terapipe.search.cost.roofline import Roofline
 from megatron_terapipe.search.cost.stage_ops import StageOps, layer_ops
 from megatron_terapipe.search.cost.step_costs import StepCosts, step_costs
-from megatron_terapipe.search.prediction import TimeBreakdown
 from megatron_terapipe.search.software import TERAPIPE, Software
 from megatron_terapipe.search.workload import Layer, Workload
 from megatron_terapipe.strategy import Strategy
+
+__all__ = [
+    "SPLIT_SCHEDULES",
+    "CostModel",
+    "Messages",
+    "TimePrediction",
+    "pipeline_shape",
+    "span_at",
+]
 
 Floats = NDArray[np.float64]
 
 SPLIT_SCHEDULES = ("zero-bubble", "optimised")
 """Schedules that compute the gradients of input and weights apart."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimePrediction:
-    """Time of one iteration, and where it goes.
-
-    Attributes:
-        iteration_time_s: seconds.
-        bubble_ratio: idle time / (pipeline ranks x makespan).
-        breakdown: on the busiest pipeline rank.
-        notes: what is extrapolated, a line each.
-    """
-
-    iteration_time_s: float
-    bubble_ratio: float
-    breakdown: TimeBreakdown
-    notes: tuple[str, ...] = ()
 
 
 class Messages(NamedTuple):
@@ -147,8 +139,16 @@ class CostModel:
             played = self._orders.play(strategy.schedule, shape, costs)
         else:
             played = closed_form_of(shape, costs, activation_limit)
-        step = self._step(strategy, groups)
-        return self._prediction(strategy, shape, stages, costs, played, step)
+        return time_prediction(
+            shape,
+            stages,
+            costs,
+            played,
+            self._step(strategy, groups),
+            layers_of_first_stage=len(self.stage_layers(strategy)[0]),
+            software=self.software,
+            physics=self.physics,
+        )
 
     def pipeline_costs(self, strategy: Strategy) -> OpCosts:
         """Times of ops per stage and token slice, and of messages, in seconds, as the plan reads them."""
@@ -188,7 +188,7 @@ class CostModel:
                     ops = ops + self._ops_of(layer, device, span, strategy, bounds).times(counts[key])
                 per_device.append(ops)
             # Replicas wait for each other once per iteration, and tensor-parallel ranks all the time.
-            stages.append(max(per_device, key=lambda ops: float(np.sum(ops.forward + ops.backward))))
+            stages.append(min(per_device, key=lambda ops: float(np.sum(ops.forward + ops.backward))))
         return stages
 
     def _ops_of(self, layer: Layer, device: Device, span: Span, strategy: Strategy, bounds: Floats) -> StageOps:
@@ -317,51 +317,6 @@ class CostModel:
             )
             for rank in range(strategy.pipeline_parallel_size)
         ]
-
-    def _prediction(
-        self,
-        strategy: Strategy,
-        shape: PipelineShape,
-        stages: list[StageOps],
-        costs: OpCosts,
-        played: Played,
-        steps: list[StepCosts],
-    ) -> TimePrediction:
-        ranks, micro_batches = shape.num_ranks, shape.num_micro_batches
-        split = strategy.schedule in SPLIT_SCHEDULES
-        busy, reducing, computing = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
-        for stage, ops in enumerate(stages):
-            whole = ops.forward + (ops.input_gradient + ops.weight_gradient if split else ops.backward)
-            weight = 0.0 if costs.weight_gradient is None else sum(costs.weight_gradient[stage])
-            busy[shape.rank_of(stage)] += sum(costs.forward[stage]) + sum(costs.backward[stage]) + weight
-            reducing[shape.rank_of(stage)] += float(np.sum(ops.tensor_parallel))
-            computing[shape.rank_of(stage)] += float(np.sum(whole))
-        busiest = int(np.argmax(busy))
-        reduction = max(float(step.gradient_reduction) for step in steps)
-        if self.software.overlaps_gradient_reduction:
-            # Gradients of a layer travel while those of the layers before it are computed, in the last micro-batch.
-            hidden_s = float(np.sum(stages[0].backward))
-            reduction = max(reduction - hidden_s, reduction / max(len(self.stage_layers(strategy)[0]), 1))
-        blocked = micro_batches * float(busy[busiest] - computing[busiest])
-        waiting = played.makespan - micro_batches * float(busy[busiest])
-        exposed = max(played.makespan - played.makespan_without_transfers, 0.0)
-        breakdown = TimeBreakdown(
-            compute_s=micro_batches * float(computing[busiest] - reducing[busiest]),
-            tensor_parallel_s=micro_batches * float(reducing[busiest]),
-            bubble_s=max(waiting - exposed, 0.0),
-            transfer_s=blocked + min(exposed, max(waiting, 0.0)),
-            gradient_reduction_s=reduction,
-            shared_weight_s=max(float(step.shared_weight) for step in steps),
-            optimizer_s=max(float(step.optimizer) for step in steps),
-            fixed_s=self.physics.iteration_s,
-        )
-        bubble = 1 - micro_batches * float(busy.sum()) / (ranks * played.makespan)
-        return TimePrediction(
-            iteration_time_s=breakdown.total_s,
-            bubble_ratio=max(bubble, 0.0),
-            breakdown=breakdown,
-            notes=played.notes,
-        )
 
 
 def pipeline_shape(strategy: Strategy) -> PipelineShape:

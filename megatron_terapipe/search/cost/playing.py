@@ -11,7 +11,7 @@ from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from megatron_terapipe.search.cost.closed_form import pipeline_time, total_s
 from megatron_terapipe.search.cost.stage_ops import StageOps
 
-MOST_OPS = 30_000
+MOST_OPS = 8_000
 """Ops that are played one by one: compiling their orders takes a few hundredths of a second, once per shape."""
 
 OPTIMISED = "optimised"

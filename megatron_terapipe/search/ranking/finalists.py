@@ -13,7 +13,6 @@ from megatron_terapipe.search.ranking.op_tables import OpTables
 from megatron_terapipe.search.ranking.ranked import Ranked, ranked_in_order, without_repetitions
 from megatron_terapipe.search.ranking.space_prices import Progress
 from megatron_terapipe.search.solve.placement import better_order
-from megatron_terapipe.search.solve.token_slices import solve_cut
 from megatron_terapipe.search.space import Block, Choices, Problem
 from megatron_terapipe.search.space.choices import SOLVED
 from megatron_terapipe.strategy import Strategy
@@ -78,6 +77,9 @@ def _worth_cutting(best: Sequence[Ranked], problem: Problem, choices: Choices) -
 
 
 def _with_solved_cut(entry: Ranked, pricing: Pricing, choices: Choices) -> list[Ranked]:
+    # The solver compiles its kernels, and not every search needs it.
+    from megatron_terapipe.search.solve.token_slices import solve_cut
+
     strategy = entry.strategy
     counts = sorted({strategy.num_token_slices} & set(choices.num_token_slices) - {1})
     if not counts:

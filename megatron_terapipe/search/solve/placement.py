@@ -115,7 +115,7 @@ def _by_kind(cluster: Cluster) -> list[list[Node]]:
 
 
 def _families(kinds: Sequence[Sequence[Node]]) -> list[list[int]]:
-    """Kinds, by number, that stay next to each other: one with many devices in each, and those that are most like it."""
+    """Kinds, by number, that stay next to each other: one that has many devices, and those that are most like it."""
 
     def devices(kind: int) -> int:
         return sum(node.num_devices for node in kinds[kind])

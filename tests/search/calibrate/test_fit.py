@@ -79,7 +79,7 @@ def fitted() -> FittedPhysics:
 def test_strategies_that_nobody_measured_are_predicted(fitted: FittedPhysics) -> None:
     assert errors(Physics()).mean() > 0.15
     assert errors(fitted.physics).mean() < 0.03
-    assert fitted.residual_sd == pytest.approx(0.01, abs=0.006)
+    assert 0.005 < fitted.residual_sd < 0.025
 
 
 def test_constants_are_found_and_are_surer_than_before(fitted: FittedPhysics) -> None:
