@@ -7,6 +7,7 @@ from megatron_terapipe.search.cost.model import CostModel
 from megatron_terapipe.search.cost.op_times import OpTimes
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.memory import MemoryModel, MemoryPhysics
+from megatron_terapipe.search.memory.physics import default_physics
 from megatron_terapipe.search.prediction import Prediction, RankMemory
 from megatron_terapipe.search.software import TERAPIPE, Software
 from megatron_terapipe.search.workload import Workload
@@ -50,7 +51,7 @@ class Pricing:
             cluster: where.
             software: what trains it.
             physics: what is reached of data sheets; None = the defaults.
-            memory_physics: what no count of tensors says; None = the defaults.
+            memory_physics: what no count of tensors says; None = the defaults of its devices.
             op_times: times of layers; None = the roofline.
             precision: `bf16`, `fp16` or `fp32`.
             doubt: how far measurements are from predictions; None = no intervals.
@@ -66,7 +67,7 @@ class Pricing:
             cluster=cluster,
             software=software,
             precision=precision,
-            physics=memory_physics or MemoryPhysics(),
+            physics=memory_physics or default_physics(cluster),
         )
 
     def predict(self, strategy: Strategy) -> Prediction:

@@ -18,6 +18,8 @@ LIGHT = (
     "megatron_terapipe.generate",
     "megatron_terapipe.convert",
     "megatron_terapipe.neox",
+    "megatron_terapipe.search.__main__",
+    "megatron_terapipe.search.command.frame",
     "pretrain_gpt",
 )
 """Modules, each with all in it."""

@@ -188,7 +188,7 @@ class CostModel:
                     ops = ops + self._ops_of(layer, device, span, strategy, bounds).times(counts[key])
                 per_device.append(ops)
             # Replicas wait for each other once per iteration, and tensor-parallel ranks all the time.
-            stages.append(min(per_device, key=lambda ops: float(np.sum(ops.forward + ops.backward))))
+            stages.append(max(per_device, key=lambda ops: float(np.sum(ops.forward + ops.backward))))
         return stages
 
     def _ops_of(self, layer: Layer, device: Device, span: Span, strategy: Strategy, bounds: Floats) -> StageOps:
