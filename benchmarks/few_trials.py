@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_terapipe.search.calibrate.design import propose
 from megatron_terapipe.search.calibrate.fit import NOISE, fit
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ratio = sample.simulated_ratio(Physics())
     slopes = sample_sensitivities(sample, Physics(), prior.parameter_names)
 
-    def mape(rows: Sequence[int], held_out: Sequence[int]) -> float:
+    def mape(rows: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:
         physics = fit([trials[row] for row in rows]).physics
         return float(np.abs(np.expm1(sample.errors(physics, ratio)[held_out])).mean())
 

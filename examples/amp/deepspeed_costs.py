@@ -69,7 +69,7 @@ class DeepSpeedCosts(CostModel):
         self._messages_of: dict[tuple[object, ...], Messages] = {}
         self._playing = Orders()
 
-    def predict_time(self, strategy: Strategy) -> TimePrediction:
+    def predict_time(self, strategy: Strategy, *, activation_limit: float | None = None) -> TimePrediction:
         """Price one strategy on its real schedule; see `CostModel.predict_time`."""
         shape = pipeline_shape(strategy)
         stages = self.stage_layers(strategy)
@@ -136,15 +136,11 @@ class DeepSpeedCosts(CostModel):
         )
         mask = self.element_bytes * np.array([each.extra_output_elements for each in layers])
         boundaries = slice(0, ranks - 1), None
-        link = {
-            "bandwidth": groups.pipe.bandwidth[boundaries],
-            "latency_s": groups.pipe.latency_s[boundaries],
-            "crosses_nodes": groups.pipe.crosses_nodes[boundaries],
-            "physics": self.physics,
-        }
+        bandwidth, latency_s = groups.pipe.bandwidth[boundaries], groups.pipe.latency_s[boundaries]
+        crosses_nodes = groups.pipe.crosses_nodes[boundaries]
 
         def sent(num_bytes: Floats) -> Floats:
-            return np.asarray(transfer_s(num_bytes=num_bytes, **link))
+            return np.asarray(transfer_s(num_bytes, bandwidth, latency_s, crosses_nodes, self.physics))
 
         back = sent(activation / tensor)
         there = back + np.where(mask > 0, sent(mask), 0.0)

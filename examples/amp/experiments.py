@@ -91,8 +91,8 @@ class Experiment:
         }
         op_times = MeasuredLayers(workload=workload, devices=measured)
         how = {"software": AMP_DEEPSPEED, "physics": self.physics, "op_times": op_times, "precision": PRECISION}
-        pricing = Pricing(workload, cluster, **how)  # type: ignore[arg-type]
-        pricing.cost_model = DeepSpeedCosts(workload, cluster, **how)  # type: ignore[arg-type]
+        pricing = Pricing(workload, cluster, **how)
+        pricing.cost_model = DeepSpeedCosts(workload, cluster, **how)
         return pricing
 
 

@@ -11,11 +11,13 @@ class Physics:
 
     Times are products of these with what `Device` and `Link` say. The defaults are of A100s with Megatron, rounded:
 
-    - from published trials of others, so nothing is "not fitted" on those: `gemm_efficiency`, `misaligned_efficiency`
-      and `memory_efficiency` from BigScience's chronicles (tr11), `launch_s`, `launch_jitter`, `launch_exposed`,
-      `optimizer_passes` and `iteration_s` from vTrain's runs on one node. The sizes at which products are slow
-      (`gemm_depth`, `gemm_area`: half a wave of 108 tiles of 128 x 256 is 1.8e6) agree within 15 % with the cuBLAS
-      times that aiconfigurator-core has of an A100.
+    - from fits to published trials of A100s, rounded by hand, so nothing is "not fitted" on those trials:
+      `gemm_efficiency` (0.82 to 0.98 over three sources), `misaligned_efficiency` (BigScience's chronicles, tr11),
+      `memory_efficiency` (0.7 to 1.0), `launch_s`, `launch_jitter`, `launch_exposed`, `optimizer_passes` and
+      `iteration_s` (vTrain's runs on one node).
+    - `gemm_depth`, `gemm_area`: half a wave of 108 tiles of 128 x 256 is 1.8e6. Products of 1e10 FLOPs and more agree
+      within 15 % with the cuBLAS times that aiconfigurator-core has of an A100; with less than 512 inputs cuBLAS is
+      slower than this, by up to a half.
     - `inside_efficiency`: 230 of 300 GB/s (github.com/NVIDIA/nccl-tests/issues/149).
     - `transfer_inside_efficiency`: 80 of 450 GB/s on H100s, as NCCL sends by default (nccl-tests/issues/268).
     - `flash_efficiency`: between forward and backward of FlashAttention-2 on A100 (arXiv 2307.08691 section 4.1).

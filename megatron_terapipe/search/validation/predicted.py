@@ -91,7 +91,7 @@ def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: P
     )
     predicted = []
     for one, counted, row in zip(trials, count_memory(trials), slopes, strict=True):
-        time_s = model.predict_time(one.strategy).iteration_time_s
+        time_s = model.predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
         peak = float(np.max([total_bytes(rank, memory_physics) for rank in counted]))
         predicted.append(
             Predicted(

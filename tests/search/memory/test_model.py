@@ -181,7 +181,7 @@ def test_an_optimised_order_keeps_to_what_1f1b_holds() -> None:
     micro_batches=st.integers(1, 6),
 )
 def test_less_is_never_more(schedule: str, ranks: int, token_slices: int, micro_batches: int) -> None:
-    """Recomputing more, sharing layers, and smaller micro-batches never take more memory for activations."""
+    """Recomputing more, sharing layers, and smaller micro-batches never take more memory."""
     model = MemoryModel(workload=workload(), cluster=cluster())
     base = {
         "pipeline_parallel_size": ranks,
@@ -193,10 +193,11 @@ def test_less_is_never_more(schedule: str, ranks: int, token_slices: int, micro_
 
     def held(**more: object) -> float:
         ranks = model.predict(Strategy(**{**base, **more}))  # type: ignore[arg-type]
-        return max(rank.activations + rank.key_values for rank in ranks)
+        return max(rank.total for rank in ranks)
 
     by_mode = [held(recompute=mode) for mode in ("none", "selective", "full")]
-    assert by_mode == sorted(by_mode, reverse=True)
+    # What is recomputed is there while its backward runs: with one micro-batch nothing is saved.
+    assert by_mode[0] * (1 + 1e-9) >= by_mode[1] and by_mode[1] * (1 + 1e-9) >= by_mode[2]
     assert held(tensor_parallel_size=2) < held()
     assert held(tensor_parallel_size=2, sequence_parallel=True) <= held(tensor_parallel_size=2)
     assert held() <= held(micro_batch_size=2) * (1 + 1e-9)

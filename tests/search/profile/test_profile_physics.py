@@ -29,7 +29,9 @@ def test_messages_are_then_priced_as_measured() -> None:
     for num_bytes in (2**10, 2**22):
         measured = 2e-4 + num_bytes / 1e9
         assert all_reduce_s(num_bytes, SPAN, physics) == pytest.approx(measured, rel=1e-6)
-        assert transfer_s(num_bytes, LINK.bandwidth, LINK.latency_s, False, physics) == pytest.approx(measured, rel=1e-6)
+        assert transfer_s(num_bytes, LINK.bandwidth, LINK.latency_s, False, physics) == pytest.approx(
+            measured, rel=1e-6
+        )
 
 
 def test_the_optimizer_is_then_priced_as_measured() -> None:
