@@ -24,6 +24,7 @@ class Software:
         selective_recomputes: what recompute "selective" runs again: the `attention` core (Korthikanti et al., arXiv
             2205.05198 section 5), or `norms` and activation functions (docs/adr/0014).
         residual_dropout: whether masks of dropout are written and read with each residual.
+        attention_dropout: whether scores that are written out are kept a second time, with a mask.
         launch_factor: host time to launch an op, in that of a Megatron layer of 2021 written in Python.
     """
 
@@ -39,6 +40,7 @@ class Software:
     optimizer_bytes: int = 12
     selective_recomputes: Literal["attention", "norms"] = "attention"
     residual_dropout: bool = True
+    attention_dropout: bool = True
     launch_factor: float = 1.0
 
 

@@ -73,6 +73,8 @@ def token_memory(
         activation_is_read_off_output: whether the gradient of the activation function needs its output only (ReLU).
     """
     size = np.asarray(tensor_parallel_size, dtype=float)
+    if layer.kind in ("block", "other") and not layer.is_divided:
+        size = np.ones_like(size)
     whole = 1 / size if sequence_parallel else np.ones_like(size)
     nothing = np.zeros_like(size)
     if layer.kind == "embedding":
@@ -121,7 +123,8 @@ class _Kept:
             log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
             positions = attention.window or layer.tokens
             # Probabilities before and after dropout, and its mask: 5as of equation 1.
-            scores = (2 * element + 1) * attention.query_heads * positions / size
+            copies = 2 * element + 1 if self.software.attention_dropout else element
+            scores = copies * attention.query_heads * positions / size
         has_attention, has_mlp = attention is not None, layer.activation_width > 0
         num_parts = has_attention + has_mlp
         masks = num_parts * layer.hidden_size * whole if self.software.residual_dropout else 0.0 * size

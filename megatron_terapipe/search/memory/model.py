@@ -28,6 +28,8 @@ from megatron_terapipe.strategy import Strategy
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 """Bytes of an activation."""
 
+WORKING = TokenMemory._fields.index("working")
+
 TRANSFERS = 3
 """Messages of one token slice that a stage holds beside its activations: one on its way in, one on its way out, and
 the gradient that it works on."""
@@ -166,10 +168,15 @@ class MemoryModel:
         """Bytes of a token of a micro-batch on each stage."""
         rows = []
         for stage in stages:
-            memories = [self._layer_memory(self.workload.layers[index], strategy) for index in stage]
-            sums = [sum(float(memory[part]) for memory in memories) for part in range(4)]
-            working = max((float(memory.working) for memory in memories), default=0.0)
-            rows.append((*sums, working, sum(float(memory.freed_by_input_gradient) for memory in memories)))
+            layers = [self.workload.layers[index] for index in stage]
+            memories = [self._layer_memory(layer, strategy) for layer in layers]
+            # A layer may have more rows of a sequence than the sequence has tokens, or fewer: windows, pooling.
+            rows_per_token = np.array([layer.tokens / self.workload.seq_length for layer in layers])
+            kept = rows_per_token[:, None] * np.array(memories, dtype=float).reshape(
+                len(layers), len(TokenMemory._fields)
+            )
+            sums, working = kept.sum(axis=0), kept[:, WORKING].max(initial=0.0)
+            rows.append((*sums[:WORKING], working, *sums[WORKING + 1 :]))
         return StageBytes(*(strategy.micro_batch_size * np.array(rows).T))
 
     def _layer_memory(self, layer: Layer, strategy: Strategy) -> TokenMemory:

@@ -90,7 +90,8 @@ def _token_bytes(block: Block, model: MemoryModel, layers: tuple[Layer, ...]) ->
                     sequence_parallel=parallel,
                     activation_is_read_off_output=config is not None and config.activation == "relu",
                 )
-                table[:, kind, mode, column] = [float(part) for part in found[:5]]
+                rows_per_token = layer.tokens / model.workload.seq_length
+                table[:, kind, mode, column] = [float(part) * rows_per_token for part in found[:5]]
     return table
 
 

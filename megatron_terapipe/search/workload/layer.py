@@ -119,6 +119,11 @@ class Layer:
         return 2 * sum(product.weights for product in self.products)
 
     @property
+    def is_divided(self) -> bool:
+        """Whether tensor-parallel ranks share its work; of other layers each computes, and keeps, the whole."""
+        return any(product.parallel != "none" for product in self.products)
+
+    @property
     def output_elements(self) -> int:
         """Numbers of one sequence that it hands to the next layer."""
         return self.tokens * self.hidden_size
