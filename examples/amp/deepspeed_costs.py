@@ -25,11 +25,15 @@ from megatron_terapipe.search.cost.playing import Orders
 from megatron_terapipe.search.cost.step_costs import StepCosts, step_costs
 from megatron_terapipe.search.prediction import TimeBreakdown
 from megatron_terapipe.search.software import MEGATRON
+from megatron_terapipe.search.workload.held import held_parameters
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-AMP_DEEPSPEED = replace(MEGATRON, name="deepspeed-0.3.13", reduction_bytes=4)
+REDUCTION_BYTES = 4
+"""Bytes of an entry of a gradient on its way."""
+
+AMP_DEEPSPEED = replace(MEGATRON, name="deepspeed-0.3.13", reduction_bytes=REDUCTION_BYTES)
 """Gradients travel in single precision; the rest as Megatron does."""
 
 BUFFERED_BYTES = 2 * 4 * 2**20
@@ -210,41 +214,21 @@ class DeepSpeedCosts(CostModel):
 
     def steps(self, strategy: Strategy, stages: list[range]) -> list[StepCosts]:
         """Per stage, what ends the iteration."""
-        groups, tensor = self.groups(strategy), strategy.tensor_parallel_size
-        parameters, shared = self._parameters(tensor, stages)
+        groups = self.groups(strategy)
+        held = held_parameters(self.workload, stages, strategy.pipeline_parallel_size, strategy.tensor_parallel_size)
         steps = []
-        for rank, (all_of_them, of_shared) in enumerate(zip(parameters, shared, strict=True)):
+        for rank, (parameters, shared) in enumerate(zip(*held, strict=True)):
             step = step_costs(
-                float(all_of_them) / tensor,
-                float(of_shared) / tensor,
+                parameters,
+                shared,
                 span_at(groups.data, rank),
                 span_at(groups.ends, 0),
                 min(device.memory_bandwidth for device in groups.devices[rank]),
                 zero_stage=strategy.zero_stage,
+                precision=self.precision,
                 software=self.software,
                 physics=self.physics,
             )
-            share = SHARED_WEIGHT_BYTES / self.software.reduction_bytes
+            share = SHARED_WEIGHT_BYTES / REDUCTION_BYTES
             steps.append(step._replace(shared_weight=step.shared_weight * share))
         return steps
-
-    def _parameters(self, tensor: int, stages: list[range]) -> tuple[Floats, Floats]:
-        """[stages] parameters of the tensor-parallel ranks of a stage, and of them those that another stage holds, too.
-
-        A weight that a stage uses twice is there once.
-        """
-        holders: dict[str, list[int]] = {}
-        parameters, shared = np.zeros(len(stages)), np.zeros(len(stages))
-        for stage, indices in enumerate(stages):
-            for layer in (self.workload.layers[index] for index in indices):
-                parameters[stage] += tensor * layer.parameters_per_rank(tensor)
-                if layer.shared_weight is not None:
-                    of_weight = holders.setdefault(layer.shared_weight, [])
-                    if stage in of_weight:
-                        parameters[stage] -= layer.shared_parameters
-                    else:
-                        of_weight.append(stage)
-                        shared[stage] = layer.shared_parameters
-        apart = {stage for of_weight in holders.values() if len(of_weight) > 1 for stage in of_weight}
-        shared[[stage for stage in range(len(stages)) if stage not in apart]] = 0.0
-        return parameters, shared

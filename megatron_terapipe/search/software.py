@@ -18,6 +18,7 @@ class Software:
         shares_transfers: whether each tensor-parallel rank sends its part of an activation, and the other end gathers.
         overlaps_gradient_reduction: whether data-parallel reductions travel under the last backward.
         reduction_bytes: bytes of an entry in data-parallel reductions.
+            None = as DeepSpeed's optimizers do it by precision and ZeRO stage (see `cost.step_costs`).
         weight_bytes: bytes of a parameter that products read (half precision).
         gradient_bytes: bytes of a parameter's gradient kept over micro-batches.
         optimizer_bytes: bytes of a parameter's fp32 copy and moments; ZeRO 1 divides them by the data-parallel size.
@@ -34,7 +35,7 @@ class Software:
     overlaps_transfers: bool
     shares_transfers: bool
     overlaps_gradient_reduction: bool
-    reduction_bytes: int
+    reduction_bytes: int | None
     weight_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
@@ -51,11 +52,11 @@ TERAPIPE = Software(
     overlaps_transfers=True,
     shares_transfers=False,
     overlaps_gradient_reduction=False,
-    reduction_bytes=4,
+    reduction_bytes=None,
     selective_recomputes="norms",
     residual_dropout=False,
 )
-"""This trainer, in bf16 with gradients in fp32."""
+"""This trainer."""
 
 MEGATRON = Software(
     name="megatron",

@@ -30,6 +30,8 @@ def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cl
         ConfigError: if the file cannot be read, or a field is wrong; it names file, field, value and remedy.
     """
     text = read_text(path)
+    if not text.strip():
+        raise ConfigError(f"{path} is empty: write nodes as docs/search.md shows, or lines of a hostfile, HOST slots=N")
     if is_hostfile(text):
         return _of_hostfile(text, path, device)
     if device is not None:

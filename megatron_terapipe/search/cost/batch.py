@@ -40,7 +40,7 @@ def batch_key(model: CostModel, strategy: Strategy) -> tuple[object, ...]:
         id(model.workload),
         model.groups(strategy).devices[0],
         model.software,
-        model.element_bytes,
+        model.precision,
         strategy.schedule,
         strategy.recompute,
         strategy.sequence_parallel,
@@ -213,7 +213,7 @@ class Batch:
 
     def _sending_s(self, physics: Physics) -> Floats:
         tensor = self.numbers["tensor_parallel_size"][:, None]
-        shared = self.model.software.shares_transfers
+        shared = self.model.software.shares_transfers and not self.strategy.sequence_parallel
         part = self.message / tensor if shared else self.message
         sending = transfer_s(part, self.bandwidth, self.latency, self.crosses_nodes, physics)
         if shared:
@@ -230,6 +230,7 @@ class Batch:
             column[1],
             self.device.memory_bandwidth,
             zero_stage=self.strategy.zero_stage,
+            precision=self.model.precision,
             software=self.model.software,
             physics=physics,
         )

@@ -23,6 +23,7 @@ from megatron_terapipe.search.cost.stage_ops import StageOps, layer_ops
 from megatron_terapipe.search.cost.step_costs import StepCosts, step_costs
 from megatron_terapipe.search.software import TERAPIPE, Software
 from megatron_terapipe.search.workload import Layer, Workload
+from megatron_terapipe.search.workload.held import held_parameters
 from megatron_terapipe.strategy import Strategy
 
 __all__ = [
@@ -229,6 +230,9 @@ class CostModel:
         extra = np.array([layer.extra_output_elements for layer in last], dtype=float)[:, None]
         links = groups.pipe
         index = np.arange(len(last)) % strategy.pipeline_parallel_size
+        if strategy.sequence_parallel:
+            # Between layers each tensor-parallel rank has its part of the tokens alone, and sends no more.
+            outputs = outputs / strategy.tensor_parallel_size
         return Messages(
             self.element_bytes * (outputs + extra),
             links.bandwidth[index],
@@ -240,7 +244,7 @@ class CostModel:
         """[boundaries, S] seconds of one message."""
         num_bytes, bandwidth, latency, crosses = self.messages(strategy, groups)
         tensor = strategy.tensor_parallel_size
-        shared = self.software.shares_transfers and tensor > 1
+        shared = self.software.shares_transfers and tensor > 1 and not strategy.sequence_parallel
         part = num_bytes / tensor if shared else num_bytes
         sending = np.asarray(
             transfer_s(part, bandwidth[:, None], latency[:, None], crosses[:, None], self.physics), dtype=float
@@ -286,19 +290,8 @@ class CostModel:
     def parameters(self, strategy: Strategy) -> tuple[Floats, Floats]:
         """[P] parameters that a rank holds, and of them those of a weight that two pipeline ranks hold."""
         ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
-        held, shared = np.zeros(ranks), np.zeros(ranks)
-        holders: dict[str, dict[int, int]] = {}
-        for stage, layers in enumerate(self.stage_layers(strategy)):
-            for index in layers:
-                layer = self.workload.layers[index]
-                held[stage % ranks] += layer.parameters_per_rank(tensor)
-                if layer.shared_weight is not None:
-                    holders.setdefault(layer.shared_weight, {})[stage % ranks] = layer.shared_parameters
-        for places in holders.values():
-            if len(places) > 1:
-                for rank, count in places.items():
-                    shared[rank] += count / tensor
-        return held, shared
+        held = held_parameters(self.workload, self.stage_layers(strategy), ranks, tensor)
+        return np.array(held.total), np.array(held.shared)
 
     def _step(self, strategy: Strategy, groups: RankGroups) -> list[StepCosts]:
         """Per pipeline rank, the end of the iteration."""
@@ -312,6 +305,7 @@ class CostModel:
                 ends,
                 min(device.memory_bandwidth for device in groups.devices[rank]),
                 zero_stage=strategy.zero_stage,
+                precision=self.precision,
                 software=self.software,
                 physics=self.physics,
             )

@@ -18,6 +18,40 @@ class StepCosts(NamedTuple):
     optimizer: Grid
 
 
+class StepTraffic(NamedTuple):
+    """What data-parallel ranks tell each other of one parameter at the end of an iteration.
+
+    Attributes:
+        reduced_bytes: of its gradient.
+        reduces_to_all: whether every rank gets the sum, not only the one that steps the parameter.
+        divides_step: whether each rank steps its part of the parameters, and gathers the others.
+        gathered_bytes: of the parameter then.
+    """
+
+    reduced_bytes: int
+    reduces_to_all: bool
+    divides_step: bool
+    gathered_bytes: int
+
+
+def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTraffic:
+    """Facts of a trainer. ZeRO 1 steps a part and gathers it (Rajbhandari et al., arXiv 1910.02054 section 5.1).
+
+    DeepSpeed's pipeline engine hands bf16 to its BF16_Optimizer, which divides the step at ZeRO stage 0, too, and whose
+    gradients are reduced to all ranks even at stage 1 (`_do_optimizer_sanity_check` and `buffered_allreduce_fallback`
+    of `runtime/engine.py`, `_bf16_reduce_grads` of `runtime/pipe/engine.py`, release 0.19.8). They are added up and
+    reduced in fp32 at stage 1, in bf16 at stage 0 (`training/deepspeed_config.py`); see also `memory.states`.
+    """
+    if software.reduction_bytes is not None:
+        reduced = software.reduction_bytes
+    elif precision == "bf16":
+        return StepTraffic(4 if zero_stage else 2, True, True, 2)
+    else:
+        reduced = 4 if precision == "fp32" else 2
+    weight = 4 if precision == "fp32" else software.weight_bytes
+    return StepTraffic(reduced, not zero_stage, bool(zero_stage), weight)
+
+
 def step_costs(
     parameters: Grid,
     shared_parameters: Grid,
@@ -26,6 +60,7 @@ def step_costs(
     memory_bandwidth: Grid,
     *,
     zero_stage: int,
+    precision: str,
     software: Software,
     physics: Physics,
 ) -> StepCosts:
@@ -37,23 +72,23 @@ def step_costs(
         data_span: links between data-parallel ranks.
         ends_span: links between the first and the last pipeline rank.
         memory_bandwidth: of the device, bytes per second.
-        zero_stage: 0: every rank steps all parameters. 1: its part, which the others gather (Rajbhandari et al., arXiv
-            1910.02054 section 5.1).
+        zero_stage: 0 or 1.
+        precision: `bf16`, `fp16` or `fp32`.
         software: bytes that it reduces and keeps.
         physics: what links and memory reach.
     """
-    gradients = software.reduction_bytes * parameters
+    traffic = step_traffic(software, precision, zero_stage)
+    gradients = traffic.reduced_bytes * parameters
     kept = software.optimizer_bytes + software.gradient_bytes + software.weight_bytes
+    reduce = all_reduce_s if traffic.reduces_to_all else reduce_scatter_s
+    reduction = reduce(gradients, data_span, physics)
     stepped = parameters
-    if zero_stage:
-        reduction = reduce_scatter_s(gradients, data_span, physics)
-        reduction = reduction + all_gather_s(software.weight_bytes * parameters, data_span, physics)
+    if traffic.divides_step:
+        reduction = reduction + all_gather_s(traffic.gathered_bytes * parameters, data_span, physics)
         stepped = parameters / data_span.size
-    else:
-        reduction = all_reduce_s(gradients, data_span, physics)
     shared = np.where(
         np.greater(shared_parameters, 0),
-        all_reduce_s(software.reduction_bytes * shared_parameters, ends_span, physics),
+        all_reduce_s(traffic.reduced_bytes * shared_parameters, ends_span, physics),
         0.0,
     )
     reached = memory_bandwidth * physics.memory_efficiency

@@ -23,6 +23,7 @@ from megatron_terapipe.search.memory.states import bucket_bytes, state_bytes
 from megatron_terapipe.search.prediction import RankMemory
 from megatron_terapipe.search.software import TERAPIPE, Software
 from megatron_terapipe.search.workload import Layer, Workload
+from megatron_terapipe.search.workload.held import held_parameters
 from megatron_terapipe.strategy import Strategy
 
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -87,9 +88,9 @@ class MemoryModel:
         )
         communicators = sum(size > 1 for size in (strategy.data_parallel_size, strategy.tensor_parallel_size, ranks))
         transfers = 0.0 if ranks == 1 else TRANSFERS * self._message_bytes(strategy)
+        parameters_of = held_parameters(self.workload, stages, ranks, strategy.tensor_parallel_size).total
         counted = []
-        for rank, peak in enumerate(held):
-            parameters = self._parameters(strategy, stages[rank::ranks])
+        for peak, parameters in zip(held, parameters_of, strict=True):
             buckets = float(bucket_bytes(self.software.name, self.precision, parameters, strategy.zero_stage))
             counted.append(
                 Counted(
@@ -116,20 +117,13 @@ class MemoryModel:
         num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
         return self.workload.stages(self.workload.partition(strategy.stage_partition, num_stages))
 
-    def _parameters(self, strategy: Strategy, stages: Sequence[range]) -> float:
-        """Parameters of the stages of one rank; a weight that two of its layers share is there once."""
-        layers = [self.workload.layers[index] for stage in stages for index in stage]
-        total = sum(layer.parameters_per_rank(strategy.tensor_parallel_size) for layer in layers)
-        shared = [layer for layer in layers if layer.shared_weight is not None]
-        names = [layer.shared_weight for layer in shared]
-        again = [layer for index, layer in enumerate(shared) if layer.shared_weight in names[:index]]
-        return total - sum(layer.shared_parameters / strategy.tensor_parallel_size for layer in again)
-
     def _message_bytes(self, strategy: Strategy) -> float:
         """What flows between two stages for one token slice."""
         longest = max(strategy.cut(self.workload.seq_length).lengths) / self.workload.seq_length
         elements = max(layer.output_elements for layer in self.workload.layers)
-        return ELEMENT_BYTES[self.precision] * strategy.micro_batch_size * longest * elements
+        # Under sequence parallelism a tensor-parallel rank has its part of the tokens alone between layers.
+        ranks = strategy.tensor_parallel_size if strategy.sequence_parallel else 1
+        return ELEMENT_BYTES[self.precision] * strategy.micro_batch_size * longest * elements / ranks
 
     def _held(self, strategy: Strategy, stages: Sequence[range], limit: float | None) -> list[Held]:
         """What each rank holds at its peak."""

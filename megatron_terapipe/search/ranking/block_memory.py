@@ -125,7 +125,7 @@ class _States(NamedTuple):
 
 def _state_bytes(block: Block, model: MemoryModel, counts: StageCounts, rank: int) -> _States:
     physics = model.physics
-    parameters = float(counts.parameters[rank]) - _held_twice(model, counts, rank, block.tensor_parallel_size)
+    parameters = float(counts.parameters[rank])
     axes = (block.data_parallel_size, block.tensor_parallel_size, block.pipeline_parallel_size)
     communicators = sum(size > 1 for size in axes) * any(node.device.is_gpu for node in model.cluster.nodes)
     kept, step = [], []
@@ -180,20 +180,15 @@ def _moving_bytes(
 
 
 def _message_bytes(block: Block, model: MemoryModel, layers: tuple[Layer, ...]) -> Floats:
-    """[B, S, 1, 1, 1] bytes of the messages that a rank holds."""
+    """[B, S, 1, Q, 1] bytes of the messages that a rank holds."""
     if block.pipeline_parallel_size == 1:
         return np.zeros((1,) * 5)
     sizes = np.array(block.micro_batch, dtype=float).reshape(-1, 1, 1, 1, 1)
     num_token_slices = np.array(block.token_slices, dtype=float).reshape(1, -1, 1, 1, 1)
-    elements = max(layer.output_elements for layer in layers)
+    elements = max(layer.output_elements for layer in layers) * _own_share(block).reshape(1, 1, 1, -1, 1)
     return np.asarray(TRANSFERS * ELEMENT_BYTES[model.precision] * elements * sizes / num_token_slices)
 
 
-def _held_twice(model: MemoryModel, counts: StageCounts, rank: int, tensor_parallel_size: int) -> float:
-    """Parameters of a shared weight that both its layers on this rank were counted with."""
-    if counts.shared_parameters[rank] > 0 or len(counts.parameters) > 1:
-        return 0.0
-    shared = [layer for layer in model.workload.layers if layer.shared_weight is not None]
-    names = [layer.shared_weight for layer in shared]
-    again = [layer for index, layer in enumerate(shared) if layer.shared_weight in names[:index]]
-    return sum(layer.shared_parameters for layer in again) / tensor_parallel_size
+def _own_share(block: Block) -> Floats:
+    """[Q] of the tokens between layers, what a tensor-parallel rank has."""
+    return np.array([1 / block.tensor_parallel_size if parallel else 1.0 for parallel in block.sequence_parallel])

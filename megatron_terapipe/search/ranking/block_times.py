@@ -190,7 +190,7 @@ def _pipeline(
 
 
 def _hops(block: Block, groups: RankGroups, model: CostModel, counts: StageCounts) -> tuple[Floats, Floats]:
-    """[B, S, 1, 1] seconds in which the first token slice travels from the first rank to the last: least, and usual."""
+    """Seconds that the first token slice travels from the first rank to the last: least [B, S, 1, 1], usual [..., Q]."""
     ranks = block.pipeline_parallel_size
     shape = (len(block.micro_batch), len(block.token_slices), 1, 1)
     if ranks == 1 or not model.software.overlaps_transfers:
@@ -206,7 +206,9 @@ def _hops(block: Block, groups: RankGroups, model: CostModel, counts: StageCount
     share = np.array(
         [(block.lengths or _equal(count, seq_length))[0] / seq_length for count in block.token_slices]
     ).reshape(1, -1, 1, 1)
-    moving = model.element_bytes * per_sequence * sizes * share
+    tensor = block.tensor_parallel_size
+    own = np.array([1 / tensor if parallel else 1.0 for parallel in block.sequence_parallel])
+    moving = model.element_bytes * per_sequence * sizes * share * own
     # Sizes of uneven layers are averaged over a micro-batch when messages are simulated: leave them out of the bound.
     return np.broadcast_to(latency, shape), latency + 2 * moving + np.zeros(shape)
 
@@ -240,6 +242,7 @@ def _step_s(block: Block, groups: RankGroups, model: CostModel, counts: StageCou
             span_at(groups.ends, 0),
             bandwidth,
             zero_stage=zero_stage,
+            precision=model.precision,
             software=model.software,
             physics=model.physics,
         )

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.partition import StagePartition
-from megatron_terapipe.search.workload import Layer, Workload
+from megatron_terapipe.search.workload import Workload
+from megatron_terapipe.search.workload.held import held_parameters
 
 Floats = NDArray[np.float64]
 
@@ -19,7 +20,7 @@ class StageCounts:
     Attributes:
         per_rank: [P, K] layers of each kind.
         first_stage: [P, K] those of the first stage of each rank, which the first token slice passes.
-        parameters: [P] that a tensor-parallel rank holds.
+        parameters: [P] that a tensor-parallel rank holds; a shared weight once.
         shared_parameters: [P] of them those of a weight that several pipeline ranks hold.
         last_layers: [stages - 1] index of the layer before each boundary.
         per_stage: [stages, K] layers of each kind.
@@ -48,30 +49,15 @@ def stage_counts(
     stages = workload.stages(partition)
     num_kinds = max(kind_of.values()) + 1
     per_stage = np.zeros((len(stages), num_kinds))
-    parameters, shared = np.zeros(num_ranks), np.zeros(num_ranks)
-    holders: dict[str, dict[int, int]] = {}
-    each = {index: layer.parameters_per_rank(tensor_parallel_size) for index, layer in _unique(workload).items()}
     for stage, indices in enumerate(stages):
-        rank = stage % num_ranks
         for index in indices:
-            layer = workload.layers[index]
-            per_stage[stage, kind_of[id(layer)]] += 1
-            parameters[rank] += each[id(layer)]
-            if layer.shared_weight is not None:
-                holders.setdefault(layer.shared_weight, {})[rank] = layer.shared_parameters
-    for places in holders.values():
-        if len(places) > 1:
-            for rank, count in places.items():
-                shared[rank] += count / tensor_parallel_size
+            per_stage[stage, kind_of[id(workload.layers[index])]] += 1
+    held = held_parameters(workload, stages, num_ranks, tensor_parallel_size)
     return StageCounts(
         per_rank=per_stage.reshape(-1, num_ranks, num_kinds).sum(axis=0),
         first_stage=per_stage[:num_ranks],
-        parameters=parameters,
-        shared_parameters=shared,
+        parameters=np.array(held.total),
+        shared_parameters=np.array(held.shared),
         last_layers=np.array([indices[-1] for indices in stages[:-1]], dtype=np.int64),
         per_stage=per_stage,
     )
-
-
-def _unique(workload: Workload) -> dict[int, Layer]:
-    return {id(layer): layer for layer in workload.layers}

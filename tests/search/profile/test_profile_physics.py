@@ -37,7 +37,7 @@ def test_messages_are_then_priced_as_measured() -> None:
 def test_the_optimizer_is_then_priced_as_measured() -> None:
     physics = measured_physics(profile(), CLUSTER)
     bandwidth = CLUSTER.nodes[0].device.memory_bandwidth
-    step = step_costs(1e6, 0, SPAN, SPAN, bandwidth, zero_stage=0, software=TERAPIPE, physics=physics)
+    step = step_costs(1e6, 0, SPAN, SPAN, bandwidth, zero_stage=0, precision="fp32", software=TERAPIPE, physics=physics)
     assert step.optimizer == pytest.approx(1e6 * 1e-9, rel=1e-6)
     assert physics.iteration_s == 1e-3
 
