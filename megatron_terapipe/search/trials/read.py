@@ -13,7 +13,8 @@ from megatron_terapipe.config.parallel import OPTIMISED
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cluster import Cluster
-from megatron_terapipe.search.cluster.trial_fields import read_trial_form
+from megatron_terapipe.search.cluster.files import parse_cluster
+from megatron_terapipe.search.cluster.trial_fields import is_trial_form, read_trial_form
 from megatron_terapipe.search.reading import Fields, parse_text, read_text
 from megatron_terapipe.search.software import MEGATRON, SOFTWARE
 from megatron_terapipe.search.trials.conventions import (
@@ -127,7 +128,11 @@ class _Reader:
     def _cluster(self, cluster: Fields) -> Cluster:
         key = json.dumps(cluster.values, sort_keys=True)
         if key not in self._clusters:
-            self._clusters[key], _ = read_trial_form(cluster)
+            # Published runs say it in a few numbers; runs of our own as a cluster file does, which can mix devices.
+            flat = is_trial_form(cluster)
+            self._clusters[key] = (
+                read_trial_form(cluster) if flat else parse_cluster(cluster.values, cluster.place(""))
+            )[0]
         return self._clusters[key]
 
 
