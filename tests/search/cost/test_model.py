@@ -81,6 +81,24 @@ def test_the_tied_embedding_is_reduced_where_two_ranks_hold_it() -> None:
     assert model.predict_time(whole).breakdown.shared_weight_s == 0
 
 
+@pytest.mark.parametrize("software", [TERAPIPE, MEGATRON])
+def test_sequence_parallel_ranks_send_their_part_of_the_tokens_alone(software: Software) -> None:
+    model = CostModel(GPT, TWO, software=software)
+    whole, parts = (
+        strategy(tensor_parallel_size=4, data_parallel_size=1, sequence_parallel=on) for on in (False, True)
+    )
+    sent = [model.messages(one, model.groups(one)).num_bytes for one in (whole, parts)]
+    assert sent[1] == pytest.approx(sent[0] / 4)
+    transfers = [model.predict_time(one).breakdown.transfer_s for one in (whole, parts)]
+    assert transfers[1] < transfers[0]
+
+
+def test_one_rank_with_both_ends_steps_the_tied_embedding_once() -> None:
+    model = CostModel(GPT, TWO)
+    total, shared = model.parameters(strategy(data_parallel_size=16, tensor_parallel_size=1, pipeline_parallel_size=1))
+    assert (total.tolist(), shared.tolist()) == ([GPT.parameters], [0.0])
+
+
 def test_zero_divides_the_optimizer_step() -> None:
     model = CostModel(GPT, TWO, software=MEGATRON)
     plain, divided = (model.predict_time(strategy(zero_stage=stage)).breakdown for stage in (0, 1))

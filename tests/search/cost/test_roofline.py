@@ -40,6 +40,15 @@ def test_large_products_reach_the_efficiency_and_small_ones_do_not() -> None:
     assert seconds == pytest.approx(2 * 16384**2 / (A100.memory_bandwidth * Physics().memory_efficiency), rel=1e-3)
 
 
+def test_a_cpu_core_has_no_wave_of_tiles() -> None:
+    roofline = Roofline(Physics(), TERAPIPE)
+    core = replace(A100, is_gpu=False, half_flops=1e11, memory_bandwidth=1e10)
+    seconds = {on: float(roofline.product_s(replace(core, is_gpu=on), 512, 256, 256)) for on in (True, False)}
+    ideal = 2 * 512 * 256 * 256 / (core.half_flops * Physics().gemm_efficiency)
+    assert seconds[True] > 5 * ideal
+    assert ideal < seconds[False] < 1.5 * ideal
+
+
 def test_full_recompute_runs_the_forward_again() -> None:
     without, full = times(MEGATRON), times(MEGATRON, recompute="full")
     assert full.input_gradient == pytest.approx(without.input_gradient + without.forward)

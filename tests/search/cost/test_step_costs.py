@@ -1,0 +1,56 @@
+"""The end of an iteration."""
+
+import pytest
+
+from megatron_terapipe.search.cost.collectives import Span
+from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.cost.step_costs import StepCosts, step_costs
+from megatron_terapipe.search.software import MEGATRON, TERAPIPE, Software
+
+FREE = Physics(collective_s=0.0, inside_efficiency=1.0, memory_efficiency=1.0, optimizer_passes=1.0)
+FOUR = Span(4, 1, 1e9, 0.0, 1e9, 0.0)
+TWO = FOUR._replace(size=2)
+GATHERED_S = 3 / 4 * 1e6 / 1e9
+"""One million bytes, each of four ranks having a part, at 1 GB/s."""
+
+
+def step(precision: str, zero_stage: int, software: Software = TERAPIPE, shared: float = 0.0) -> StepCosts:
+    return step_costs(
+        1e6, shared, FOUR, TWO, 1e12, zero_stage=zero_stage, precision=precision, software=software, physics=FREE
+    )
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero_stage", "reduced_bytes", "reduces_to_all", "gathered_bytes"),
+    [
+        ("bf16", 0, 2, True, 2),
+        ("bf16", 1, 4, True, 2),
+        ("fp16", 1, 2, False, 2),
+        ("fp16", 0, 2, True, 0),
+        ("fp32", 1, 4, False, 4),
+        ("fp32", 0, 4, True, 0),
+    ],
+)
+def test_gradients_travel_as_deepspeed_sends_them(
+    precision: str, zero_stage: int, reduced_bytes: int, reduces_to_all: bool, gathered_bytes: int
+) -> None:
+    rounds = reduced_bytes * (1 + reduces_to_all) + gathered_bytes
+    assert step(precision, zero_stage).gradient_reduction == pytest.approx(rounds * GATHERED_S)
+
+
+def test_bf16_is_stepped_in_parts_at_every_zero_stage() -> None:
+    assert step("bf16", 0).optimizer == step("bf16", 1).optimizer == step("fp32", 1).optimizer
+    assert step("fp32", 0).optimizer == pytest.approx(4 * step("fp32", 1).optimizer)
+
+
+def test_other_trainers_say_how_much_they_reduce() -> None:
+    for precision in ("bf16", "fp16"):
+        assert step(precision, 0, MEGATRON).gradient_reduction == pytest.approx(2 * 2 * GATHERED_S)
+        assert step(precision, 1, MEGATRON).gradient_reduction == pytest.approx((2 + 2) * GATHERED_S)
+
+
+def test_a_shared_weight_is_reduced_between_the_ends() -> None:
+    assert step("bf16", 1).shared_weight == 0
+    # Two ranks: half of the bytes, there and back.
+    assert step("bf16", 1, shared=1e6).shared_weight == pytest.approx(4 * 1e6 / 1e9)
+    assert step("bf16", 0, shared=1e6).shared_weight == pytest.approx(2 * 1e6 / 1e9)
