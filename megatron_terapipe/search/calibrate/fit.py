@@ -90,7 +90,7 @@ def fit(
 
     def residuals(logs: Floats, ratio: Floats) -> Floats:
         scaled = sample.errors(at(logs), ratio) / noise
-        return np.concatenate([_robust(scaled), logs / widths])
+        return np.concatenate([robust(scaled), logs / widths])
 
     ratio = np.ones(len(sample))
     for _ in range(SIMULATIONS):
@@ -116,6 +116,6 @@ def fit(
     )
 
 
-def _robust(scaled: Floats) -> Floats:
+def robust(scaled: Floats) -> Floats:
     """Residuals whose square is the soft L1 loss, 2 (sqrt(1 + z^2) - 1) for z = residual / LARGE."""
     return np.asarray(np.sign(scaled) * LARGE * np.sqrt(2 * (np.sqrt(1 + (scaled / LARGE) ** 2) - 1)), dtype=np.float64)

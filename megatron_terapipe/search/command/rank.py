@@ -1,6 +1,7 @@
 """Command `rank`: the best strategies of a model on a cluster, and why."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import replace
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.command.costs import Costs, costs_of
+from megatron_terapipe.search.command.doubts import memory_note, smaller_cluster_note
 from megatron_terapipe.search.command.explanations import explain_space, explain_strategy
 from megatron_terapipe.search.command.inputs import (
     add_cluster_flags,
@@ -24,9 +26,11 @@ from megatron_terapipe.search.command.progress import progress_bar
 from megatron_terapipe.search.command.strategies import read_one_strategy
 from megatron_terapipe.search.ranking.ranked import Ranked
 from megatron_terapipe.search.ranking.search import SearchResult, search
+from megatron_terapipe.search.ranking.space_prices import FITS
 from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.search.report.files import TERMINAL
 from megatron_terapipe.search.space import Problem, all_choices
+from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
 
 NAME = "rank"
 HELP = "The best strategies of a model on a cluster: searched, priced on their schedules, and ranked."
@@ -71,12 +75,16 @@ def run(options: argparse.Namespace) -> int:
     problem = Problem(
         workload=workload, cluster=cluster, global_batch_size=options.global_batch_size, precision=precision
     )
-    choices = all_choices(problem).pinned(pins_of(options))
+    pins = pins_of(options)
+    choices = all_choices(problem).pinned(pins)
     costs = costs_of(options, workload, cluster, precision)
     asked = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain)
     start = time.perf_counter()
     with progress_bar(options.progress) as progress:
         result = search(problem, choices, costs.pricing_on, top=options.top, effort=options.effort, progress=progress)
+        doubts = [] if not result.entries else [memory_note(result.entries, costs.pricing_on(cluster))]
+        if result.entries and len({node.device for node in cluster.nodes}) > 1:
+            doubts.append(smaller_cluster_note(result.entries[0], problem, pins, costs.pricing_on))
     answer = Answer(
         workload=workload,
         cluster=cluster,
@@ -86,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         considered=result.funnel.total,
         rejections={name: number for name, number in result.funnel.rejected.items() if number},
         search_s=time.perf_counter() - start,
-        notes=(*notes, *costs.notes, how_sure(result)),
+        notes=(*notes, *costs.notes, *how_sure(result), *filter(None, doubts)),
     )
     # Strategies say by their placement where ranks stand, and the cost model reads it.
     show_answer(options, answer, costs.pricing_on(cluster).cost_model.pipeline_costs)
@@ -113,22 +121,32 @@ def with_intervals(entries: Sequence[Ranked], costs: Costs, cluster: Cluster) ->
     ]
 
 
-def how_sure(result: SearchResult) -> str:
+def how_sure(result: SearchResult) -> list[str]:
     """Whether something that was left out could win."""
+    if not result.entries:
+        return []
     counted = f"{result.funnel.priced:,} strategies priced in closed form, {result.funnel.simulated} simulated"
     if result.proven:
-        return f"{counted}: none of the others can be faster under this model"
-    return f"{counted}: one of the others could be {result.could_save:.1%} faster at most; more --effort tells"
+        return [f"{counted}: none of the others can be faster under this model"]
+    return [f"{counted}: one of the others could be {result.could_save:.1%} faster at most; more --effort tells"]
 
 
 def nothing_fits(result: SearchResult) -> str:
-    """Why no strategy is left, and what to change."""
-    rejected = [(number, name) for name, number in result.funnel.rejected.items() if number]
-    most = max(rejected)[1] if rejected else "no layout of the ranks is asked for"
-    why = f" (for one: {result.refused[0].reason})" if result.refused else ""
+    """Why no strategy is left, and what to change: the last rule of the funnel is the one that the last ones broke."""
+    doubles = {rule.name for rule in DUPLICATE_RULES}
+    rejected = [(name, number) for name, number in result.funnel.rejected.items() if number and name not in doubles]
+    if not rejected:
+        return "no strategy can run: no layout of the ranks has the sizes that are pinned; unpin one"
+    last, number = rejected[-1]
+    if last == FITS:
+        nearest = f" (for one: {result.refused[0].reason})" if result.refused else ""
+        return (
+            f"no strategy can run: all {number:,} that keep the other rules need more memory than the devices "
+            f"have{nearest}; take more devices or larger ones, or unpin a dimension"
+        )
     return (
-        f"no strategy can run; most are rejected by the rule '{most}'{why}: unpin a dimension, or take more devices or "
-        "another batch; --explain counts every rule"
+        f"no strategy can run: the last {number:,} break the rule '{last}'; unpin a dimension, or take another batch "
+        "or number of devices (--explain counts every rule)"
     )
 
 
@@ -137,5 +155,5 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) < 1:
             words = f"--{name.replace('_', '-')} {getattr(options, name)}"
             raise ConfigError(f"{words} is not a whole number from 1: give one")
-    if not options.effort > 0:
-        raise ConfigError(f"--effort {options.effort} is not above 0: give 1, or more for a longer search")
+    if not 0 < options.effort < math.inf:
+        raise ConfigError(f"--effort {options.effort} is not above 0 and finite: give 1, or more for a longer search")

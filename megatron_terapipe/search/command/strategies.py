@@ -22,19 +22,24 @@ def read_one_strategy(path: str) -> Strategy:
 
 
 def read_strategies(path: str) -> list[Strategy]:
-    """Read a file with a strategy on each line. Empty lines are nothing.
+    """Read a file with a strategy on each line; or one strategy, or a list of them, over as many lines as it takes.
+
+    Empty lines are nothing. So the files that `rank` writes can be read, `strategy.json` and `ranking.json`.
 
     Raises:
         ConfigError: if it cannot be read, or a line is no strategy; it names the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--strategies {path} cannot be read ({error.strerror}): give a file that can") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"--strategies {path} is not text ({error}): give JSON lines") from None
+    whole = _whole(text)
+    if whole is not None:
+        return _strategies_of(whole, path)
     found = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -43,6 +48,30 @@ def read_strategies(path: str) -> list[Strategy]:
             raise ConfigError(f"{path} line {number} is not JSON ({error}): write one object a line") from None
         except ConfigError as error:
             raise ConfigError(f"{path} line {number}: {error}") from None
+    if not found:
+        raise ConfigError(f"--strategies {path} holds no strategy: write one JSON object a line")
+    return found
+
+
+def _whole(text: str) -> object:
+    """The document, if the text is one over several lines; None if it is a document a line."""
+    if text.lstrip()[:1] not in ("{", "[") or len(text.strip().splitlines()) == 1:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _strategies_of(document: object, path: str) -> list[Strategy]:
+    if not isinstance(document, list):
+        document = [document]
+    found = []
+    for number, each in enumerate(document, start=1):
+        try:
+            found.append(_strategy(each))
+        except ConfigError as error:
+            raise ConfigError(f"{path} entry {number}: {error}") from None
     if not found:
         raise ConfigError(f"--strategies {path} holds no strategy: write one JSON object a line")
     return found

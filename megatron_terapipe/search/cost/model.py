@@ -104,11 +104,16 @@ class CostModel:
         self._layer_ops: dict[tuple[object, ...], StageOps] = {}
         self._orders = orders or Orders()
 
-    def with_physics(self, physics: Physics) -> "CostModel":
-        """The same model and cluster under other physics; orders of schedules are shared."""
-        op_times = self.op_times
-        if isinstance(op_times, Roofline):
-            op_times = replace(op_times, physics=physics)
+    def with_physics(self, physics: Physics, op_times: OpTimes | None = None) -> "CostModel":
+        """The same model and cluster under other physics; orders of schedules are shared.
+
+        Args:
+            physics: the other ones.
+            op_times: other times of layers, too; None = the same, a roofline under the other physics.
+        """
+        if op_times is None:
+            same = self.op_times
+            op_times = replace(same, physics=physics) if isinstance(same, Roofline) else same
         return CostModel(
             self.workload,
             self.cluster,

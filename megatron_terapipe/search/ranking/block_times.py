@@ -7,18 +7,19 @@ Ranks with the same layers, device and links are the same row, so there are few 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.cluster.rank_groups import GroupLinks, RankGroups
 from megatron_terapipe.search.cost.closed_form import lower_bound, pipeline_time, total_s
-from megatron_terapipe.search.cost.collectives import Span, transfer_bandwidth
+from megatron_terapipe.search.cost.collectives import Span
 from megatron_terapipe.search.cost.model import CostModel, span_at
 from megatron_terapipe.search.cost.stage_ops import StageOps
 from megatron_terapipe.search.cost.step_costs import step_costs
-from megatron_terapipe.search.ranking.op_tables import OpTable, OpTables
+from megatron_terapipe.search.ranking.block_hops import Hops, block_hops
+from megatron_terapipe.search.ranking.op_tables import BACKWARD, FORWARD, INPUT_GRADIENT, OpTable, OpTables
 from megatron_terapipe.search.ranking.stage_counts import StageCounts
 from megatron_terapipe.search.space.block import Block
 
@@ -93,10 +94,11 @@ def block_times(
             if found is None or not orders:
                 continue
             ops = _rank_ops(kinds, found)
-            hops_s, latency_s = _hops(block, groups, cost_model, found)
+            hops = block_hops(block, groups, cost_model, found)
             step_s = _step_s(block, groups, cost_model, found)
+            op_s = cost_model.physics.op_s
             for order in orders:
-                times = _pipeline(block.order[order][0], model_chunks, block, ops, hops_s, latency_s)
+                times = _pipeline(block.order[order][0], model_chunks, block, ops, hops, op_s)
                 # The last axis is the ZeRO stage, which the ops do not depend on.
                 estimate[order, place] = times[0][..., None] + step_s
                 bound[order, place] = times[1][..., None] + step_s
@@ -112,6 +114,13 @@ class _RankOps:
     last: int
     fill: Floats
     """[4, B, S, R, Q] of the first token slice in the first stages of all ranks but the last."""
+
+    def with_op_s(self, op_s: float, model_chunks: int, num_token_slices: Floats) -> "_RankOps":
+        """The same with what an executor needs between two ops: once for each token slice and stage of a rank."""
+        if not op_s:
+            return self
+        others = self.multiplicity.sum() - 1
+        return replace(self, whole=self.whole + op_s * model_chunks * num_token_slices, fill=self.fill + op_s * others)
 
 
 def _rank_ops(kinds: RankKinds, counts: StageCounts) -> _RankOps:
@@ -159,10 +168,11 @@ def _ops(parts: Sequence[Floats] | Floats) -> StageOps:
 
 
 def _pipeline(
-    schedule: str, model_chunks: int, block: Block, ops: _RankOps, hops_s: Floats, latency_s: Floats
+    schedule: str, model_chunks: int, block: Block, ops: _RankOps, hops: Hops, op_s: float
 ) -> tuple[Floats, Floats]:
     """[B, S, R, Q] estimate and bound of the ops."""
     micro_batches = block.num_micro_batches.reshape(-1, 1, 1, 1).astype(float)
+    ops = ops.with_op_s(op_s, model_chunks, np.array(block.token_slices, dtype=float).reshape(1, -1, 1, 1))
     per_row = _ops(ops.whole)
     totals = total_s(schedule, per_row)
     slowest_row = np.argmax(totals, axis=0)[None]
@@ -178,43 +188,25 @@ def _pipeline(
         num_model_chunks=float(model_chunks),
         slowest=slowest,
         others=others,
-        latency_s=latency_s * model_chunks,
+        latency_s=hops.usual * model_chunks,
     )
     fill = _ops(ops.fill)
     last = _ops(ops.whole[:, ops.last])
     passing = fill._replace(
-        forward=fill.forward + hops_s, backward=fill.backward + hops_s, input_gradient=fill.input_gradient + hops_s
+        forward=fill.forward + hops.least,
+        backward=fill.backward + hops.least,
+        input_gradient=fill.input_gradient + hops.least,
     )
     bound = lower_bound(schedule, num_micro_batches=micro_batches, slowest=slowest, last=last, fill=passing)
-    return np.asarray(np.maximum(estimate, bound)), np.asarray(bound)
-
-
-def _hops(block: Block, groups: RankGroups, model: CostModel, counts: StageCounts) -> tuple[Floats, Floats]:
-    """Seconds that the first token slice travels from the first rank to the last: least [B, S, 1, 1], usual [..., Q]."""
-    ranks = block.pipeline_parallel_size
-    shape = (len(block.micro_batch), len(block.token_slices), 1, 1)
-    if ranks == 1 or not model.software.overlaps_transfers:
-        return np.zeros(shape), np.zeros(shape)
-    layers = [model.workload.layers[index] for index in counts.last_layers[: ranks - 1].tolist()]
-    physics, links = model.physics, groups.pipe
-    outputs = np.array([layer.output_elements for layer in layers], dtype=float)
-    latency = float((links.latency_s[: ranks - 1] + physics.transfer_s).sum())
-    reached = transfer_bandwidth(links.bandwidth[: ranks - 1], links.crosses_nodes[: ranks - 1], physics)
-    per_sequence = float(np.sum(outputs / reached))
-    sizes = np.array(block.micro_batch, dtype=float).reshape(-1, 1, 1, 1)
-    seq_length = model.workload.seq_length
-    share = np.array(
-        [(block.lengths or _equal(count, seq_length))[0] / seq_length for count in block.token_slices]
-    ).reshape(1, -1, 1, 1)
-    tensor = block.tensor_parallel_size
-    own = np.array([1 / tensor if parallel else 1.0 for parallel in block.sequence_parallel])
-    moving = model.element_bytes * per_sequence * sizes * share * own
-    # Sizes of uneven layers are averaged over a micro-batch when messages are simulated: leave them out of the bound.
-    return np.broadcast_to(latency, shape), latency + 2 * moving + np.zeros(shape)
-
-
-def _equal(count: int, seq_length: int) -> tuple[float, ...]:
-    return (seq_length / count,)
+    bound = np.maximum(bound, micro_batches * hops.busy)
+    estimate = np.maximum(estimate, bound)
+    if schedule in ("1f1b", "zero-bubble") and model_chunks == 1:
+        # The first rank holds no more than P - 1 + S token slices, and waits for one of them to come back.
+        back = everything[INPUT_GRADIENT if schedule == "zero-bubble" else BACKWARD]
+        one = (everything[FORWARD] + back) / num_token_slices + hops.usual
+        rounds = micro_batches * num_token_slices / (block.pipeline_parallel_size - 1 + num_token_slices)
+        estimate = np.maximum(estimate, rounds * one)
+    return np.asarray(estimate), np.asarray(bound)
 
 
 def _columns(links: GroupLinks, ranks: int) -> Span:

@@ -78,9 +78,10 @@ def _partition(block: Block, problem: Problem) -> Holds:
             elif partition == "parameters" and problem.has_equal_layers and "uniform" in block.partition:
                 kept[row, column] = False
             else:
-                # Bounds that are pinned may not fit these stages, which the trainer's rules say.
-                rule = isinstance(partition, str)
-                bounds = problem.partition(partition, num_stages).bounds if rule else partition
+                # Bounds that are pinned may not fit these stages: the trainer's rules say so, not this one.
+                bounds = partition
+                if isinstance(bounds, str):
+                    bounds = problem.partition(bounds, num_stages).bounds
                 kept[row, column] = bounds not in seen
                 seen.add(bounds)
     return kept[:, :, None, None, None, None, None]

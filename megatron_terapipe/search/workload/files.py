@@ -18,6 +18,10 @@ DEFAULT_VOCAB_SIZE = 50257
 """GPT-2's, which published measurements that name none used."""
 
 
+OF_ANY_SIZE = frozenset({"vocab_size", "seq_length", "max_position_embeddings"})
+"""Fields that may be other than a preset's without making another model of it."""
+
+
 def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None) -> Workload:
     """Read a model.
 
@@ -69,7 +73,7 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
         model = ModelConfig(**settings)
     except ConfigError as error:
         raise ConfigError(f"{where}: {_as_fields(str(error))}") from None
-    return gpt_workload(model, name or (preset if preset and values.keys() <= {"vocab_size"} else ""))
+    return gpt_workload(model, name or (preset if preset and values.keys() <= OF_ANY_SIZE else ""))
 
 
 def workload_of_trial(document: object, where: str = "trial: model") -> Workload:

@@ -206,3 +206,10 @@ def test_the_large_example_is_as_large_as_it_says() -> None:
     cluster = read_cluster(str(ROOT / "examples" / "clusters" / "mixed-1024.yaml"))
     assert cluster.num_devices == 1024
     assert len({node.device.name for node in cluster.nodes}) == 4
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty: write nodes"):
+        read_cluster(str(path), device="A100")

@@ -73,3 +73,15 @@ def test_a_line_that_is_no_strategy(tmp_path: Path, text: str, error: str, capsy
     assert predict(tmp_path, text) == 2
     message = capsys.readouterr().err
     assert error in message and message.count("\n") == 1
+
+
+def test_what_rank_writes_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`strategy.json` and `ranking.json` are one document over many lines."""
+    out = tmp_path / "out.json"
+    for document, number in ((LINES[0], 1), ([{"strategy": LINES[0], "rank": 1}, LINES[2]], 2)):
+        assert predict(tmp_path, json.dumps(document, indent=1), "--json", str(out)) == 0
+        assert len(json.loads(out.read_text())) == number
+    assert predict(tmp_path, json.dumps([LINES[0], {"dp": 2}], indent=1)) == 2
+    assert "s.jsonl entry 2: strategy: field 'dp' is not known" in capsys.readouterr().err
+    assert predict(tmp_path, "[\n]") == 2
+    assert "holds no strategy" in capsys.readouterr().err

@@ -111,3 +111,36 @@ def test_nothing_can_run(files: list[str], capsys: pytest.CaptureFixture[str]) -
     assert main(["rank", *files, "--tensor-parallel-size", "3"]) == 1
     message = capsys.readouterr().err
     assert message.startswith("error: no strategy can run; most are rejected by the rule 'parallel sizes multiply")
+
+
+def test_a_pinned_partition_chooses_its_number_of_stages(files: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "ranking.json"
+    assert main(["rank", *files, *FEW, "--stage-partition", "0,2,6", "--json", str(out)]) == 0
+    for entry in json.loads(out.read_text()):
+        strategy = entry["strategy"]
+        assert strategy["stage_partition"] == [0, 2, 6]
+        assert strategy["pipeline_parallel_size"] * strategy["num_model_chunks"] == 2
+
+
+@pytest.mark.parametrize(
+    ("pins", "words"),
+    [
+        (["--stage-partition", "0,2,7"], "break the rule 'the stage partition fits model and stages'"),
+        (["--tensor-parallel-size", "3"], "break the rule 'parallel sizes multiply to the devices'"),
+        (["--data-parallel-size", "3"], "no layout of the ranks has the sizes that are pinned"),
+        (["--num-layers", "6000", "--hidden-size", "8192"], "need more memory than the devices have"),
+    ],
+)
+def test_where_nothing_can_run_the_last_rule_is_named(
+    files: list[str], pins: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--schedule", "1f1b", "--num-token-slices", "1", "--num-model-chunks", "1", "--recompute", "full"]
+    assert main(["rank", *files, *few, *pins]) == 1
+    printed = capsys.readouterr()
+    assert words in printed.err and len(printed.err.splitlines()) == 1
+    assert "none of the others can be faster" not in printed.out
+
+
+def test_an_endless_effort_is_refused(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rank", *files, "--effort", "inf"]) == 2
+    assert "--effort inf is not above 0 and finite" in capsys.readouterr().err

@@ -163,3 +163,8 @@ def test_models_of_all_published_trials() -> None:
     for text in texts:
         assert parse_workload(json.loads(text), "trial").num_dealt_layers == json.loads(text)["num_layers"]
     assert texts
+
+
+def test_a_preset_with_longer_sequences_keeps_its_name() -> None:
+    assert read_workload("llama2-70b", {"seq_length": 32768}).name == "llama2-70b"
+    assert read_workload("llama2-70b", {"num_layers": 8}).name != "llama2-70b"
