@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # The newest torch this project is tested with. On a machine with a GPU pip takes the CUDA build of it.
 TORCH ?= torch==2.13.0
+# Files of tests that run at the same time. Many start several ranks, so no more than there are cores.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := runs/demo
@@ -25,7 +27,7 @@ demo: $(VENV)/installed ## train a GPT on real text: two stages, four token slic
 	PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh $(DEMO)
 
 test: $(VENV)/installed ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 check: $(VENV)/installed ## style and types
 	$(BIN)/ruff format --check $(SOURCES)

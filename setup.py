@@ -35,9 +35,9 @@ setup(
     ],
     extras_require={
         # NVIDIA apex is not on PyPI: what is called apex there is another package.
-        "test": ["hypothesis", "pytest"],
+        "test": ["hypothesis", "pytest", "pytest-xdist"],
         "dev": [
-            *("hypothesis", "mypy", "pre-commit", "pytest", "ruff"),
+            *("hypothesis", "mypy", "pre-commit", "pytest", "pytest-xdist", "ruff"),
             *("sentencepiece", "tensorboard", "tokenizers", "wandb", "zstandard"),
             # Hugging Face's own models, to hold converted ones against.
             *("safetensors", "transformers"),

@@ -71,7 +71,7 @@ def test_a_command_reads_its_flags(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     command_that_adds(monkeypatch, add_flags, run)
     cluster = str(ROOT / "examples" / "clusters" / "p3.16xlarge-48.yaml")
     assert main(["rank", "gpt3-13b", cluster, "--seq-length", "1024"]) == 0
-    assert capsys.readouterr().out == "40x5120 1024 384 fp16 0\n"
+    assert capsys.readouterr().out == "gpt3-13b 1024 384 fp16 0\n"
     by_flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32".split()
     assert main(["rank", "-", cluster, *by_flags]) == 0
     assert capsys.readouterr().out == "2x64 32 384 fp16 0\n"

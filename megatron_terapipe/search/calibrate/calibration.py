@@ -10,6 +10,7 @@ from megatron_terapipe.search.calibrate.sample import Sample
 from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.memory.physics import MemoryPhysics
+from megatron_terapipe.search.profile import ProfileFactors
 from megatron_terapipe.search.trials.trial import Trial
 
 
@@ -22,22 +23,26 @@ class Calibration:
         device: kinds of devices that they ran on.
         several_nodes: whether on several nodes; None = some on one and some on several.
         physics: of time; None = the defaults of the devices.
+        factors: on a measured profile, which then says the rest; None = trials were priced without one.
         memory_physics: of memory; None = the defaults of the devices.
         intervals: of predicted times.
         memory_sd: standard deviation of log(measured / predicted) peaks.
         num_trials: trials with a time.
         num_memory_trials: trials with a peak, or that ran out of memory.
+        notes: what was left out, a line each.
     """
 
     source: str = ""
     device: str = ""
     several_nodes: bool | None = None
     physics: Physics | None = None
+    factors: ProfileFactors | None = None
     memory_physics: MemoryPhysics | None = None
     intervals: Intervals
     memory_sd: float = 0.12
     num_trials: int = 0
     num_memory_trials: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def no_calibration() -> Calibration:
@@ -59,20 +64,52 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
     """
     fitted = fit(trials)
     sample = Sample.of(trials)
-    memory = fit_memory(trials if memory_trials is None else memory_trials)
     intervals = uncalibrated()
     if len(sample):
         errors = sample.errors(fitted.physics, sample.simulated_ratio(fitted.physics))
         intervals = conformal(fitted, sample, errors)
+    return calibration_of(
+        trials,
+        memory_trials=trials if memory_trials is None else memory_trials,
+        physics=fitted.physics,
+        intervals=intervals,
+        num_trials=fitted.num_trials,
+    )
+
+
+def calibration_of(
+    trials: Sequence[Trial],
+    *,
+    memory_trials: Sequence[Trial],
+    intervals: Intervals,
+    num_trials: int,
+    physics: Physics | None = None,
+    factors: ProfileFactors | None = None,
+    notes: tuple[str, ...] = (),
+) -> Calibration:
+    """Put what trials said of time together with what they say of memory.
+
+    Args:
+        trials: that times were fitted to.
+        memory_trials: those that memory is fitted to.
+        intervals: of times.
+        num_trials: how many of them have a time.
+        physics: of time.
+        factors: on a measured profile.
+        notes: what was left out.
+    """
+    memory = fit_memory(memory_trials)
     spreads = {on_several_nodes(one.cluster) for one in trials}
     return Calibration(
         several_nodes=spreads.pop() if len(spreads) == 1 else None,
         source=", ".join(sorted({one.source for one in trials})),
         device=", ".join(sorted({one.device for one in trials})),
-        physics=fitted.physics,
+        physics=physics,
+        factors=factors,
         memory_physics=memory.physics if memory.num_trials else None,
         intervals=intervals,
         memory_sd=memory.residual_sd,
-        num_trials=fitted.num_trials,
+        num_trials=num_trials,
         num_memory_trials=memory.num_trials,
+        notes=notes,
     )

@@ -14,6 +14,8 @@ from megatron_terapipe.search.calibrate.calibration import (
     no_calibration,
     on_several_nodes,
 )
+from megatron_terapipe.search.calibrate.on_profile import calibrate_on_profile
+from megatron_terapipe.search.profile import Profile
 from megatron_terapipe.search.trials.trial import Trial
 
 ENOUGH = 8
@@ -29,11 +31,18 @@ class Calibrations:
         trials: what was measured; none = nothing is calibrated.
         ready: calibrations that were read from a file.
         progress: told what is being fitted.
+        profile: measured, on which factors are fitted instead of constants of the roofline; None = there is none.
     """
 
     def __init__(
-        self, trials: Sequence[Trial] = (), ready: Iterable[Calibration] = (), progress: Progress = lambda _: None
+        self,
+        trials: Sequence[Trial] = (),
+        ready: Iterable[Calibration] = (),
+        progress: Progress = lambda _: None,
+        *,
+        profile: Profile | None = None,
     ) -> None:
+        self._profile = profile
         self._trials = list(trials)
         self._ready = list(ready)
         self._found: dict[tuple[str, str, bool], Calibration] = {}
@@ -69,7 +78,9 @@ class Calibrations:
         alike = [one for one in trials if on_several_nodes(one.cluster) == several_nodes]
         chosen = alike if len(alike) >= ENOUGH else trials
         self._progress(f"calibrating on {len(chosen)} trials of {chosen[0].source or chosen[0].path} ({device})")
-        return calibrate(chosen, trials)
+        if self._profile is None:
+            return calibrate(chosen, trials)
+        return calibrate_on_profile(chosen, self._profile, trials)
 
     def _choose(self, source: str, device: str, several_nodes: bool) -> Calibration:
         """The one that was read from a file for such a cluster, if there is one and no other."""

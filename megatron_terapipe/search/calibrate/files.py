@@ -15,6 +15,7 @@ from megatron_terapipe.search.calibrate.intervals import Intervals
 from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.memory.physics import MemoryPhysics
+from megatron_terapipe.search.profile import Profile
 from megatron_terapipe.search.reading import Fields, read_document
 from megatron_terapipe.search.trials import read_trials
 
@@ -51,12 +52,13 @@ def read_calibrations(path: str) -> list[Calibration]:
     return [_from_json(section) for section in document.sections("calibrations")]
 
 
-def calibrated(cluster: Cluster, path: str) -> Calibration:
+def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> Calibration:
     """What a file says of a cluster: a calibration file, or trials to calibrate with.
 
     Args:
         cluster: whose devices must be those of the trials.
         path: ends in `.jsonl` if it holds trials.
+        profile: measured, that trials are to be fitted on; None = there is none.
 
     Raises:
         ConfigError: if the file cannot be read, or says nothing of these devices.
@@ -66,7 +68,8 @@ def calibrated(cluster: Cluster, path: str) -> Calibration:
         trials = read_trials(path)
         known = sorted({one.device for one in trials})
         # All trials on such devices count: whoever names a file says that it is of this cluster.
-        found = Calibrations([one for one in trials if one.device == device]).of("", device, on_several_nodes(cluster))
+        alike = [one for one in trials if one.device == device]
+        found = Calibrations(alike, profile=profile).of("", device, on_several_nodes(cluster))
     else:
         entries = read_calibrations(path)
         known = sorted({one.device for one in entries})

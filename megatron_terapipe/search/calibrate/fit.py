@@ -116,6 +116,28 @@ def fit(
     )
 
 
+def fit_lines(
+    errors: Floats, slopes: Floats, widths: Floats, cut_off: NDArray[np.bool_], noise: float = NOISE
+) -> Floats:
+    """The most probable logarithms of constants, where log(time) is a straight line in each of them.
+
+    Args:
+        errors: [n] log(predicted / measured) where all logarithms are 0.
+        slopes: [n, p] of log(predicted).
+        widths: [p] standard deviations of the logarithms before any trial was seen.
+        cut_off: [n] whether a run took longer than measured: only too short a prediction is wrong.
+        noise: standard deviation of log(measured / predicted) that is expected of right constants.
+    """
+    from scipy.optimize import least_squares
+
+    def residuals(logs: Floats) -> Floats:
+        left = errors + slopes @ logs
+        return np.concatenate([robust(np.where(cut_off & (left > 0), 0.0, left) / noise), logs / widths])
+
+    found: Floats = least_squares(residuals, np.zeros(len(widths)), x_scale=widths).x
+    return found
+
+
 def robust(scaled: Floats) -> Floats:
     """Residuals whose square is the soft L1 loss, 2 (sqrt(1 + z^2) - 1) for z = residual / LARGE."""
     return np.asarray(np.sign(scaled) * LARGE * np.sqrt(2 * (np.sqrt(1 + (scaled / LARGE) ** 2) - 1)), dtype=np.float64)

@@ -118,6 +118,35 @@ def conformal(fitted: FittedPhysics, sample: Sample, errors: Floats, coverage: f
     )
 
 
+def intervals_left_out(
+    errors: Floats, slopes: Floats, prior_width: Mapping[str, float], noise: float = NOISE, coverage: float = COVERAGE
+) -> Intervals:
+    """Intervals from a fit of n trials with a time, each predicted as if the fit had not seen it.
+
+    Args:
+        errors: [n] log(predicted / measured) of the fit.
+        slopes: [n, p].
+        prior_width: the p constants, and the standard deviation of their logarithms before.
+        noise: standard deviation of log(measured / predicted) that was expected.
+        coverage: share of measurements that shall be inside.
+    """
+    widths = np.array([*prior_width.values()])
+    count, prior = len(errors), np.diag(widths**-2.0)
+    # Of every constant the trials determine a part, and the prior the rest.
+    share = np.linalg.inv(slopes.T @ slopes / noise**2 + prior) @ prior
+    freedom = max(count - (len(widths) - float(np.trace(share))), 1.0)
+    spread = sqrt((count / freedom * float(np.sum(errors**2)) + PRIOR_TRIALS * noise**2) / (count + PRIOR_TRIALS))
+    covariance: Floats = np.linalg.inv(slopes.T @ slopes / spread**2 + prior).astype(np.float64)
+    unseen = errors_without_own_group(errors, slopes, range(count), spread, widths)
+    return Intervals(
+        coverage=coverage,
+        multiplier=conformal_quantile(np.abs(unseen) / _scale(spread, covariance, slopes), coverage),
+        residual_sd=spread,
+        covariance=covariance,
+        parameter_names=tuple(prior_width),
+    )
+
+
 def errors_without_own_group(
     errors: Floats, slopes: Floats, groups: Sequence[object], residual_sd: float, widths: Floats
 ) -> Floats:

@@ -1,18 +1,29 @@
 """What prices strategies, as the flags of `inputs.add_cost_flags` say: data sheets, a profile, trials."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_terapipe.search.calibrate.calibration import Calibration, no_calibration
+from megatron_terapipe.search.calibrate.calibration import Calibration, calibrate, no_calibration
 from megatron_terapipe.search.calibrate.files import calibrated
+from megatron_terapipe.search.calibrate.on_profile import calibrate_on_profile, factor_slopes
 from megatron_terapipe.search.calibrate.sensitivities import strategy_sensitivities
 from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.command.tables import TablesByDevice, tables_of
+from megatron_terapipe.search.cost.op_times import OpTimes
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.memory.physics import default_physics
 from megatron_terapipe.search.prediction import Prediction
 from megatron_terapipe.search.pricing import Pricing
-from megatron_terapipe.search.profile import MeasuredProfile, Profile, measured_physics, read_profile
+from megatron_terapipe.search.profile import (
+    MeasuredProfile,
+    Profile,
+    ProfileFactors,
+    ScaledTimes,
+    measured_physics,
+    read_profile,
+)
+from megatron_terapipe.search.trials.trial import Trial
 from megatron_terapipe.search.workload import Workload
 from megatron_terapipe.strategy import Strategy
 
@@ -44,7 +55,7 @@ class Costs:
             cluster,
             physics=self._physics(cluster),
             memory_physics=self.calibration.memory_physics or default_physics(cluster),
-            op_times=self.tables if self.profile is None else MeasuredProfile(self.profile),
+            op_times=self._op_times(),
             precision=self.precision,
         )
 
@@ -57,16 +68,37 @@ class Costs:
             pricing: what priced it.
         """
         intervals, model = self.calibration.intervals, pricing.cost_model
-        slopes = strategy_sensitivities(model, [strategy], model.physics, intervals.parameter_names)
+        if self.calibration.factors is None:
+            slopes = strategy_sensitivities(model, [strategy], model.physics, intervals.parameter_names)
+        else:
+            slopes = factor_slopes(model, [strategy])
         return replace(
             prediction,
             interval_s=intervals.interval_s(prediction.iteration_time_s, slopes),
             interval_coverage=intervals.coverage,
         )
 
+    def calibrated_on(self, trials: Sequence[Trial]) -> "Costs":
+        """The same with what trials of this cluster say, as `--calibrate` takes it.
+
+        Raises:
+            ConfigError: if there is a profile that covers none of them.
+        """
+        found = calibrate(trials) if self.profile is None else calibrate_on_profile(trials, self.profile)
+        return replace(self, calibration=found)
+
     def _physics(self, cluster: Cluster) -> Physics | None:
-        physics = self.calibration.physics
-        return physics if self.profile is None else measured_physics(self.profile, cluster, physics)
+        physics, factors = self.calibration.physics, self.calibration.factors
+        if self.profile is None:
+            return physics
+        measured = measured_physics(self.profile, cluster, physics)
+        return measured if factors is None else factors.physics(measured)
+
+    def _op_times(self) -> OpTimes | None:
+        if self.profile is None:
+            return self.tables
+        measured, factors = MeasuredProfile(self.profile), self.calibration.factors
+        return measured if factors is None else ScaledTimes(measured, factors.ops)
 
 
 def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, precision: str) -> Costs:
@@ -85,8 +117,9 @@ def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, 
         calibration = no_calibration()
         notes.append("nothing was calibrated on this cluster: intervals are as wide as the doubt about data sheets")
     else:
-        calibration = calibrated(cluster, path)
-        notes.append(f"calibrated on {calibration.num_trials} trials of {path}")
+        calibration = calibrated(cluster, path, profile)
+        notes.append(f"calibrated on {calibration.num_trials} trials of {path}{_in_words(calibration.factors)}")
+        notes += [f"{path}: {note}" for note in calibration.notes]
     tables = None
     if options.tables:
         tables, missing = tables_of(cluster, precision, calibration.physics)
@@ -98,4 +131,14 @@ def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, 
         profile=profile,
         tables=tables,
         notes=tuple(notes),
+    )
+
+
+def _in_words(factors: ProfileFactors | None) -> str:
+    """What was found on a profile."""
+    if factors is None:
+        return ""
+    return (
+        f": than the profile says, ops take {factors.ops:.2f} times as long, messages {factors.messages:.2f}, "
+        f"gaps between ops {factors.gaps:.2f}, the end of a step {factors.step:.2f}"
     )

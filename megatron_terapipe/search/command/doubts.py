@@ -4,18 +4,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_terapipe.search.cluster import Cluster, Device
+from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.pricing import Pricing
 from megatron_terapipe.search.ranking.ranked import Ranked
 from megatron_terapipe.search.ranking.search import search
-from megatron_terapipe.search.report.figures import time_text
+from megatron_terapipe.search.ranking.space_prices import Progress
+from megatron_terapipe.search.report.figures import flops_utilization, time_text
 from megatron_terapipe.search.space import Problem, all_choices
+from megatron_terapipe.strategy import Strategy
 
 FULL = 0.95
 """Share of a device's memory above which a prediction that is a few per cent off means out of memory."""
 
 EFFORT = 0.2
 """Effort of a search on a part of the cluster: enough to see whether it is worth a search of its own."""
+
+MOST_UTILIZATION = 0.8
+"""Share of its devices' peak that no part of a cluster is hoped to reach: what would need more is not searched."""
 
 WORTH_SAYING = 0.02
 """Share of the time that leaving machines out must save before a note says so."""
@@ -52,18 +57,20 @@ def memory_note(entries: Sequence[Ranked], pricing: Pricing) -> str | None:
 
 
 def parts_of(cluster: Cluster) -> list[Cluster]:
-    """The cluster without its slowest kind of devices, without its two slowest, and so on."""
-    devices = {node.device for node in cluster.nodes}
-    ordered = sorted(devices, key=lambda device: (-device.half_flops, -device.memory_bytes, device.name))
-
-    def only(kept: Sequence[Device]) -> Cluster:
-        return replace(cluster, nodes=tuple(node for node in cluster.nodes if node.device in kept))
-
-    return [only(ordered[:count]) for count in range(len(ordered) - 1, 0, -1)]
+    """The cluster without its slowest devices, without those and the next slowest, and so on."""
+    speeds = sorted({node.device.half_flops for node in cluster.nodes})
+    return [
+        replace(cluster, nodes=tuple(node for node in cluster.nodes if node.device.half_flops > slowest))
+        for slowest in speeds[:-1]
+    ]
 
 
 def smaller_cluster_note(
-    winner: Ranked, problem: Problem, pins: Mapping[str, tuple[Any, ...]], pricing_on: Callable[[Cluster], Pricing]
+    winner: Ranked,
+    problem: Problem,
+    pins: Mapping[str, tuple[Any, ...]],
+    pricing_on: Callable[[Cluster], Pricing],
+    progress: Progress | None = None,
 ) -> str | None:
     """Say if a mixed cluster without its slower devices is faster than all of it; None if it is not.
 
@@ -72,10 +79,17 @@ def smaller_cluster_note(
         problem: what was asked.
         pins: dimensions that the user pinned, which stay so.
         pricing_on: prices strategies on a cluster.
+        progress: told what is being done.
     """
     assert winner.prediction is not None
+    used = flops_utilization(
+        winner.strategy, problem.workload, problem.cluster, winner.prediction.iteration_time_s, problem.precision
+    )
+    peak = _peak_flops(problem.cluster, problem.precision)
     lowest_s, best = winner.prediction.iteration_time_s * (1 - WORTH_SAYING), None
     for part in parts_of(problem.cluster):
+        if used * peak > MOST_UTILIZATION * _peak_flops(part, problem.precision):
+            break
         smaller = Problem(
             workload=problem.workload,
             cluster=part,
@@ -83,8 +97,8 @@ def smaller_cluster_note(
             precision=problem.precision,
             software=problem.software,
         )
-        choices = all_choices(smaller).pinned(pins)
-        found = search(smaller, choices, pricing_on, top=1, effort=EFFORT, refine=False).entries
+        choices = all_choices(smaller).pinned({**_near(winner.strategy, pins), **pins})
+        found = search(smaller, choices, pricing_on, top=1, effort=EFFORT, refine=False, progress=progress).entries
         if found and found[0].prediction is not None and found[0].prediction.iteration_time_s < lowest_s:
             lowest_s, best = found[0].prediction.iteration_time_s, part
     if best is None:
@@ -95,3 +109,18 @@ def smaller_cluster_note(
         f"without the nodes of {' and '.join(left_out)} an iteration takes {time_text(lowest_s)}, {saved:.0%} less: "
         "every strategy here uses all devices, so take them out of the cluster and rank again"
     )
+
+
+def _near(strategy: Strategy, pins: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Pins that keep a search short: the plain values of a dimension, and those of a strategy."""
+    near: dict[str, tuple[Any, ...]] = {
+        "schedule": tuple(dict.fromkeys(("1f1b", strategy.schedule))),
+        "num_model_chunks": tuple(sorted({1, strategy.num_model_chunks})),
+    }
+    if "token_slices" not in pins:
+        near["num_token_slices"] = tuple(sorted({1, strategy.num_token_slices}))
+    return near
+
+
+def _peak_flops(cluster: Cluster, precision: str) -> float:
+    return sum(node.num_devices * node.device.peak_flops(precision) for node in cluster.nodes)

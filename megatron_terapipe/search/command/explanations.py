@@ -45,6 +45,8 @@ def explain_strategy(strategy: Strategy, problem: Problem, result: SearchResult,
         return lines
     winner = result.entries[0]
     assert winner.prediction is not None
+    if problem.precision == "bf16" and strategy.zero_stage < winner.strategy.zero_stage:
+        lines.append("  ZeRO 0 adds bf16 gradients up in bf16, with few digits: pin --zero-stage 0 to search it.")
     if entry.prediction.iteration_time_s <= winner.prediction.iteration_time_s:
         return [*lines, "  It is as fast as the winner."]
     comparison = compare(winner, entry)

@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         result = search(problem, choices, costs.pricing_on, top=options.top, effort=options.effort, progress=progress)
         doubts = [] if not result.entries else [memory_note(result.entries, costs.pricing_on(cluster))]
         if result.entries and len({node.device for node in cluster.nodes}) > 1:
-            doubts.append(smaller_cluster_note(result.entries[0], problem, pins, costs.pricing_on))
+            doubts.append(smaller_cluster_note(result.entries[0], problem, pins, costs.pricing_on, progress))
     answer = Answer(
         workload=workload,
         cluster=cluster,

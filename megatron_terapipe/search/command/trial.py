@@ -181,10 +181,6 @@ def _came_of(outcome: "Outcome") -> str:
 
 def _compare(options: argparse.Namespace, journal: "Journal", costs: "Costs") -> None:
     """Print predictions beside measurements, before and after these were learned from."""
-    from dataclasses import replace
-
-    from megatron_terapipe.search.calibrate.calibration import calibrate
-
     trials = journal.trials()
     measured = [trial for trial in trials if trial.iteration_time_s is not None]
     if not measured:
@@ -192,7 +188,7 @@ def _compare(options: argparse.Namespace, journal: "Journal", costs: "Costs") ->
         return
     before = costs.pricing_on(journal.cluster)
     # What a search with --calibrate on this file predicts.
-    after = replace(costs, calibration=calibrate(trials)).pricing_on(journal.cluster)
+    after = costs.calibrated_on(trials).pricing_on(journal.cluster)
     print(f"\n{'measured s':>10}  {'before':>16}  {'calibrated':>16}  strategy")
     for trial in sorted(measured, key=lambda trial: trial.iteration_time_s or 0.0):
         cells = [_beside(pricing, trial) for pricing in (before, after)]

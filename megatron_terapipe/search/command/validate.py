@@ -80,6 +80,11 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--folds {options.folds} leaves nothing to be calibrated on: give 2 or more")
     if options.calibration and (options.calibrate or options.folds):
         raise ConfigError("--calibration brings constants that are already fitted: leave out --calibrate and --folds")
+    if options.save_calibration and options.profile:
+        raise ConfigError(
+            "--save-calibration keeps constants of formulas, not factors on a profile: drop --profile, and give both "
+            "files, --profile and --calibrate, to later searches"
+        )
     if options.save_calibration and not options.calibrate:
         raise ConfigError("--save-calibration has nothing to save: give --calibrate, too")
 
@@ -115,7 +120,7 @@ def _predicted(
                 trials, options.folds, more=calibrating, profile=profile, step=step, progress=progress
             )
         ready = read_calibrations(options.calibration) if options.calibration else ()
-        calibrations = Calibrations(calibrating, ready, progress)
+        calibrations = Calibrations(calibrating, ready, progress, profile=profile)
         if options.save_calibration:
             write_calibrations(options.save_calibration, calibrations.fitted())
         return predict_trials(trials, calibrations, profile=profile, step=step)

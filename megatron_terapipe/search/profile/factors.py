@@ -100,3 +100,56 @@ class ScaledTimes:
             sequence_parallel=sequence_parallel,
         )
         return LayerTimes(*(np.multiply(part, self.factor) for part in times))
+
+
+class RememberedTimes:
+    """Op times that are looked up once, where the same few are asked for again and again; an `OpTimes`.
+
+    Args:
+        op_times: what they are.
+    """
+
+    def __init__(self, op_times: OpTimes) -> None:
+        self._op_times = op_times
+        # Layers are kept with their times: while one is, no other has its id.
+        self._known: dict[tuple[object, ...], tuple[Layer, LayerTimes]] = {}
+
+    @property
+    def includes_collectives(self) -> bool:
+        """As the others say."""
+        return self._op_times.includes_collectives
+
+    def __call__(
+        self,
+        layer: Layer,
+        device: Device,
+        *,
+        tensor_parallel_size: Grid,
+        micro_batch_size: Grid,
+        start: Grid,
+        end: Grid,
+        recompute: str = "none",
+        sequence_parallel: bool = False,
+    ) -> LayerTimes:
+        """Times of one layer; see `OpTimes`."""
+        grids = [np.asarray(each, dtype=float) for each in (tensor_parallel_size, micro_batch_size, start, end)]
+        key = (
+            id(layer),
+            device,
+            recompute,
+            sequence_parallel,
+            *((each.shape, each.tobytes()) for each in grids),
+        )
+        if key not in self._known:
+            times = self._op_times(
+                layer,
+                device,
+                tensor_parallel_size=tensor_parallel_size,
+                micro_batch_size=micro_batch_size,
+                start=start,
+                end=end,
+                recompute=recompute,
+                sequence_parallel=sequence_parallel,
+            )
+            self._known[key] = layer, times
+        return self._known[key][1]

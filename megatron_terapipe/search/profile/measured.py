@@ -12,7 +12,7 @@ from megatron_terapipe.search.cost.op_times import Grid, LayerTimes, Numbers
 from megatron_terapipe.search.profile.profile import Profile, ProfiledLayer
 from megatron_terapipe.search.profile.shapes import Shape, shape_in_words, shape_of
 from megatron_terapipe.search.profile.surface import Point, Surface
-from megatron_terapipe.search.workload import Layer
+from megatron_terapipe.search.workload import Layer, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,11 @@ class MeasuredProfile:
             elif layer.kind == "block" and recompute == "selective":
                 of_input[mine] += self._selective(layer, float(each), size[mine], begin[mine], stop[mine], times[0])
         return LayerTimes(forward[()], of_input[()], of_weight[()])
+
+    def covers(self, workload: Workload) -> bool:
+        """Whether every layer of a model was measured."""
+        known = {each.shape for each in self.profile.layers if each.recompute == "none"}
+        return all(shape_of(layer) in known for layer in workload.layers)
 
     def doubts(
         self, layer: Layer, *, tensor_parallel_size: int, micro_batch_size: int, longest: int, shortest: int

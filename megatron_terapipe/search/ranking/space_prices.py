@@ -31,6 +31,9 @@ Flags = NDArray[np.bool_]
 FITS = "memory of the devices"
 """Name of the rejection of those that need more."""
 
+COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; pin stage 0 to have it)"
+"""Name of the rejection of those that buy time with digits; whoever pins ZeRO stage 0 gets them."""
+
 SAME_STAGES = DUPLICATE_RULES[-1].name
 
 Progress = Callable[[int, int, str], None]
@@ -97,7 +100,17 @@ def price_space(
                 yield priced
         funnel.reject(SAME_STAGES, int((found.legal & ~different).sum()))
         funnel.reject(FITS, int((different & ~fitting).sum()))
+        funnel.reject(COARSE_SUMS, int((fitting & ~keeps_digits(found.block, problem.precision)).sum()))
         funnel.priced += int(different.sum())
+
+
+def keeps_digits(block: Block, precision: str) -> Flags:
+    """[Z] whether gradients are added up as exactly as any value of the axis does it.
+
+    DeepSpeed adds up bf16 gradients in fp32 under ZeRO 1 alone (`training/deepspeed_config.py`).
+    """
+    coarse = precision == "bf16" and 1 in block.zero
+    return np.array([not coarse or stage == 1 for stage in block.zero])
 
 
 def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
@@ -140,7 +153,7 @@ def _price(
         nothing = np.zeros(0)
         return PricedBlock(block, order, partitions, nothing.astype(np.int64), nothing, nothing), legal, fits
     times = block_times(block, groups, cost_model, tables, counts, wanted=_pairs(fits))
-    places = np.flatnonzero(fits)
+    places = np.flatnonzero(fits & keeps_digits(block, problem.precision))
     estimate, bound = times.estimate.ravel()[places], times.bound.ravel()[places]
     return PricedBlock(block, order, partitions, places, estimate, bound), legal, fits
 

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +26,10 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 data=--mock-data
 case " $* " in *" --data-path "* | *" --train-data-path "*) data= ;; esac
+"""
+
+DRY_RUN = """# Checks are made in one process and need no other host.
+case " $* " in *" --dry-run "*) launch=(python) ;; esac
 """
 
 
@@ -68,9 +73,9 @@ class Launch:
         script = [HEADER.format(iterations=TRAIN_ITERATIONS)]
         if self.on_cpu:
             script.append("export DS_ACCELERATOR=cpu\n")
-        words = [*self._launcher("$here/hostfile"), "pretrain_gpt.py", *self._files("$here"), *self.flags]
-        quoted = [f'"{word}"' if word.startswith("$here") else shlex.quote(word) for word in words]
-        script.append(" ".join([*quoted, "$data", '"$@"']) + "\n")
+        script.append(f"launch=({_quoted(self._launcher('$here/hostfile'))})\n{DRY_RUN}")
+        words = _quoted(["pretrain_gpt.py", *self._files("$here"), *self.flags])
+        script.append(f'"${{launch[@]}}" {words} $data "$@"\n')
         contents = {
             "strategy.json": json.dumps(self.strategy.to_json(), indent=2) + "\n",
             "hostfile": hostfile_text(self.nodes),
@@ -172,6 +177,11 @@ def model_flags(model: ModelConfig) -> list[str]:
         if value is not True:
             words.append(str(value))
     return words
+
+
+def _quoted(words: Sequence[str]) -> str:
+    """Words for a script; those that begin with its directory are expanded there."""
+    return " ".join(f'"{word}"' if word.startswith("$here") else shlex.quote(word) for word in words)
 
 
 def write_text(path: str, content: str) -> None:

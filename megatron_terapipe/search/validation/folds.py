@@ -75,7 +75,7 @@ def predict_in_folds(
         others = [
             one for one, own in zip(trials, folds, strict=True) if [one.source, one.device] == site and own != fold
         ]
-        calibrations = Calibrations([*more, *others], progress=progress)
+        calibrations = Calibrations([*more, *others], progress=progress, profile=profile)
         found = predict_trials([trials[index] for index in rows], calibrations, profile=profile, step=step)
         predicted.update(zip(rows, found, strict=True))
     return [predicted[index] for index in range(len(trials))]

@@ -49,9 +49,9 @@ def test_parts_leave_out_the_slowest_kinds_first() -> None:
 
 def test_a_slow_machine_behind_a_slow_link_is_better_left_out() -> None:
     useless = replace(SLOW, half_flops=2e12, memory_bandwidth=20e9)
-    for device, network, said in ((useless, 0.05e9, True), (replace(FAST, name="other"), 12e9, False)):
-        cluster = Cluster(nodes=(node("a", FAST), node("b", device, network=network)))
-        problem = small_problem(cluster, global_batch_size=16)
+    for device, network, said in ((useless, 0.05e9, True), (replace(FAST, name="other"), 400e9, False)):
+        cluster = Cluster(nodes=(node("a", FAST, network=network), node("b", device, network=network)))
+        problem = small_problem(cluster, global_batch_size=64)
 
         def pricing_on(part: Cluster, problem: Problem = problem) -> Pricing:
             return Pricing(problem.workload, part)

@@ -56,10 +56,10 @@ def simulated(schedule: str, shape: PipelineShape, tables: np.ndarray) -> float:
 def shapes(draw: st.DrawFn) -> tuple[str, PipelineShape]:
     schedule = draw(st.sampled_from(SCHEDULES))
     ranks = draw(st.integers(1, 6))
-    chunks = draw(st.integers(1, 3)) if schedule == "interleaved" else 1
-    slices = draw(st.integers(1, 4))
-    micro_batches = draw(st.integers(1, 4)) * (ranks if chunks > 1 else 1)
-    return schedule, PipelineShape(ranks * chunks, micro_batches, slices, chunks)
+    model_chunks = draw(st.integers(1, 3)) if schedule == "interleaved" else 1
+    token_slices = draw(st.integers(1, 4))
+    micro_batches = draw(st.integers(1, 4)) * (ranks if model_chunks > 1 else 1)
+    return schedule, PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
 
 
 @settings(max_examples=30, deadline=None)

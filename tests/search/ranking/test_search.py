@@ -28,13 +28,15 @@ def few(problem: Problem) -> Choices:
 
 
 def exhaustive(problem: Problem, choices: Choices) -> list[float]:
-    """Seconds of every strategy that fits, shortest first, all simulated."""
+    """Seconds of every strategy that fits and adds up in fp32, shortest first, all simulated."""
     pricing = Pricing(problem.workload, problem.cluster)
     times = []
     for legal in legal_blocks(problem, choices, Funnel()):
         for flat in np.flatnonzero(legal.legal).tolist():
             place = [int(each) for each in np.unravel_index(flat, legal.block.shape)]
             strategy = legal.block.strategy(place, problem)
+            if strategy.zero_stage == 0 and problem.precision == "bf16":
+                continue
             prediction = pricing.predict(strategy)
             if pricing.why_it_does_not_fit(strategy, prediction.memory) is None:
                 times.append(prediction.iteration_time_s)

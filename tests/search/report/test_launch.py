@@ -1,6 +1,8 @@
 import json
+import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,10 +55,28 @@ def test_the_script_says_the_same_as_the_command(tmp_path: Path) -> None:
     launch = launch_of(shown.entries[0].strategy, shown.workload.config, shown.cluster, "fp16")
     launch.write(str(tmp_path))
     script = (tmp_path / "launch.sh").read_text()
-    (line,) = [line for line in script.splitlines() if line.startswith("deepspeed")]
+    (launcher,) = re.findall(r"^launch=\((.*)\)$", script, re.MULTILINE)
+    line = script.splitlines()[-1].replace('"${launch[@]}"', launcher)
     line = line.replace("$here", str(tmp_path)).replace('$data "$@"', "--mock-data")
     assert shlex.split(line) == shlex.split(launch.command(str(tmp_path)))
     assert (tmp_path / "launch.sh").stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize(("flags", "program"), [(["--dry-run"], "python"), ([], "deepspeed")])
+def test_a_dry_run_needs_no_other_host(tmp_path: Path, flags: list[str], program: str) -> None:
+    """The script of sixteen ranks on many hosts: with `--dry-run` it starts no launcher, which would ask for them."""
+    shown = answer()
+    launch_of(shown.entries[0].strategy, shown.workload.config, shown.cluster, "fp16").write(str(tmp_path))
+    for name in ("python", "deepspeed"):
+        fake = tmp_path / "bin" / name
+        fake.parent.mkdir(exist_ok=True)
+        fake.write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        fake.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    script = ["bash", str(tmp_path / "launch.sh"), *flags]
+    done = subprocess.run(script, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path})
+    assert done.stdout.startswith(f"{program} ") and "pretrain_gpt.py --strategy" in done.stdout
+    assert done.stdout.split()[-1] == (flags[-1] if flags else "--mock-data")
 
 
 def test_one_machine_needs_no_hostfile() -> None:
