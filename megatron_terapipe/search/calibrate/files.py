@@ -64,6 +64,7 @@ def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> C
         ConfigError: if the file cannot be read, or says nothing of these devices.
     """
     device = "+".join(sorted({node.device.name for node in cluster.nodes}))
+    alike: list[Trial] = []
     if path.endswith(".jsonl"):
         trials = read_trials(path)
         known = sorted({one.device for one in trials})
@@ -75,6 +76,10 @@ def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> C
         known = sorted({one.device for one in entries})
         found = Calibrations(ready=entries).of("", device, on_several_nodes(cluster))
     if not found.num_trials and not found.num_memory_trials:
+        if path.endswith(".jsonl") and alike:
+            raise ConfigError(
+                f"{path}: none of its {len(alike)} trials on {device} has a time or a peak of memory: give some that ran"
+            )
         several = ", or of several sources" if device in known else ""
         raise ConfigError(
             f"{path} holds no calibration of {device}{several}; it is of {', '.join(known)}: give trials that ran on "

@@ -17,8 +17,7 @@ class MemoryPhysics:
         state_factor: memory taken for a byte of weights, gradients and optimizer state.
         activation_factor: memory taken for a byte of what comes and goes, with what the allocator cannot use.
         working_factor: bytes that an op holds while it runs, in those that its formula counts.
-        usable_share: part of a device's memory that predictions may fill; above it, a strategy is said not to fit. More
-            than 1, since before memory runs out the allocator gives back what it only keeps for later.
+        usable_share: part of a device's memory that predictions may fill; above it, a strategy is said not to fit.
     """
 
     framework_bytes: float = 3.0e9
@@ -26,7 +25,7 @@ class MemoryPhysics:
     state_factor: float = 1.02
     activation_factor: float = 1.06
     working_factor: float = 1.0
-    usable_share: float = 1.02
+    usable_share: float = 1.0
 
 
 ON_CPU = MemoryPhysics(

@@ -10,7 +10,7 @@ import pytest
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.calibrate.on_profile import PRIOR_WIDTH, calibrate_on_profile, factor_slopes
-from megatron_terapipe.search.cluster.files import parse_cluster
+from megatron_terapipe.search.cluster.files import parse_cluster, read_cluster
 from megatron_terapipe.search.cost.model import CostModel
 from megatron_terapipe.search.profile import (
     MeasuredProfile,
@@ -25,6 +25,7 @@ from megatron_terapipe.search.trial_runs.documents import cluster_document, expl
 from megatron_terapipe.search.trial_runs.journal import SOURCE, Journal
 from megatron_terapipe.search.trials import Trial, trial_line
 from megatron_terapipe.search.validation.folds import predict_in_folds
+from megatron_terapipe.search.workload.files import read_workload
 from megatron_terapipe.search.workload.gpt import gpt_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.profile.profiles import MODEL, profile
@@ -174,17 +175,24 @@ def test_trials_are_cross_validated_on_the_profile() -> None:
         assert one.interval_s[0] < (one.trial.iteration_time_s or 0.0) < one.interval_s[1]
 
 
-JOURNAL = Journal(path=Path("trials.jsonl"), workload=WORKLOAD, cluster=CLUSTER, precision="fp32", batch=8)
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     """A model, a cluster, a profile, trials and strategies, as commands read them."""
     fields = model_document(MODEL)
+    described = {"model.json": fields, "cluster.json": cluster_document(CLUSTER)}
+    for name, document in described.items():
+        (tmp_path / name).write_text(json.dumps(document))
+    journal = Journal(
+        path=tmp_path / "trials.jsonl",
+        workload=read_workload(str(tmp_path / "model.json")),
+        cluster=read_cluster(str(tmp_path / "cluster.json")),
+        precision="fp32",
+        batch=8,
+    )
     lines = [
         trial_line(
             source=SOURCE,
-            group=JOURNAL.group,
+            group=journal.group,
             model=fields,
             cluster=cluster_document(CLUSTER),
             strategy=explicit(one.strategy, WORKLOAD),
@@ -195,15 +203,13 @@ def files(tmp_path: Path) -> dict[str, str]:
         for one in trials()
     ]
     texts = {
-        "model.json": json.dumps(fields),
-        "cluster.json": json.dumps(cluster_document(CLUSTER)),
         "trials.jsonl": "\n".join(lines),
         "strategies.jsonl": "\n".join(json.dumps(one.to_json()) for one in STRATEGIES),
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     write_profile(PROFILE, str(tmp_path / "profile.json"))
-    return {name: str(tmp_path / name) for name in (*texts, "profile.json")}
+    return {name: str(tmp_path / name) for name in (*described, *texts, "profile.json")}
 
 
 def test_the_flags_together(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
