@@ -17,7 +17,7 @@ from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.memory.physics import MemoryPhysics
 from megatron_terapipe.search.profile import Profile
 from megatron_terapipe.search.reading import Fields, read_document
-from megatron_terapipe.search.trials import read_trials
+from megatron_terapipe.search.trials import Trial, read_trials
 
 FORMAT = "terapipe calibration"
 VERSION = 1
@@ -78,7 +78,7 @@ def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> C
     if not found.num_trials and not found.num_memory_trials:
         if path.endswith(".jsonl") and alike:
             raise ConfigError(
-                f"{path}: none of its {len(alike)} trials on {device} has a time or a peak of memory: give some that ran"
+                f"{path}: none of its {len(alike)} trials on {device} has a time or a peak: give some that ran"
             )
         several = ", or of several sources" if device in known else ""
         raise ConfigError(

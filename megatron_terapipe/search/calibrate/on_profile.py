@@ -32,7 +32,7 @@ STEP = 0.05
 """Change of a factor's logarithm over which a slope is taken."""
 
 LINES = 3
-"""How often times are drawn as straight lines; the second time already moves factors by less than a percent."""
+"""How often times are drawn as straight lines."""
 
 
 @dataclass(frozen=True)

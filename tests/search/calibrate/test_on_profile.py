@@ -225,6 +225,9 @@ def test_the_flags_together(files: dict[str, str], capsys: pytest.CaptureFixture
         assert least <= np.mean(off) <= most
         widths.append(np.mean([np.log(one["interval_s"][1] / one["interval_s"][0]) for one in predicted]))
     assert widths[1] < 0.7 * widths[0]
+    found = calibrate_on_profile(trials(), PROFILE)
+    expected = found.intervals.half_width(factor_slopes(model(PROFILE, found.factors), STRATEGIES))
+    assert widths[1] == pytest.approx(2 * expected.mean(), rel=0.01)
     assert main([*words, "--calibrate", files["trials.jsonl"]]) == 0
     assert "ops take 1.3" in " ".join(capsys.readouterr().out.split())
 
