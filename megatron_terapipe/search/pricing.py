@@ -1,6 +1,4 @@
-"""The price of one strategy: its time on the real schedule, its memory, and how sure both are."""
-
-from typing import Protocol
+"""The price of one strategy: its time on the real schedule, and its memory."""
 
 from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.cost.model import CostModel
@@ -16,19 +14,6 @@ from megatron_terapipe.strategy import Strategy
 GIB = 2**30
 
 
-class Doubt(Protocol):
-    """How far measurements are from predictions; `calibrate.intervals` knows from runs that were measured."""
-
-    @property
-    def coverage(self) -> float:
-        """Share of measurements that shall be inside."""
-        ...
-
-    def interval(self, strategy: Strategy, iteration_time_s: float) -> tuple[float, float]:
-        """Shortest and longest iteration to expect of a strategy, in seconds, around its predicted time."""
-        ...
-
-
 class Pricing:
     """Prices strategies of one model on one cluster, time and memory."""
 
@@ -42,7 +27,6 @@ class Pricing:
         memory_physics: MemoryPhysics | None = None,
         op_times: OpTimes | None = None,
         precision: str = "bf16",
-        doubt: Doubt | None = None,
     ) -> None:
         """Prepare.
 
@@ -54,11 +38,9 @@ class Pricing:
             memory_physics: what no count of tensors says; None = the defaults of its devices.
             op_times: times of layers; None = the roofline.
             precision: `bf16`, `fp16` or `fp32`.
-            doubt: how far measurements are from predictions; None = no intervals.
         """
         self.workload = workload
         self.cluster = cluster
-        self.doubt = doubt
         self.cost_model = CostModel(
             workload, cluster, software=software, physics=physics, op_times=op_times, precision=precision
         )
@@ -78,14 +60,11 @@ class Pricing:
             PlanError: if its schedule does not take its shape.
         """
         time = self.cost_model.predict_time(strategy)
-        interval = None if self.doubt is None else self.doubt.interval(strategy, time.iteration_time_s)
         return Prediction(
             iteration_time_s=time.iteration_time_s,
             bubble_ratio=time.bubble_ratio,
             breakdown=time.breakdown,
             memory=self.memory_model.predict(strategy),
-            interval_s=interval,
-            interval_coverage=0.9 if self.doubt is None else self.doubt.coverage,
             notes=time.notes,
         )
 

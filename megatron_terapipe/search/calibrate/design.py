@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.calibrate.intervals import Intervals
-from megatron_terapipe.search.calibrate.sensitivities import strategy_sensitivities
+from megatron_terapipe.search.calibrate.calibration import Calibration
+from megatron_terapipe.search.calibrate.slopes import calibrated_slopes
 from megatron_terapipe.search.cost.model import CostModel
 from megatron_terapipe.strategy import Strategy
 
@@ -59,16 +59,17 @@ def propose(
 
 
 def propose_strategies(
-    model: CostModel, candidates: Sequence[Strategy], intervals: Intervals, num_trials: int
+    model: CostModel, candidates: Sequence[Strategy], calibration: Calibration, num_trials: int
 ) -> list[Strategy]:
     """The candidates whose measurement would make predictions of all of them surest, most telling first.
 
     Args:
         model: prices them, with what is known so far.
         candidates: strategies that can be run.
-        intervals: how sure its constants are.
+        calibration: what is known of its constants, and how surely.
         num_trials: how many are wanted.
     """
-    slopes = strategy_sensitivities(model, candidates, model.physics, intervals.parameter_names)
+    intervals = calibration.intervals
+    slopes = calibrated_slopes(calibration, model, candidates)
     indices = propose(slopes, intervals.covariance, intervals.residual_sd, num_trials)
     return [candidates[index] for index in indices]

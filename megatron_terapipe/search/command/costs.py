@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from megatron_terapipe.search.calibrate.calibration import Calibration, calibrate, no_calibration
 from megatron_terapipe.search.calibrate.files import calibrated
-from megatron_terapipe.search.calibrate.on_profile import calibrate_on_profile, factor_slopes
-from megatron_terapipe.search.calibrate.sensitivities import strategy_sensitivities
+from megatron_terapipe.search.calibrate.on_profile import calibrate_on_profile
+from megatron_terapipe.search.calibrate.slopes import calibrated_slopes
 from megatron_terapipe.search.cluster import Cluster
 from megatron_terapipe.search.command.tables import TablesByDevice, tables_of
 from megatron_terapipe.search.cost.op_times import OpTimes
@@ -67,11 +67,8 @@ class Costs:
             prediction: its price.
             pricing: what priced it.
         """
-        intervals, model = self.calibration.intervals, pricing.cost_model
-        if self.calibration.factors is None:
-            slopes = strategy_sensitivities(model, [strategy], model.physics, intervals.parameter_names)
-        else:
-            slopes = factor_slopes(model, [strategy])
+        intervals = self.calibration.intervals
+        slopes = calibrated_slopes(self.calibration, pricing.cost_model, [strategy])
         return replace(
             prediction,
             interval_s=intervals.interval_s(prediction.iteration_time_s, slopes),

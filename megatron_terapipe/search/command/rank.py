@@ -23,6 +23,7 @@ from megatron_terapipe.search.command.inputs import (
 from megatron_terapipe.search.command.outputs import add_output_flags, show_answer
 from megatron_terapipe.search.command.pins import add_pin_flags, pins_of
 from megatron_terapipe.search.command.progress import progress_bar
+from megatron_terapipe.search.command.proposals import write_proposals
 from megatron_terapipe.search.command.strategies import read_one_strategy
 from megatron_terapipe.search.ranking.ranked import Ranked
 from megatron_terapipe.search.ranking.search import SearchResult, search
@@ -62,6 +63,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="show progress (default: on a terminal)"
     )
+    group.add_argument(
+        "--propose-trials",
+        metavar="FILE.jsonl",
+        help="write the few strategies whose trials would make predictions surest, for trial --strategies",
+    )
     add_pin_flags(parser)
     add_output_flags(parser)
 
@@ -85,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
         doubts = [] if not result.entries else [memory_note(result.entries, costs.pricing_on(cluster))]
         if result.entries and len({node.device for node in cluster.nodes}) > 1:
             doubts.append(smaller_cluster_note(result.entries[0], problem, pins, costs.pricing_on, progress))
+        if result.entries and options.propose_trials is not None:
+            doubts.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
     answer = Answer(
         workload=workload,
         cluster=cluster,

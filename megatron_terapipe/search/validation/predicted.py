@@ -8,8 +8,7 @@ import numpy as np
 from megatron_terapipe.search.calibrate.calibration import Calibration
 from megatron_terapipe.search.calibrate.clusters import Calibrations
 from megatron_terapipe.search.calibrate.memory_fit import count_memory, device_memory_bytes
-from megatron_terapipe.search.calibrate.on_profile import factor_slopes
-from megatron_terapipe.search.calibrate.sensitivities import strategy_sensitivities
+from megatron_terapipe.search.calibrate.slopes import calibrated_slopes
 from megatron_terapipe.search.cost.model import CostModel
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.memory.assembly import total_bytes
@@ -89,11 +88,7 @@ def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: P
         model = calibration.factors.model(model)
     memory_physics = calibration.memory_physics or default_physics(first.cluster)
     capacity = device_memory_bytes(first) * memory_physics.usable_share
-    strategies = [one.strategy for one in trials]
-    if calibration.factors is None:
-        slopes = strategy_sensitivities(model, strategies, physics, calibration.intervals.parameter_names)
-    else:
-        slopes = factor_slopes(model, strategies)
+    slopes = calibrated_slopes(calibration, model, [one.strategy for one in trials])
     predicted = []
     for one, counted, row in zip(trials, count_memory(trials), slopes, strict=True):
         time_s = model.predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s

@@ -76,11 +76,6 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
     return gpt_workload(model, name or (preset if preset and values.keys() <= OF_ANY_SIZE else ""))
 
 
-def workload_of_trial(document: object, where: str = "trial: model") -> Workload:
-    """Return the model of a trial."""
-    return parse_workload(document, where)
-
-
 def _layered(given: Fields) -> Workload:
     given.text("source", "")  # for readers of the file
     layers = read_layers(given)

@@ -1,7 +1,7 @@
 import numpy as np
 
+from megatron_terapipe.search.calibrate.calibration import no_calibration
 from megatron_terapipe.search.calibrate.design import propose, propose_strategies
-from megatron_terapipe.search.calibrate.intervals import uncalibrated
 from megatron_terapipe.search.cost.model import CostModel
 from megatron_terapipe.search.software import MEGATRON
 from tests.search.calibrate.synthetic import CLUSTER, STRATEGIES, WORKLOAD
@@ -33,8 +33,8 @@ def test_chosen_trials_beat_random_ones() -> None:
 
 def test_strategies() -> None:
     model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON, precision="fp16")
-    chosen = propose_strategies(model, STRATEGIES, uncalibrated(), 4)
+    chosen = propose_strategies(model, STRATEGIES, no_calibration(), 4)
     assert len(chosen) == 4 and all(strategy in STRATEGIES for strategy in chosen)
     # Layouts that differ, since each shows other links and sizes of products.
     assert len({(one.tensor_parallel_size, one.pipeline_parallel_size) for one in chosen}) >= 3
-    assert len(propose_strategies(model, STRATEGIES[:2], uncalibrated(), 5)) == 2
+    assert len(propose_strategies(model, STRATEGIES[:2], no_calibration(), 5)) == 2

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.calibrate.calibration import calibrate, no_calibration
-from megatron_terapipe.search.calibrate.doubt import CalibratedDoubt
+from megatron_terapipe.search.calibrate.calibration import Calibration, calibrate, no_calibration
 from megatron_terapipe.search.calibrate.intervals import (
     COVERAGE,
     Intervals,
@@ -11,9 +10,11 @@ from megatron_terapipe.search.calibrate.intervals import (
     uncalibrated,
 )
 from megatron_terapipe.search.calibrate.sensitivities import strategy_sensitivities
+from megatron_terapipe.search.calibrate.slopes import calibrated_slopes
 from megatron_terapipe.search.cost.model import CostModel
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.software import MEGATRON
+from megatron_terapipe.strategy import Strategy
 from tests.search.calibrate.synthetic import CLUSTER, STRATEGIES, WORKLOAD, measured
 
 
@@ -64,21 +65,22 @@ def test_intervals_of_a_calibration_hold_what_it_has_not_seen() -> None:
     trials = measured(physics=true, noise=0.05)
     calibration = calibrate(trials[::2])
     model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON, physics=calibration.physics, precision="fp16")
-    doubt = CalibratedDoubt(calibration.intervals, model)
-    before = CalibratedDoubt(
-        no_calibration().intervals, CostModel(WORKLOAD, CLUSTER, software=MEGATRON, precision="fp16")
-    )
+    unfitted = CostModel(WORKLOAD, CLUSTER, software=MEGATRON, precision="fp16")
+
+    def interval(found: Calibration, priced_by: CostModel, strategy: Strategy, time_s: float) -> tuple[float, float]:
+        return found.intervals.interval_s(time_s, calibrated_slopes(found, priced_by, [strategy]))
+
     inside = []
     for trial in trials[1::2]:
         assert trial.iteration_time_s is not None
         predicted = model.predict_time(trial.strategy).iteration_time_s
-        low, high = doubt.interval(trial.strategy, predicted)
+        low, high = interval(calibration, model, trial.strategy, predicted)
         assert low < predicted < high
         inside.append(low <= trial.iteration_time_s <= high)
-        lowest, highest = before.interval(trial.strategy, predicted)
+        lowest, highest = interval(no_calibration(), unfitted, trial.strategy, predicted)
         assert lowest < low < high < highest
     assert np.mean(inside) >= 0.75  # of 14
-    assert doubt.coverage == COVERAGE
+    assert calibration.intervals.coverage == COVERAGE
 
 
 def test_slopes_say_what_a_time_depends_on() -> None:

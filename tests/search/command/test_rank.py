@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.__main__ import main
+from megatron_terapipe.search.command.strategies import read_strategies
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import small_model
 
@@ -144,3 +146,15 @@ def test_where_nothing_can_run_the_last_rule_is_named(
 def test_an_endless_effort_is_refused(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rank", *files, "--effort", "inf"]) == 2
     assert "--effort inf is not above 0 and finite" in capsys.readouterr().err
+
+
+def test_trials_that_would_teach_most(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "proposed.jsonl"
+    assert main(["rank", *files, *FEW, "--top", "1", "--propose-trials", str(out)]) == 0
+    assert f"run them with `trial --strategies {out}`" in " ".join(capsys.readouterr().out.split())
+    proposed = [Strategy.from_json(json.loads(line)) for line in out.read_text().splitlines()]
+    assert len(proposed) == 8
+    assert len({(one.tensor_parallel_size, one.pipeline_parallel_size) for one in proposed}) >= 3
+    for one in proposed:
+        one.check_trainable(ModelConfig(**MODEL))
+    assert read_strategies(str(out)) == proposed
