@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.calibrate.sample import Sample
+from megatron_terapipe.search.calibrate.soft_l1 import soft_l1
 from megatron_terapipe.search.cost.physics import PRIOR_WIDTH, SHARES, Physics
 from megatron_terapipe.search.trials.trial import Trial
 
@@ -90,7 +91,7 @@ def fit(
 
     def residuals(logs: Floats, ratio: Floats) -> Floats:
         scaled = sample.errors(at(logs), ratio) / noise
-        return np.concatenate([robust(scaled), logs / widths])
+        return np.concatenate([soft_l1(scaled, LARGE), logs / widths])
 
     ratio = np.ones(len(sample))
     for _ in range(SIMULATIONS):
@@ -132,12 +133,7 @@ def fit_lines(
 
     def residuals(logs: Floats) -> Floats:
         left = errors + slopes @ logs
-        return np.concatenate([robust(np.where(cut_off & (left > 0), 0.0, left) / noise), logs / widths])
+        return np.concatenate([soft_l1(np.where(cut_off & (left > 0), 0.0, left) / noise, LARGE), logs / widths])
 
     found: Floats = least_squares(residuals, np.zeros(len(widths)), x_scale=widths).x
     return found
-
-
-def robust(scaled: Floats) -> Floats:
-    """Residuals whose square is the soft L1 loss, 2 (sqrt(1 + z^2) - 1) for z = residual / LARGE."""
-    return np.asarray(np.sign(scaled) * LARGE * np.sqrt(2 * (np.sqrt(1 + (scaled / LARGE) ** 2) - 1)), dtype=np.float64)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.search.calibrate.soft_l1 import soft_l1
 from megatron_terapipe.search.memory.assembly import Counted, total_bytes
 from megatron_terapipe.search.memory.model import MemoryModel
 from megatron_terapipe.search.memory.physics import PRIOR_WIDTH, MemoryPhysics, default_physics
@@ -121,14 +122,9 @@ def fit_memory(
         return replace(start, **values)
 
     def residuals(logs: Floats) -> Floats:
-        return np.concatenate([_robust(sample.errors(at(logs)) / noise), logs / widths])
+        return np.concatenate([soft_l1(sample.errors(at(logs)) / noise, LARGE), logs / widths])
 
     found = least_squares(residuals, np.zeros(len(names)), x_scale=widths, max_nfev=60).x
     errors = sample.errors(at(found))[~np.isnan(sample.measured)]
     spread = float(np.sqrt(np.mean(errors**2))) if len(errors) else noise
     return FittedMemory(physics=at(found), residual_sd=spread, num_trials=len(sample))
-
-
-def _robust(scaled: Floats) -> Floats:
-    """Residuals whose square is the soft L1 loss, 2 (sqrt(1 + z^2) - 1) for z = residual / LARGE."""
-    return np.asarray(np.sign(scaled) * LARGE * np.sqrt(2 * (np.sqrt(1 + (scaled / LARGE) ** 2) - 1)), dtype=np.float64)

@@ -60,11 +60,6 @@ def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...
     return _cluster(groups, name)
 
 
-def cluster_of_trial(document: object, where: str = "trial: cluster") -> Cluster:
-    """Return the cluster of a trial: devices of one kind on equal nodes, the last one perhaps not full."""
-    return parse_cluster(document, where)[0]
-
-
 def _of_hostfile(text: str, path: str, device: str | None) -> tuple[Cluster, tuple[str, ...]]:
     if device is None:
         raise ConfigError(f"{path} is a hostfile, which names no device: add --device NAME, such as --device A100-80GB")

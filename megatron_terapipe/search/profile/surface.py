@@ -26,8 +26,6 @@ Whole = NDArray[np.int64]
 TINY_S = 1e-9
 """Seconds below which an op takes no time: logarithms need a floor."""
 
-NUM_TERMS = 4
-
 
 class Point(NamedTuple):
     """One measured op.

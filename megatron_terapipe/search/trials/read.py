@@ -1,7 +1,6 @@
 """Reading a trials file: one measured run a line, as a JSON object."""
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import isinf
 from pathlib import Path
@@ -49,14 +48,6 @@ def read_trials(path: str | Path) -> list[Trial]:
     if not trials:
         raise ConfigError(f"trials {path} holds no trial: write one JSON object a line")
     return trials
-
-
-def trials_by_group(trials: Sequence[Trial]) -> Mapping[tuple[str, str], list[Trial]]:
-    """Trials that may be ranked against each other, by source and group."""
-    groups: dict[tuple[str, str], list[Trial]] = {}
-    for trial in trials:
-        groups.setdefault((trial.source, trial.group), []).append(trial)
-    return groups
 
 
 class _Reader:

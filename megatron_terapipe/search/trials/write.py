@@ -29,7 +29,7 @@ def trial_line(
         source: who measured it.
         group: trials of one model, devices, batch and day.
         model: fields of the trainer's model section.
-        cluster: what `cluster_of_trial` reads.
+        cluster: what `parse_cluster` reads.
         strategy: what ran.
         software: name of what ran it, in `software.SOFTWARE`.
         precision: `fp16`, `bf16` or `fp32`.

@@ -8,7 +8,6 @@ import pytest
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cluster import Cluster, library
 from megatron_terapipe.search.cluster.files import (
-    cluster_of_trial,
     parse_cluster,
     read_cluster,
     read_cluster_with_notes,
@@ -133,13 +132,13 @@ def test_errors(fields: dict[str, Any], message: str) -> None:
 
 def test_cluster_of_a_trial() -> None:
     fields = {"device": "A100-SXM4", "devices_per_node": 8, "intra_node_GBps": 250, "inter_node_Gbps": 800}
-    cluster = cluster_of_trial(fields | {"num_devices": 20})
+    cluster = parse_cluster(fields | {"num_devices": 20}, "trial")[0]
     assert [node.num_devices for node in cluster.nodes] == [8, 8, 4]
     node = cluster.nodes[0]
     assert node.inside.bandwidth == 250e9
     # 800 Gbit/s are four cards of 200, the line rate of a card of this age.
     assert (node.network.bandwidth, node.num_network_cards) == (25e9, 4)
-    assert cluster_of_trial({"device": "T4", "num_nodes": 3, "devices_per_node": 4}).num_devices == 12
+    assert parse_cluster({"device": "T4", "num_nodes": 3, "devices_per_node": 4}, "trial")[0].num_devices == 12
 
 
 def test_links_that_a_trial_leaves_out_are_said() -> None:
@@ -153,7 +152,7 @@ def test_links_that_a_trial_leaves_out_are_said() -> None:
 def test_clusters_of_all_published_trials() -> None:
     texts = {json.dumps(json.loads(line)["cluster"]) for path in TRIALS.glob("*.jsonl") for line in path.open()}
     for text in texts:
-        assert cluster_of_trial(json.loads(text)).num_devices == json.loads(text)["num_devices"]
+        assert parse_cluster(json.loads(text), "trial")[0].num_devices == json.loads(text)["num_devices"]
     assert texts
 
 

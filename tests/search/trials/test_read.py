@@ -6,7 +6,6 @@ import pytest
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.trials import Trial, read_trials, trial_line
-from megatron_terapipe.search.trials.read import trials_by_group
 from tests.architecture.sources import ROOT
 
 TRIALS = ROOT.parent / "shared" / "reference" / "trials"
@@ -173,4 +172,4 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 )
 def test_published_trials(name: str, trials: int, groups: int) -> None:
     found = read_trials(TRIALS / f"{name}.jsonl")
-    assert (len(found), len(trials_by_group(found))) == (trials, groups)
+    assert (len(found), len({(one.source, one.group) for one in found})) == (trials, groups)
