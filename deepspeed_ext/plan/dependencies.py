@@ -72,7 +72,7 @@ def reading_stage(given: Op, shape: PipelineShape) -> int | None:
 def reader_of(given: Op, shape: PipelineShape) -> Op | None:
     """The op that reads a result, written as a forward or an input gradient; None if no other stage reads it."""
     stage = reading_stage(given, shape)
-    return None if stage is None else given._replace(stage=stage)
+    return None if stage is None else Op(given.kind, stage, given.micro_batch, given.token_slice)
 
 
 def prerequisites(op: Op, shape: PipelineShape) -> tuple[Op, ...]:

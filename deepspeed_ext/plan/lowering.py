@@ -1,31 +1,35 @@
 """Lowers a schedule to one program per pipeline rank: ops, transfers and buffers, ready to run.
 
-    schedule --simulate--> global order --place transfers--> instructions --assign buffers--> Program
+    schedule --simulate--> timeline --post messages--> instructions --assign buffers--> Program
 
-The global order is that of op starts in the simulated timeline, one list for all ranks. Each rank's program is a
-part of it in the same order, so the first unfinished op of that list can always run: everything it waits for comes
-before it. `check_programs` plays the programs to see that this holds:
+The timeline holds the ops of all ranks with equal costs. Each rank's program is a part of it in the same order, and
+whatever a rank waits for is earlier on the timeline, so the programs end:
 
-- a send never waits: it is posted right after its op, and travels while the next ops compute;
-- a receive never waits either: it is posted one op ahead of its consumer; only the consumer waits;
-- a sent tensor is dropped once its send is complete, and a rank waits for that only where the global order says
-  that the receiver had come that far one op ago;
+- a send does not wait: it is posted when its op is done, and travels while the next ops compute;
+- a receive does not wait either: it is posted one op ahead of its reader, and only the reader waits. `posting` says
+  which of the two are held back a little so that no device can lock;
+- a sent tensor is dropped once its send is complete, which a rank waits for only where the timeline says that the
+  reader has ended;
 - messages match by their order alone, as NCCL wants: on the channel from one rank to another, receives are posted
   in the order in which the other rank sends;
 - between two stages of one rank nothing travels: the result is passed on.
 
-    stage 0 | [F0.0 ....] send [F0.1 ....] send   complete 0.0
+    stage 0 | [F0.0 ....] send [F0.1 ....] send          complete 0.0
     stage 1 | receive 0.0       receive 0.1 [F0.0 ....] receive 1.0 [F0.1 ....]
                                 ^ the message of F0.1 travels under F0.0
+
+`lower` lowers all ranks and has `device.check_programs` play the programs. A rank of a large pipeline lowers its own
+program alone, for which it needs the ops of itself and of those it exchanges messages with: `lower_rank`.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Container, Iterator, Mapping, Sequence
-from heapq import heappop, heappush
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.dependencies import received, result
+from deepspeed_ext.plan.dependencies import reader_of, result
+from deepspeed_ext.plan.device import Device, check_programs
 from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.posting import Posting, RankMessages, postings
 from deepspeed_ext.plan.programs import (
     COMPLETE,
     COMPUTE,
@@ -33,12 +37,10 @@ from deepspeed_ext.plan.programs import (
     RECEIVE,
     SEND,
     UNBUFFERED,
-    Channel,
     Instruction,
     InstructionKind,
     Program,
-    channel_of,
-    check_programs,
+    channels,
 )
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.simulate import simulate
@@ -47,7 +49,13 @@ _Step = tuple[InstructionKind, Op]
 """An instruction before it has a buffer, and the op that it is or serves."""
 
 
-def lower(schedule: Schedule, shape: PipelineShape, *, loading_ranks: Container[int] | None = None) -> list[Program]:
+def lower(
+    schedule: Schedule,
+    shape: PipelineShape,
+    *,
+    loading_ranks: Container[int] | None = None,
+    device: Device | None = None,
+) -> list[Program]:
     """Lower a schedule to one program per pipeline rank, and check that they run to their end.
 
     Args:
@@ -55,91 +63,81 @@ def lower(schedule: Schedule, shape: PipelineShape, *, loading_ranks: Container[
         shape: of the pipeline.
         loading_ranks: ranks that take micro-batches from the data iterator; None for those of the first and the last
             stage, which read tokens and labels.
+        device: on which they must end; None for the default of `Device`.
 
     Raises:
         ScheduleDeadlock: if the schedule, or the placement of its transfers, would leave ranks waiting for each other.
     """
-    orders = rank_orders(schedule, shape)
     if loading_ranks is None:
         loading_ranks = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
-    placed = _place_transfers(orders, shape, loading_ranks)
-    programs = [_assign_buffers(rank, steps) for rank, steps in enumerate(placed)]
-    check_programs(programs, shape)
+    spans = simulate(rank_orders(schedule, shape), shape, lowering_costs(shape)).spans
+    messages = {rank: RankMessages(rank, of_rank, shape) for rank, of_rank in enumerate(spans)}
+    programs = [lower_rank(rank, messages, shape, loads=rank in loading_ranks) for rank in messages]
+    check_programs(programs, shape, device)
     return programs
 
 
-def global_order(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> list[Op]:
-    """All ops of all ranks in one order that keeps every prerequisite: by simulated start, with equal costs.
+def lowering_costs(shape: PipelineShape) -> OpCosts:
+    """Costs of the timeline that programs are lowered from: one for a forward, two for a whole backward."""
+    return OpCosts.uniform(shape, weight_gradient=1.0)
 
-    Raises:
-        ScheduleDeadlock: if there is none.
+
+def partners(rank: int, shape: PipelineShape) -> set[int]:
+    """A rank, and those it exchanges messages with."""
+    return {rank, *(member for channel in channels(shape) if rank in channel[:2] for member in channel[:2])}
+
+
+def lower_rank(rank: int, messages: Mapping[int, RankMessages], shape: PipelineShape, *, loads: bool) -> Program:
+    """Lower the ops of one rank.
+
+    Args:
+        rank: the pipeline rank.
+        messages: those of its `partners`, simulated with `lowering_costs`.
+        shape: of the pipeline.
+        loads: whether the rank takes micro-batches from the data iterator.
     """
-    timeline = simulate(orders, shape, OpCosts.uniform(shape, weight_gradient=1.0))
-    spans = ((span.start, rank, span.op) for rank, spans in enumerate(timeline.spans) for span in spans)
-    return [op for *_, op in sorted(spans, key=lambda entry: entry[:2])]
+    sends, receives, completions = (defaultdict[int, list[Posting]](list) for _ in range(3))
+    for channel in channels(shape):
+        if rank not in channel[:2]:
+            continue
+        for posting in postings(channel, messages[channel.source], messages[channel.target]):
+            if channel.source == rank:
+                sends[posting.send].append(posting)
+                completions[posting.complete].append(posting)
+            else:
+                receives[posting.receive].append(posting)
 
-
-def _place_transfers(
-    orders: Sequence[Sequence[Op]], shape: PipelineShape, loading_ranks: Container[int]
-) -> list[list[_Step]]:
-    """Per rank, its ops with loads and transfers among them, each beside the op it serves."""
-    ordered = global_order(orders, shape)
-    turn = {op: position for position, op in enumerate(ordered)}
-    consumer = {needed: op for op in ordered if (needed := received(op, shape)) is not None}
-    brings = {op: channel for op in consumer.values() if (channel := channel_of(op, shape)) is not None}
-    # Receives on a channel stand in the order of its sends, which is the order of the producers.
-    incoming: dict[Channel, deque[Op]] = defaultdict(deque)
-    for producer in ordered:
-        if (reader := consumer.get(result(producer))) is not None:
-            incoming[brings[reader]].append(reader)
-    return [
-        _place_on_rank(order, rank in loading_ranks, turn, consumer, brings, incoming)
-        for rank, order in enumerate(orders)
-    ]
-
-
-def _place_on_rank(
-    order: Sequence[Op],
-    loads: bool,
-    turn: Mapping[Op, int],
-    consumer: Mapping[Op, Op],
-    brings: Mapping[Op, Channel],
-    incoming: Mapping[Channel, deque[Op]],
-) -> list[_Step]:
-    posted: set[Op] = set()
-
-    def receives(op: Op) -> Iterator[_Step]:
-        """The receive that an op waits for, after those that the channel brings before it."""
-        channel = brings.get(op)
-        while channel is not None and not channel.is_local and op not in posted:
-            posted.add(incoming[channel][0])
-            yield RECEIVE[channel.result], incoming[channel].popleft()
+    def transfers(place: int) -> tuple[list[_Step], list[_Step], list[_Step]]:
+        """Sends, receives and completions of a place."""
+        sent = sorted(sends[place], key=lambda posting: posting.expected)
+        due = sorted(receives[place], key=lambda posting: posting.reader)
+        complete = sorted(completions[place], key=lambda posting: (posting.send, posting.expected))
+        return (
+            [(SEND[posting.message.kind], posting.message) for posting in sent],
+            [(RECEIVE[posting.message.kind], _reader(posting.message, shape)) for posting in due],
+            [(COMPLETE[posting.message.kind], posting.message) for posting in complete],
+        )
 
     steps: list[_Step] = []
     loaded = set()
-    in_flight: list[tuple[int, int, Op]] = []  # a heap: turn of the reader, number of the step, result
-    for before, op, ahead in zip([None, *order], order, [*order[1:], None], strict=False):
+    for place, (op, *_) in enumerate(messages[rank].spans):
+        sending, receiving, completing = transfers(place)
+        steps += sending
         if loads and op.micro_batch not in loaded:
             loaded.add(op.micro_batch)
             steps.append((InstructionKind.LOAD_MICRO_BATCH, op))
-        steps.extend(receives(op))
-        if ahead is not None:
-            steps.extend(receives(ahead))
-        # One op late, so that the last message has a whole op to travel under.
-        arrived = []
-        while in_flight and before is not None and in_flight[0][0] < turn[before]:
-            arrived.append(heappop(in_flight)[1:])
-        steps.extend((COMPLETE[sent.kind], sent) for _, sent in sorted(arrived))
-        steps.append((COMPUTE[op.kind], op))
-        gives = result(op)
-        channel = brings[consumer[gives]] if gives in consumer else None
-        if channel is not None and channel.is_local:
-            steps.append((PASS[gives.kind], gives))
-        elif channel is not None:
-            heappush(in_flight, (turn[consumer[gives]], len(steps), gives))
-            steps.append((SEND[gives.kind], gives))
-    steps.extend((COMPLETE[sent.kind], sent) for *_, sent in sorted(in_flight, key=lambda entry: entry[1]))
-    return steps
+        steps += [*receiving, *completing, (COMPUTE[op.kind], op)]
+        reader = reader_of(result(op), shape)
+        if reader is not None and shape.rank_of(reader.stage) == rank:
+            steps.append((PASS[reader.kind], result(op)))
+    sending, _, completing = transfers(len(messages[rank].spans))
+    return _assign_buffers(rank, steps + sending + completing)
+
+
+def _reader(message: Op, shape: PipelineShape) -> Op:
+    reader = reader_of(message, shape)
+    assert reader is not None, "a message has a reader"
+    return reader
 
 
 def _assign_buffers(rank: int, steps: Sequence[_Step]) -> Program:

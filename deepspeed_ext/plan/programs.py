@@ -1,13 +1,11 @@
-"""Programs: what a pipeline rank runs, instruction by instruction, and the check that all of them together end."""
+"""Programs: what a pipeline rank runs, instruction by instruction, and the ways that its messages take."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from deepspeed_ext.plan.dependencies import prerequisites, reader_of, received, result
-from deepspeed_ext.plan.errors import ScheduleDeadlock
+from deepspeed_ext.plan.dependencies import received
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 
 
@@ -62,8 +60,8 @@ UNBUFFERED = {InstructionKind.LOAD_MICRO_BATCH, *COMPLETE.values()}
 """Instructions that touch no buffer."""
 
 # The same tables as sets, which answer at once.
-_COMPUTES, _RECEIVES = frozenset(COMPUTE.values()), frozenset(RECEIVE.values())
-_SENDS, _COMPLETES = frozenset(SEND.values()), frozenset(COMPLETE.values())
+COMPUTES, RECEIVES = frozenset(COMPUTE.values()), frozenset(RECEIVE.values())
+SENDS, COMPLETES = frozenset(SEND.values()), frozenset(COMPLETE.values())
 
 _OP_KINDS = {instruction: kind for table in (RECEIVE, SEND, PASS, COMPLETE) for kind, instruction in table.items()} | {
     instruction: kind for kind, instruction in COMPUTE.items()
@@ -110,7 +108,7 @@ class Program:
 
     def ops(self) -> Iterator[Op]:
         """The ops in the program, without the transfers: equal to the schedule it was lowered from."""
-        return (instruction.op for instruction in self.instructions if instruction.kind in _COMPUTES)
+        return (instruction.op for instruction in self.instructions if instruction.kind in COMPUTES)
 
 
 class Channel(NamedTuple):
@@ -161,75 +159,17 @@ def communicators(shape: PipelineShape) -> dict[Channel, int]:
     return numbers
 
 
-def check_programs(programs: Sequence[Program], shape: PipelineShape) -> None:
-    """Play programs as the engine runs them, one instruction at a time.
+def warm_up_order(shape: PipelineShape) -> list[Channel]:
+    """Channels in the order in which every rank sends a first message over each of its own.
 
-    Sends and receives never wait; an op waits for what it reads; a completion waits until the other side has posted
-    the receive.
-
-    Raises:
-        ScheduleDeadlock: if some rank waits for ever, or a channel's two ends disagree about the order of messages.
+    A connection is made when both of its ranks first use it, and each waits for the other. All ranks go through their
+    channels in one order, so none waits in a circle; by communicator, so that as many as possible connect at a time.
     """
-    _check_channels(programs, shape)
-    positions = [0] * len(programs)
-    computed: set[Op] = set()
-    receiving: set[Op] = set()
-
-    def waits_for(instruction: Instruction) -> list[Op]:
-        """What is not there yet: results that an op reads, or the receive of a message that was sent."""
-        if instruction.kind in _COMPUTES:
-            return [needed for needed in prerequisites(instruction.op, shape) if needed not in computed]
-        if instruction.kind in _COMPLETES and (message := instruction.op) not in receiving:
-            return [message]
-        return []
-
-    progress = True
-    while progress:
-        progress = False
-        for program in programs:
-            while (position := positions[program.rank]) < len(program.instructions):
-                instruction = program.instructions[position]
-                if waits_for(instruction):
-                    break
-                if instruction.kind in _COMPUTES:
-                    computed.add(result(instruction.op))
-                elif instruction.kind in _RECEIVES:
-                    receiving.add(_message(instruction, shape))
-                positions[program.rank] += 1
-                progress = True
-    stuck = []
-    for program in programs:
-        for instruction in program.instructions[positions[program.rank] :][:1]:
-            what = "the receive of " if instruction.kind in _COMPLETES else ""
-            waits = " and ".join(f"{what}{op}" for op in waits_for(instruction))
-            stuck.append(f"rank {program.rank} at '{instruction}' waits for {waits}")
-    if stuck:
-        raise ScheduleDeadlock(f"the programs deadlock: {'; '.join(stuck)}; reorder these instructions")
+    numbers = communicators(shape)
+    return sorted(numbers, key=lambda channel: (numbers[channel], channel))
 
 
-def _check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
-    """Hold what one end of a channel sends against what the other end receives: the same messages in the same order."""
-    sent: dict[Channel, list[Op]] = defaultdict(list)
-    taken: dict[Channel, list[Op]] = defaultdict(list)
-    for program in programs:
-        for instruction in program.instructions:
-            if instruction.kind in _SENDS:
-                reader = reader_of(instruction.op, shape)
-                assert reader is not None, "what is sent is read by another stage"
-                sent[Channel(program.rank, shape.rank_of(reader.stage), reader.kind)].append(instruction.op)
-            elif instruction.kind in _RECEIVES:
-                message = _message(instruction, shape)
-                taken[Channel(shape.rank_of(message.stage), program.rank, message.kind)].append(message)
-    for channel in sorted(sent.keys() | taken.keys()):
-        if sent[channel] != taken[channel]:
-            messages, receives = (", ".join(map(str, ops[channel])) or "nothing" for ops in (sent, taken))
-            raise ScheduleDeadlock(
-                f"rank {channel.source} sends {messages} to rank {channel.target}, which receives {receives}: "
-                "both ends of a channel must keep one order"
-            )
-
-
-def _message(receive: Instruction, shape: PipelineShape) -> Op:
+def message_of(receive: Instruction, shape: PipelineShape) -> Op:
     """The result that a receive is for."""
     needed = received(receive.op, shape)
     assert needed is not None, "a receive serves an op that reads of another stage"

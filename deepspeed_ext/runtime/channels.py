@@ -80,11 +80,12 @@ class Outgoing:
     """The sending end of a channel.
 
     Attributes:
+        group: the communicator.
         num_messages: tensors posted so far, headers included.
     """
 
     def __init__(self, peer: int, group: dist.ProcessGroup, shapes: ShapeBook) -> None:
-        self._peer, self._group, self._shapes = peer, group, shapes
+        self._peer, self.group, self._shapes = peer, group, shapes
         self._in_flight: dict[Hashable, list[tuple[dist.Work, Tensor]]] = {}
         self.num_messages = 0
 
@@ -104,7 +105,7 @@ class Outgoing:
             work.wait()
 
     def _post(self, name: Hashable, tensor: Tensor) -> None:
-        self._in_flight[name].append((dist.isend(tensor, self._peer, group=self._group), tensor))
+        self._in_flight[name].append((dist.isend(tensor, self._peer, group=self.group), tensor))
         self.num_messages += 1
 
 
@@ -113,10 +114,13 @@ class Incoming:
 
     A receive whose shapes are not known yet, and all posted after it, wait for `wait`, which reads its header first:
     messages match by order, so none may be posted before its turn.
+
+    Attributes:
+        group: the communicator.
     """
 
     def __init__(self, peer: int, group: dist.ProcessGroup, shapes: ShapeBook, device: torch.device) -> None:
-        self._peer, self._group, self._shapes, self._device = peer, group, shapes, device
+        self._peer, self.group, self._shapes, self._device = peer, group, shapes, device
         self._unposted: deque[tuple[Hashable, Hashable]] = deque()
         self._posted: dict[Hashable, tuple[MessageSpec, list[Tensor], list[dist.Work]]] = {}
 
@@ -132,7 +136,7 @@ class Incoming:
             first, kind = self._unposted.popleft()
             if (spec := self._shapes.find(kind)) is None:
                 header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device)
-                dist.recv(header, self._peer, group=self._group)
+                dist.recv(header, self._peer, group=self.group)
                 spec = _read_header(header)
                 self._shapes.learn(kind, spec)
             self._post(first, spec)
@@ -143,7 +147,7 @@ class Incoming:
 
     def _post(self, name: Hashable, spec: MessageSpec) -> None:
         tensors = [torch.empty(entry.shape, dtype=entry.dtype, device=self._device) for entry in spec]
-        works = [dist.irecv(tensor, self._peer, group=self._group) for tensor in tensors]
+        works = [dist.irecv(tensor, self._peer, group=self.group) for tensor in tensors]
         self._posted[name] = (spec, tensors, works)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.dependencies import received
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs import Channel, channel_of, communicators
+from deepspeed_ext.plan.programs import Channel, channel_of, communicators, warm_up_order
 from deepspeed_ext.runtime.channels import Incoming, MessageSpec, Outgoing, ShapeBook, TensorSpec
 from deepspeed_ext.runtime.topology import TokenSliceTopology
 
@@ -75,6 +75,16 @@ class RankLinks:
                 self._incoming[channel] = Incoming(peer, group, book, device)
             else:
                 self._outgoing[channel] = Outgoing(peer, group, book)
+        self._warm_up(device)
+
+    def _warm_up(self, device: torch.device) -> None:
+        """Use every channel once, so that no rank waits for a connection in the middle of a step (ADR 22)."""
+        number = torch.zeros(1, device=device)
+        for channel in warm_up_order(self._shape):
+            if (incoming := self._incoming.get(channel)) is not None:
+                dist.recv(number, self._peers[channel], group=incoming.group)
+            elif (outgoing := self._outgoing.get(channel)) is not None:
+                dist.send(number, self._peers[channel], group=outgoing.group)
 
     @property
     def num_messages(self) -> int:

@@ -19,8 +19,9 @@ from deepspeed_ext.plan.programs import (
     channel_of,
     channels,
     communicators,
+    warm_up_order,
 )
-from deepspeed_ext.plan.schedules import fixed, interleaved
+from deepspeed_ext.plan.schedules import fixed, one_f_one_b
 from tests.strategies import orders_of_pipelines
 
 
@@ -88,11 +89,20 @@ def test_programs_end_on_their_communicators(orders_and_shape) -> None:
     assert plays(lower(fixed(orders), shape), shape, numbers.__getitem__)
 
 
-def test_one_communicator_for_all_channels_of_one_way_would_lock() -> None:
-    shape = PipelineShape(num_stages=6, num_micro_batches=1, num_token_slices=1, num_model_chunks=2)
-    programs = lower(interleaved, shape)
-    assert not plays(programs, shape, lambda channel: (channel.result, channel.source < channel.target))
+def test_one_communicator_for_all_channels_would_lock() -> None:
+    shape = PipelineShape(num_stages=2, num_micro_batches=2, num_token_slices=2)
+    programs = lower(one_f_one_b, shape)
+    assert not plays(programs, shape, lambda channel: 0)
     assert plays(programs, shape, communicators(shape).__getitem__)
+
+
+@given(orders_of_pipelines())
+def test_connections_are_made_in_one_order_on_all_ranks(orders_and_shape) -> None:
+    _, shape = orders_and_shape
+    order = warm_up_order(shape)
+    numbers = [communicators(shape)[channel] for channel in order]
+    assert sorted(order) == channels(shape)
+    assert numbers == sorted(numbers)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_ext.plan.errors import ScheduleDeadlock
-from deepspeed_ext.plan.lowering import global_order, lower
+from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
-from deepspeed_ext.plan.programs import Channel, InstructionKind, Program, channel_of, channels, check_programs
+from deepspeed_ext.plan.device import check_programs
+from deepspeed_ext.plan.programs import Channel, InstructionKind, Program, channel_of, channels
 from deepspeed_ext.plan.schedules import (
     backward_order,
     fixed,
@@ -34,14 +35,15 @@ def test_programs_by_hand():
         "load 0F0.0",
         "forward 0F0.0 @0",
         "send activation 0F0.0 @0",
-        "receive gradient 0BI0.1 @1",
+        # Its sender may need this very forward: the receive is held back.
         "forward 0F0.1 @1",
         "send activation 0F0.1 @1",
+        "receive gradient 0BI0.1 @1",
         "receive gradient 0BI0.0 @0",
-        "backward 0B0.1 @1",
-        "free 0F0.1 @1",
         "complete activation 0F0.0",
         "complete activation 0F0.1",
+        "backward 0B0.1 @1",
+        "free 0F0.1 @1",
         "backward 0B0.0 @0",
         "free 0F0.0 @0",
     ]
@@ -71,12 +73,12 @@ def test_what_stays_on_a_rank_is_passed_on_and_weight_gradients_keep_the_buffer(
         "receive activation 1F0.0 @0",
         "forward 1F0.0 @0",
         "pass activation 1F0.0 @0",
-        "receive gradient 2BI0.0 @1",
         "forward 2F0.0 @1",
         "send activation 2F0.0 @1",
+        "receive gradient 2BI0.0 @1",
+        "complete activation 2F0.0",
         "input gradient 2BI0.0 @1",
         "pass gradient 2BI0.0 @1",
-        "complete activation 2F0.0",
         "weight gradient 2BW0.0 @1",
         "free 2F0.0 @1",
         "backward 1B0.0 @0",
@@ -111,20 +113,6 @@ def test_ranks_that_load_can_be_chosen():
     programs = lower(one_f_one_b, PipelineShape(3, 2), loading_ranks=range(3))
     loads = [[step.micro_batch for step in each.instructions if step.kind.value == "load"] for each in programs]
     assert loads == [[0, 1]] * 3
-
-
-@pytest.mark.parametrize(
-    "schedule, shape",
-    [
-        (one_f_one_b, PipelineShape(3, 3, 2)),
-        (zero_bubble, PipelineShape(3, 3, 2)),
-        (interleaved, PipelineShape(6, 3, 2, 2)),
-    ],
-)
-def test_the_global_order_keeps_the_order_of_every_rank(schedule, shape):
-    orders = rank_orders(schedule, shape)
-    ordered = global_order(orders, shape)
-    assert [[op for op in ordered if shape.rank_of(op.stage) == rank] for rank in range(3)] == orders
 
 
 def test_channels_between_ranks():
