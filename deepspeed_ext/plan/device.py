@@ -21,7 +21,7 @@ posting it. ADR 22 has the sources of these assumptions.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed_ext.plan.dependencies import prerequisites, reader_of, result
 from deepspeed_ext.plan.errors import ScheduleDeadlock
@@ -39,9 +39,6 @@ from deepspeed_ext.plan.programs import (
     message_of,
     warm_up_order,
 )
-
-if TYPE_CHECKING:
-    from numpy import ndarray
 
 COMPUTE_STREAM = 0
 
@@ -65,6 +62,15 @@ class Device:
     warms_up: bool = True
     host_waits: bool = True
     drains: bool = True
+
+    def has_queues_for(self, shape: PipelineShape) -> bool:
+        """Whether every stream of a rank has a hardware queue of its own."""
+        return self.hardware_queues is None or self.hardware_queues >= num_streams(shape)
+
+    def sharing(self, shape: PipelineShape) -> str:
+        """How many streams share how many hardware queues, and the setting that helps, in words."""
+        queues = "1 hardware queue" if self.hardware_queues == 1 else f"{self.hardware_queues} hardware queues"
+        return f"{num_streams(shape)} streams share {queues}: set CUDA_DEVICE_MAX_CONNECTIONS=32"
 
 
 def num_streams(shape: PipelineShape) -> int:
@@ -256,7 +262,7 @@ class Events:
         """
         latest = self._latest_positions(levels)
         for rank, position, message in self._posted:
-            needed = int(latest[message, rank])
+            needed = latest[message][rank]
             if needed > position:
                 posted, later = (self._programs[rank].instructions[each] for each in (position, needed))
                 raise ScheduleDeadlock(
@@ -264,18 +270,16 @@ class Events:
                     f"'{posted}' is enqueued before, and its other end waits for '{later}'; {self._remedy()}"
                 )
 
-    def _latest_positions(self, levels: Sequence[Sequence[int]]) -> "ndarray[Any, Any]":
-        """[events, ranks]: the last position in the program of a rank that an event needs; -1 if none."""
-        import numpy as np
-
-        latest = np.full((len(self._needs) + 1, len(self._programs)), -1, np.int32)
-        for event, (rank, position) in enumerate(self._places):
-            latest[event, rank] = position
-        width = max(map(len, self._needs), default=0)
-        nothing = len(self._needs)  # its row is -1, whatever else is needed
-        needs = np.array([row + [nothing] * (width - len(row)) for row in self._needs], np.int32)
-        for level in levels[1:]:
-            latest[level] = np.maximum(latest[level], latest[needs[level]].max(axis=1))
+    def _latest_positions(self, levels: Sequence[Sequence[int]]) -> list[list[int]]:
+        """[events][ranks]: the last position in the program of a rank that an event needs; -1 if none."""
+        nothing = [-1] * len(self._programs)
+        latest = [nothing] * len(self._needs)
+        for level in levels:
+            for event in level:
+                row = list(map(max, nothing, nothing, *(latest[need] for need in self._needs[event])))
+                rank, position = self._places[event]
+                row[rank] = max(row[rank], position)
+                latest[event] = row
         return latest
 
     def makespan(self, costs: Any) -> float:
@@ -331,11 +335,11 @@ class Events:
                 yield rank, position, message
 
     def _remedy(self) -> str:
-        queues, streams = self._device.hardware_queues, num_streams(self._shape)
-        if queues is not None and queues < streams:
-            shared = "1 hardware queue" if queues == 1 else f"{queues} hardware queues"
-            return f"{streams} streams share {shared}: set CUDA_DEVICE_MAX_CONNECTIONS=32"
-        return "reorder these instructions"
+        return (
+            "reorder these instructions"
+            if self._device.has_queues_for(self._shape)
+            else self._device.sharing(self._shape)
+        )
 
 
 def _check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:

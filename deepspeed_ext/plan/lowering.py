@@ -2,7 +2,7 @@
 
     schedule --simulate--> timeline --post messages--> instructions --assign buffers--> Program
 
-The timeline holds the ops of all ranks with equal costs. Each rank's program is a part of it in the same order, and
+The timeline holds the ops of all ranks. Each rank's program is a part of it in the same order, and
 whatever a rank waits for is earlier on the timeline, so the programs end:
 
 - a send does not wait: it is posted when its op is done, and travels while the next ops compute;
@@ -28,7 +28,9 @@ from collections.abc import Container, Mapping, Sequence
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.dependencies import reader_of, result
 from deepspeed_ext.plan.device import Device, check_programs
+from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.played import FEW_OPS, PlayedSchedule, lowering_costs, num_ops
 from deepspeed_ext.plan.posting import Posting, RankMessages, postings
 from deepspeed_ext.plan.programs import (
     COMPLETE,
@@ -54,6 +56,7 @@ def lower(
     shape: PipelineShape,
     *,
     loading_ranks: Container[int] | None = None,
+    costs: OpCosts | None = None,
     device: Device | None = None,
 ) -> list[Program]:
     """Lower a schedule to one program per pipeline rank, and check that they run to their end.
@@ -63,6 +66,7 @@ def lower(
         shape: of the pipeline.
         loading_ranks: ranks that take micro-batches from the data iterator; None for those of the first and the last
             stage, which read tokens and labels.
+        costs: of the ops, which say where messages are best posted; None for `played.lowering_costs`.
         device: on which they must end; None for the default of `Device`.
 
     Raises:
@@ -70,16 +74,35 @@ def lower(
     """
     if loading_ranks is None:
         loading_ranks = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
-    spans = simulate(rank_orders(schedule, shape), shape, lowering_costs(shape)).spans
+    spans = simulate(rank_orders(schedule, shape), shape, costs or lowering_costs(shape)).spans
     messages = {rank: RankMessages(rank, of_rank, shape) for rank, of_rank in enumerate(spans)}
     programs = [lower_rank(rank, messages, shape, loads=rank in loading_ranks) for rank in messages]
     check_programs(programs, shape, device)
     return programs
 
 
-def lowering_costs(shape: PipelineShape) -> OpCosts:
-    """Costs of the timeline that programs are lowered from: one for a forward, two for a whole backward."""
-    return OpCosts.uniform(shape, weight_gradient=1.0)
+def check_lowering(schedule: PlayedSchedule, shape: PipelineShape, device: Device | None = None) -> None:
+    """See that the programs that ranks will lower by themselves end.
+
+    Up to `FEW_OPS` ops the model of devices plays the programs of all ranks. For more, that the schedule plays is
+    enough: the rules of `posting` see to the rest, where each stream has a hardware queue of its own.
+
+    Args:
+        schedule: order of the ops.
+        shape: of the pipeline.
+        device: on which they must end; None for the default of `Device`.
+
+    Raises:
+        PlanError: if the schedule does not fit the shape, or misses ops.
+        ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
+    """
+    schedule.play(shape)
+    if num_ops(shape) <= FEW_OPS:
+        lower(schedule, shape, costs=schedule.costs(shape), device=device)
+    elif device is not None and not device.has_queues_for(shape):
+        raise ScheduleDeadlock(
+            f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where {device.sharing(shape)}"
+        )
 
 
 def partners(rank: int, shape: PipelineShape) -> set[int]:
@@ -92,7 +115,7 @@ def lower_rank(rank: int, messages: Mapping[int, RankMessages], shape: PipelineS
 
     Args:
         rank: the pipeline rank.
-        messages: those of its `partners`, simulated with `lowering_costs`.
+        messages: those of its `partners`, on one simulated timeline.
         shape: of the pipeline.
         loads: whether the rank takes micro-batches from the data iterator.
     """

@@ -28,6 +28,7 @@ from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.programs import Channel
 from deepspeed_ext.plan.timeline import Span
 
+
 class Posting(NamedTuple):
     """Where the ends of one message are posted: a place p is in front of op p of a rank's order, or behind all ops."""
 

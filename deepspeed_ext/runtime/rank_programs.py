@@ -3,10 +3,11 @@
 from collections.abc import Container
 from dataclasses import replace
 
-from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.lowering import lower_rank, partners
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import Schedule, fixed, forward_order, rank_orders
-from deepspeed_ext.plan.simulate import check_complete
+from deepspeed_ext.plan.played import PlayedSchedule
+from deepspeed_ext.plan.posting import RankMessages
+from deepspeed_ext.plan.schedules import Schedule, forward_order
 from deepspeed_ext.runtime.instructions import ProgramSchedule
 
 
@@ -14,15 +15,17 @@ class RankPrograms:
     """A rank's programs by their extent.
 
     Args:
-        schedule: order of the ops when training.
+        schedule: order of the ops when training. One that was played before is not played again.
         rank: the pipeline rank.
         shape: of the pipeline, for any number of micro-batches and token slices.
         loading_ranks: ranks that read the data.
     """
 
     def __init__(self, schedule: Schedule, *, rank: int, shape: PipelineShape, loading_ranks: Container[int]) -> None:
-        self._schedule, self._rank, self._shape = schedule, rank, shape
-        self._loading_ranks = loading_ranks
+        self._training = PlayedSchedule.of(schedule)
+        self._evaluation = PlayedSchedule(forward_order, complete=False)
+        self._rank, self._shape = rank, shape
+        self._loads = rank in loading_ranks
         self._lowered: dict[tuple[bool, PipelineShape], ProgramSchedule] = {}
 
     def shape(self, num_micro_batches: int, num_token_slices: int | None = None) -> PipelineShape:
@@ -41,12 +44,8 @@ class RankPrograms:
     def _program(self, shape: PipelineShape, *, training: bool) -> ProgramSchedule:
         key = training, shape
         if key not in self._lowered:
-            schedule = forward_order
-            if training:
-                # A forward without its backward would train on a part of the gradients, and nobody would notice.
-                orders = rank_orders(self._schedule, shape)
-                check_complete(orders, shape)
-                schedule = fixed(orders)
-            programs = lower(schedule, shape, loading_ranks=self._loading_ranks)
-            self._lowered[key] = ProgramSchedule(programs[self._rank], shape, training=training)
+            spans = (self._training if training else self._evaluation).play(shape)
+            messages = {rank: RankMessages(rank, spans(rank), shape) for rank in partners(self._rank, shape)}
+            program = lower_rank(self._rank, messages, shape, loads=self._loads)
+            self._lowered[key] = ProgramSchedule(program, shape, training=training)
         return self._lowered[key]

@@ -8,10 +8,13 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.device import Device
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.lowering import check_lowering
 from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.played import PlayedSchedule
 from deepspeed_ext.plan.schedule_file import schedule_from_file
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -43,15 +46,24 @@ def pipeline_schedule(config: Config) -> Schedule:
     return SCHEDULES[name] if name in SCHEDULES else schedule_from_file(name)
 
 
-def check_schedule(schedule: Schedule, config: Config, micro_batches: Iterable[int]) -> None:
-    """Lower a schedule for every number of micro-batches that a run has, as the engine will.
+def check_schedule(
+    schedule: Schedule, config: Config, micro_batches: Iterable[int], hardware_queues: int | None = None
+) -> None:
+    """See that a schedule ends for every number of micro-batches that a run has.
+
+    Args:
+        schedule: order of the ops.
+        config: the configuration.
+        micro_batches: numbers of micro-batches of a step.
+        hardware_queues: of the accelerator; None for as many as there are streams.
 
     Raises:
         ConfigError: if it is for another pipeline, or would leave ranks waiting for each other.
     """
+    played, device = PlayedSchedule.of(schedule), Device(hardware_queues=hardware_queues)
     for number in micro_batches:
         try:
-            lower(schedule, config.parallel.pipeline(number))
+            check_lowering(played, config.parallel.pipeline(number), device)
         except PlanError as error:
             raise ConfigError(f"--pipeline-schedule {config.parallel.pipeline_schedule}: {error}") from None
 
@@ -72,6 +84,10 @@ class FoundSchedule:
     def __call__(self, shape: PipelineShape, rank: int) -> Iterator[Op]:
         """The ops of a rank in order, as `plan.schedules.Schedule` says."""
         return iter(self.found(shape).orders[rank])
+
+    def costs(self, shape: PipelineShape) -> OpCosts:
+        """The costs that it is found for, whatever the number of micro-batches."""
+        return self._costs
 
     def found(self, shape: PipelineShape) -> "OptimisedSchedule":
         """The whole of it, with its makespan."""

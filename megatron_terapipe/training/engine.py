@@ -102,7 +102,7 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
         engine, *_ = initialize(
             module,
             run.deepspeed_settings,
-            schedule=run.schedule,
+            schedule=run.played_schedule,
             timeout=_timeout(run),
             ledger_directory=config.logging.ledgers(config.checkpoint.save),
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),

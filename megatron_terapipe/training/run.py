@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.played import PlayedSchedule
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.initialize import check_deepspeed_version
 from megatron_terapipe.checkpoint.find import find_checkpoint
@@ -18,7 +19,7 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.batch_sizes import BatchSizes
 from megatron_terapipe.config.data import DEFAULT_SPLIT
-from megatron_terapipe.config.pipeline_plan import check_schedule, pipeline_schedule
+from megatron_terapipe.config.pipeline_plan import FoundSchedule, check_schedule, pipeline_schedule
 from megatron_terapipe.config.planned_run import plan_run
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets, mock_datasets
@@ -75,6 +76,12 @@ class Run:
     def schedule(self) -> Schedule:
         """Order of the ops."""
         return pipeline_schedule(self.config)
+
+    @cached_property
+    def played_schedule(self) -> PlayedSchedule:
+        """Order of the ops, with its simulated timelines."""
+        found = self.schedule
+        return PlayedSchedule(found, costs=found.costs if isinstance(found, FoundSchedule) else None)
 
     @property
     def train_iters(self) -> int:
@@ -135,7 +142,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         found_token_slices=planned.found_token_slices,
         found_stages=planned.found_stages,
     )
-    check_schedule(run.schedule, config, planned.numbers_of_micro_batches)
+    check_schedule(run.played_schedule, config, planned.numbers_of_micro_batches)
     return run
 
 

@@ -8,8 +8,9 @@ import pytest
 from deepspeed_ext.plan.dependencies import result
 from deepspeed_ext.plan.device import Device, Events, check_programs, num_streams
 from deepspeed_ext.plan.errors import ScheduleDeadlock
-from deepspeed_ext.plan.lowering import lower, lowering_costs
+from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.played import lowering_costs
 from deepspeed_ext.plan.programs import COMPUTES, RECEIVES, SENDS, Instruction, Program
 from deepspeed_ext.plan.schedules import SCHEDULES, fixed, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
@@ -98,7 +99,9 @@ def test_a_cold_connection_alone_locks_where_each_rank_first_receives():
 def test_a_drain_is_named_with_the_message_that_it_waits_for():
     shape = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
     programs = with_early_posts(lower(SCHEDULES["1f1b"], shape), shape)
-    message = r"if rank 0 waits at 'send activation 0F0\.1 @1' for its device to run empty: 'receive gradient 0BI0\.1 @1'"
+    message = (
+        r"if rank 0 waits at 'send activation 0F0\.1 @1' for its device to run empty: 'receive gradient 0BI0\.1 @1'"
+    )
     with pytest.raises(ScheduleDeadlock, match=message):
         check_programs(programs, shape)
 

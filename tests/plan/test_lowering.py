@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
+from deepspeed_ext.plan.device import check_programs
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
-from deepspeed_ext.plan.device import check_programs
 from deepspeed_ext.plan.programs import Channel, InstructionKind, Program, channel_of, channels
 from deepspeed_ext.plan.schedules import (
     backward_order,
@@ -13,8 +13,6 @@ from deepspeed_ext.plan.schedules import (
     forward_order,
     interleaved,
     one_f_one_b,
-    rank_orders,
-    zero_bubble,
 )
 
 SHAPE = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)

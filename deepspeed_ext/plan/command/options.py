@@ -112,6 +112,13 @@ def parser() -> argparse.ArgumentParser:
             "--timeline, or a file written by --json"
         ),
     )
+    what.add_argument(
+        "--hardware-queues",
+        type=int,
+        metavar="N",
+        help="CUDA_DEVICE_MAX_CONNECTIONS of the devices, on which programs must not deadlock (default: enough)",
+    )
+
     costs = parser.add_argument_group("what it costs")
     costs.add_argument("--costs", type=Path, metavar="FILE", help="times of ops and transfers, in the form below")
     costs.add_argument(

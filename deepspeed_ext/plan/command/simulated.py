@@ -10,6 +10,7 @@ from deepspeed_ext.plan.command.files import write
 from deepspeed_ext.plan.command.options import OPTIMISED
 from deepspeed_ext.plan.command.request import Request, request_of
 from deepspeed_ext.plan.command.sizes import memory_of
+from deepspeed_ext.plan.device import Device
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.render import render_text
@@ -32,7 +33,8 @@ def show_simulated(options: argparse.Namespace) -> int:
     try:
         request = request_of(options)
         timeline = simulate(request.orders, request.shape, request.costs)
-        lower(fixed(request.orders), request.shape)  # the order may be sound, and its transfers still lock
+        # The order may be sound, and its transfers still lock.
+        lower(fixed(request.orders), request.shape, device=Device(hardware_queues=options.hardware_queues))
     except ScheduleDeadlock as deadlock:
         _show_deadlock(options, deadlock, request)
         return 1

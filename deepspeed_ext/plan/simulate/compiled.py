@@ -10,18 +10,20 @@ compiles once and replays.
 numpy and numba are imported when they are first needed. Without numba the same loop runs as plain Python.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.dependencies import parts
 from deepspeed_ext.plan.memory import token_lengths
-from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape
-from deepspeed_ext.plan.schedules import Schedule, rank_orders
-from deepspeed_ext.plan.simulate.plain import check_orders, simulate
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape
+from deepspeed_ext.plan.schedules import Schedule
+from deepspeed_ext.plan.simulate.plain import STEP_PARTS, check_complete, check_orders, simulate
 from deepspeed_ext.plan.simulate.play import compiled_play, play
-from deepspeed_ext.plan.simulate.wiring import CODE, KINDS, OpColumns, Wiring, fits, wire
+from deepspeed_ext.plan.simulate.wiring import KINDS, OpColumns, Wiring, fits, wire
 from deepspeed_ext.plan.timeline import Span, Timeline
 
 if TYPE_CHECKING:
@@ -54,17 +56,14 @@ class Playback:
         busy = float((self.ends - self.starts).sum())
         return 1 - busy / (self.compiled.shape.num_ranks * makespan) if makespan else 0.0
 
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The ops of one rank, with their start and end."""
+        own = slice(*self.compiled.bounds[rank : rank + 2].tolist())
+        return tuple(map(Span, self.compiled.order(rank), self.starts[own].tolist(), self.ends[own].tolist()))
+
     def timeline(self) -> Timeline:
         """The same as a timeline for drawings and the like, without transfers."""
-        starts, ends = self.starts.tolist(), self.ends.tolist()
-        bounds = self.compiled.bounds.tolist()
-        return Timeline(
-            self.compiled.shape,
-            tuple(
-                tuple(map(Span, order, starts[first:last], ends[first:last]))
-                for order, (first, last) in zip(self.compiled.orders, pairwise(bounds), strict=True)
-            ),
-        )
+        return Timeline(self.compiled.shape, tuple(map(self.spans, range(self.compiled.shape.num_ranks))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,40 +71,68 @@ class CompiledOrders:
     """Op orders of all ranks as arrays, one after the other; N ops. Make them with `of`.
 
     Attributes:
-        orders: what was compiled.
         shape: extent of the pipeline.
         bounds: [R + 1] where the ops of each rank begin and end.
         columns: the ops.
         wiring: what they wait for, give and send.
     """
 
-    orders: Sequence[Sequence[Op]]
     shape: PipelineShape
     bounds: "Numbers"
     columns: OpColumns
     wiring: Wiring
 
     @classmethod
-    def of(cls, orders: Sequence[Sequence[Op]], shape: PipelineShape) -> "CompiledOrders":
+    def of(cls, orders: Iterable[Sequence[Op]], shape: PipelineShape) -> "CompiledOrders":
         """Compile orders. Linear in the number of ops, and several times slower than a replay.
+
+        Args:
+            orders: op order of each rank. Only one is needed at a time, so they may be generated on the way.
+            shape: extent of the pipeline.
 
         Raises:
             PlanError: as `simulate.check_orders` does.
         """
         import numpy as np
 
-        bounds = np.cumsum([0, *map(len, orders)])
-        kinds, *indices = list(zip(*chain.from_iterable(orders), strict=True)) or [()] * 4
-        kind = np.fromiter(map(CODE.__getitem__, kinds), np.int8, bounds[-1])
-        columns = OpColumns(kind, *(np.array(index, np.int32) for index in indices))
+        ranks = list(map(OpColumns.of, orders))
+        bounds = np.cumsum([0, *(len(rank.kind) for rank in ranks)])
+        columns = OpColumns.joined(ranks)
         if not fits(bounds, columns, shape):
-            check_orders(orders, shape)  # says what is wrong
-        return cls(orders, shape, bounds, columns, wire(columns, shape))
+            check_orders([columns.ops(first, last) for first, last in pairwise(bounds)], shape)  # says what is wrong
+        return cls(shape, bounds, columns, wire(columns, shape))
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, shape: PipelineShape) -> "CompiledOrders":
         """Generate the orders of a schedule and compile them."""
-        return cls.of(rank_orders(schedule, shape), shape)
+        return cls.of((list(schedule(shape, rank)) for rank in range(shape.num_ranks)), shape)
+
+    def order(self, rank: int) -> list[Op]:
+        """The ops of one rank."""
+        return self.columns.ops(*self.bounds[rank : rank + 2])
+
+    @property
+    def orders(self) -> list[list[Op]]:
+        """The ops of each rank."""
+        return list(map(self.order, range(self.shape.num_ranks)))
+
+    def check_complete(self) -> None:
+        """See that nothing of a training step is left out.
+
+        Raises:
+            PlanError: as `simulate.check_complete` does.
+        """
+        import numpy as np
+
+        units = self.shape.num_stages * self.shape.num_micro_batches * self.shape.num_token_slices
+        counts = np.bincount(self.columns.kind, minlength=len(KINDS))
+        computed = Counter[OpKind]()
+        for code, kind in enumerate(KINDS):
+            for part in parts(Op(kind, 0, 0, 0)):
+                computed[part.kind] += int(counts[code])
+        # No op is there twice, so each part is there for all token slices if there are as many.
+        if any(computed[kind] < units for kind in STEP_PARTS):
+            check_complete(self.orders, self.shape)
 
     def play(self, costs: OpCosts) -> Playback:
         """When each op runs: the same as `simulate.simulate`, to the last bit.

@@ -146,7 +146,7 @@ def check_complete(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None
             for micro_batch in range(shape.num_micro_batches):
                 for token_slice in range(shape.num_token_slices):
                     unit = (stage, micro_batch, token_slice)
-                    missing = [kind for kind in _PARTS_OF_A_STEP if Op(kind, *unit) not in computed]
+                    missing = [kind for kind in STEP_PARTS if Op(kind, *unit) not in computed]
                     if missing:
                         # Neither part of a backward: most likely it is the whole that was forgotten.
                         kind = OpKind.BACKWARD if len(missing) > 1 and missing[0] in _HALVES else missing[0]
@@ -154,7 +154,8 @@ def check_complete(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None
 
 
 _HALVES = (OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
-_PARTS_OF_A_STEP = (OpKind.FORWARD, *_HALVES)
+STEP_PARTS = (OpKind.FORWARD, *_HALVES)
+"""Kinds of the parts that a training step has of each token slice on each stage."""
 
 
 def _describe_deadlock(

@@ -5,7 +5,8 @@ on another rank it has one more number, behind all those. Functions import numpy
 modules that import this one load at once.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.dependencies import DEPENDENCIES, parts, reading_stage, result
@@ -38,6 +39,29 @@ class OpColumns:
     stage: "Numbers"
     micro_batch: "Numbers"
     token_slice: "Numbers"
+
+    @classmethod
+    def of(cls, order: Sequence[Op]) -> "OpColumns":
+        """The columns of some ops."""
+        import numpy as np
+
+        kinds, *indices = list(zip(*order, strict=True)) or [()] * 4
+        kind = np.fromiter(map(CODE.__getitem__, kinds), np.int8, len(order))
+        return cls(kind, *(np.array(index, np.int32) for index in indices))
+
+    @classmethod
+    def joined(cls, parts: Sequence["OpColumns"]) -> "OpColumns":
+        """The columns of one rank after the other."""
+        import numpy as np
+
+        names = [field.name for field in fields(cls)]
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    def ops(self, first: int, last: int) -> list[Op]:
+        """The ops first .. last."""
+        columns = (self.stage, self.micro_batch, self.token_slice)
+        indices = (column[first:last].tolist() for column in columns)
+        return list(map(Op, map(KINDS.__getitem__, self.kind[first:last].tolist()), *indices))
 
     def units(self, shape: PipelineShape) -> "Numbers":
         """Number of each op's token slice, of one micro-batch on one stage."""
