@@ -125,7 +125,7 @@ class OptimizerGradients(AccumulatedGradients):
 
 @cache
 def _adds_products(device: torch.device, operands: torch.dtype, total: torch.dtype) -> bool:
-    """Whether a device adds products to sums of a wider dtype in one operation. CUDA does, from torch 2.10 on."""
+    """Whether a device adds products to sums of a wider dtype in one operation, as CUDA does in newer torch."""
     ones, found = torch.ones(16, 16, dtype=operands, device=device), torch.ones(16, 16, dtype=total, device=device)
     try:
         torch.addmm(found, ones, ones, total, out=found)
