@@ -164,7 +164,13 @@ class LayerTimer:
         ]
 
     def _once(
-        self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices, sums: AccumulatedGradients | None, *, puts_off: bool
+        self,
+        layers: MeasuredLayers,
+        run: MeasuredRun,
+        cut: TokenSlices,
+        sums: AccumulatedGradients | None,
+        *,
+        puts_off: bool,
     ) -> list[tuple[float, float, float]]:
         """Forward, backward and weight gradient of each token slice of one micro-batch."""
         state = SequenceState(cut, sequences=range(run.micro_batch_size))
