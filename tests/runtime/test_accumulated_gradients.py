@@ -23,7 +23,7 @@ from tests.runtime.training import build, feed, weights
 from tests.training.gpt_runs import Setup, batches, run_of
 
 aten = torch.ops.aten
-ROWS, OUT, IN, SLICES = 24, 40, 16, 6
+ROWS, OUT, IN, TOKEN_SLICES = 24, 40, 16, 6
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -48,7 +48,7 @@ def test_the_sum_over_token_slices_is_that_of_their_products_in_fp32(
     weight_gradients.attach(nn.ParameterList([weight]))
     sums, (total,) = accumulated(weight)
     expected, rounded, waiting = torch.zeros(OUT, IN), torch.zeros(OUT, IN).bfloat16(), []
-    for step in range(SLICES):
+    for step in range(TOKEN_SLICES):
         inputs, gradient = drawn(1, ROWS, IN, seed=2 * step + 1), drawn(1, ROWS, OUT, seed=2 * step + 2)
         output = multiply(inputs, weight)
         if apart:
