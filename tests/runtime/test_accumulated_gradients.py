@@ -113,10 +113,13 @@ def test_whoever_watches_a_weight_sees_each_gradient_and_the_sum_has_them(regist
 # ---------------------------------------------------------------------- the optimizer's norm, clipping and step
 
 
-def _steps(by_deepspeed: bool) -> tuple[list[float], dict[str, Any]]:
+def _steps(way: str) -> tuple[list[float], dict[str, Any]]:
     setup = RuntimeSetup(cut=(24,), micro_batches=1, dtype="bf16", zero=1, accumulate="fp32", tied=False)
-    engine = build(setup, config={"gradient_clipping": 0.1}, optimizer=lambda each: torch.optim.SGD(each, lr=0.5))
-    if by_deepspeed:
+    config: dict[str, Any] = {"gradient_clipping": 0.1}
+    if way == "hooks":
+        config["bf16"] = {"enabled": True, "immediate_grad_update": True}
+    engine = build(setup, config=config, optimizer=lambda each: torch.optim.SGD(each, lr=0.5))
+    if way == "pass":
         as_deepspeed_does(engine)
     found = []
     for step in range(2):
@@ -125,16 +128,17 @@ def _steps(by_deepspeed: bool) -> tuple[list[float], dict[str, Any]]:
     return found, weights(engine)
 
 
-def _both_ways() -> list[tuple[list[float], dict[str, Any]]]:
-    return [_steps(by_deepspeed) for by_deepspeed in (True, False)]
+def _all_ways() -> list[tuple[list[float], dict[str, Any]]]:
+    return [_steps(way) for way in ("pass", "hooks", "products")]
 
 
-def test_norm_clipping_and_step_are_deepspeeds_own() -> None:
+def test_norm_clipping_and_step_are_those_of_both_of_deepspeeds_own_ways() -> None:
     """Of one token slice to the bit: a sum of one product has nothing to round."""
-    ((theirs, their_weights), (ours, our_weights)) = run_distributed(_both_ways, 1)[0]
-    assert ours == theirs
-    assert theirs[1] > 0.1, "nothing was clipped"
-    assert all((our_weights[name] == their_weights[name]).all() for name in their_weights)
+    (found, updated), *others = run_distributed(_all_ways, 1)[0]
+    assert found[1] > 0.1, "nothing was clipped"
+    for other_found, other_updated in others:
+        assert other_found == found
+        assert all((other_updated[name] == updated[name]).all() for name in updated)
 
 
 # ---------------------------------------------------------------------- what they cost
@@ -202,3 +206,18 @@ def test_a_device_that_adds_products_by_itself_is_handed_the_sum() -> None:
 
 def test_this_host_has_no_such_operation_and_is_not_asked_for_it() -> None:
     assert not accumulated_gradients._adds_products(torch.device("cpu"), torch.bfloat16, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_adds_products_of_bf16_to_fp32_unrounded() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert accumulated_gradients._adds_products(device, torch.bfloat16, torch.float32), "this torch is too old"
+    gradient = AccumulatedGradient(torch.zeros(2, OUT, IN, device=device), torch.bfloat16)
+    kept, expected = gradient.total.data_ptr(), torch.zeros(2 * OUT, IN, dtype=torch.float64)
+    for step in range(TOKEN_SLICES):
+        output_gradient, inputs = drawn(ROWS, 2 * OUT, seed=step), drawn(ROWS, IN, seed=100 + step)
+        gradient.add_product(output_gradient.to(device), inputs.to(device))
+        expected += output_gradient.double().t() @ inputs.double()
+    assert gradient.total.data_ptr() == kept
+    torch.testing.assert_close(gradient.total.view(2 * OUT, IN).cpu().double(), expected, rtol=1e-5, atol=1e-5)
