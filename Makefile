@@ -43,6 +43,7 @@ bench: $(VENV)/installed ## measure speed and memory on two cores, simulator and
 	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.pipeline_speed
 	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.activation_memory
 	$(BIN)/python -m benchmarks.slicing_overhead
+	$(BIN)/python -m benchmarks.gradient_accumulation
 	$(BIN)/python -m benchmarks.schedule_speed
 	$(BIN)/python -m benchmarks.simulator_speed
 	$(BIN)/python -m benchmarks.solver_speed

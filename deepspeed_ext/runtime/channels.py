@@ -99,6 +99,11 @@ class Outgoing:
         for tensor in tensors:
             self._post(name, tensor.detach().contiguous())
 
+    def over(self, name: Hashable) -> Callable[[], bool]:
+        """What tells, from any thread and at any time, whether a message has left."""
+        works = [work for work, _ in self._in_flight[name]]
+        return lambda: all(work.is_completed() for work in works)
+
     def complete(self, name: Hashable) -> None:
         """Wait until a message has left, and let go of its tensors."""
         for work, _ in self._in_flight.pop(name):
@@ -129,6 +134,13 @@ class Incoming:
         self._unposted.append((name, kind))
         while self._unposted and (spec := self._shapes.find(self._unposted[0][1])) is not None:
             self._post(self._unposted.popleft()[0], spec)
+
+    def over(self, name: Hashable) -> Callable[[], bool] | None:
+        """What tells, from any thread and at any time, whether a message has come; None if it cannot be posted yet."""
+        if name not in self._posted:
+            return None
+        works = self._posted[name][2]
+        return lambda: all(work.is_completed() for work in works)
 
     def wait(self, name: Hashable) -> tuple[Tensor, ...]:
         """Wait for a message; tensors that need a gradient come as leaves that require one."""

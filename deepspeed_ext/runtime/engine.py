@@ -25,6 +25,7 @@ from deepspeed_ext.plan.programs import Instruction, InstructionKind
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
+from deepspeed_ext.runtime.accumulated_gradients import OptimizerGradients
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.executor import BatchPlan, Executor
 from deepspeed_ext.runtime.grad_norm import clip_gradients, global_grad_norm
@@ -122,6 +123,10 @@ class TokenSlicePipelineEngine(PipelineEngine):
             around=self._around,
             ledger=self._ledger,
         )
+        self._accumulated: OptimizerGradients | None = None
+        if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
+            self._accumulated = OptimizerGradients(self.optimizer)
+            self._executor.attach_weight_gradients()
 
     # ------------------------------------------------------------------ what a user calls
 
@@ -346,19 +351,17 @@ class TokenSlicePipelineEngine(PipelineEngine):
                 surroundings.callback(timer.stop)
             if self._clock is not None:
                 surroundings.enter_context(self._clock.measure(op))
-            if op.kind is not OpKind.FORWARD:
+            if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT):
+                # What is put off adds up by itself.
                 surroundings.enter_context(self._accumulation())
             yield
 
     @contextmanager
     def _accumulation(self) -> Iterator[None]:
-        """Around one backward: add the token slice's bf16 gradients to the fp32 ones that `BF16_Optimizer` keeps."""
-        separate = self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update
-        if separate:
-            self.optimizer.clear_lp_grads()
+        """Around a backward: move the bf16 gradients that it leaves to the sums that `BF16_Optimizer` keeps."""
         yield
-        if separate:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
+        if self._accumulated is not None:
+            self._accumulated.collect()
 
     # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
     _INSTRUCTION_MAP = {  # noqa: RUF012

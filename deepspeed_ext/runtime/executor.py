@@ -5,7 +5,7 @@ says what surrounds a batch, and this says what happens to a token slice.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,15 +82,20 @@ class Executor:
         self._ledger = ledger
         self._stages = list(module.pipeline.stages_of(module.stage_id))
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
-        self._weight_gradients = WeightGradients()
+        self._weight_gradients, self._attached = WeightGradients(), False
         self.live = LiveBatch()
 
     def begin(self, plan: BatchPlan, *, puts_weight_gradients_off: bool) -> None:
         """Forget the batch before, and expect another."""
         self.plan, self.live = plan, LiveBatch()
         if puts_weight_gradients_off:
+            self.attach_weight_gradients()
+
+    def attach_weight_gradients(self) -> None:
+        """Let products ask their weights what to do with gradients: compute them now or later, add them up where."""
+        if not self._attached:
             self._weight_gradients.attach(self._module)
-        self._module.around_layers = self._weight_gradients.products if puts_weight_gradients_off else nullcontext
+            self._attached = True
 
     def finish(self) -> LiveBatch:
         """Hand over what the batch left, and keep nothing of it."""
@@ -198,7 +203,7 @@ class Executor:
     def complete(self, step: Instruction) -> None:
         """Let go of a message once it has left."""
         reader = self._reader(step.op)
-        with self._ledger.waiting_for(self._links.peer(reader)):
+        with self._ledger.waiting_for(self._links.peer(reader), self._links.over(reader)):
             self._links.complete(reader)
 
     # ------------------------------------------------------------------ parts of the above
@@ -227,7 +232,7 @@ class Executor:
         """What an op reads of another stage: passed on by this rank, or come from another."""
         if op in self.live.passed:
             return self.live.passed.pop(op)
-        with self._ledger.waiting_for(self._links.peer(op)):
+        with self._ledger.waiting_for(self._links.peer(op), self._links.over(op)):
             return self._links.wait(op)
 
     def _reader(self, result: Op) -> Op:

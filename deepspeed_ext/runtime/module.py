@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -53,6 +52,8 @@ class TokenSlicePipelineModule(PipelineModule):
             attention and positions; every stage then reads the data. None if every row is one document.
         activation_spec: what passes between stages, so that shapes need never be sent; None to send them once.
         activation_checkpoint_interval: recompute activations in backward, this many layers at a time; 0 for never.
+        preserve_rng_state: layers that are recomputed draw the same random numbers again, as `nn.Dropout` must. Saving
+            and restoring the generators' states costs time at every checkpoint; False where no layer draws from them.
         dynamic_shape: shapes between stages may change from one micro-batch to the next, and are sent with each.
         base_seed: layer i initialises with seed `base_seed + i`, whatever stage it is on.
 
@@ -77,6 +78,7 @@ class TokenSlicePipelineModule(PipelineModule):
         documents: Callable[[Any], Documents] | None = None,
         activation_spec: ActivationSpec | None = None,
         activation_checkpoint_interval: int = 0,
+        preserve_rng_state: bool = True,
         dynamic_shape: bool = False,
         base_seed: int = 1234,
     ) -> None:
@@ -132,8 +134,7 @@ class TokenSlicePipelineModule(PipelineModule):
         self.split_batch = split_batch
         self.documents = documents
         self.activation_spec = activation_spec
-        self.around_layers: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Entered around layers whenever they compute, when recomputed too."""
+        self._preserve_rng_state = preserve_rng_state
         self._takes_past = [takes_past(function) for function in self.forward_funcs]
 
     def _partition_layers(self, method: str = "") -> None:
@@ -259,13 +260,12 @@ class TokenSlicePipelineModule(PipelineModule):
             entries, inputs = inputs, inputs[self.data_entries.first]
 
         def run(hidden: Any, positions: range) -> Any:
-            with self.around_layers():
-                for position in positions:
-                    number = self._layer_numbers[position]
-                    keywords = self.data_entries.given(number, entries)
-                    if self._takes_past[position]:
-                        keywords["past"] = state.past(number, token_slice)
-                    hidden = self.forward_funcs[position](hidden, **keywords)
+            for position in positions:
+                number = self._layer_numbers[position]
+                keywords = self.data_entries.given(number, entries)
+                if self._takes_past[position]:
+                    keywords["past"] = state.past(number, token_slice)
+                hidden = self.forward_funcs[position](hidden, **keywords)
             return hidden
 
         interval = self.activation_checkpoint_interval
@@ -273,7 +273,13 @@ class TokenSlicePipelineModule(PipelineModule):
             return run(inputs, positions)
         for start in range(0, len(positions), interval):
             # Not reentrant: a reentrant checkpoint drops the gradient of layers whose input needs none, as embeddings'.
-            inputs = checkpoint(run, inputs, positions[start : start + interval], use_reentrant=False)
+            inputs = checkpoint(
+                run,
+                inputs,
+                positions[start : start + interval],
+                use_reentrant=False,
+                preserve_rng_state=self._preserve_rng_state,
+            )
         return inputs
 
 

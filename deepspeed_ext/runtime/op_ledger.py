@@ -5,6 +5,10 @@ until the accelerator has come to the same place in its queue:
 
     host          done 0 | waits for 1 | came | done 1 |  ...           all enqueued at once
     accelerator   ......... done 0, waiting for rank 1                  the position
+    told by       event               message   event
+
+An accelerator tells where it is by an event after each op. Transfers tell by themselves whether they are over, and what
+costs it nothing, such as to post a message, it has done as soon as it has done what was before.
 """
 
 import json
@@ -14,15 +18,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.plan.programs import Instruction
+from deepspeed_ext.plan.programs import COMPUTE, Instruction
 from deepspeed_ext.plan.stall import Position
 
-Mark = Callable[[], Callable[[], bool]]
-"""Marks the place in the accelerator's queue at which the host is; what it returns says whether that was reached."""
+Reached = Callable[[], bool]
+"""Says whether the accelerator has come to a place in its queue. Any thread calls it until it has, and never again."""
+
+Mark = Callable[[], Reached]
+"""Marks the place in the accelerator's queue at which the host is."""
+
+_OPS = frozenset(COMPUTE.values())
+"""Instructions that the accelerator spends time on."""
 
 
 class _State(NamedTuple):
@@ -44,24 +54,31 @@ class OpLedger:
         self._rank, self._mark = rank, mark
         self._said = self._reached = _State("no batch yet", (), 0, None)
         self._since = time.monotonic()
-        self._ahead: deque[tuple[Callable[[], bool], _State]] = deque()
+        self._ahead: deque[tuple[Reached | None, _State]] = deque()
         self._lock = Lock()
 
     def begin(self, batch: str, program: Sequence[Instruction]) -> None:
         """Start on a batch."""
-        self._say(_State(batch, program, 0, None))
+        self._say(_State(batch, program, 0, None), self._mark)
 
     def done(self) -> None:
         """The instruction at hand is done."""
-        self._say(self._said._replace(done=self._said.done + 1))
+        said = self._said
+        is_op = said.done < len(said.program) and said.program[said.done].kind in _OPS
+        self._say(said._replace(done=said.done + 1), self._mark if is_op else None)
 
     @contextmanager
-    def waiting_for(self, rank: int) -> Iterator[None]:
-        """Around a wait for another rank."""
-        self._say(self._said._replace(waits_for=rank))
+    def waiting_for(self, rank: int, over: Reached | None = None) -> Iterator[None]:
+        """Around a wait for another rank.
+
+        Args:
+            rank: the rank.
+            over: says whether the accelerator has what it waits for; None to mark the place.
+        """
+        self._say(self._said._replace(waits_for=rank), None)
         yield
         # Not in a `finally`: where the wait fails, it is what the ledger should say.
-        self._say(self._said._replace(waits_for=None))
+        self._say(self._said._replace(waits_for=None), self._mark if over is None else lambda: over)
 
     def position(self) -> Position:
         """Where the rank is now."""
@@ -83,17 +100,20 @@ class OpLedger:
         )
         return position, program
 
-    def _say(self, state: _State) -> None:
+    def _say(self, state: _State, mark: Mark | None) -> None:
+        """Note where the host is; None marks nothing: the accelerator gets there with what was said before."""
         self._said = state
         with self._lock:
             if self._mark is None:
                 self._reached, self._since = state, time.monotonic()
                 return
+            # Before the mark, so that the event of one that was reached can serve again.
             self._catch_up()
-            self._ahead.append((self._mark(), state))
+            self._ahead.append((None if mark is None else mark(), state))
+            self._catch_up()
 
     def _catch_up(self) -> None:
-        while self._ahead and self._ahead[0][0]():
+        while self._ahead and ((reached := self._ahead[0][0]) is None or reached()):
             self._reached, self._since = self._ahead.popleft()[1], time.monotonic()
 
     def write(self, directory: Path, line: str) -> Path:
@@ -135,9 +155,18 @@ def accelerator_mark() -> Mark | None:
     if accelerator.is_synchronized_device():
         return None
 
-    def mark() -> Callable[[], bool]:
-        event = accelerator.Event()
+    free: list[Any] = []
+
+    def mark() -> Reached:
+        event = free.pop() if free else accelerator.Event()
         event.record()
-        return event.query
+
+        def reached() -> bool:
+            if not event.query():
+                return False
+            free.append(event)
+            return True
+
+        return reached
 
     return mark

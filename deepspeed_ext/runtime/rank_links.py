@@ -125,6 +125,11 @@ class RankLinks:
         """Let go of a sent message once it has left."""
         self._outgoing[self._channel(reader)].complete(reader)
 
+    def over(self, reader: Op) -> Callable[[], bool] | None:
+        """What tells whether the transfer of a message is over, on the accelerator too; None if nothing can yet."""
+        channel = self._channel(reader)
+        return (self._incoming if channel in self._incoming else self._outgoing)[channel].over(reader)
+
     def peer(self, reader: Op) -> int:
         """Global rank at the other end of a message."""
         return self._peers[self._channel(reader)]

@@ -19,6 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+
 from deepspeed_ext.plan.stall import Position, explain, explain_alone
 from deepspeed_ext.runtime.op_ledger import OpLedger
 
@@ -69,8 +71,10 @@ class StallWatch:
         # Batch and instruction at which this rank last stood still: said once, also if it goes on after a long time.
         self._told: tuple[str, int] | None = None
         self._ended = threading.Event()
+        device = get_accelerator().current_device()
         self._threads = [
-            threading.Thread(target=run, name="stall watch", daemon=True) for run in (self._ask, self._ask_nobody)
+            threading.Thread(target=self._on_device, args=(device, run), name="stall watch", daemon=True)
+            for run in (self._ask, self._ask_nobody)
         ]
         for thread in self._threads:
             thread.start()
@@ -83,6 +87,11 @@ class StallWatch:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=_PARTING_S)
+
+    def _on_device(self, device: int, run: Callable[[], None]) -> None:
+        # A thread starts on the first device of the host, and to ask for an event there would take memory of it.
+        get_accelerator().set_device(device)
+        run()
 
     def _ask(self) -> None:
         while not self._ended.wait(self._interval_s):

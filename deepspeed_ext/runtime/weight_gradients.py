@@ -7,19 +7,20 @@ nobody does, so a schedule may run it where the rank would idle (zero bubble, ar
     BW    dW += dY^T X       later: dY and X are kept until then, and nothing else of the graph is
 
 An operation that can do so asks the `weight_gradients` of its weight whether products are being put off, and hands
-its second product over if they are. The matrix products of any model do, inside `products()`; other operations, such
-as norms and biases, compute everything in BI, which is as correct and only less apart. What is put off is computed in
-the order in which it was, so every weight adds its gradients up as a whole backward does.
+its second product over if they are. Every `nn.Linear` of an attached module does, and `linear` for weights that layers
+multiply with by themselves. Other operations, such as norms and biases, compute everything in BI, which is as correct
+and only less apart. What is put off is computed in the order in which it was, so every weight adds its gradients up as
+a whole backward does.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 Product = Callable[[], None]
 """Adds one product to the gradient of its weight."""
@@ -31,8 +32,7 @@ class WeightGradients:
     Example:
         >>> weight_gradients = WeightGradients()
         >>> weight_gradients.attach(module)                 # doctest: +SKIP
-        >>> with weight_gradients.products():               # doctest: +SKIP
-        ...     loss = module(inputs)
+        >>> loss = module(inputs)                           # doctest: +SKIP
         >>> with weight_gradients.put_off() as later:       # doctest: +SKIP
         ...     loss.backward()
         >>> compute(later)                                  # doctest: +SKIP
@@ -47,9 +47,16 @@ class WeightGradients:
         return self._later is not None
 
     def attach(self, module: nn.Module) -> None:
-        """Let the weights of a module be asked: each gets this object as its `weight_gradients`."""
+        """Let the weights of a module be asked, and its linear layers ask them.
+
+        Each weight gets this object as its `weight_gradients`. A class with a `forward` other than that of `nn.Linear`
+        keeps it, and computes its products at once.
+        """
         for parameter in module.parameters():
             parameter.weight_gradients = self
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
+                layer.forward = partial(_forward, layer)
 
     @contextmanager
     def put_off(self) -> Iterator[list[Product]]:
@@ -66,13 +73,6 @@ class WeightGradients:
         assert self._later is not None, "nobody is there to compute it"
         self._later.append(product)
 
-    def products(self) -> TorchFunctionMode:
-        """Around a forward: every `F.linear` of a weight of an attached module can then be put off.
-
-        To be entered again where activation checkpointing repeats the forward, so that both keep the same tensors.
-        """
-        return _LinearProducts(self)
-
 
 def compute(later: list[Product]) -> None:
     """Compute what was put off, in its order, and let go of each product's tensors at once: the list is empty then."""
@@ -82,33 +82,33 @@ def compute(later: list[Product]) -> None:
             later.pop()()
 
 
-class _LinearProducts(TorchFunctionMode):
-    """Sees every call of torch in a forward, and takes `F.linear` over, by which all linear layers come."""
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, whose product of the weight can be put off, and adds up in place where the weight says so.
 
-    def __init__(self, weight_gradients: WeightGradients) -> None:
-        super().__init__()
-        self._weight_gradients = weight_gradients
+    Any model may call it. Weights that no engine has attached, and such as are computed, are left to torch.
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        positional: Sequence[Any] = (),
-        keywords: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if function is F.linear:
-            return self._linear(*positional, **(keywords or {}))
-        return function(*positional, **(keywords or {}))
+    Args:
+        inputs: [..., in].
+        weight: [out, in].
+        bias: [out].
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if getattr(weight, "weight_gradients", None) is not self._weight_gradients or not _can_be_put_off(
-            input, weight
-        ):
-            return F.linear(input, weight, bias)
-        return _Linear.apply(input, weight, bias)
+    Returns:
+        [..., out].
+    """
+    if not _asks(inputs, weight):
+        return F.linear(inputs, weight, bias)
+    return _Linear.apply(inputs, weight, bias)
 
 
-def _can_be_put_off(inputs: Tensor, weight: Tensor) -> bool:
+def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
+    """The `forward` of linear layers that are attached."""
+    return linear(input, layer.weight, layer.bias)
+
+
+def _asks(inputs: Tensor, weight: Tensor) -> bool:
+    """Whether the backward of a product may ask its weight what to do with its gradient."""
+    if getattr(weight, "weight_gradients", None) is None or not torch.is_grad_enabled():
+        return False
     # Autocast computes the product from copies of another type, whose gradients torch knows how to convert.
     autocast = torch.is_autocast_enabled(inputs.device.type)
     return weight.is_leaf and weight.requires_grad and weight.dim() == 2 and inputs.dim() > 1 and not autocast
@@ -130,12 +130,14 @@ class _Linear(torch.autograd.Function):
         rows = output_gradient.flatten(0, -2)
         of_inputs = output_gradient @ weight if ctx.needs_input_grad[0] else None
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        store = parameter.weight_gradients
         inputs = inputs.flatten(0, -2)
-        if not store.collecting or _is_watched(parameter):
+        if _is_watched(parameter):
             return of_inputs, rows.t() @ inputs, of_bias
-        store.add(lambda: _add(parameter, rows.t() @ inputs))
-        return of_inputs, None, of_bias
+        store = parameter.weight_gradients
+        if store.collecting:
+            store.add(lambda: _add(parameter, rows, inputs))
+            return of_inputs, None, of_bias
+        return of_inputs, _weight_gradient(parameter, rows, inputs), of_bias
 
 
 def _is_watched(parameter: Tensor) -> bool:
@@ -143,9 +145,17 @@ def _is_watched(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def _add(parameter: Tensor, gradient: Tensor) -> None:
-    """Add a gradient as autograd does: the first is kept as it is."""
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad += gradient
+def _weight_gradient(parameter: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
+    """The product, or None once it is added to where the gradient of the weight adds up."""
+    accumulated = getattr(parameter, "accumulated_gradient", None)
+    if accumulated is None:
+        return rows.t() @ inputs
+    accumulated.add_product(rows, inputs)
+    return None
+
+
+def _add(parameter: Tensor, rows: Tensor, inputs: Tensor) -> None:
+    """Add the product as autograd does: the first is kept as it is."""
+    gradient = _weight_gradient(parameter, rows, inputs)
+    if gradient is not None:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

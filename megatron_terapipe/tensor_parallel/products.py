@@ -6,6 +6,9 @@ nothing, `C += A B` being what the hardware does; for an embedding only the rows
 whole vocabulary. So from the second token slice on, these functions add to `weight.grad` themselves and tell autograd
 that there is nothing left to do (Megatron's gradient accumulation fusion, arXiv 1909.08053's code base).
 
+Where gradients add up in more digits than weights have, as those of bf16 weights in fp32, a weight has an attribute
+`accumulated_gradient`. It is given every product, the first one too, and `weight.grad` stays None.
+
 A schedule may want weight gradients later than those of the inputs (zero bubble, arXiv 2401.10241 section 2). A weight
 then has an attribute `weight_gradients`; while that is `collecting`, it is given the product to compute later. What a
 product keeps until then is the gradient of its output and its own input, as this rank has it:
@@ -35,6 +38,16 @@ class WeightGradients(Protocol):
 
     def add(self, product: Callable[[], None]) -> None:
         """Compute a product later, without autograd, after all that were added before."""
+
+
+class AccumulatedGradient(Protocol):
+    """Adds a weight's gradients up apart from the weight; whoever keeps the sums provides it."""
+
+    def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
+        """Add `output_gradient.T @ inputs`, of [rows, out] and [rows, in]."""
+
+    def add_rows(self, indices: Tensor, output_gradient: Tensor) -> None:
+        """Add each row of `output_gradient` [rows, width] to the one that `indices` [rows] names."""
 
 
 def linear(
@@ -76,6 +89,12 @@ def _is_watched(weight: Tensor) -> bool:
 def _accumulates_in_place(weight: Tensor) -> bool:
     """Whether a gradient may be added to `weight.grad` behind autograd's back: not to the first one, which it keeps."""
     return weight.is_leaf and weight.grad is not None and not _is_watched(weight)
+
+
+def _accumulated(weight: Tensor) -> AccumulatedGradient | None:
+    """Where the gradient of a weight adds up, if that is not `weight.grad`."""
+    accumulated: AccumulatedGradient | None = getattr(weight, "accumulated_gradient", None) if weight.is_leaf else None
+    return None if accumulated is None or _is_watched(weight) else accumulated
 
 
 def _taker(weight: Tensor) -> WeightGradients | None:
@@ -139,6 +158,9 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(weight: Tensor, output_gradient: Tensor, inputs: Tensor) -> Tensor | None:
     """The product, or None once it is added to the gradient that the weight has."""
     rows, inputs = output_gradient.flatten(0, -2), inputs.flatten(0, -2)
+    if (accumulated := _accumulated(weight)) is not None:
+        accumulated.add_product(rows, inputs)
+        return None
     if not _accumulates_in_place(weight):
         return (rows.t() @ inputs).view_as(weight)
     weight.grad.flatten(0, -2).addmm_(rows.t(), inputs)
@@ -185,7 +207,11 @@ class _Embedding(torch.autograd.Function):
 
 def _embedding_gradient(weight: Tensor, tokens: Tensor, output_gradient: Tensor) -> Tensor | None:
     """The gradient, or None once it is added to the one that the weight has."""
+    indices, rows = tokens.flatten(), output_gradient.flatten(0, -2)
+    if (accumulated := _accumulated(weight)) is not None:
+        accumulated.add_rows(indices, rows)
+        return None
     in_place = _accumulates_in_place(weight)
     gradient = weight.grad if in_place else torch.zeros_like(weight)
-    gradient.index_add_(0, tokens.flatten(), output_gradient.flatten(0, -2))
+    gradient.index_add_(0, indices, rows)
     return None if in_place else gradient

@@ -97,6 +97,8 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
             documents=documents_reader(config.data),
             activation_spec=hidden_state,
             activation_checkpoint_interval=config.training.recompute_num_layers if recompute == "full" else 0,
+            # Masks of dropout are a function of the place (docs/adr/0012): no layer draws from a generator.
+            preserve_rng_state=False,
             base_seed=config.training.seed,
         )
         engine, *_ = initialize(

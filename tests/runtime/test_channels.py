@@ -81,9 +81,10 @@ def _exchange(known: bool) -> dict[str, Any]:
         for index in range(4):
             outgoing.send(index, index % 2, _tensors(index))
         dist.barrier()
+        over = [outgoing.over(index) for index in range(4)]
         for index in reversed(range(4)):
             outgoing.complete(index)
-        return {"sent": outgoing.num_messages, "held": len(outgoing._in_flight)}
+        return {"sent": outgoing.num_messages, "held": len(outgoing._in_flight), "over": [each() for each in over]}
     incoming = Incoming(0, group, shapes, torch.device("cpu"))
     for index in range(4):
         incoming.post(index, index % 2)
@@ -91,7 +92,10 @@ def _exchange(known: bool) -> dict[str, Any]:
     # Asked for in another order than sent: the channel reads on to the one wanted and keeps those before it.
     found = {}
     for index in (2, 0, 1, 3):
+        over = incoming.over(index)
+        assert known <= (over is not None), "what is posted can tell"
         first, second = incoming.wait(index)
+        assert over is None or over()
         same = torch.equal(first, _tensors(index)[0]) and torch.equal(second, _tensors(index)[1])
         found[index] = (same, first.is_leaf, first.requires_grad, second.requires_grad, second.dtype == torch.int64)
     return {"found": found, "held": len(incoming._posted) + len(incoming._unposted)}
@@ -100,7 +104,7 @@ def _exchange(known: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(("known", "messages"), [(True, 8), (False, 10)], ids=["shapes known", "headers"])
 def test_messages_arrive_in_order_with_and_without_headers(known: bool, messages: int) -> None:
     sender, receiver = run_distributed(_exchange, 2, known)
-    assert sender == {"sent": messages, "held": 0}
+    assert sender == {"sent": messages, "held": 0, "over": [True] * 4}
     assert receiver == {"found": dict.fromkeys((2, 0, 1, 3), (True, True, True, False, True)), "held": 0}
 
 

@@ -2,6 +2,7 @@
 
 import json
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -190,3 +191,31 @@ def _tied_with_past() -> list[float]:
 
 def test_a_tied_layer_may_ask_for_the_past() -> None:
     assert run_distributed(_tied_with_past, 1) == [[0.0, 9.0, 10.0, 18.0]]
+
+
+# ---------------------------------------------------------------------- recomputation
+
+
+def _recomputed() -> dict[str, tuple[list[Any], int]]:
+    """Gradients through `nn.Dropout`, not recomputed and with either setting; how often a generator was saved."""
+    found: dict[str, tuple[list[Any], int]] = {}
+    for name, keywords in {
+        "kept": {},
+        "default": {"activation_checkpoint_interval": 3},
+        "without states": {"activation_checkpoint_interval": 3, "preserve_rng_state": False},
+    }.items():
+        linear = LayerSpec(nn.Linear, models.HIDDEN, models.HIDDEN)
+        model = module([linear, LayerSpec(nn.Dropout, 0.5), linear], **keywords)
+        torch.manual_seed(5)
+        hidden = torch.ones(2, CUT.seq_length, models.HIDDEN)
+        with patch("torch.get_rng_state", wraps=torch.get_rng_state) as saved:
+            model(hidden).square().sum().backward()
+        found[name] = [as_numpy(weight.grad) for weight in model.parameters()], saved.call_count
+    return found
+
+
+def test_layers_that_draw_random_numbers_draw_them_again_unless_told_that_none_does() -> None:
+    ((kept, never), (default, often), (others, not_once)) = run_distributed(_recomputed, 1)[0].values()
+    assert all(np.array_equal(*pair) for pair in zip(kept, default, strict=True))
+    assert not all(np.array_equal(*pair) for pair in zip(kept, others, strict=True))
+    assert (never, not_once) == (0, 0) and often > 0

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import gpipe
+from deepspeed_ext.runtime import stall_watch
 from deepspeed_ext.runtime.op_ledger import OpLedger
 from deepspeed_ext.runtime.stall_watch import StallWatch
 
@@ -78,6 +80,20 @@ def test_nothing_is_left_of_a_watch_that_ended(tmp_path: Path) -> None:
     assert threading.active_count() == before + 2
     watched.end()
     assert threading.active_count() == before
+
+
+def test_its_threads_ask_the_device_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[str, int]] = []
+
+    def set_device(index: int) -> None:
+        chosen.append((threading.current_thread().name, index))
+
+    monkeypatch.setattr(
+        stall_watch, "get_accelerator", lambda: SimpleNamespace(current_device=lambda: 3, set_device=set_device)
+    )
+    watched = watch(OpLedger(0), 0, [], tmp_path, store=dist.HashStore())
+    watched.end()
+    assert chosen == [("stall watch", 3)] * 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError, dist.DistNetworkError], ids=str)

@@ -1,5 +1,6 @@
 """Weight gradients put off: the same bits as a whole backward, for layers that know nothing of it."""
 
+import copy
 import weakref
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_ext.runtime.weight_gradients import Product, WeightGradients, compute
+from deepspeed_ext.runtime.weight_gradients import Product, WeightGradients, compute, linear
 
 ROWS, TOKENS, WIDTH = 2, 3, 8
 
@@ -27,7 +28,7 @@ class Layer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.words(tokens)
         hidden = hidden + self.down(F.gelu(self.up(self.norm(hidden))))
-        return F.linear(input=hidden, weight=self.head)
+        return linear(hidden, self.head)
 
 
 def layer(dtype: torch.dtype = torch.float64) -> Layer:
@@ -50,8 +51,7 @@ def attached(module: nn.Module) -> WeightGradients:
 
 
 def put_off(module: nn.Module, weight_gradients: WeightGradients, step: int) -> list[Product]:
-    with weight_gradients.products():
-        loss = module(tokens_of(step)).logsumexp(-1).sum()
+    loss = module(tokens_of(step)).logsumexp(-1).sum()
     with weight_gradients.put_off() as later:
         loss.backward()
     return later
@@ -90,9 +90,7 @@ def test_whole_and_put_off_backwards_may_take_turns() -> None:
         if step % 2:
             compute(put_off(mixed, weight_gradients, step))
         else:
-            with weight_gradients.products():
-                loss = mixed(tokens_of(step)).logsumexp(-1).sum()
-            loss.backward()
+            mixed(tokens_of(step)).logsumexp(-1).sum().backward()
     for name, gradient in gradients(whole).items():
         assert torch.equal(mixed.get_parameter(name).grad, gradient), name
 
@@ -101,12 +99,7 @@ def test_a_repeated_forward_puts_off_as_the_first_one_did() -> None:
     whole, apart = layer(), layer()
     whole(tokens_of(0)).logsumexp(-1).sum().backward()
     weight_gradients = attached(apart)
-
-    def run(tokens: Tensor) -> Tensor:
-        with weight_gradients.products():
-            return apart(tokens)
-
-    loss = checkpoint(run, tokens_of(0), use_reentrant=False).logsumexp(-1).sum()
+    loss = checkpoint(apart, tokens_of(0), use_reentrant=False).logsumexp(-1).sum()
     with weight_gradients.put_off() as later:
         loss.backward()
     assert len(later) == 3
@@ -119,9 +112,8 @@ def test_between_the_parts_a_product_keeps_its_input_and_the_gradient_of_its_out
     module = nn.Linear(WIDTH, 4 * WIDTH)
     weight_gradients = attached(module)
     inputs = torch.randn(ROWS, TOKENS, WIDTH, requires_grad=True)
-    with weight_gradients.products():
-        widened = module(inputs)
-        squared = widened.square()
+    widened = module(inputs)
+    squared = widened.square()
     gone = weakref.ref(widened)  # kept by the square
     del widened
     assert gone() is not None
@@ -168,8 +160,7 @@ def test_weights_of_other_modules_and_frozen_or_computed_ones_are_left_to_torch(
     weight_gradients.attach(frozen)
     computed = nn.Parameter(torch.randn(WIDTH, WIDTH))
     inputs = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with weight_gradients.products():
-        output = F.linear(frozen(other(inputs)), computed * 2)
+    output = linear(frozen(other(inputs)), computed * 2)
     with weight_gradients.put_off() as later:
         output.sum().backward()
     assert later == []
@@ -178,10 +169,39 @@ def test_weights_of_other_modules_and_frozen_or_computed_ones_are_left_to_torch(
     assert computed.grad is not None
 
 
+class Doubling(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * 2
+
+
+def test_products_that_do_not_ask_are_computed_at_once() -> None:
+    bare, own = nn.Parameter(torch.randn(WIDTH, WIDTH)), Doubling(WIDTH, WIDTH)
+    layers = nn.ModuleList([nn.ParameterList([bare]), own])
+    weight_gradients = attached(layers)
+    loss = F.linear(own(torch.ones(ROWS, WIDTH)), bare).sum()
+    with weight_gradients.put_off() as later:
+        loss.backward()
+    assert later == []
+    assert bare.grad is not None
+    torch.testing.assert_close(own.weight.grad, (2 * ROWS * bare.sum(0)).unsqueeze(1).expand(WIDTH, WIDTH))
+
+
+def test_attached_layers_are_the_layers_that_they_were() -> None:
+    module = layer()
+    weight_gradients = attached(module)
+    weight_gradients.attach(module)  # once more changes nothing
+    twin = copy.deepcopy(module)
+    twin.up.weight.data.zero_()
+    assert module.state_dict().keys() == layer().state_dict().keys()
+    with torch.no_grad():
+        assert torch.equal(module(tokens_of(0)), layer()(tokens_of(0)))
+        assert not torch.equal(module(tokens_of(0)), twin(tokens_of(0)))
+
+
 def test_autocast_is_left_to_torch() -> None:
     module = nn.Linear(WIDTH, WIDTH)
     weight_gradients = attached(module)
-    with weight_gradients.products(), torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16):
         output = module(torch.randn(ROWS, WIDTH))
     with weight_gradients.put_off() as later:
         output.float().sum().backward()

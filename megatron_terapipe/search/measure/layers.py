@@ -8,7 +8,6 @@ Every rank of this machine measures at the same time, each its part of the layer
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -21,6 +20,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.accumulated_gradients import AccumulatedGradients
 from deepspeed_ext.runtime.module import takes_past
 from deepspeed_ext.runtime.sequence_state import SequenceState
 from deepspeed_ext.runtime.weight_gradients import WeightGradients, compute
@@ -127,7 +127,7 @@ class LayerTimer:
         cut = TokenSlices.uniform(self._model.seq_length, run.num_token_slices)
         for module in layers.modules:
             self._weight_gradients.attach(module)
-        sums = _Sums(layers.modules) if self._dtype is torch.bfloat16 else None
+        sums = _sums(layers.modules) if self._dtype is torch.bfloat16 else None
         # Gradients exist from the first on, as within a step: products add to them.
         self._repeat(layers, run, cut, sums)
         repeats: list[list[OpTimes]] = []
@@ -154,7 +154,7 @@ class LayerTimer:
         return float(total.item() / dist.get_world_size())
 
     def _repeat(
-        self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices, sums: "_Sums | None"
+        self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices, sums: AccumulatedGradients | None
     ) -> list[OpTimes]:
         whole = self._once(layers, run, cut, sums, puts_off=False)
         parts = self._once(layers, run, cut, sums, puts_off=True)
@@ -164,7 +164,13 @@ class LayerTimer:
         ]
 
     def _once(
-        self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices, sums: "_Sums | None", *, puts_off: bool
+        self,
+        layers: MeasuredLayers,
+        run: MeasuredRun,
+        cut: TokenSlices,
+        sums: AccumulatedGradients | None,
+        *,
+        puts_off: bool,
     ) -> list[tuple[float, float, float]]:
         """Forward, backward and weight gradient of each token slice of one micro-batch."""
         state = SequenceState(cut, sequences=range(run.micro_batch_size))
@@ -184,16 +190,17 @@ class LayerTimer:
             root = roots.pop()
             gradient = torch.ones_like(root)
             weights_s = 0.0
-            around = sums or nullcontext()
-            with Stopwatch() as watch, around:
+            with Stopwatch() as watch:
                 if puts_off:
                     with self._weight_gradients.put_off() as later:
                         torch.autograd.backward(root, gradient)
                 else:
                     torch.autograd.backward(root, gradient)
+                if sums is not None:
+                    sums.collect()
             del root
             if puts_off:
-                with Stopwatch() as other, around:
+                with Stopwatch() as other:
                     compute(later)
                 weights_s = other.seconds
             found.append((forwards[index], watch.seconds, weights_s))
@@ -214,27 +221,10 @@ class LayerTimer:
         )
 
 
-class _Sums:
-    """Around a backward in bf16: adds its gradients to fp32 ones, as DeepSpeed's `BF16_Optimizer` makes the engine do.
-
-    Args:
-        modules: whose weights.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        weights = {id(weight): weight for module in modules for weight in module.parameters()}
-        self._sums = [(weight, torch.zeros_like(weight, dtype=torch.float32)) for weight in weights.values()]
-
-    def __enter__(self) -> None:
-        gradients = [weight.grad for weight, _ in self._sums if weight.grad is not None]
-        if gradients:
-            torch._foreach_zero_(gradients)
-
-    def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for weight, total in self._sums:
-                if weight.grad is not None:
-                    total.add_(weight.grad.float())
+def _sums(modules: Sequence[nn.Module]) -> AccumulatedGradients:
+    """The fp32 sums of bf16 gradients that the engine adds to, of other modules than an optimizer's."""
+    weights = {id(weight): weight for module in modules for weight in module.parameters()}
+    return AccumulatedGradients((weight, torch.zeros_like(weight, dtype=torch.float32)) for weight in weights.values())
 
 
 class Stopwatch:

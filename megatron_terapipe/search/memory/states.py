@@ -8,8 +8,8 @@
 | fp16, 0, ours (FP16_Optimizer) | 2 | 2 | 12 | 8: gradients in fp32, and again as one tensor |
 | fp16 or bf16, 0, Megatron-LM (gradients added up in fp32) | 2 | 4 | 12 | |
 | bf16, 1, DeepSpeed (BF16_Optimizer) | 2 | 6: of a micro-batch, and sums in fp32 | 12 / dp | |
-| bf16, 1, ours (the same) | 2 | 6 | 12 / dp | |
-| bf16, 0, ours (BF16_Optimizer, sums in bf16; shards all the same) | 2 | 4 | 12 / dp | 4 / dp |
+| bf16, 1, ours (the same, but products add to the sums: docs/adr/0025) | 2 | 4 | 12 / dp | |
+| bf16, 0, ours (BF16_Optimizer, sums in bf16; shards all the same) | 2 | 2 | 12 / dp | 4 / dp |
 
 Sources: `zero/stage_1_and_2.py`, `fp16/fused_optimizer.py` and `bf16_optimizer.py` of DeepSpeed 0.19.8's `runtime`;
 Adam of Kingma and Ba, arXiv 1412.6980; ZeRO, arXiv 1910.02054 section 3.1 (16 bytes a parameter).
@@ -57,7 +57,7 @@ def state_bytes(software: str, precision: str, *, zero_stage: int, data_parallel
         return StateBytes(4, 4, 12 * share, 4 * share) if zero_stage else StateBytes(4, 4, 8.0, 0.0)
     if software == "terapipe":
         if precision == "bf16":
-            return StateBytes(2, 6, 12 * share, 0.0) if zero_stage else StateBytes(2, 4, 12 * share, 4 * share)
+            return StateBytes(2, 4, 12 * share, 0.0) if zero_stage else StateBytes(2, 2, 12 * share, 4 * share)
         return StateBytes(2, 2, 12 * share, 4 * share) if zero_stage else StateBytes(2, 2, 12.0, 8.0)
     if zero_stage:
         return StateBytes(2, 2, 12 * share, 4 * share) if precision == "fp16" else StateBytes(2, 6, 12 * share, 0.0)

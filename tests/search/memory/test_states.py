@@ -10,9 +10,9 @@ from megatron_terapipe.search.memory.states import bucket_bytes, state_bytes
         ("terapipe", "fp16", 0, 16),
         ("terapipe", "fp16", 1, 2 + 2 + 12 / 4),
         ("megatron", "fp16", 1, 2 + 2 + 12 / 4),
-        # Sums in fp32 take 4 bytes more, which no rank shares.
+        # Sums in fp32 take 4 bytes more, which no rank shares; ours has them alone.
         ("megatron", "bf16", 1, 2 + 6 + 12 / 4),
-        ("terapipe", "bf16", 1, 2 + 6 + 12 / 4),
+        ("terapipe", "bf16", 1, 2 + 4 + 12 / 4),
         # fp32: two moments of 4 bytes each; ZeRO 1 keeps a copy of the weights beside them.
         ("terapipe", "fp32", 0, 16),
         ("terapipe", "fp32", 1, 8 + 12 / 4),
