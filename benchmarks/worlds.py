@@ -29,7 +29,7 @@ class RankFailed(RuntimeError):
 
 
 class World:
-    """Ranks that hold what they have built, and run functions on it when told.
+    """Ranks that hold what they have built, and run functions on it when told. Leaving a `with` block ends them.
 
     Args:
         size: ranks.
@@ -97,8 +97,14 @@ class World:
         self.run(function)
         return time.perf_counter() - start
 
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def end(self) -> None:
-        """End the ranks."""
+        """End the ranks, wherever they are."""
         for process in self._processes:
             process.kill()
             process.join()

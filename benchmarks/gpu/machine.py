@@ -6,11 +6,13 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment
+from deepspeed_ext.runtime.initialize import init_distributed
 
 
 def has_gpu() -> bool:
@@ -84,6 +86,17 @@ def possible_sharings(num_ranks: int) -> tuple[Sharing, ...]:
     if torch.cuda.device_count() >= num_ranks:
         return (Sharing("a GPU for each rank", {}, device_each=True), *SHARINGS)
     return SHARINGS
+
+
+def join(timeout_s: float) -> None:
+    """Join the other ranks on this rank's device, or over gloo with one thread on a CPU."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        torch.set_num_threads(1)
+    else:
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = accelerator.communication_backend_name() if has_gpu() else "gloo"
+    init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
 
 
 def _driver_version() -> str:

@@ -40,9 +40,13 @@ class Section:
         try:
             self.add(name, *measure())
         except Exception as error:  # A row that fails must not take the others with it.
-            self.add(name, f"failed: {one_line(error)}")
+            self.fail(name, error)
             return False
         return True
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Append a row that says why nothing was measured."""
+        self.add(name, f"failed: {one_line(str(error) if 'Traceback' in str(error) else error)}")
 
     def markdown(self) -> str:
         """The table, with its title above and its notes below."""

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.gpu.machine import Sharing
+from benchmarks.gpu.machine import Sharing, join
 from benchmarks.gpu.report import Section, progress
 from benchmarks.worlds import World
-from tests.gpu.pipelines import join
 from tests.training.gpt_runs import Setup, Step, gradients
 from tests.training.test_gpt_equivalence import (
     BF16,
@@ -61,20 +60,19 @@ def add_rows(table: Section, setups: tuple[Setup, ...], sharing: Sharing, *, sta
 
 
 def _row(setup: Setup, sharing: Sharing, start_method: str) -> tuple[str, ...]:
+    variables = [sharing.of_rank(rank, {}) for rank in range(setup.world_size)]
     with tempfile.TemporaryDirectory() as folder:
-        world = World(
+        log = Path(folder, "log.txt")
+        with World(
             setup.world_size,
             join,
             _TIMEOUT_S,
-            variables=[sharing.of_rank(rank, {}) for rank in range(setup.world_size)],
+            variables=variables,
             timeout_s=_TIMEOUT_S,
-            log=Path(folder, "log.txt"),
+            log=log,
             start_method=start_method,
-        )
-        try:
+        ) as world:
             steps = world.run(_step, setup)
-        finally:
-            world.end()
     loss_error, gradient_error = errors(setup, steps)
     allowed = LOSS_TOLERANCE[setup.dtype], TOLERANCE[setup.dtype]
     good = loss_error <= allowed[0] and gradient_error <= allowed[1]

@@ -1,6 +1,5 @@
 """What the ranks of a case run: the small transformer of the runtime's tests, with a drain at one op."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +11,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from benchmarks.gpu.machine import join
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.plan.schedules import fixed
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.initialize import init_distributed
 from tests.gpu.cases import Case, Drain, DrainKind, Trial
 from tests.runtime import models
 from tests.runtime.training import Setup, batches_of, build
@@ -45,17 +44,6 @@ def setup_of(case: Case, orders: Sequence[Sequence[Op]] = ()) -> Setup:
         model_chunks=case.num_model_chunks,
         num_blocks=NUM_BLOCKS,
     )
-
-
-def join(timeout_s: float) -> None:
-    """Join the other ranks on this rank's device, or over gloo on a CPU."""
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        torch.set_num_threads(1)
-        init_distributed(dist_backend="gloo", timeout=timedelta(seconds=timeout_s), verbose=False)
-        return
-    accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    init_distributed(dist_backend="nccl", timeout=timedelta(seconds=timeout_s), verbose=False)
 
 
 def exchange(timeout_s: float) -> None:
