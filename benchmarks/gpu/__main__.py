@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu import links, operators, training_speed
+from benchmarks.gpu import links, operators
 from benchmarks.gpu.machine import SHARINGS, Sharing, has_gpu, join, possible_sharings, software
 from benchmarks.gpu.report import Section, progress, publish
+from benchmarks.gpu.training_speed import training_speed
 from benchmarks.workload import benchmark_model
 from benchmarks.worlds import RankFailed, World
 from megatron_terapipe.config import ModelConfig
@@ -42,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for length in lengths:
         model = _model(options.model_preset, length, tiny=options.tiny)
         name = "tiny Llama" if options.tiny else options.model_preset
-        sections.append(training_speed.section(model, name))
-        training_speed.add_rows(sections[-1], model, tuple(options.token_slices), rounds=rounds, sharing=alone)
+        sections.append(training_speed(model, name, tuple(options.token_slices), rounds=rounds, sharing=alone))
     sections += _of_operators(alone, tiny=options.tiny, rounds=rounds)
     sections += _of_links(tiny=options.tiny, rounds=rounds)
     print(publish("make gpu-bench", software(), sections, options.output))
@@ -73,28 +73,22 @@ def _of_operators(sharing: Sharing, *, tiny: bool, rounds: int) -> list[Section]
 
 
 def _of_links(*, tiny: bool, rounds: int) -> list[Section]:
-    delay_s = 0.5 if tiny else 5.0
-    receives, queues = links.receives_section(delay_s), links.queues_section()
     sharing = _working_sharing()
     if sharing is None:
-        receives.notes.append(
-            f"Two ranks cannot share this GPU: neither {' nor '.join(each.name for each in SHARINGS)}."
-        )
-        return [receives]
-    links.add_receives(receives, sharing, delay_s=delay_s)
-    links.add_queues(queues, sharing, seq_length=64 if tiny else 2048, rounds=rounds)
-    queues.notes.append(f"Ranks share by {sharing.name}. Two ranks on one GPU show which is faster, not how fast.")
-    return [receives, queues]
+        tried = " nor by ".join(each.name for each in SHARINGS)
+        return [
+            Section("Two ranks", ("", "result"), [("all", f"failed: they cannot share this GPU, neither by {tried}")])
+        ]
+    return [
+        links.receives(sharing, delay_s=0.5 if tiny else 5.0),
+        links.queues(sharing, seq_length=64 if tiny else 2048, rounds=rounds),
+    ]
 
 
 def _working_sharing() -> Sharing | None:
     for sharing in possible_sharings(2):
-        variables = [sharing.of_rank(rank, {}) for rank in range(2)]
-        try:
-            World(2, links.build_link, variables=variables, timeout_s=180.0).end()
-        except RankFailed:
-            continue
-        return sharing
+        if not links.receives(sharing, delay_s=0.0).rows[0][1].startswith("failed"):
+            return sharing
     return None
 
 

@@ -23,29 +23,22 @@ from megatron_terapipe.config.balance import balanced_token_slices
 _TIMEOUT_S = 300.0
 
 
-def receives_section(delay_s: float) -> Section:
-    """The empty table of receives."""
-    return Section(
+def receives(sharing: Sharing, *, delay_s: float) -> Section:
+    """Post two receives on a new communicator, each before its send: a row for each."""
+    progress("receives that wait")
+    table = Section(
         f"irecv posted {delay_s:g} s before its isend: what it costs the receiving host",
         ("message of the communicator", "irecv returned after, s", "message was there after, s"),
     )
-
-
-def add_receives(table: Section, sharing: Sharing, *, delay_s: float) -> None:
-    """Post two receives on a new communicator, each before its send, and append a row for each."""
-    progress("receives that wait")
-    rows: list[tuple[float, float]] = []
-
-    def measured(number: int) -> tuple[str, str]:
-        if not rows:
-            with tempfile.TemporaryDirectory() as folder, _world(sharing, build_link, folder=folder, more={}) as world:
-                rows.extend(world.run(_receives, delay_s)[0])
-        returned, there = rows[number]
-        return f"{returned:.3f}", f"{there:.3f}"
-
-    for number, name in enumerate(("first", "second")):
-        if not table.guarded(name, lambda number=number: measured(number)):
-            break
+    try:
+        with tempfile.TemporaryDirectory() as folder, _world(sharing, build_link, folder=folder, more={}) as world:
+            rows = world.run(_receives, delay_s)[0]
+    except RankFailed as failed:
+        table.fail("both", failed)
+        return table
+    for name, (returned, there) in zip(("first", "second"), rows, strict=True):
+        table.add(name, f"{returned:.3f}", f"{there:.3f}")
+    return table
 
 
 def build_link() -> dist.ProcessGroup:
@@ -76,36 +69,33 @@ def _receives(group: dist.ProcessGroup, delay_s: float) -> list[tuple[float, flo
     return rows
 
 
-def queues_section() -> Section:
-    """The empty table of hardware queues."""
-    return Section(
-        "Steps of two ranks by hardware queues: interleaved, (P, V, M, S) = (2, 2, 4, 4)",
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "median s", "over 32"),
-    )
-
-
-def add_queues(table: Section, sharing: Sharing, *, seq_length: int, rounds: int) -> None:
-    """Let worlds with different numbers of queues take turns, and append a row for each."""
+def queues(sharing: Sharing, *, seq_length: int, rounds: int) -> Section:
+    """Let worlds with different numbers of hardware queues take turns: a row for each."""
     progress("steps by hardware queues")
+    table = Section(
+        "Steps of two ranks by hardware queues: interleaved, (P, V, M, S) = (2, 2, 4, 4)",
+        (HARDWARE_QUEUES, "median s", "over 32"),
+        notes=[f"Ranks share by {sharing.name}. Two ranks on one GPU show which is faster, not how fast."],
+    )
+    times: dict[int, list[float]] = {number: [] for number in (32, 8)}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as worlds_end:
         try:
             worlds = {}
-            for queues in (32, 8):
-                more = {HARDWARE_QUEUES: str(queues)}
-                worlds[queues] = worlds_end.enter_context(
-                    _world(sharing, _build_steps, seq_length, folder=folder, more=more)
-                )
-            times: dict[int, list[float]] = {queues: [] for queues in worlds}
+            for number in times:
+                more = {HARDWARE_QUEUES: str(number)}
+                world = _world(sharing, _build_steps, seq_length, folder=folder, more=more)
+                worlds[number] = worlds_end.enter_context(world)
             for turn in range(rounds + 1):
-                for queues, world in worlds.items():
+                for number, world in worlds.items():
                     seconds = max(world.run(_step))
-                    times[queues] += [seconds] if turn else []  # the first one warms up
+                    times[number] += [seconds] if turn else []  # the first one warms up
         except RankFailed as failed:
             table.fail("all", failed)
-            return
+            return table
     base = median(times[32])
-    for queues, each in times.items():
-        table.add(queues, f"{median(each):.4f}", f"{median(each) / base - 1:+.1%}")
+    for number, each in times.items():
+        table.add(number, f"{median(each):.4f}", f"{median(each) / base - 1:+.1%}")
+    return table
 
 
 def _build_steps(seq_length: int) -> Callable[[], Any]:

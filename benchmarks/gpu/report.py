@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.worlds import RankFailed
+
 _LONGEST_CELL = 160
 
 
@@ -46,7 +48,8 @@ class Section:
 
     def fail(self, name: str, error: Exception) -> None:
         """Append a row that says why nothing was measured."""
-        self.add(name, f"failed: {one_line(str(error) if 'Traceback' in str(error) else error)}")
+        text = str(error) if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
+        self.add(name, f"failed: {one_line(text)}")
 
     def markdown(self) -> str:
         """The table, with its title above and its notes below."""
@@ -56,11 +59,12 @@ class Section:
         return "\n\n".join([f"### {self.title}", table, *self.notes])
 
 
-def one_line(error: BaseException | str) -> str:
-    """The last line of an error that says something, with its kind."""
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    return (lines[-1] if isinstance(error, str) else lines[0]) if lines else "no message"
+def one_line(text: str) -> str:
+    """What went wrong, of a message or of a whole traceback: there, the first line after the last frame."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return (after or lines or ["no message"])[0].strip()
 
 
 def markdown(title: str, software: Mapping[str, str], sections: Sequence[Section]) -> str:

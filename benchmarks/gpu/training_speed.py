@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from benchmarks.gpu.machine import Sharing, has_gpu, join
-from benchmarks.gpu.report import Section, one_line, progress
+from benchmarks.gpu.report import Section, progress
 from benchmarks.plain_llama import PlainLlama, train_step
 from benchmarks.plain_loop import adamw
 from benchmarks.utilization import seconds_of
@@ -32,34 +32,38 @@ _TIMEOUT_S = 900.0
 _COLUMNS = ("contestant", "s an iteration", "TFLOP/s", "MFU", "over unsliced", "over plain torch", "peak GiB", "loss")
 
 
-def section(model: ModelConfig, name: str) -> Section:
-    """The empty table of a model."""
+def training_speed(model: ModelConfig, name: str, counts: tuple[int, ...], *, rounds: int, sharing: Sharing) -> Section:
+    """Measure a plain loop, then runs in so many token slices each: a row for each.
+
+    Args:
+        model: shape.
+        name: of the model.
+        counts: numbers of token slices.
+        rounds: iterations, of which the median counts.
+        sharing: how the process gets its device.
+    """
     dtype = "bf16" if has_gpu() else "fp32"
-    return Section(f"{name}, {model.seq_length} tokens, one sequence an iteration, {dtype}", _COLUMNS)
-
-
-def add_rows(table: Section, model: ModelConfig, counts: tuple[int, ...], *, rounds: int, sharing: Sharing) -> None:
-    """Measure a plain loop, then runs in so many token slices each, and append a row for each."""
+    table = Section(f"{name}, {model.seq_length} tokens, one sequence an iteration, {dtype}", _COLUMNS)
     contestants = (PLAIN, *counts)
-    found: dict[int, tuple[float, float, float] | str] = {}
+    found: dict[int, tuple[float, float, float] | RankFailed] = {}
     for recompute in ("none", "full"):
         found = {count: _measured(model, count, recompute, rounds, sharing) for count in contestants}
-        if not any(isinstance(each, str) and "out of memory" in each.lower() for each in found.values()):
+        if not any("out of memory" in str(each) for each in found.values()):
             break
     table.notes.append(f"Recomputation: {recompute}. The plain loop keeps weights and optimizer in its one dtype.")
-    peak = peak_tflops_here("bf16" if has_gpu() else "fp32")
-    base = {count: each[0] for count, each in found.items() if not isinstance(each, str)}
+    peak = peak_tflops_here(dtype)
+    base = {count: each[0] for count, each in found.items() if not isinstance(each, RankFailed)}
     for count, each in found.items():
-        name = "plain torch" if count == PLAIN else f"{count} token slices" if count > 1 else "unsliced"
-        if isinstance(each, str):
-            table.add(name, f"failed: {each}")
+        contestant = "plain torch" if count == PLAIN else f"{count} token slices" if count > 1 else "unsliced"
+        if isinstance(each, RankFailed):
+            table.fail(contestant, each)
             continue
         seconds, gibibytes, loss = each
         speed = Throughput.of(model, num_sequences=1, seconds=seconds, world_size=1, peak_tflops=peak)
         mfu = "" if speed.mfu is None else f"{speed.mfu:.1%}"
         ratios = [f"{seconds / base[other] - 1:+.1%}" if other in base else "" for other in (1, PLAIN)]
         table.add(
-            name,
+            contestant,
             f"{seconds:.4f}",
             f"{speed.tflops_per_device:.1f}",
             mfu,
@@ -71,7 +75,7 @@ def add_rows(table: Section, model: ModelConfig, counts: tuple[int, ...], *, rou
 
 def _measured(
     model: ModelConfig, count: int, recompute: str, rounds: int, sharing: Sharing
-) -> tuple[float, float, float] | str:
+) -> tuple[float, float, float] | RankFailed:
     """Seconds of an iteration, most memory in GiB and last loss; or why there are none."""
     progress(f"{model.seq_length} tokens, {count or 'plain'}, recompute {recompute}")
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +84,7 @@ def _measured(
             with World(1, _build, model, count, recompute, variables=variables, timeout_s=_TIMEOUT_S, log=log) as world:
                 return world.run(_time, rounds)[0]
         except RankFailed as failed:
-            return one_line(str(failed))
+            return failed
 
 
 def _build(model: ModelConfig, count: int, recompute: str) -> Callable[[], float]:

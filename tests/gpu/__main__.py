@@ -79,7 +79,10 @@ def play_guarded(case: Case, settings: Settings) -> Result:
     try:
         return play_case(case, settings)
     except Exception as error:
-        return Result(case, {COLD: Played(1, problems=[f"failed: {one_line(error)}"]), WARM: Played(0)})
+        return Result(
+            case,
+            {COLD: Played(1, problems=[f"failed: {one_line(f'{type(error).__name__}: {error}')}"]), WARM: Played(0)},
+        )
 
 
 def find_sharing() -> tuple[Sharing | None, list[str]]:
