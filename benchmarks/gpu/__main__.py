@@ -7,7 +7,7 @@ python -m benchmarks.gpu --cpu --tiny     # on a CPU over gloo, to try the progr
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,17 +37,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (has_gpu() or options.cpu):
         print("no CUDA GPU here: nothing was run")
         return 0
-    lengths, rounds = ([64], 1) if options.tiny else (options.seq_length, options.rounds)
     sections: list[Section] = []
+    for section in _sections(options):
+        sections.append(section)
+        # After each, so that what was measured is not lost with what was not.
+        text = publish("make gpu-bench", software(), sections, options.output)
+    print(text)
+    return 0
+
+
+def _sections(options: argparse.Namespace) -> Iterator[Section]:
+    """The tables, each when it is measured."""
+    lengths, rounds = ([64], 1) if options.tiny else (options.seq_length, options.rounds)
     alone = possible_sharings(1)[0]
     for length in lengths:
         model = _model(options.model_preset, length, tiny=options.tiny)
         name = "tiny Llama" if options.tiny else options.model_preset
-        sections.append(training_speed(model, name, tuple(options.token_slices), rounds=rounds, sharing=alone))
-    sections += _of_operators(alone, tiny=options.tiny, rounds=rounds)
-    sections += _of_links(tiny=options.tiny, rounds=rounds)
-    print(publish("make gpu-bench", software(), sections, options.output))
-    return 0
+        yield training_speed(model, name, tuple(options.token_slices), rounds=rounds, sharing=alone)
+    yield from _of_operators(alone, tiny=options.tiny, rounds=rounds)
+    yield from _of_links(tiny=options.tiny, rounds=rounds)
 
 
 def _model(preset: str, seq_length: int, *, tiny: bool) -> ModelConfig:

@@ -54,7 +54,7 @@ class Sharing:
     device_each: bool = False
 
     def of_rank(self, rank: int, more: Mapping[str, str]) -> dict[str, str]:
-        """All variables of a rank that serve a CUDA run.
+        """Variables that a rank needs, beside those that it inherits.
 
         Args:
             rank: the rank.
@@ -63,9 +63,10 @@ class Sharing:
         found = {"LOCAL_RANK": str(rank if self.device_each else 0), **self.variables, **more}
         if self.own is not None:
             found[self.own] = f"rank{rank}"
-        if has_gpu():
-            prepare_cuda_environment(found, num_pipeline_ranks=1, has_device=True)
-        return found
+        inherited = {**os.environ, **found}
+        prepared = dict(inherited)
+        prepare_cuda_environment(prepared, num_pipeline_ranks=1, has_device=has_gpu())
+        return found | {name: prepared[name] for name in prepared.keys() - inherited.keys()}
 
 
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}

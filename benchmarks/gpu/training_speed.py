@@ -71,6 +71,7 @@ def training_speed(model: ModelConfig, name: str, counts: tuple[int, ...], *, ro
             f"{gibibytes:.1f}" if gibibytes else "",
             f"{loss:.4f}",
         )
+    return table
 
 
 def _measured(

@@ -35,9 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no CUDA GPU here: nothing was run")
         return 0
     tests, numbers, played = marked.section(), numerics.section(), pipelines_section()
+    sections = (tests, played, numbers)
+
+    def written() -> str:
+        """Write what there is so far, so that it is not lost with what is not."""
+        return publish("make gpu", software(), [each for each in sections if each.rows], options.output)
+
     if has_gpu():
         marked.add_rows(tests)
-    chosen, tried = find_sharing()
+    chosen, played.notes = find_sharing()
     if chosen is None:
         played.add("all", "", "", "", "", "failed: several ranks cannot share this GPU")
     else:
@@ -45,11 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in cases(quick=options.quick):
             progress(f"{case}, {case.hardware_queues} queues")
             add_result(played, play_guarded(case, settings))
+            written()
         setups = numerics.SETUPS if not options.quick else numerics.SETUPS[2:5]
         numerics.add_rows(numbers, setups, chosen)
-    played.notes += tried
-    sections = [each for each in (tests, played, numbers) if each.rows]
-    print(publish("make gpu", software(), sections, options.output))
+    print(written())
     return 1 if any(_is_bad(row) for each in sections for row in each.rows) else 0
 
 

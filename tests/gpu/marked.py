@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 from benchmarks.gpu.report import Section, progress
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment
+from tests.gpu.pipelines import EXACT
 
 ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 3600
@@ -26,7 +27,7 @@ def section() -> Section:
 def add_rows(table: Section, paths: Sequence[object] = ("tests",)) -> None:
     """Run the marked tests under some paths, and append a row for each file."""
     progress("tests marked gpu")
-    variables = dict(os.environ)
+    variables = os.environ | EXACT
     prepare_cuda_environment(variables, num_pipeline_ranks=1)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")

@@ -8,6 +8,7 @@ import numpy as np
 from benchmarks.gpu.machine import Sharing, join
 from benchmarks.gpu.report import Section, progress
 from benchmarks.worlds import World
+from tests.gpu.pipelines import EXACT
 from tests.training.gpt_runs import Setup, Step, gradients
 from tests.training.test_gpt_equivalence import (
     BF16,
@@ -60,7 +61,7 @@ def add_rows(table: Section, setups: tuple[Setup, ...], sharing: Sharing, *, sta
 
 
 def _row(setup: Setup, sharing: Sharing, start_method: str) -> tuple[str, ...]:
-    variables = [sharing.of_rank(rank, {}) for rank in range(setup.world_size)]
+    variables = [sharing.of_rank(rank, EXACT) for rank in range(setup.world_size)]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.txt")
         with World(

@@ -1,11 +1,13 @@
 """What the ranks of a case run: the small transformer of the runtime's tests, with a drain at one op."""
 
+import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +17,19 @@ from benchmarks.gpu.machine import join
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.plan.schedules import fixed
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.executor import Around
 from tests.gpu.cases import Case, Drain, DrainKind, Trial
 from tests.runtime import models
 from tests.runtime.training import Setup, batches_of, build
 
 NUM_BLOCKS = 8
 """Of every case, so that its stages have a block each and its loss is that of the others."""
+
+EXACT = {"NVIDIA_TF32_OVERRIDE": "0"}
+"""Variables under which fp32 is fp32, also in containers that ask for TF32."""
+
+_MEETING_S = 120.0
+"""How long ranks may wait for each other when they start."""
 
 _UNUSED_BYTES = 1 << 26
 """What is given back where memory is drained: a block that the allocator holds, and nothing else."""
@@ -74,15 +83,17 @@ class Pipeline:
     """
 
     def __init__(self, case: Case, orders: Sequence[Sequence[Op]], timeout_s: float, folder: Path) -> None:
-        join(timeout_s)
-        self._case, self._setup = case, setup_of(case, orders)
+        join(max(timeout_s, _MEETING_S))
+        self._setup = setup_of(case, orders)
         self._keywords = {"timeout": timedelta(seconds=timeout_s), "ledger_directory": folder}
-        self._engine = None
+        self._engine: Any = None
+        self._around: Any = None
 
     def play(self, trial: Trial) -> Outcome:
         """Take the step of a trial."""
         if trial.cold or self._engine is None:
-            self._engine = None  # Its threads end before others start.
+            self._engine = self._around = None
+            gc.collect()  # The threads of one engine end before those of the next start.
             # The learning rate is 0: every step of a case has the loss and the gradients of the first.
             engine = build(
                 self._setup,
@@ -92,16 +103,15 @@ class Pipeline:
             self._engine, self._around = engine, engine._executor._around
             if not trial.cold:
                 self._step()
-        drain = trial.drain
-        mine = drain is not None and drain.rank == self._engine.stage_id
-        self._engine._executor._around = self._drained(drain) if mine else self._around
+        mine = trial.drain is not None and trial.drain.rank == self._engine.stage_id
+        self._engine._executor._around = self._drained(trial.drain) if mine else self._around
         return self._step()
 
     def _step(self) -> Outcome:
         loss = self._engine.train_batch(iter(batches_of(self._setup, 0))).item()
         return Outcome(loss, float(self._engine.get_global_grad_norm()))
 
-    def _drained(self, drain: Drain) -> Callable[[Op], object]:
+    def _drained(self, drain: Drain) -> Around:
         """What surrounds the computing of each op, with a drain before one of them."""
         seen = 0
 

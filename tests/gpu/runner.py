@@ -14,7 +14,7 @@ from benchmarks.worlds import RankFailed, World
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES
 from tests.gpu.cases import Case, Trial
-from tests.gpu.pipelines import Outcome, Pipeline, play, setup_of
+from tests.gpu.pipelines import EXACT, Outcome, Pipeline, play, setup_of
 from tests.runtime.reference import reference_gradients
 
 TOLERANCE = 1e-6
@@ -147,7 +147,7 @@ class _Table:
     def _living(self) -> World:
         if self._world is None:
             self._num_worlds += 1
-            more = {HARDWARE_QUEUES: str(self._case.hardware_queues)}
+            more = EXACT | {HARDWARE_QUEUES: str(self._case.hardware_queues)}
             self._world = World(
                 self._case.num_ranks,
                 Pipeline,

@@ -108,16 +108,21 @@ def test_ranks_with_other_numbers_of_queues_are_refused_and_other_differences_to
         check_same_environment([mine, mine | {HARDWARE_QUEUES: "8"}])
 
 
-def _compared(queues: list[str]) -> str:
-    os.environ.update(OURS | {HARDWARE_QUEUES: queues[int(os.environ["RANK"])]})
-    try:
-        compare_environments()
-    except UserError as error:
-        return str(error)
-    return ""
+def _compared(cases: list[list[str]]) -> list[str]:
+    """What this rank says of each case, which has a number of queues for each rank."""
+    lines = []
+    for queues in cases:
+        os.environ.update(OURS | {HARDWARE_QUEUES: queues[int(os.environ["RANK"])]})
+        try:
+            compare_environments()
+            lines.append("")
+        except UserError as error:
+            lines.append(str(error))
+    return lines
 
 
 def test_ranks_compare_what_they_have() -> None:
-    same, other = (run_distributed(_compared, 2, queues) for queues in (["32", "32"], ["32", "4"]))
-    assert same == ["", ""]
-    assert other[0] == other[1] != ""
+    first, second = run_distributed(_compared, 2, [["32", "32"], ["32", "4"]])
+    assert first == second
+    assert first[0] == ""
+    assert first[1].startswith(f"{HARDWARE_QUEUES}=4 on rank 1 and {HARDWARE_QUEUES}=32 on rank 0, but the check")
