@@ -42,9 +42,7 @@ def process_group(run: Run) -> Iterator[None]:
     if accelerator.device_name() == "cpu":
         settle_on_cores(run.launch.local_rank, run.launch.local_size)
     else:
-        device = run.launch.device_index(accelerator.device_count())
-        os.environ["LOCAL_RANK"] = str(device)  # by which DeepSpeed binds communicators and engine to a device
-        accelerator.set_device(device)
+        accelerator.set_device(run.launch.local_rank)
     # DeepSpeed calls collectives by names that torch has renamed; nobody who trains can do anything about it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     backend = run.config.parallel.distributed_backend or accelerator.communication_backend_name()

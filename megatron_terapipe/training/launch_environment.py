@@ -68,24 +68,6 @@ class LaunchEnvironment:
             local_size=found["LOCAL_SIZE"] or world_size,
         )
 
-    def device_index(self, num_visible: int) -> int:
-        """This process's device among those that it sees: by its local rank, or the one that it was given alone.
-
-        Args:
-            num_visible: devices that the process sees.
-
-        Raises:
-            ConfigError: if the host has fewer devices than processes.
-        """
-        if num_visible == 1:
-            return 0  # As srun gives each of its tasks one device.
-        if self.local_rank >= num_visible:
-            raise ConfigError(
-                f"local rank {self.local_rank} has no device, because {num_visible} are visible: start at most as many "
-                "ranks on a host, or make more visible"
-            )
-        return self.local_rank
-
     def export(self, environment: MutableMapping[str, str] = os.environ) -> None:
         """Set the variables that torch and deepspeed read; alone, also a place to meet, on a port that is free.
 

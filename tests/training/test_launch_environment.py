@@ -67,13 +67,6 @@ def test_half_an_environment_is_refused(variables: dict[str, str], said: str) ->
     assert str(caught.value) == said
 
 
-def test_a_process_takes_the_device_of_its_local_rank_or_the_only_one_it_sees() -> None:
-    assert [EXPECTED.device_index(visible) for visible in (1, 2, 8)] == [0, 1, 1]
-    crowded = LaunchEnvironment(rank=3, world_size=4, local_rank=3, local_size=4)
-    with pytest.raises(ConfigError, match=r"^local rank 3 has no device, because 2 are visible: start at most as many"):
-        crowded.device_index(2)
-
-
 def test_what_is_exported_is_read_back_by_torch_and_deepspeed() -> None:
     meeting = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     environment = dict(meeting)
