@@ -9,11 +9,14 @@ BIN := $(VENV)/bin
 DEMO := runs/demo
 SOURCES := deepspeed_ext megatron_terapipe benchmarks tests examples pretrain_gpt.py setup.py
 
-.PHONY: help demo test check format bench clean
+# Files of the driver: without one, nothing needs to be installed to say that there is no GPU.
+GPU := $(firstword $(wildcard /dev/nvidiactl /dev/dxg))
+
+.PHONY: help demo test check format bench gpu gpu-bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/installed: setup.py Makefile
 	$(PYTHON) -m venv --clear $(VENV)
@@ -47,6 +50,12 @@ bench: $(VENV)/installed ## measure speed and memory on two cores, simulator and
 	$(BIN)/python -m benchmarks.schedule_speed
 	$(BIN)/python -m benchmarks.simulator_speed
 	$(BIN)/python -m benchmarks.solver_speed
+
+gpu: $(if $(GPU),$(VENV)/installed) ## prove on one CUDA GPU what can be proven there; ends in a table for an issue
+	@$(if $(GPU),PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.gpu,echo "no CUDA GPU here: nothing was run")
+
+gpu-bench: $(if $(GPU),$(VENV)/installed) ## measure on one CUDA GPU; ends in a table for an issue
+	@$(if $(GPU),PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.gpu,echo "no CUDA GPU here: nothing was run")
 
 clean: ## remove the virtual environment and all runs
 	rm -rf $(VENV) runs

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
 
@@ -22,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         assumed = config.parallel.least_world_size if config.training.dry_run else 1
         launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank, without_launcher=assumed)
         speaks = launch.local_rank == 0
+        lines = prepare_cuda_environment(num_pipeline_ranks=config.parallel.pipeline_model_parallel_size)
+        if lines and launch.rank == 0:
+            print(*lines, sep="\n", flush=True)
         # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
         from megatron_terapipe.training.dry_run import dry_run_lines
         from megatron_terapipe.training.engine import build_engine, process_group

@@ -5,9 +5,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.inference.whole_model import WholeModel
+
+Turn = tuple[Tensor, Tensor]
+"""Cosine and sine of every position and half of the head: [N, D / 2] each."""
+
+
+def turns(model: ModelConfig, length: int, device: torch.device, dtype: torch.dtype) -> Turn:
+    """The turns of the first positions, computed in fp32."""
+    frequencies = model.rotary_base ** (-torch.arange(0, model.kv_channels, 2, device=device) / model.kv_channels)
+    angles = torch.outer(torch.arange(length, device=device), frequencies)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotated(heads: Tensor, turn: Turn) -> Tensor:
+    """Rotate the halves of [B, H, N, D]."""
+    (first, second), (cos, sin) = heads.chunk(2, dim=-1), turn
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Attention(nn.Module):
@@ -20,24 +37,15 @@ class Attention(nn.Module):
         self.key = nn.Linear(model.hidden_size, model.num_key_value_heads * self.head_size, bias=False)
         self.value = nn.Linear(model.hidden_size, model.num_key_value_heads * self.head_size, bias=False)
         self.projection = nn.Linear(model.num_attention_heads * self.head_size, model.hidden_size, bias=False)
-        frequencies = model.rotary_base ** (-torch.arange(0, self.head_size, 2) / self.head_size)
-        angles = torch.outer(torch.arange(model.seq_length), frequencies)
-        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
 
-    def rotate(self, heads: Tensor) -> Tensor:
-        """Rotate [B, H, N, D] by complex multiplication."""
-        first, second = heads.chunk(2, dim=-1)
-        turned = torch.complex(first, second) * self.turns[: heads.shape[2]]
-        return torch.cat((turned.real, turned.imag), dim=-1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, turn: Turn) -> Tensor:
         """[B, N, hidden] in, the same out."""
         query, key, value = (
             linear(hidden).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
         attended = F.scaled_dot_product_attention(
-            self.rotate(query), self.rotate(key), value, is_causal=True, enable_gqa=True
+            rotated(query, turn), rotated(key, turn), value, is_causal=True, enable_gqa=True
         )
         return self.projection(attended.transpose(1, 2).flatten(2))
 
@@ -54,28 +62,37 @@ class Block(nn.Module):
         self.up = nn.Linear(model.hidden_size, model.ffn_hidden_size, bias=False)
         self.down = nn.Linear(model.ffn_hidden_size, model.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, turn: Turn) -> Tensor:
         """[B, N, hidden] in, the same out."""
-        hidden = hidden + self.attention(self.attention_norm(hidden))
+        hidden = hidden + self.attention(self.attention_norm(hidden), turn)
         normed = self.mlp_norm(hidden)
         return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
 class PlainLlama(nn.Module):
-    """Token ids [B, N] in, logits [B, N, vocabulary] out."""
+    """Token ids [B, N] in, logits [B, N, vocabulary] out.
 
-    def __init__(self, model: ModelConfig) -> None:
+    Args:
+        model: its shape.
+        recompute: compute each block again in the backward.
+    """
+
+    def __init__(self, model: ModelConfig, *, recompute: bool = False) -> None:
         super().__init__()
+        self.model, self.recompute = model, recompute
         self.embedding = nn.Embedding(model.padded_vocab_size(), model.hidden_size)
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_layers))
         self.norm = nn.RMSNorm(model.hidden_size, eps=model.layernorm_epsilon)
         self.output = nn.Linear(model.hidden_size, model.padded_vocab_size(), bias=False)
+        if not model.untie_embeddings_and_output_weights:
+            self.output.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of every token."""
         hidden = self.embedding(tokens)
+        turn = turns(self.model, tokens.shape[1], hidden.device, hidden.dtype)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = checkpoint(block, hidden, turn, use_reentrant=False) if self.recompute else block(hidden, turn)
         return self.output(self.norm(hidden))
 
     @torch.no_grad()
@@ -97,7 +114,8 @@ class PlainLlama(nn.Module):
             block.gate.weight.copy_(gate)
             block.up.weight.copy_(up)
             block.down.weight.copy_(theirs[f"{index}.mlp.down.weight"])
-        self.output.weight.copy_(theirs[f"{model.num_layers + 3}.linear.weight"])
+        if model.untie_embeddings_and_output_weights:
+            self.output.weight.copy_(theirs[f"{model.num_layers + 3}.linear.weight"])
         return self
 
 

@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.runtime.channels import MessageSpec, TensorSpec
+from deepspeed_ext.runtime.cuda_environment import check_same_environment, compared_variables
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
@@ -50,6 +51,8 @@ def process_group(run: Run) -> Iterator[None]:
     except dist.DistNetworkError as error:
         raise _not_met(run, error) from error
     try:
+        if accelerator.device_name() == "cuda":
+            compare_environments()
         yield
     except UserError:
         raise
@@ -59,6 +62,19 @@ def process_group(run: Run) -> Iterator[None]:
         raise
     # Not in a `finally`: after an error the other ranks may never come, and the launcher ends them.
     dist.destroy_process_group()
+
+
+def compare_environments() -> None:
+    """See that all ranks have the same CUDA environment; every rank must call it at the same time.
+
+    Raises:
+        UserError: on every rank, if two have different numbers of hardware queues.
+    """
+    by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, compared_variables())
+    lines = check_same_environment(by_rank)
+    if lines and dist.get_rank() == 0:
+        print(*(f"warning: {line}" for line in lines), sep="\n", flush=True)
 
 
 def _not_met(run: Run, error: dist.DistNetworkError) -> Exception:

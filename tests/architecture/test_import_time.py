@@ -10,6 +10,7 @@ from tests.architecture.sources import ROOT, modules
 HEAVY = {"torch", "deepspeed", "numpy", "numba", "regex", "tqdm", "packaging", "yaml"}
 LIGHT = (
     "deepspeed_ext.plan",
+    "deepspeed_ext.runtime.cuda_environment",
     "megatron_terapipe.config",
     "megatron_terapipe.strategy",
     "megatron_terapipe.arguments",

@@ -1,12 +1,15 @@
 """Two hosts, DeepSpeed's launcher and a hostfile: each stage on a host of its own."""
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES, VARIABLES
 from tests.end_to_end.conftest import Trained
+from tests.end_to_end.hosts import cuda_variables
 from tests.end_to_end.hosts.network import Host, hosts, missing
 from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, TIMEOUT_S, environment, error_lines, flags, read_metrics
 
@@ -21,16 +24,18 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
         yield made
 
 
-def launch(two_hosts: list[Host], folder: Path, trainer_flags: list[str]) -> subprocess.CompletedProcess[str]:
-    """Launch from the first host, as its user would."""
+def launch(
+    two_hosts: list[Host], folder: Path, trainer_flags: list[str], *, program: object = PRETRAIN, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Launch from the first host, as its user would, with more variables set in the shell."""
     (folder / "hostfile").write_text("".join(f"{host.name} slots=1\n" for host in two_hosts))
     # The launcher passes on only variables of a few names, and those of this file.
-    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
-    command = [DEEPSPEED, "--hostfile", "hostfile", PRETRAIN, *trainer_flags]
+    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nCUDA_MODULE_LOADING=LAZY\n")
+    command = [DEEPSPEED, "--hostfile", "hostfile", program, *trainer_flags]
     return subprocess.run(
         two_hosts[0].command(command),
         cwd=folder,
-        env=environment(),
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -58,3 +63,14 @@ def test_bad_flags_end_the_launch_on_both_hosts(two_hosts: list[Host], data: Pat
     lines = error_lines("\n".join(line.partition(": ")[2] for line in run.stdout.splitlines()))
     assert len(lines) == 2, run.stdout  # one of each host
     assert run.returncode == 2
+
+
+def test_no_host_gets_the_cuda_variables_of_the_launching_shell_and_all_get_those_of_the_file(
+    two_hosts: list[Host], tmp_path: Path
+) -> None:
+    """So the trainer sets in every process what nobody has set there."""
+    run = launch(two_hosts, tmp_path, [], program=cuda_variables.__file__, **{HARDWARE_QUEUES: "4"})
+    assert run.returncode == 0, run.stdout
+    told = [line.partition("variables ")[2] for line in run.stdout.splitlines() if ": variables {" in line]
+    expected = {variable.name: variable.value for variable in VARIABLES} | {"CUDA_MODULE_LOADING": "LAZY"}
+    assert [json.loads(each) for each in told] == [expected] * 2, run.stdout

@@ -134,7 +134,11 @@ def gradients(setup: Setup) -> Step:
         after = _weights(engine)
         return loss, norm, {name: (before[name] - after[name]) / LONG_STEP for name in before}
     seen = engine.optimizer.seen
-    return loss, norm, {_key(engine, name, each): seen[each].numpy() for name, each in engine.module.named_parameters()}
+    return (
+        loss,
+        norm,
+        {_key(engine, name, each): seen[each].cpu().numpy() for name, each in engine.module.named_parameters()},
+    )
 
 
 def gradients_of_all(setups: list[Setup]) -> list[Step]:
@@ -143,7 +147,7 @@ def gradients_of_all(setups: list[Setup]) -> list[Step]:
 
 def _weights(engine: Any) -> dict[Key, np.ndarray]:
     named = engine.module.named_parameters()
-    return {_key(engine, name, parameter): parameter.detach().double().numpy() for name, parameter in named}
+    return {_key(engine, name, parameter): parameter.detach().double().cpu().numpy() for name, parameter in named}
 
 
 def _key(engine: Any, name: str, parameter: torch.nn.Parameter) -> Key:

@@ -1,0 +1,189 @@
+"""The environment variables that CUDA, torch's allocator and NCCL read when they start.
+
+Each process sets them for itself before it imports torch, so that they are the same on every host: DeepSpeed's launcher
+passes on only a few families of variables. A value that somebody else has set stays. Nothing here imports torch.
+"""
+
+import os
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+
+from deepspeed_ext.plan.errors import UserError
+
+HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+_DRIVERS_QUEUES, _MOST_QUEUES = 8, 32
+"""Queues that the driver makes if nobody asks for a number, and the most that it makes."""
+
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
+"""Files by which the driver is reached: on Linux, and on Linux under Windows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable that this package sets where nobody else has.
+
+    Attributes:
+        name: of the variable.
+        value: what it is set to.
+        alias: an older name, which torch reads first.
+    """
+
+    name: str
+    value: str
+    alias: str | None = None
+
+    def set_before(self, environment: Mapping[str, str]) -> str | None:
+        """The name under which somebody else has set it, None if nobody has."""
+        return next((name for name in (self.alias, self.name) if name is not None and name in environment), None)
+
+
+VARIABLES = (
+    # With fewer queues than streams, a kernel waits behind one of another stream that itself waits for a message.
+    Variable(HARDWARE_QUEUES, str(_MOST_QUEUES)),
+    # A kernel that is loaded when first used may wait until the device is empty, and a receive that is posted ahead
+    # keeps it busy (CUDA programming guide, lazy loading, potential hazards).
+    Variable("CUDA_MODULE_LOADING", "EAGER"),
+    # Token slices have as many sizes as there are lengths and prefixes. Blocks of fixed sizes fragment until the
+    # allocator frees them, and `cudaFree` waits for the whole device.
+    Variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", alias="PYTORCH_CUDA_ALLOC_CONF"),
+    # A message that is ready leaves before the kernels that were launched earlier have all begun.
+    Variable("TORCH_NCCL_HIGH_PRIORITY", "1"),
+)
+
+
+def prepare_cuda_environment(
+    environment: MutableMapping[str, str] = os.environ, *, num_pipeline_ranks: int, has_device: bool | None = None
+) -> list[str]:
+    """Set what is not set yet, and check what is. Call it before torch is imported.
+
+    Args:
+        environment: variables of the process.
+        num_pipeline_ranks: ranks on the pipeline axis; one alone exchanges no messages.
+        has_device: whether there is a CUDA device; by default, whether the driver's device file is there.
+
+    Returns:
+        Lines for the log: which variables were set here, which before, and warnings. Empty where CUDA is not used;
+        nothing is set there.
+
+    Raises:
+        UserError: if a variable has a value under which a pipeline locks.
+    """
+    if not will_use_cuda(environment, has_device=has_device):
+        return []
+    warnings = check_cuda_environment(environment, num_pipeline_ranks=num_pipeline_ranks)
+    kept, new = {}, {}
+    for variable in VARIABLES:
+        if (name := variable.set_before(environment)) is not None:
+            kept[name] = environment[name]
+        else:
+            new[variable.name] = variable.value
+    environment.update(new)
+    parts = [f"{done} {_listed(values)}" for done, values in (("set", new), ("kept", kept)) if values]
+    return [f"CUDA environment: {'; '.join(parts)}", *(f"warning: {line}" for line in warnings)]
+
+
+def will_use_cuda(environment: Mapping[str, str], *, has_device: bool | None = None) -> bool:
+    """Whether DeepSpeed will choose CUDA in a process.
+
+    Args:
+        environment: variables of the process; `DS_ACCELERATOR` decides if it is set.
+        has_device: as for `prepare_cuda_environment`.
+    """
+    chosen = environment.get("DS_ACCELERATOR")
+    if chosen is not None:
+        return chosen == "cuda"
+    if environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return False
+    return any(map(os.path.exists, _DEVICE_FILES)) if has_device is None else has_device
+
+
+def hardware_queues(environment: Mapping[str, str] = os.environ) -> int:
+    """Number of hardware queues of a CUDA process, over which its streams are spread.
+
+    Raises:
+        UserError: if the variable is not a number that the driver takes.
+    """
+    value = environment.get(HARDWARE_QUEUES, str(_DRIVERS_QUEUES))
+    if not value.strip().isdecimal() or not 1 <= int(value) <= _MOST_QUEUES:
+        raise UserError(
+            f"{HARDWARE_QUEUES}={value!r} is not a number from 1 to {_MOST_QUEUES}: unset it, or set {_MOST_QUEUES}"
+        )
+    return int(value)
+
+
+def check_cuda_environment(environment: Mapping[str, str], *, num_pipeline_ranks: int) -> list[str]:
+    """Refuse values under which a pipeline locks, and return a line of warning for each that is merely unwise.
+
+    Whether the run's schedule ends with the number of hardware queues is for the check of its programs to say.
+
+    Args:
+        environment: variables of the process.
+        num_pipeline_ranks: ranks on the pipeline axis; one alone exchanges no messages.
+
+    Raises:
+        UserError: if a variable makes each launch, or each release of memory, wait for the device.
+    """
+    queues = hardware_queues(environment)
+    if num_pipeline_ranks == 1:
+        return []
+    for name, waits in _LOCKING.items():
+        if environment.get(name, "0") not in ("", "0"):
+            raise UserError(
+                f"{name}={environment[name]} makes {waits} wait for the device, and a receive that is posted ahead "
+                "keeps that busy: unset it, or train without pipeline parallelism"
+            )
+    warnings = []
+    if queues < _DRIVERS_QUEUES:
+        warnings.append(
+            f"{HARDWARE_QUEUES}={queues} lets streams hold each other up: unset it, unless something else needs it"
+        )
+    if environment.get("CUDA_MODULE_LOADING") == "LAZY":
+        warnings.append("CUDA_MODULE_LOADING=LAZY lets the first use of a kernel wait for the device: unset it")
+    blocking = next((name for name in _BLOCKING_WAIT if environment.get(name, "0") not in ("", "0")), None)
+    if blocking is not None:
+        warnings.append(f"{blocking}={environment[blocking]} makes the host wait for every message: unset it")
+    return warnings
+
+
+def check_same_environment(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
+    """Compare what the ranks of a run have, and return a line of warning for each variable in which two differ.
+
+    Args:
+        by_rank: what `compared_variables` returned on each rank.
+
+    Raises:
+        UserError: if two ranks have different numbers of hardware queues, for which nothing was proven.
+    """
+    warnings = []
+    for name in dict.fromkeys(name for values in by_rank for name in values):
+        first = by_rank[0].get(name)
+        other = next((rank for rank, values in enumerate(by_rank) if values.get(name) != first), None)
+        if other is None:
+            continue
+        difference = f"{_said(name, by_rank[other].get(name))} on rank {other} and {_said(name, first)} on rank 0"
+        remedy = "set it for all hosts, such as in .deepspeed_env, or for none"
+        if name == HARDWARE_QUEUES:
+            raise UserError(f"{difference}, but the check for deadlocks takes one number for all: {remedy}")
+        warnings.append(f"{difference}: {remedy}")
+    return warnings
+
+
+def compared_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables of a process that should be the same on all ranks."""
+    names = (name for variable in VARIABLES for name in (variable.name, variable.alias) if name is not None)
+    return {name: environment[name] for name in (*names, *_LOCKING, *_BLOCKING_WAIT) if name in environment}
+
+
+_LOCKING = {"CUDA_LAUNCH_BLOCKING": "every launch", "PYTORCH_NO_CUDA_MEMORY_CACHING": "every release of memory"}
+"""Variables that are for debugging, and what they make wait."""
+
+_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+
+
+def _listed(variables: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in variables.items())
+
+
+def _said(name: str, value: str | None) -> str:
+    return f"{name} unset" if value is None else f"{name}={value}"

@@ -1,0 +1,14 @@
+"""What one rank has of the variables that CUDA reads, once the trainer has prepared them: printed as one line of JSON.
+
+There need be no device; what DeepSpeed's launcher hands on depends on none.
+"""
+
+import json
+import os
+
+from deepspeed_ext.runtime.cuda_environment import compared_variables, prepare_cuda_environment
+
+if __name__ == "__main__":
+    variables = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    prepare_cuda_environment(variables, num_pipeline_ranks=2, has_device=True)
+    print("variables", json.dumps(compared_variables(variables)), flush=True)

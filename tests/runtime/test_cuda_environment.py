@@ -1,0 +1,128 @@
+"""What CUDA runs need is set before torch starts, a user's value stays, and ranks that differ say so."""
+
+import os
+
+import pytest
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.cuda_environment import (
+    HARDWARE_QUEUES,
+    VARIABLES,
+    check_same_environment,
+    compared_variables,
+    hardware_queues,
+    prepare_cuda_environment,
+    will_use_cuda,
+)
+from megatron_terapipe.training.engine import compare_environments
+from tests.distributed import run_distributed
+
+OURS = {variable.name: variable.value for variable in VARIABLES}
+
+
+def prepared(environment: dict[str, str], num_pipeline_ranks: int = 2) -> list[str]:
+    return prepare_cuda_environment(environment, num_pipeline_ranks=num_pipeline_ranks, has_device=True)
+
+
+def test_what_nobody_has_set_is_set_and_said_in_one_line() -> None:
+    environment = {"PATH": "/bin"}
+    assert prepared(environment) == [
+        "CUDA environment: set CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=EAGER, "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True, TORCH_NCCL_HIGH_PRIORITY=1"
+    ]
+    assert environment == OURS | {"PATH": "/bin"}
+
+
+def test_a_users_value_stays_under_whichever_name() -> None:
+    users = {HARDWARE_QUEUES: "16", "PYTORCH_CUDA_ALLOC_CONF": "backend:native", "TORCH_NCCL_HIGH_PRIORITY": "0"}
+    environment = dict(users)
+    assert prepared(environment) == [
+        "CUDA environment: set CUDA_MODULE_LOADING=EAGER; kept CUDA_DEVICE_MAX_CONNECTIONS=16, "
+        "PYTORCH_CUDA_ALLOC_CONF=backend:native, TORCH_NCCL_HIGH_PRIORITY=0"
+    ]
+    assert environment == users | {"CUDA_MODULE_LOADING": "EAGER"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_device", "used"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"DS_ACCELERATOR": "cpu"}, True, False),
+        ({"DS_ACCELERATOR": "cuda"}, False, True),
+        ({"CUDA_VISIBLE_DEVICES": ""}, True, False),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, True, True),
+    ],
+)
+def test_where_cuda_is_not_used_nothing_is_set(environment: dict[str, str], has_device: bool, used: bool) -> None:
+    assert will_use_cuda(environment, has_device=has_device) == used
+    before = dict(environment)
+    lines = prepare_cuda_environment(environment, num_pipeline_ranks=2, has_device=has_device)
+    assert bool(lines) == (environment != before) == used
+
+
+def test_hardware_queues_are_those_of_the_driver_unless_said() -> None:
+    assert hardware_queues({}) == 8
+    assert hardware_queues({HARDWARE_QUEUES: "1"}) == 1
+    assert hardware_queues(OURS) == 32
+    for value in ("0", "33", "many", ""):
+        with pytest.raises(UserError, match=rf"^{HARDWARE_QUEUES}='{value}' is not a number from 1 to 32: unset it"):
+            hardware_queues({HARDWARE_QUEUES: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "warns"),
+    [
+        (HARDWARE_QUEUES, "1", True),
+        (HARDWARE_QUEUES, "8", False),
+        ("CUDA_MODULE_LOADING", "LAZY", True),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", True),
+        ("TORCH_NCCL_BLOCKING_WAIT", "0", False),
+    ],
+)
+def test_unwise_values_are_warned_of_where_ranks_exchange_messages(name: str, value: str, warns: bool) -> None:
+    warnings = prepared({name: value})[1:]
+    assert [line.startswith(f"warning: {name}={value} ") for line in warnings] == [True] * warns
+    assert len(prepared({name: value}, num_pipeline_ranks=1)) == 1
+
+
+@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"])
+def test_values_under_which_a_pipeline_locks_are_refused(name: str) -> None:
+    environment = {name: "1"}
+    with pytest.raises(UserError, match=rf"^{name}=1 makes every .* wait for the device, and a receive .*: unset it, "):
+        prepared(environment)
+    assert environment == {name: "1"}
+    assert prepared({name: "0"})
+    assert prepared({name: "1"}, num_pipeline_ranks=1)
+
+
+def test_ranks_with_other_numbers_of_queues_are_refused_and_other_differences_told() -> None:
+    mine = compared_variables(OURS | {"PATH": "/bin", "NCCL_SOCKET_IFNAME": "eth0"})
+    assert mine == OURS
+    assert check_same_environment([mine] * 3) == []
+    (line,) = check_same_environment([mine, mine, mine | {"CUDA_MODULE_LOADING": "LAZY"}])
+    assert line.startswith("CUDA_MODULE_LOADING=LAZY on rank 2 and CUDA_MODULE_LOADING=EAGER on rank 0: set it for all")
+    (line,) = check_same_environment([mine, mine | {"TORCH_NCCL_BLOCKING_WAIT": "1"}])
+    assert "TORCH_NCCL_BLOCKING_WAIT=1 on rank 1 and TORCH_NCCL_BLOCKING_WAIT unset on rank 0" in line
+    with pytest.raises(UserError, match=rf"^{HARDWARE_QUEUES}=8 on rank 1 and {HARDWARE_QUEUES}=32 on rank 0, but"):
+        check_same_environment([mine, mine | {HARDWARE_QUEUES: "8"}])
+
+
+def _compared(cases: list[list[str]]) -> list[str]:
+    """What this rank says of each case, which has a number of queues for each rank."""
+    lines = []
+    for queues in cases:
+        os.environ.update(OURS | {HARDWARE_QUEUES: queues[int(os.environ["RANK"])]})
+        try:
+            compare_environments()
+            lines.append("")
+        except UserError as error:
+            lines.append(str(error))
+    return lines
+
+
+def test_ranks_compare_what_they_have() -> None:
+    first, second = run_distributed(_compared, 2, [["32", "32"], ["32", "4"]])
+    assert first == second
+    assert first[0] == ""
+    assert first[1].startswith(f"{HARDWARE_QUEUES}=4 on rank 1 and {HARDWARE_QUEUES}=32 on rank 0, but the check")
