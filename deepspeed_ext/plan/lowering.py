@@ -40,6 +40,7 @@ from deepspeed_ext.plan.programs import (
     channel_of,
     check_programs,
 )
+from deepspeed_ext.plan.reductions import with_reductions
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 
@@ -63,7 +64,7 @@ def lower(schedule: Schedule, shape: PipelineShape, *, loading_ranks: Container[
     if loading_ranks is None:
         loading_ranks = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
     placed = _place_transfers(orders, shape, loading_ranks)
-    programs = [_assign_buffers(rank, steps) for rank, steps in enumerate(placed)]
+    programs = [with_reductions(_assign_buffers(rank, steps)) for rank, steps in enumerate(placed)]
     check_programs(programs, shape)
     return programs
 
