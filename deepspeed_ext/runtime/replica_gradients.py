@@ -1,9 +1,9 @@
 """Where DeepSpeed's optimizers want the sums of gradients over the replicas, and who needs which part of them.
 
-optimizer                   gradients add up in          a sum is needed by
-torch's own (fp32, ZeRO 0)  `parameter.grad`             every replica
-BF16_Optimizer              flat buffers, one per group  every replica: it takes the norm of whole gradients
-ZeRO 1                      `parameter.grad`             the replica whose partition of a group it lies in
+- Of torch's own optimizer, which is that of fp32 without ZeRO, every replica needs all of `parameter.grad`.
+- `BF16_Optimizer` has a flat buffer of gradients for each group of parameters. Every replica needs all of it, though it
+  steps a part: the norm is taken of whole gradients.
+- Of ZeRO 1 a replica needs those of `parameter.grad` that its partition of the optimizer's state is for.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,7 +44,8 @@ class ReplicaGradients(Protocol):
     in_flat_buffers: bool
 
     @property
-    def communication_type(self) -> torch.dtype: ...
+    def communication_type(self) -> torch.dtype:
+        """As the settings say."""
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
         """Bring what the backward that runs now has left of some parameters to where their gradients add up."""

@@ -1,5 +1,7 @@
-"""Gradients that are reduced layer by layer, while the last backwards run, are those of one reduction at the end, bit for
-bit: a sum of two replicas does not know its order."""
+"""Gradients reduced layer by layer, while the last backwards run, have the bits of those reduced together at the end.
+
+A sum over two replicas does not depend on its order.
+"""
 
 from functools import cache
 from unittest.mock import patch

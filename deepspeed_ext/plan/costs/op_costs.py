@@ -98,10 +98,10 @@ class OpCosts:
 
     @classmethod
     def from_json(cls, text: str, shape: PipelineShape) -> "OpCosts":
-        """Read `{"forward": [[per stage][per token slice]], "backward": ..., ...}`, as `--help` of the plan command says.
+        """Read `{"forward": [[per stage][per token slice]], "backward": ..., ...}`; the form is in the command's help.
 
-        `weight_gradient`, `transfer` and `reductions` may be left out. `transfer` is a number, or what `TransferCosts.from_fields` reads. `reductions` has a row of any length for each
-        stage, of times by piece.
+        `weight_gradient`, `transfer` and `reductions` may be left out. `transfer` is a number, or what
+        `TransferCosts.from_fields` reads. `reductions` has a row of any length for each stage, of times by piece.
         With model chunks, rows are for stages; or for pipeline ranks, and then each stage takes its part of the time.
 
         Raises:
