@@ -14,7 +14,12 @@ from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.timeline import Timeline
 
 SHAPE = PipelineShape(num_stages=2, num_micro_batches=2)
-WAYS = [(name, chunks) for name in SCHEDULES for chunks in (1, 2) if chunks == 1 or name in ("gpipe", "interleaved")]
+WAYS = [
+    (name, model_chunks)
+    for name in SCHEDULES
+    for model_chunks in (1, 2)
+    if model_chunks == 1 or name in ("gpipe", "interleaved")
+]
 
 
 def timeline_of(pieces: tuple[tuple[float, ...], ...]) -> Timeline:
@@ -23,9 +28,9 @@ def timeline_of(pieces: tuple[tuple[float, ...], ...]) -> Timeline:
     return simulate(rank_orders(one_f_one_b, SHAPE), SHAPE, costs)
 
 
-@pytest.mark.parametrize(("name", "chunks"), WAYS)
-def test_each_stage_is_reduced_once_behind_its_last_gradient_of_weights(name: str, chunks: int) -> None:
-    shape = PipelineShape(4 * chunks, 4, 3, chunks)
+@pytest.mark.parametrize(("name", "model_chunks"), WAYS)
+def test_each_stage_is_reduced_once_behind_its_last_gradient_of_weights(name: str, model_chunks: int) -> None:
+    shape = PipelineShape(4 * model_chunks, 4, 3, model_chunks)
     for program in lower(SCHEDULES[name], shape):
         reduced = []
         for position, instruction in enumerate(program.instructions):
