@@ -114,9 +114,15 @@ def our_engine(
     schedule: str | Schedule = "1f1b",
     num_model_chunks: int = 1,
     placement: Placement = Placement.LOOPED,
+    data_parallel_size: int = 1,
+    overlap_grad_reduce: bool = True,
 ) -> Any:
     """The token-slice engine."""
-    layout = ParallelLayout(pipeline_parallel_size=num_stages, num_token_slices=len(token_slices))
+    layout = ParallelLayout(
+        data_parallel_size=data_parallel_size,
+        pipeline_parallel_size=num_stages,
+        num_token_slices=len(token_slices),
+    )
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         module = TokenSlicePipelineModule(
             gpt_layers(model, recompute_cheap=recompute == "selective"),
@@ -134,7 +140,13 @@ def our_engine(
         if bf16:
             chosen |= {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "contiguous_gradients": False}}
             chosen |= {"data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True}
-        engine, *_ = initialize(module, chosen, schedule=schedule, optimizer=(optimizer or _sgd)(module))
+        engine, *_ = initialize(
+            module,
+            chosen,
+            schedule=schedule,
+            optimizer=(optimizer or _sgd)(module),
+            overlap_grad_reduce=overlap_grad_reduce,
+        )
     return engine
 
 

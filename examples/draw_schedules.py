@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from deepspeed_ext.plan.costs.attention_costs import attention_costs
@@ -27,10 +28,13 @@ def played(
     ranks: int = 4,
     micro_batches: int = 4,
     model_chunks: int = 1,
+    reductions: Sequence[float] = (),
 ) -> Timeline:
-    """A schedule, simulated."""
+    """A schedule, simulated; `reductions` are those of each stage, by piece."""
     shape = PipelineShape(ranks * model_chunks, micro_batches, len(lengths), model_chunks)
     costs = attention_costs(shape, lengths, attention_share)
+    if reductions:
+        costs = replace(costs, reductions=(tuple(reductions),) * shape.num_stages)
     return simulate(rank_orders(schedule_named(name), shape), shape, costs)
 
 
@@ -55,6 +59,14 @@ def pictures() -> dict[str, list[tuple[str, Timeline]]]:
             ("interleaved, 2 model chunks, 4 token slices", played("interleaved", model_chunks=2)),
         ],
         "zero-bubble": [("1f1b", played("1f1b", whole)), ("zero-bubble", played("zero-bubble", whole))],
+        "reductions": [
+            ("1f1b, each rank reduces its gradients after its last op", played("1f1b", whole, reductions=(3.0,))),
+            ("1f1b, reduced layer by layer as they are complete", played("1f1b", whole, reductions=(0.375,) * 8)),
+            (
+                "zero-bubble, reduced layer by layer as they are complete",
+                played("zero-bubble", whole, reductions=(0.375,) * 8),
+            ),
+        ],
         "attention": [
             ("1f1b, even token slices", played("1f1b", attention_share=0.6, micro_batches=2)),
             ("1f1b, balanced token slices", played("1f1b", BALANCED, attention_share=0.6, micro_batches=2)),

@@ -67,6 +67,11 @@ ACCEPTED_FLAGS: Mapping[str, AcceptedFlag] = MappingProxyType(
         **_each(
             "overlap-p2p-communication no-overlap-p2p-communication", "transfers between stages overlap computation"
         ),
+        **_each(
+            "overlap-grad-reduce",
+            "gradients are reduced layer by layer, while the last backwards run",
+            says=("no_overlap_grad_reduce", False),
+        ),
         **_each("DDP-impl", "DeepSpeed reduces the gradients", values=("local", "torch", "FSDP")),
         **_each("enable-zbh1-exact-semantics", "all schedules train the same, to the last digits"),
         **_each(

@@ -1,7 +1,7 @@
 """Whether programs end on the devices that run them: a model of what waits for what on CPUs and on CUDA devices.
 
 On a CPU the host computes and waits itself. On CUDA it enqueues, and the device has a stream for computing and one for
-each communicator:
+each communicator, of messages and of collectives:
 
     host       F0  post receive 1  F1  post receive 2  ...           enqueues in order, and waits for nothing
     compute    [F0     ][F1     ]   ...                              an op starts when those before it and its
@@ -33,6 +33,7 @@ from deepspeed_ext.plan.programs import (
     SENDS,
     Channel,
     Instruction,
+    InstructionKind,
     Program,
     channel_of,
     communicators,
@@ -74,8 +75,8 @@ class Device:
 
 
 def num_streams(shape: PipelineShape) -> int:
-    """Streams of a rank: one that computes, and one for each communicator."""
-    return 1 + len(set(communicators(shape).values()))
+    """Streams of a rank: for computing, gradient reductions, tensor-parallel collectives, and for each communicator."""
+    return 3 + len(set(communicators(shape).values()))
 
 
 def check_programs(programs: Sequence[Program], shape: PipelineShape, device: Device | None = None) -> None:
@@ -107,6 +108,8 @@ class _Rank:
     """The last on the stream that computes."""
     messages: dict[int, int] = field(default_factory=dict)
     """The last message on the stream of each communicator."""
+    reduced: int | None = None
+    """The last reduction."""
     queues: dict[int, int] = field(default_factory=dict)
     """The last that was enqueued in each hardware queue."""
 
@@ -130,6 +133,7 @@ class Events:
         self._connections: dict[Channel, tuple[int, int]] = {}  # what the hosts of source and target do at first use
         self._posted: list[tuple[int, int, int]] = []  # rank, position, message
         self._numbers = communicators(shape)
+        self._reduction_stream = COMPUTE_STREAM + 1 + len(set(self._numbers.values()))
         self._connected: set[tuple[int, Channel]] = set()
         for program in programs:
             self._add_program(program)
@@ -165,6 +169,11 @@ class Events:
             elif instruction.kind in COMPLETES:
                 event = self._event(program.rank, position, rank.host, rank.computed, self._message(instruction.op))
                 self._enqueue(event, COMPUTE_STREAM, rank)
+            elif instruction.kind is InstructionKind.REDUCE_GRADIENTS:
+                # Replicas follow one program, so a reduction needs of them what it needs here.
+                event = self._event(program.rank, position, rank.host, rank.computed, rank.reduced)
+                self._enqueue(event, self._reduction_stream, rank)
+                rank.reduced = event
             elif instruction.kind in SENDS or instruction.kind in RECEIVES:
                 event = self._add_post(program.rank, position, instruction, rank)
             else:

@@ -44,6 +44,7 @@ from deepspeed_ext.plan.programs import (
     Program,
     channels,
 )
+from deepspeed_ext.plan.reductions import with_reductions
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 
@@ -154,7 +155,7 @@ def lower_rank(rank: int, messages: Mapping[int, RankMessages], shape: PipelineS
         if reader is not None and shape.rank_of(reader.stage) == rank:
             steps.append((PASS[reader.kind], result(op)))
     sending, _, completing = transfers(len(messages[rank].spans))
-    return _assign_buffers(rank, steps + sending + completing)
+    return with_reductions(_assign_buffers(rank, steps + sending + completing))
 
 
 def _reader(message: Op, shape: PipelineShape) -> Op:

@@ -40,6 +40,8 @@ class InstructionKind(StrEnum):
     """The same for a gradient."""
     FREE = "free"
     """Empty a buffer for the next token slice. Roughly: `buffers[b] = None`."""
+    REDUCE_GRADIENTS = "reduce gradients"
+    """Sum what is complete of a stage over its replicas. Roughly: `all_reduce(gradients[i], asynchronous)`."""
 
 
 COMPUTE = {kind: InstructionKind[kind.name] for kind in OpKind}
@@ -56,7 +58,7 @@ COMPLETE = {
     OpKind.FORWARD: InstructionKind.COMPLETE_ACTIVATION,
     OpKind.INPUT_GRADIENT: InstructionKind.COMPLETE_GRADIENT,
 }
-UNBUFFERED = {InstructionKind.LOAD_MICRO_BATCH, *COMPLETE.values()}
+UNBUFFERED = {InstructionKind.LOAD_MICRO_BATCH, InstructionKind.REDUCE_GRADIENTS, *COMPLETE.values()}
 """Instructions that touch no buffer."""
 
 # The same tables as sets, which answer at once.
@@ -66,6 +68,7 @@ SENDS, COMPLETES = frozenset(SEND.values()), frozenset(COMPLETE.values())
 _OP_KINDS = {instruction: kind for table in (RECEIVE, SEND, PASS, COMPLETE) for kind, instruction in table.items()} | {
     instruction: kind for kind, instruction in COMPUTE.items()
 }
+_OP_KINDS[InstructionKind.REDUCE_GRADIENTS] = OpKind.BACKWARD
 
 
 class Instruction(NamedTuple):

@@ -12,6 +12,7 @@ from deepspeed_ext.plan.dependencies import reading_stage
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape
 from deepspeed_ext.plan.programs import Channel
+from deepspeed_ext.plan.reductions import Reduction
 
 
 class Span(NamedTuple):
@@ -45,12 +46,14 @@ class Timeline:
         spans: per rank, its spans by start.
         unit: what the times count, for axis labels: `s` when measured.
         transfers: by channel and start; none where they take no time, or nobody measured them.
+        reductions: by rank and start; none where there is one replica, or nobody measured them.
     """
 
     shape: PipelineShape
     spans: tuple[tuple[Span, ...], ...]
     unit: str = ""
     transfers: tuple[Transfer, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
 
     @cached_property
     def start(self) -> float:
@@ -66,6 +69,11 @@ class Timeline:
     def makespan(self) -> float:
         """Time from the first op's start to the last op's end."""
         return self.end - self.start
+
+    @property
+    def duration(self) -> float:
+        """Time from the first op's start until the optimizer may step: all ops are done, and all reductions."""
+        return max([self.end, *(reduction.end for reduction in self.reductions)]) - self.start
 
     @property
     def busy(self) -> tuple[float, ...]:
@@ -93,6 +101,8 @@ class Timeline:
         }
         if self.transfers:
             fields["transfers"] = [[str(one.op), one.start, one.end, one.sent] for one in self.transfers]
+        if self.reductions:
+            fields["reductions"] = self.reductions
         return json.dumps(fields)
 
     @classmethod
@@ -110,7 +120,8 @@ class Timeline:
                 for rank in fields["spans"]
             )
             transfers = tuple(_read_transfer(entry, shape) for entry in fields.get("transfers", ()))
-            timeline = cls(shape, spans, str(fields["unit"]), transfers)
+            reductions = tuple(_read_reduction(entry, shape) for entry in fields.get("reductions", ()))
+            timeline = cls(shape, spans, str(fields["unit"]), transfers, reductions)
             for rank, row in enumerate(spans):
                 for op, start, end in row:
                     inside = op.micro_batch < shape.num_micro_batches and op.token_slice < shape.num_token_slices
@@ -121,6 +132,13 @@ class Timeline:
         if not any(spans) or len(spans) != shape.num_ranks:
             raise PlanError(f"a timeline of {len(spans)} ranks for a pipeline of {shape.num_ranks}: write it again")
         return timeline
+
+
+def _read_reduction(entry: Sequence[Any], shape: PipelineShape) -> Reduction:
+    stage, piece, start, end = entry
+    if stage not in range(shape.num_stages) or not -inf < float(start) <= float(end) < inf:
+        raise ValueError(f"a reduction of stage {stage} from {start} to {end}")
+    return Reduction(int(stage), int(piece), float(start), float(end))
 
 
 def _read_transfer(entry: Sequence[Any], shape: PipelineShape) -> Transfer:

@@ -22,6 +22,7 @@ from torch import Tensor
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.plan.programs import Instruction, InstructionKind
+from deepspeed_ext.plan.reductions import completing_ops
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
@@ -29,6 +30,7 @@ from deepspeed_ext.runtime.accumulated_gradients import OptimizerGradients
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.executor import BatchPlan, Executor
 from deepspeed_ext.runtime.grad_norm import clip_gradients, global_grad_norm
+from deepspeed_ext.runtime.gradient_reductions import gradient_reductions
 from deepspeed_ext.runtime.gradient_sums import sum_over_sharing_ranks, sum_over_tensor_parallel_ranks
 from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
@@ -57,6 +59,7 @@ _METHODS = {
     InstructionKind.COMPLETE_ACTIVATION: Executor.complete,
     InstructionKind.COMPLETE_GRADIENT: Executor.complete,
     InstructionKind.FREE: Executor.free,
+    InstructionKind.REDUCE_GRADIENTS: Executor.reduce_gradients,
 }
 """What each instruction of a program does."""
 
@@ -76,12 +79,19 @@ class TokenSlicePipelineEngine(PipelineEngine):
         schedule: order of the ops when training.
         timeout: how long a transfer between stages may take.
         ledger_directory: where ranks write what they have done, if the pipeline stands still.
+        overlap_grad_reduce: sum gradients over replicas layer by layer, while the last backwards run.
 
     Other arguments are those of `PipelineEngine`.
     """
 
     def __init__(
-        self, *arguments: Any, schedule: Schedule, timeout: timedelta, ledger_directory: Path, **keywords: Any
+        self,
+        *arguments: Any,
+        schedule: Schedule,
+        timeout: timedelta,
+        ledger_directory: Path,
+        overlap_grad_reduce: bool = True,
+        **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
         assert isinstance(self.module, TokenSlicePipelineModule), "made for a TokenSlicePipelineModule"
@@ -114,6 +124,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
                 directory=ledger_directory,
             )
             finalize(self, self._watch.end)
+        self._reductions = gradient_reductions(self) if overlap_grad_reduce else None
         self._executor = Executor(
             self.module,
             self._links,
@@ -122,6 +133,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             loss_scale=self._loss_scale,
             around=self._around,
             ledger=self._ledger,
+            reductions=self._reductions,
         )
         self._accumulated: OptimizerGradients | None = None
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
@@ -274,6 +286,8 @@ class TokenSlicePipelineEngine(PipelineEngine):
             **settings,
         )
         self._executor.begin(plan, puts_weight_gradients_off=schedule.puts_weight_gradients_off)
+        if self._reductions is not None and schedule.training:
+            self._reductions.begin(completing_ops(schedule.program.ops()))
 
     def _first_sequence(self, micro_batch: int) -> int:
         replica = micro_batch * self.dp_world_size + self.grid.get_data_parallel_rank()
@@ -297,6 +311,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
         sum_over_sharing_ranks(self.module.get_tied_weights_and_groups())
 
     def _exec_reduce_grads(self) -> None:
+        if self._reductions is not None:
+            self._reductions.finish(self.module.parameters())
+            return
         # DeepSpeed would copy every gradient even where there is no other replica to reduce with.
         if self.is_data_parallel or self.zero_optimization():
             super()._exec_reduce_grads()

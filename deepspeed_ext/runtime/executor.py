@@ -19,6 +19,7 @@ from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs import Instruction
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batch import detached, to_device
+from deepspeed_ext.runtime.gradient_reductions import GradientReductions
 from deepspeed_ext.runtime.live_batch import Buffer, LiveBatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.op_ledger import OpLedger
@@ -64,6 +65,7 @@ class Executor:
         loss_scale: scales the loss of a token slice before backward.
         around: surrounds the computing of each op.
         ledger: is told of waits.
+        reductions: of gradients over replicas, which start as ops complete them; None to leave them to the step.
     """
 
     def __init__(
@@ -76,10 +78,11 @@ class Executor:
         loss_scale: Callable[[Tensor], Tensor],
         around: Around,
         ledger: OpLedger,
+        reductions: GradientReductions | None = None,
     ) -> None:
         self._module, self._links, self._device = module, links, device
         self._next_batch, self._loss_scale, self._around = next_batch, loss_scale, around
-        self._ledger = ledger
+        self._ledger, self._reductions = ledger, reductions
         self._stages = list(module.pipeline.stages_of(module.stage_id))
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
         self._weight_gradients, self._attached = WeightGradients(), False
@@ -131,8 +134,11 @@ class Executor:
         op, held = step.op, self.live.buffers[step.buffer]
         inputs = self._inputs(op, held)
         entries = self._entries(op) if op.stage else {}
+        entering = None
+        if self._reductions is not None and self.plan.training:
+            entering = self._reductions.entering(op, self._put_off)
         with self._around(op):
-            outputs = self._module(inputs, self._state(op), op.token_slice, op.stage, entries)
+            outputs = self._module(inputs, self._state(op), op.token_slice, op.stage, entries, entering)
             if op.stage == self.plan.shape.last_stage:
                 held.roots = self._loss(outputs, op)
             else:
@@ -168,6 +174,11 @@ class Executor:
         held = self.live.buffers[step.buffer]
         with self._around(step.op):
             compute(held.later)
+
+    def reduce_gradients(self, step: Instruction) -> None:
+        """Start the reductions of a stage whose gradients are complete."""
+        if self._reductions is not None:
+            self._reductions.reduce_stage(step.stage)
 
     def free(self, step: Instruction) -> None:
         """Empty a buffer."""
@@ -221,6 +232,13 @@ class Executor:
         if parts is None or not isinstance(inputs := parts[op.token_slice].inputs, Mapping):
             return {}
         return to_device(self._module.data_entries.given_to_stage(op.stage, inputs), self._device)
+
+    def _put_off(self, action: Callable[[], None]) -> bool:
+        """Do something behind the products that are being put off; False if none are."""
+        if self._weight_gradients.collecting:
+            self._weight_gradients.add(action)
+            return True
+        return False
 
     def _reads_data(self) -> str:
         """Why this rank reads the data, in words."""

@@ -40,14 +40,29 @@ def sum_over_tensor_parallel_ranks(module: nn.Module, grid: Any) -> None:
     Such a weight says so by an attribute `sequence_parallel`, as Megatron's do: norms, and the biases behind a
     reduction.
     """
+    weights = _applied_to_own_tokens(module, grid)
+    if weights:
+        sum_in_buckets(map(accumulated_gradient, weights), grid.get_slice_parallel_group())
+
+
+def summed_before_replicas(module: Any, grid: Any) -> set[nn.Parameter]:
+    """Weights whose gradients the two functions above complete, before anybody may sum them over replicas.
+
+    Args:
+        module: a `TokenSlicePipelineModule`.
+        grid: its ranks.
+    """
+    groups = module.get_tied_weights_and_groups()
+    return {weight for weight, group in groups if dist.get_world_size(group) > 1} | {
+        *_applied_to_own_tokens(module, grid)
+    }
+
+
+def _applied_to_own_tokens(module: nn.Module, grid: Any) -> list[nn.Parameter]:
     if grid.get_slice_parallel_world_size() == 1:
-        return
-    gradients = [
-        accumulated_gradient(weight)
-        for weight in module.parameters()
-        if getattr(weight, "sequence_parallel", False) and weight.requires_grad
-    ]
-    sum_in_buckets(gradients, grid.get_slice_parallel_group())
+        return []
+    weights = module.parameters()
+    return [weight for weight in weights if getattr(weight, "sequence_parallel", False) and weight.requires_grad]
 
 
 def sum_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, bucket_bytes: int = BUCKET_BYTES) -> None:

@@ -28,6 +28,7 @@ def initialize(
     schedule: str | Schedule = "1f1b",
     timeout: timedelta = timedelta(minutes=30),
     ledger_directory: str | Path = "stalled_pipeline",
+    overlap_grad_reduce: bool = True,
     **keywords: Any,
 ) -> tuple[TokenSlicePipelineEngine, Any, Any, Any]:
     """Make the engine of a model, as `deepspeed.initialize` does.
@@ -39,6 +40,9 @@ def initialize(
         timeout: how long a transfer between stages may take before it counts as lost.
         ledger_directory: where every rank writes what it has done, is doing and waits for, if the pipeline stands
             still for most of that time.
+        overlap_grad_reduce: start to sum gradients over data-parallel ranks as soon as the last backward of the step
+            has passed a layer; else after the last op. Settings of `config` that only DeepSpeed's own reductions
+            know, such as ZeRO's `contiguous_gradients` and `overlap_comm`, turn it off.
         **keywords: others of `deepspeed.initialize`, such as `optimizer`, `model_parameters` or `lr_scheduler`.
 
     Returns:
@@ -54,7 +58,11 @@ def initialize(
     # Before optimizers copy weights and ask which of them to count.
     model.connect_shared_modules()
     engine_class = partial(
-        TokenSlicePipelineEngine, schedule=schedule, timeout=timeout, ledger_directory=Path(ledger_directory)
+        TokenSlicePipelineEngine,
+        schedule=schedule,
+        timeout=timeout,
+        ledger_directory=Path(ledger_directory),
+        overlap_grad_reduce=overlap_grad_reduce,
     )
     with _engine_class(engine_class):
         engine, *others = deepspeed.initialize(model=model, config=config, **keywords)

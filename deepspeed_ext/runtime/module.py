@@ -231,6 +231,13 @@ class TokenSlicePipelineModule(PipelineModule):
 
     # ------------------------------------------------------------------ layers
 
+    def layer_parameters(self, stage: int) -> list[tuple[int, list[nn.Parameter]]]:
+        """The layers of one of this rank's stages, first to last: the place among this rank's, and the parameters."""
+        layers = [(position, self.layer(self._layer_numbers[position])) for position in self._positions[stage]]
+        return [
+            (position, list(layer.parameters()) if isinstance(layer, nn.Module) else []) for position, layer in layers
+        ]
+
     def forward(
         self,
         inputs: Any,
@@ -238,6 +245,7 @@ class TokenSlicePipelineModule(PipelineModule):
         token_slice: int = 0,
         stage: int | None = None,
         entries: Mapping[str, Any] = MappingProxyType({}),
+        entering: Callable[[int, Any], None] | None = None,
     ) -> Any:
         """Run the layers of one of this rank's stages on one token slice.
 
@@ -249,6 +257,7 @@ class TokenSlicePipelineModule(PipelineModule):
             token_slice: index of the token slice.
             stage: the stage; None for the first of this rank.
             entries: what layers take by name.
+            entering: told of each layer before it runs: its place among this rank's layers, and what goes into it.
 
         Returns:
             Output of the stage's last layer.
@@ -261,6 +270,8 @@ class TokenSlicePipelineModule(PipelineModule):
 
         def run(hidden: Any, positions: range) -> Any:
             for position in positions:
+                if entering is not None:
+                    entering(position, hidden)
                 number = self._layer_numbers[position]
                 keywords = self.data_entries.given(number, entries)
                 if self._takes_past[position]:
@@ -280,6 +291,7 @@ class TokenSlicePipelineModule(PipelineModule):
                 use_reentrant=False,
                 preserve_rng_state=self._preserve_rng_state,
             )
+        entering = None  # layers that are computed again are not entered again
         return inputs
 
 

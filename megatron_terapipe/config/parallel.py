@@ -63,6 +63,9 @@ class ParallelConfig:
     data_parallel_size: int | None = None
     """Ranks that share the batch. They follow from the world size; given, they are checked against it."""
 
+    no_overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks after the last op, not layer by layer while it runs."""
+
     no_pipeline_parallel: bool = False
     """Say that there is no pipeline; the pipeline-parallel size must then be 1."""
 

@@ -16,7 +16,7 @@ class Software:
         skips_masked_scores: whether causal attention leaves out what it would mask.
         overlaps_transfers: whether messages between stages travel under ops; else both ends wait for each.
         shares_transfers: whether each tensor-parallel rank sends its part of an activation, and the other end gathers.
-        overlaps_gradient_reduction: whether data-parallel reductions travel under the last backward.
+        overlaps_gradient_reduction: whether data-parallel reductions travel under the last backward, layer by layer.
         reduction_bytes: bytes of an entry in data-parallel reductions.
             None = as DeepSpeed's optimizers do it by precision and ZeRO stage (see `cost.step_costs`).
         weight_bytes: bytes of a parameter that products read (half precision).
@@ -51,7 +51,7 @@ TERAPIPE = Software(
     skips_masked_scores=True,
     overlaps_transfers=True,
     shares_transfers=False,
-    overlaps_gradient_reduction=False,
+    overlaps_gradient_reduction=True,
     reduction_bytes=None,
     selective_recomputes="norms",
     residual_dropout=False,

@@ -123,6 +123,7 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
             schedule=run.played_schedule,
             timeout=_timeout(run),
             ledger_directory=config.logging.ledgers(config.checkpoint.save),
+            overlap_grad_reduce=not config.parallel.no_overlap_grad_reduce,
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),
         )
     if run.checkpoint is not None:

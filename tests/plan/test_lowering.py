@@ -43,6 +43,7 @@ def test_programs_by_hand():
         "backward 0B0.1 @1",
         "free 0F0.1 @1",
         "backward 0B0.0 @0",
+        "reduce gradients 0B0.0",
         "free 0F0.0 @0",
     ]
     assert texts(last) == [
@@ -56,6 +57,7 @@ def test_programs_by_hand():
         "free 1F0.1 @1",
         "backward 1B0.0 @0",
         "send gradient 1BI0.0 @0",
+        "reduce gradients 1B0.0",
         "free 1F0.0 @0",
         "complete gradient 1BI0.1",
         "complete gradient 1BI0.0",
@@ -78,9 +80,11 @@ def test_what_stays_on_a_rank_is_passed_on_and_weight_gradients_keep_the_buffer(
         "input gradient 2BI0.0 @1",
         "pass gradient 2BI0.0 @1",
         "weight gradient 2BW0.0 @1",
+        "reduce gradients 2B0.0",
         "free 2F0.0 @1",
         "backward 1B0.0 @0",
         "send gradient 1BI0.0 @0",
+        "reduce gradients 1B0.0",
         "free 1F0.0 @0",
         "complete gradient 1BI0.0",
     ]
@@ -89,14 +93,16 @@ def test_what_stays_on_a_rank_is_passed_on_and_weight_gradients_keep_the_buffer(
 def test_one_stage_sends_and_receives_nothing():
     (program,) = lower(one_f_one_b, PipelineShape(1, 2, 2))
     kinds = {instruction.kind for instruction in program.instructions}
-    assert kinds == {InstructionKind.LOAD_MICRO_BATCH, *map(InstructionKind, ("forward", "backward", "free"))}
+    assert kinds == {*map(InstructionKind, ("load", "forward", "backward", "reduce gradients", "free"))}
 
 
 def test_one_rank_of_several_stages_passes_everything_on():
     (program,) = lower(interleaved, PipelineShape(2, 1, 1, num_model_chunks=2))
     kinds = [instruction.kind.value for instruction in program.instructions]
+    forwards = ["load", "forward", "pass activation", "forward"]
     assert kinds == [
-        *("load", "forward", "pass activation", "forward", "backward", "pass gradient", "free", "backward", "free")
+        *forwards,
+        *("backward", "pass gradient", "reduce gradients", "free", "backward", "reduce gradients", "free"),
     ]
 
 

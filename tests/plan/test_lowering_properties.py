@@ -35,7 +35,7 @@ COMPLETIONS = {
     InstructionKind.COMPLETE_ACTIVATION: InstructionKind.SEND_ACTIVATION,
     InstructionKind.COMPLETE_GRADIENT: InstructionKind.SEND_GRADIENT,
 }
-UNBUFFERED = {InstructionKind.LOAD_MICRO_BATCH, *COMPLETIONS}
+UNBUFFERED = {InstructionKind.LOAD_MICRO_BATCH, InstructionKind.REDUCE_GRADIENTS, *COMPLETIONS}
 
 
 def check_buffers(program: Program) -> None:

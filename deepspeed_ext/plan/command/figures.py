@@ -28,6 +28,10 @@ def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
         ("peak live token slices", f"{_joined(timeline.peak_live_token_slices)}  {by}"),
         ("peak activation", f"{_joined(activation(timeline, request.lengths))}  {by}, in micro-batches"),
     ]
+    if timeline.reductions:
+        exposed = timeline.duration - timeline.makespan
+        after = f"{with_unit(exposed, timeline.unit)} after the last op" if exposed > 0 else "before the last op ends"
+        rows.insert(1, ("gradients are reduced", after))
     if memory.token_bytes is not None:
         peaks = " ".join(f"{peak(curve) / 2**20:.4g}" for curve in memory.curves(timeline))
         rows.append(("peak memory", f"{peaks}  {by}, in MiB"))
@@ -51,6 +55,7 @@ def figures(timeline: Timeline, request: Request, memory: Memory) -> dict[str, A
     return {
         "schedule": request.schedule,
         "makespan": timeline.makespan,
+        **({"duration": timeline.duration} if timeline.reductions else {}),
         **bounds,
         "bubble_ratio": timeline.bubble_ratio,
         "peak_live_token_slices": list(timeline.peak_live_token_slices),

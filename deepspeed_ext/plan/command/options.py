@@ -29,7 +29,8 @@ costs.json
     "forward":         [[1.0, 1.2], [1.0, 1.2]],    time of a forward: a row per stage, a time per token slice
     "backward":        [[1.0, 1.2], [1.0, 1.2]],    time of a backward, without what stands in the next line
     "weight_gradient": [[1.0, 1.2], [1.0, 1.2]],    optional: time of weight gradients, where they are apart
-    "transfer":        0.1                          optional: time of a transfer between neighbouring stages
+    "transfer":        0.1,                         optional: time of a transfer between neighbouring stages
+    "reductions":      [[0.5, 0.5], [0.5, 0.5]]     optional: times to sum gradients over replicas, last layer first
   }
   Times are in one unit of your choice. A transfer may also be {"latency": x, "bandwidth": y, "bytes": [per token
   slice]}. With model chunks, rows are for stages, or for pipeline ranks, whose stages then share the time evenly.

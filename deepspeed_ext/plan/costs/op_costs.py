@@ -24,12 +24,15 @@ class OpCosts:
         weight_gradient: time of weight gradients per stage and token slice; None where `backward` has them in it.
         transfer: time from the end of an op until its neighbour may start on the result, as one number: a latency,
             under which any number of messages can be on their way. Or in full: latency, bandwidth and bytes.
+        reductions: per stage, times to sum its gradients over data-parallel ranks, in pieces: the last layer's, or
+            that of the last few, first. None where there is but one replica.
     """
 
     forward: Table
     backward: Table
     weight_gradient: Table | None = None
     transfer: float | TransferCosts = 0.0
+    reductions: Table | None = None
 
     @classmethod
     def uniform(
@@ -95,9 +98,10 @@ class OpCosts:
 
     @classmethod
     def from_json(cls, text: str, shape: PipelineShape) -> "OpCosts":
-        """Read `{"forward": [[per stage][per token slice]], "backward": ..., "weight_gradient": ...?, "transfer": x?}`.
+        """Read `{"forward": [[per stage][per token slice]], "backward": ..., ...}`; the form is in the command's help.
 
-        `transfer` is a number, or what `TransferCosts.from_fields` reads.
+        `weight_gradient`, `transfer` and `reductions` may be left out. `transfer` is a number, or what
+        `TransferCosts.from_fields` reads. `reductions` has a row of any length for each stage, of times by piece.
         With model chunks, rows are for stages; or for pipeline ranks, and then each stage takes its part of the time.
 
         Raises:
@@ -111,17 +115,18 @@ class OpCosts:
             raise PlanError(
                 'costs are not a JSON object: write {"forward": [[...]], "backward": [[...]], "transfer": 0}'
             )
-        unknown = fields.keys() - {"forward", "backward", "weight_gradient", "transfer"}
+        unknown = fields.keys() - {"forward", "backward", "weight_gradient", "transfer", "reductions"}
         if unknown:
             raise PlanError(
                 f"costs have the unknown field {min(unknown)!r}: "
-                "the fields are forward, backward, weight_gradient and transfer"
+                "the fields are forward, backward, weight_gradient, transfer and reductions"
             )
         return cls(
             _table(fields, "forward", shape),
             _table(fields, "backward", shape),
             _table(fields, "weight_gradient", shape) if "weight_gradient" in fields else None,
             _transfer(fields.get("transfer", 0.0), shape),
+            _reductions(fields["reductions"], shape) if "reductions" in fields else None,
         )
 
 
@@ -139,6 +144,16 @@ def _table(fields: Mapping[str, Any], name: str, shape: PipelineShape) -> Table:
             "token slices: give one row for each stage and one time for each token slice"
         )
     return tuple(tuple(_time(time, name) for time in row) for row in rows)
+
+
+def _reductions(rows: object, shape: PipelineShape) -> Table:
+    if not isinstance(rows, list) or any(not isinstance(row, list) or not row for row in rows):
+        raise PlanError("costs['reductions'] is not a list of lists: give the times of one or more pieces per stage")
+    if len(rows) != shape.num_stages:
+        raise PlanError(
+            f"costs['reductions'] has {len(rows)} rows for {shape.num_stages} stages: give one row for each stage"
+        )
+    return tuple(tuple(_time(time, "reductions") for time in row) for row in rows)
 
 
 def _transfer(value: object, shape: PipelineShape) -> float | TransferCosts:

@@ -1,7 +1,8 @@
 """Writes a timeline in the Chrome trace event format, which Perfetto and chrome://tracing open.
 
 Each pipeline rank is a process, with a thread for each of its stages. Arrows join an op to the op on another rank
-that reads its result. Transfers that take time have tracks of their own. Curves of memory become counters.
+that reads its result. Transfers that take time have tracks of their own, and so have reductions over data-parallel
+ranks. Curves of memory become counters.
 """
 
 import json
@@ -49,6 +50,7 @@ def _events(timeline: Timeline, memory: Sequence[Sequence[tuple[float, float]]])
                 "args": {"micro_batch": op.micro_batch, "token_slice": op.token_slice},
             }
     yield from _transfers(timeline, time)
+    yield from _reductions(timeline, time)
     for rank, curve in enumerate(memory):
         for start, held in curve:
             yield {"ph": "C", "name": "memory", "pid": rank, "ts": time(start), "args": {"held": held}}
@@ -71,6 +73,17 @@ def _transfers(timeline: Timeline, time: Callable[[float], float]) -> Iterator[_
         shared = {"name": name, "cat": "transfer", "id": f"message {number}", "pid": channel.source, "tid": 0}
         yield {"ph": "b", **shared, "ts": time(start), "args": {"result_of": giver[op]}}
         yield {"ph": "e", **shared, "ts": time(end)}
+
+
+def _reductions(timeline: Timeline, time: Callable[[float], float]) -> Iterator[_Event]:
+    """Reductions, on a thread of their rank behind those of its stages."""
+    shape = timeline.shape
+    thread = shape.num_model_chunks
+    for rank in sorted({shape.rank_of(one.stage) for one in timeline.reductions}):
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": "gradient reductions"}}
+    for stage, piece, start, end in timeline.reductions:
+        name = {"ph": "X", "name": f"stage {stage}, piece {piece}", "cat": "reduction"}
+        yield {**name, "pid": shape.rank_of(stage), "tid": thread, "ts": time(start), "dur": time(end) - time(start)}
 
 
 def _names(shape: PipelineShape, rank: int) -> Iterator[_Event]:

@@ -40,7 +40,7 @@ def render_svg(timeline: Timeline, title: str) -> str:
     Returns:
         An SVG document.
     """
-    scale = Scale(timeline.makespan, _width([timeline]))
+    scale = Scale(timeline.duration, _width([timeline]))
     height = row_height(timeline.shape.num_ranks)
     top = 104
     bottom = top + rows_height(timeline, height)
@@ -49,7 +49,10 @@ def render_svg(timeline: Timeline, title: str) -> str:
         ("makespan", with_unit(timeline.makespan, timeline.unit)),
         ("peak live token slices", str(max(timeline.peak_live_token_slices))),
     ]
-    explained = legend(timeline.shape, _kinds([timeline]), scale.width, bottom + 62)
+    if timeline.reductions:
+        figures.insert(2, ("reductions end", with_unit(timeline.duration, timeline.unit)))
+    reduces = bool(timeline.reductions)
+    explained = legend(timeline.shape, _kinds([timeline]), scale.width, bottom + 62, reduces=reduces)
     body = [
         text(MARGIN, 40, title, f'{INK} font-size="19" font-weight="600"'),
         text(MARGIN, 62, " · ".join(extents(timeline.shape)), f'{SOFT} font-size="13"'),
@@ -82,7 +85,7 @@ def render_comparison(panels: Sequence[tuple[str, Timeline]]) -> str:
             f"{len(panels)} timelines in {len(units)} units on one axis: give at least one, all in one unit"
         )
     timelines = [timeline for _, timeline in panels]
-    scale = Scale(max(timeline.makespan for timeline in timelines), _width(timelines))
+    scale = Scale(max(timeline.duration for timeline in timelines), _width(timelines))
     height = row_height(max(timeline.shape.num_ranks for timeline in timelines))
     body: list[str] = []
     top = 68.0
@@ -92,17 +95,20 @@ def render_comparison(panels: Sequence[tuple[str, Timeline]]) -> str:
             f"bubble {timeline.bubble_ratio:.1%}  ·  makespan {with_unit(timeline.makespan, timeline.unit)}  ·  "
             f"peak live token slices {max(timeline.peak_live_token_slices)} of {total}"
         )
+        if timeline.reductions:
+            figures += f"  ·  reductions end at {with_unit(timeline.duration, timeline.unit)}"
         body.append(text(MARGIN, top - 20, title, f'{INK} font-size="16" font-weight="600"'))
         body.append(text(scale.plot_right, top - 20, figures, f'{INK} font-size="13" text-anchor="end"'))
         bottom = top + rows_height(timeline, height)
         body += grid(scale, top, bottom)
         body += rows(timeline, scale, top, height)
-        body += _saving(timeline, timelines[0].makespan, scale, top, bottom)
+        body += _saving(timeline, timelines[0].duration, scale, top, bottom)
         top = bottom + 68
     # The one with most to explain: all micro-batches, token slices and model chunks that any of them has.
     shape = max((each.shape for each in timelines), key=lambda each: (each.num_token_slices, each.num_model_chunks))
     body += axis(scale, units.pop(), bottom)
-    explained = legend(shape, _kinds(timelines), scale.width, bottom + 62)
+    reduces = any(each.reductions for each in timelines)
+    explained = legend(shape, _kinds(timelines), scale.width, bottom + 62, reduces=reduces)
     body += explained.body
     name = " / ".join(title for title, _ in panels)
     description = " ".join(_description(title, timeline) for title, timeline in panels)
@@ -132,7 +138,7 @@ def _kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
 
 def _saving(timeline: Timeline, reference: float, scale: Scale, top: float, bottom: float) -> Iterator[str]:
     """Mark where a timeline ends before the reference, and by how much."""
-    end, reference_end = scale.x(timeline.makespan), scale.x(reference)
+    end, reference_end = scale.x(timeline.duration), scale.x(reference)
     if reference_end - end < 70:
         return
     middle = (top + bottom) / 2
@@ -140,7 +146,7 @@ def _saving(timeline: Timeline, reference: float, scale: Scale, top: float, bott
         f'<path d="M{end + 8:.4g},{middle:.4g} H{reference_end - 1:.4g} M{end + 15:.4g},{middle - 5:.4g} l-7,5 l7,5" '
         f'fill="none" stroke-width="1.5" stroke="#8b949e"/>'
     )
-    label = f"{1 - timeline.makespan / reference:.0%} less time"
+    label = f"{1 - timeline.duration / reference:.0%} less time"
     yield text((end + reference_end) / 2 + 4, middle - 14, label, f'{INK} font-size="14" font-weight="600" {CENTRED}')
 
 

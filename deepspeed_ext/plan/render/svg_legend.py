@@ -20,7 +20,7 @@ from deepspeed_ext.plan.render.svg_elements import (
     text,
     text_width,
 )
-from deepspeed_ext.plan.render.svg_rows import stripe, swatch
+from deepspeed_ext.plan.render.svg_rows import reduction_bar, stripe, swatch
 
 _MAX_MICRO_BATCHES = 8
 _CHIP, _SWATCH, _LINE, _GAP = 18, 30, 28, 18
@@ -48,12 +48,12 @@ class _Entry(NamedTuple):
     """Called with the left edge and the middle."""
 
 
-def legend(shape: PipelineShape, kinds: Sequence[OpKind], width: float, y: float) -> Legend:
+def legend(shape: PipelineShape, kinds: Sequence[OpKind], width: float, y: float, *, reduces: bool = False) -> Legend:
     """What hue, lightness, height and textures stand for, on as many lines as a picture of this width needs."""
     body: list[str] = []
     x: float = PLOT_LEFT
     first = y
-    for entry in _entries(shape, kinds):
+    for entry in _entries(shape, kinds, reduces):
         if x > PLOT_LEFT and x + entry.width > width - MARGIN:
             x, y = PLOT_LEFT, y + _LINE
         body += entry.draw(x, y)
@@ -61,7 +61,7 @@ def legend(shape: PipelineShape, kinds: Sequence[OpKind], width: float, y: float
     return Legend(body, y - first)
 
 
-def _entries(shape: PipelineShape, kinds: Sequence[OpKind]) -> Iterator[_Entry]:
+def _entries(shape: PipelineShape, kinds: Sequence[OpKind], reduces: bool) -> Iterator[_Entry]:
     shown = min(shape.num_micro_batches, _MAX_MICRO_BATCHES)
     chips = [(op_colour(micro_batch, 0, 1), str(micro_batch)) for micro_batch in range(shown)]
     yield _chips("micro-batch", chips, goes_on=shown < shape.num_micro_batches)
@@ -73,6 +73,8 @@ def _entries(shape: PipelineShape, kinds: Sequence[OpKind]) -> Iterator[_Entry]:
     if shape.num_model_chunks > 1:
         last = shape.num_model_chunks - 1
         yield _swatch(f"model chunk {last}", partial(_striped, neutral, last))
+    if reduces:
+        yield _swatch("gradient reduction", lambda x, y: iter([reduction_bar(x, y + _CHIP / 2 - 3, _SWATCH)]))
     yield _swatch("idle", lambda x, y: iter([rect(x, y, _SWATCH, _CHIP, f'rx="3" {TRACK}')]))
 
 

@@ -6,6 +6,8 @@ What an op is can be read without its label, which thin ops have no room for:
     hatching     rising: backward            falling: input gradient
     low, dotted  weight gradient
     upper edge   model chunk: none on the first, thicker on each after it
+
+Below a track runs what its rank sends over the data-parallel links, where it sends anything: a bar for each reduction.
 """
 
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from deepspeed_ext.plan.render.svg_elements import (
     INK,
     LABEL,
     MIDDLE,
+    REDUCTION,
     SOFT,
     TRACK,
     rect,
@@ -33,6 +36,8 @@ from deepspeed_ext.plan.timeline import Timeline
 
 _GAP = 4
 _SMALLEST_LABEL = 8.0  # below it, colour and hatching speak for the op
+_LANE = 7
+"""Height of the lane of reductions below a track."""
 _LOW = 0.62
 """Height of a weight gradient, in rows."""
 _TEXTURES = {
@@ -50,13 +55,18 @@ def row_height(num_ranks: int) -> float:
 
 def rows_height(timeline: Timeline, height: float) -> float:
     """Height of all rows of a timeline together."""
-    return timeline.shape.num_ranks * (height + _GAP) - _GAP
+    return timeline.shape.num_ranks * _pitch(timeline, height) - _GAP
+
+
+def _pitch(timeline: Timeline, height: float) -> float:
+    """From the top of one row to that of the next."""
+    return height + _GAP + (_LANE if timeline.reductions else 0)
 
 
 def rows(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterator[str]:
     """A track per rank, as long as the timeline, with the rank's ops on it."""
     for rank, spans in enumerate(timeline.spans):
-        y = top + rank * (height + _GAP)
+        y = top + rank * _pitch(timeline, height)
         size = f'font-size="{min(13.0, height * 0.62):g}"'
         name = rank_name(timeline.shape, rank)
         yield text(PLOT_LEFT - 14, y + height / 2, name, f'{SOFT} {size} text-anchor="end" {MIDDLE}')
@@ -65,13 +75,32 @@ def rows(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterato
             x, width = scale.x(start - timeline.start), scale.x(end - timeline.start) - scale.x(start - timeline.start)
             tooltip = f"{op}: {start - timeline.start:.6g} to {with_unit(end - timeline.start, timeline.unit)}"
             yield from _block(op, timeline.shape, (x, y, width, height), tooltip)
+    yield from _reductions(timeline, scale, top, height)
+
+
+def _reductions(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterator[str]:
+    for stage, piece, start, end in timeline.reductions:
+        y = top + timeline.shape.rank_of(stage) * _pitch(timeline, height) + height + 1
+        x = scale.x(start - timeline.start)
+        width = scale.x(end - timeline.start) - x
+        tooltip = (
+            f"reduction {piece} of stage {stage}: {start - timeline.start:.6g} to "
+            f"{with_unit(end - timeline.start, timeline.unit)}"
+        )
+        bar = reduction_bar(x + min(0.75, width * 0.08), y, max(width - 1.5, width * 0.84))
+        yield f"<g><title>{escape(tooltip)}</title>{bar}</g>"
+
+
+def reduction_bar(x: float, y: float, width: float) -> str:
+    """The mark of a reduction."""
+    return rect(x, y, width, _LANE - 2, f'rx="1.5" {REDUCTION}')
 
 
 def peaks(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterator[str]:
     """The column of live token slices at the peak of each rank."""
     size = min(13.0, height * 0.62)
     for rank, peak in enumerate(timeline.peak_live_token_slices):
-        y = top + rank * (height + _GAP) + height / 2
+        y = top + rank * _pitch(timeline, height) + height / 2
         yield text(scale.plot_right + 36, y, str(peak), f'{INK} font-size="{size:g}" {CENTRED}')
 
 

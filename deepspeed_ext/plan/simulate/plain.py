@@ -13,6 +13,7 @@ from deepspeed_ext.plan.dependencies import parts, prerequisites, reading_stage,
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs import Channel
+from deepspeed_ext.plan.reductions import reductions_beside
 from deepspeed_ext.plan.timeline import Span, Timeline, Transfer
 
 
@@ -64,7 +65,8 @@ def simulate(orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCost
             break
     if waiting:
         raise ScheduleDeadlock(_describe_deadlock(orders, [len(done) for done in spans], shape, end))
-    return Timeline(shape, tuple(tuple(rank) for rank in spans), transfers=network.transfers())
+    reductions = tuple(reductions_beside(spans, shape, costs.reductions))
+    return Timeline(shape, tuple(map(tuple, spans)), transfers=network.transfers(), reductions=reductions)
 
 
 class _Network:

@@ -10,7 +10,7 @@ from deepspeed_ext.plan.ops import PipelineShape
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.cost.playing import Played
 from megatron_terapipe.search.cost.stage_ops import StageOps
-from megatron_terapipe.search.cost.step_costs import StepCosts
+from megatron_terapipe.search.cost.step_costs import StepCosts, shown_reduction_s
 from megatron_terapipe.search.prediction import TimeBreakdown
 from megatron_terapipe.search.software import Software
 
@@ -39,7 +39,7 @@ def time_prediction(
     played: Played,
     steps: Sequence[StepCosts],
     *,
-    layers_of_first_stage: int,
+    layers: Sequence[int],
     software: Software,
     physics: Physics,
 ) -> TimePrediction:
@@ -51,7 +51,7 @@ def time_prediction(
         costs: the same with messages that block; with weight gradients apart if the schedule computes them so.
         played: how long all of them take.
         steps: per pipeline rank the end of the iteration.
-        layers_of_first_stage: layers whose gradients are ready one after the other at the very end.
+        layers: of the first stage of each rank, whose gradients are complete one after the other at the very end.
         software: whether reductions travel under the last backward.
         physics: fixed times.
     """
@@ -68,9 +68,13 @@ def time_prediction(
     busiest = int(np.argmax(busy))
     reduction = max(float(step.gradient_reduction) for step in steps)
     if software.overlaps_gradient_reduction:
-        # Gradients of a layer travel while those of the layers before it are computed, in the last micro-batch.
-        hidden_s = float(np.sum(stages[0].backward))
-        reduction = max(reduction - hidden_s, reduction / max(layers_of_first_stage, 1))
+        completing = costs.weight_gradient or costs.backward
+        last_ops = [completing[rank][0] for rank in range(ranks)]
+        # The last token slice passes the ranks in turn, last to first; put-off weight gradients end on all together.
+        cool_down = [0.0 if split else sum(last_ops[:rank]) for rank in range(ranks)]
+        reduction = max(
+            float(shown_reduction_s(*each)) for each in zip(steps, last_ops, layers, cool_down, strict=True)
+        )
     blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)
     waiting = max(played.makespan - micro_batches * float(busy[busiest]), 0.0)
     exposed = min(max(played.makespan - played.makespan_without_transfers, 0.0), waiting)

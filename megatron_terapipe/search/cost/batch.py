@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from megatron_terapipe.search.cluster import Device
 from megatron_terapipe.search.cost.closed_form import pipeline_time, total_s
 from megatron_terapipe.search.cost.collectives import Span, all_gather_s, transfer_s
-from megatron_terapipe.search.cost.model import CostModel, span_at
+from megatron_terapipe.search.cost.model import SPLIT_SCHEDULES, CostModel, span_at
 from megatron_terapipe.search.cost.physics import Physics
 from megatron_terapipe.search.cost.roofline import Roofline
 from megatron_terapipe.search.cost.stage_ops import StageOps, layer_ops
-from megatron_terapipe.search.cost.step_costs import step_costs
+from megatron_terapipe.search.cost.step_costs import shown_reduction_s, step_costs
 from megatron_terapipe.search.workload import Layer
 from megatron_terapipe.strategy import Strategy
 
@@ -151,7 +151,7 @@ class Batch:
     def times(self, physics: Physics) -> Floats:
         """[n] seconds of one iteration of each strategy, in closed form."""
         numbers = self.numbers
-        per_stage = self._stage_ops(physics)
+        per_stage, first = self._stage_ops(physics)
         ranks = self.parameters.shape[1]
         per_rank = [self._by_rank(np.asarray(part), ranks) for part in per_stage]
         schedule = self.strategy.schedule
@@ -167,15 +167,19 @@ class Batch:
             slowest=slowest,
             others=others,
         )
-        return np.asarray(makespan + self._step_s(physics) + physics.iteration_s, dtype=float)
+        last_op_s = first.weight_gradient if schedule in SPLIT_SCHEDULES else first.backward
+        return np.asarray(makespan + self._step_s(physics, last_op_s[:, :ranks]) + physics.iteration_s, dtype=float)
 
     def _by_rank(self, per_stage: Floats, ranks: int) -> Floats:
         out = np.zeros((len(per_stage), ranks))
         np.add.at(out, (np.arange(len(per_stage))[:, None], self.rank_of_stage), per_stage)
         return out
 
-    def _stage_ops(self, physics: Physics) -> StageOps:
-        """[n, stages] seconds of the ops of a whole micro-batch, messages in them where they block."""
+    def _stage_ops(self, physics: Physics) -> tuple[StageOps, StageOps]:
+        """[n, stages] seconds of the ops of a whole micro-batch, messages in them where they block.
+
+        Then those of its first token slice, whose backward is the last, without messages.
+        """
         model, numbers = self.model, self.numbers
         op_times = model.op_times
         if isinstance(op_times, Roofline):
@@ -183,7 +187,7 @@ class Batch:
         lengths = self.strategy.cut(model.workload.seq_length).lengths
         bounds = np.cumsum([0, *lengths]) / model.workload.seq_length
         num, stages = self.counts.shape[:2]
-        total = StageOps(*np.zeros((5, num, stages)))
+        total = first = StageOps(*np.zeros((5, num, stages)))
         for index, layer in enumerate(self.layers):
             for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
                 ops = layer_ops(
@@ -200,16 +204,19 @@ class Batch:
                     sequence_parallel=self.strategy.sequence_parallel,
                     element_bytes=model.element_bytes,
                 )
-                total += StageOps(*(np.reshape(part, (-1, 1)) * self.counts[:, :, index] for part in ops))
+                of_layers = StageOps(*(np.reshape(part, (-1, 1)) * self.counts[:, :, index] for part in ops))
+                total += of_layers
+                first = first if start else first + of_layers
         if model.software.overlaps_transfers:
-            return total
+            return total, first
         sending = self._sending_s(physics)
         arriving = np.roll(sending, 1, axis=1)
-        return total._replace(
+        blocked = total._replace(
             forward=total.forward + sending,
             backward=total.backward + arriving,
             input_gradient=total.input_gradient + arriving,
         )
+        return blocked, first
 
     def _sending_s(self, physics: Physics) -> Floats:
         tensor = self.numbers["tensor_parallel_size"][:, None]
@@ -221,7 +228,8 @@ class Batch:
             sending = sending + all_gather_s(self.message, span, physics)
         return np.where(self.message > 0, sending, 0.0)
 
-    def _step_s(self, physics: Physics) -> Floats:
+    def _step_s(self, physics: Physics, last_op_s: Floats) -> Floats:
+        """[n] seconds behind the last op, of [n, ranks] the op that completes each rank's gradients."""
         column = [Span(*(np.reshape(part, (-1, 1)) for part in span)) for span in (self.data_span, self.ends_span)]
         step = step_costs(
             self.parameters,
@@ -234,4 +242,11 @@ class Batch:
             software=self.model.software,
             physics=physics,
         )
-        return np.asarray(sum(np.max(part, axis=1) for part in step), dtype=float)
+        reduction = step.gradient_reduction
+        if self.model.software.overlaps_gradient_reduction:
+            layers = self.counts[:, : last_op_s.shape[1]].sum(axis=2)
+            drains = self.strategy.schedule not in SPLIT_SCHEDULES
+            cool_down = drains * (np.cumsum(last_op_s, axis=1) - last_op_s)
+            reduction = shown_reduction_s(step, last_op_s, layers, cool_down)
+        parts = (reduction, step.shared_weight, step.optimizer)
+        return np.asarray(sum(np.max(part, axis=1) for part in parts), dtype=float)

@@ -151,7 +151,7 @@ class CostModel:
             costs,
             played,
             self._step(strategy, groups),
-            layers_of_first_stage=len(self.stage_layers(strategy)[0]),
+            layers=[len(layers) for layers in self.stage_layers(strategy)[: shape.num_ranks]],
             software=self.software,
             physics=self.physics,
         )

@@ -16,6 +16,9 @@ class StepCosts(NamedTuple):
     gradient_reduction: Grid
     shared_weight: Grid
     optimizer: Grid
+    late: Grid = 0.0
+    """Part of the gradient reduction that begins when all backwards are done: of weights that the ends sum first, and
+    the gathering of stepped weights."""
 
 
 class StepTraffic(NamedTuple):
@@ -82,9 +85,11 @@ def step_costs(
     kept = software.optimizer_bytes + software.gradient_bytes + software.weight_bytes
     reduce = all_reduce_s if traffic.reduces_to_all else reduce_scatter_s
     reduction = reduce(gradients, data_span, physics)
+    late = reduction * shared_parameters / np.maximum(parameters, 1.0)
     stepped = parameters
     if traffic.divides_step:
-        reduction = reduction + all_gather_s(traffic.gathered_bytes * parameters, data_span, physics)
+        gathering = all_gather_s(traffic.gathered_bytes * parameters, data_span, physics)
+        reduction, late = reduction + gathering, late + gathering
         stepped = parameters / data_span.size
     shared = np.where(
         np.greater(shared_parameters, 0),
@@ -92,4 +97,21 @@ def step_costs(
         0.0,
     )
     reached = memory_bandwidth * physics.memory_efficiency
-    return StepCosts(reduction, shared, physics.optimizer_passes * kept * stepped / reached)
+    return StepCosts(reduction, shared, physics.optimizer_passes * kept * stepped / reached, late)
+
+
+def shown_reduction_s(step: StepCosts, last_op_s: Grid, layers: Grid, cool_down_s: Grid = 0.0) -> Grid:
+    """Seconds of a rank's gradient reduction that no op hides, where it starts as gradients are complete.
+
+    The layers of the rank's stage finish one after the other in its last op, and their reductions run one after the
+    other, as `deepspeed_ext.plan.reductions` plays them.
+
+    Args:
+        step: the end of the iteration, of the rank.
+        last_op_s: the op that completes its gradients: the last backward, or the last weight gradient.
+        layers: of its stage.
+        cool_down_s: for which ranks before it still run after that op.
+    """
+    summed, layers = step.gradient_reduction - step.late, np.maximum(layers, 1.0)
+    shown = np.maximum(summed - last_op_s * (layers - 1) / layers, summed / layers)
+    return np.maximum(shown - cool_down_s, 0.0) + step.late

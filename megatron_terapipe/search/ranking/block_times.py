@@ -15,11 +15,18 @@ from numpy.typing import NDArray
 from megatron_terapipe.search.cluster.rank_groups import GroupLinks, RankGroups
 from megatron_terapipe.search.cost.closed_form import lower_bound, pipeline_time, total_s
 from megatron_terapipe.search.cost.collectives import Span
-from megatron_terapipe.search.cost.model import CostModel, span_at
+from megatron_terapipe.search.cost.model import SPLIT_SCHEDULES, CostModel, span_at
 from megatron_terapipe.search.cost.stage_ops import StageOps
-from megatron_terapipe.search.cost.step_costs import step_costs
+from megatron_terapipe.search.cost.step_costs import StepCosts, shown_reduction_s, step_costs
 from megatron_terapipe.search.ranking.block_hops import Hops, block_hops
-from megatron_terapipe.search.ranking.op_tables import BACKWARD, FORWARD, INPUT_GRADIENT, OpTable, OpTables
+from megatron_terapipe.search.ranking.op_tables import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    OpTable,
+    OpTables,
+)
 from megatron_terapipe.search.ranking.stage_counts import StageCounts
 from megatron_terapipe.search.space.block import Block
 
@@ -95,11 +102,14 @@ def block_times(
                 continue
             ops = _rank_ops(kinds, found)
             hops = block_hops(block, groups, cost_model, found)
-            step_s = _step_s(block, groups, cost_model, found)
+            steps = _steps(block, groups, cost_model, found)
             op_s = cost_model.physics.op_s
             for order in orders:
-                times = _pipeline(block.order[order][0], model_chunks, block, ops, hops, op_s)
+                schedule = block.order[order][0]
+                times = _pipeline(schedule, model_chunks, block, ops, hops, op_s)
+                last_op_s = ops.completing[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD] + op_s
                 # The last axis is the ZeRO stage, which the ops do not depend on.
+                step_s = np.stack([_step_s(step, last_op_s, found, cost_model) for step in steps], axis=-1)
                 estimate[order, place] = times[0][..., None] + step_s
                 bound[order, place] = times[1][..., None] + step_s
     return BlockTimes(estimate, bound)
@@ -112,6 +122,9 @@ class _RankOps:
     whole: Floats
     multiplicity: Floats
     last: int
+    completing: Floats
+    """[4, B, S, R, Q] of the first token slice in the first stage, whose backward completes the first rank's gradients;
+    of two devices, the slower one."""
     fill: Floats
     """[4, B, S, R, Q] of the first token slice in the first stages of all ranks but the last."""
 
@@ -144,7 +157,11 @@ def _rank_ops(kinds: RankKinds, counts: StageCounts) -> _RankOps:
         fill = fill + np.minimum.reduce(fills)
     whole = np.concatenate(parts, axis=1)
     back = np.argsort(np.array(order))
-    return _RankOps(whole[:, back], multiplicity.astype(float), int(row_of_rank[-1]), np.asarray(fill))
+    tables = kinds.tables[kinds.of_rank[0]]
+    completing = np.maximum.reduce([_times(counts.first_stage[:1], table.first)[:, 0] for table in tables])
+    return _RankOps(
+        whole[:, back], multiplicity.astype(float), int(row_of_rank[-1]), np.asarray(completing), np.asarray(fill)
+    )
 
 
 def _times(counts: Floats, table: Floats) -> Floats:
@@ -221,13 +238,12 @@ def _columns(links: GroupLinks, ranks: int) -> Span:
     )
 
 
-def _step_s(block: Block, groups: RankGroups, model: CostModel, counts: StageCounts) -> Floats:
-    """[Z] seconds behind the last backward."""
+def _steps(block: Block, groups: RankGroups, model: CostModel, counts: StageCounts) -> list[StepCosts]:
+    """Per ZeRO stage the end of the iteration, arrays of [P]."""
     ranks = block.pipeline_parallel_size
     bandwidth = np.array([min(device.memory_bandwidth for device in devices) for devices in groups.devices])
-    seconds = []
-    for zero_stage in block.zero:
-        step = step_costs(
+    return [
+        step_costs(
             counts.parameters,
             counts.shared_parameters,
             _columns(groups.data, ranks),
@@ -238,5 +254,18 @@ def _step_s(block: Block, groups: RankGroups, model: CostModel, counts: StageCou
             software=model.software,
             physics=model.physics,
         )
-        seconds.append(sum(float(np.max(part)) for part in step) + model.physics.iteration_s)
-    return np.array(seconds)
+        for zero_stage in block.zero
+    ]
+
+
+def _step_s(step: StepCosts, last_op_s: Floats, counts: StageCounts, model: CostModel) -> Floats:
+    """[B, S, R, Q] seconds behind the last op.
+
+    Of reductions that overlap, those of the first rank are counted: the others have the time until it is done.
+    """
+    reduction = np.full_like(last_op_s, float(np.max(step.gradient_reduction)))
+    if model.software.overlaps_gradient_reduction:
+        first = StepCosts(*(float(np.broadcast_to(part, counts.parameters.shape)[0]) for part in step))
+        reduction = np.asarray(shown_reduction_s(first, last_op_s, float(counts.first_stage[0].sum())))
+    fixed = float(np.max(step.shared_weight)) + float(np.max(step.optimizer)) + model.physics.iteration_s
+    return np.asarray(reduction + fixed)

@@ -1,10 +1,14 @@
 """The end of an iteration."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.reductions import reductions
 from megatron_terapipe.search.cost.collectives import Span
 from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.cost.step_costs import StepCosts, step_costs
+from megatron_terapipe.search.cost.step_costs import StepCosts, shown_reduction_s, step_costs
 from megatron_terapipe.search.software import MEGATRON, TERAPIPE, Software
 
 FREE = Physics(collective_s=0.0, inside_efficiency=1.0, memory_efficiency=1.0, optimizer_passes=1.0)
@@ -54,3 +58,24 @@ def test_a_shared_weight_is_reduced_between_the_ends() -> None:
     # Two ranks: half of the bytes, there and back.
     assert step("bf16", 1, shared=1e6).shared_weight == pytest.approx(4 * 1e6 / 1e9)
     assert step("bf16", 0, shared=1e6).shared_weight == pytest.approx(2 * 1e6 / 1e9)
+
+
+@given(
+    reduction=st.floats(0.01, 10),
+    op=st.floats(0, 10),
+    layers=st.integers(1, 6),
+    cool_down=st.floats(0, 5),
+    late=st.floats(0, 2),
+)
+def test_what_shows_of_a_reduction_is_what_the_plan_plays(
+    reduction: float, op: float, layers: int, cool_down: float, late: float
+) -> None:
+    *_, last = reductions({0: (0.0, op)}, [(reduction / layers,) * layers], PipelineShape(1, 1))
+    shown = shown_reduction_s(StepCosts(reduction + late, 0.0, 0.0, late), op, layers, cool_down)
+    assert shown == pytest.approx(max(last.end - op - cool_down, 0) + late)
+
+
+def test_a_shared_weight_and_gathered_weights_are_late() -> None:
+    assert step("fp32", 0).late == 0
+    assert step("fp32", 0, shared=5e5).late == pytest.approx(4 * GATHERED_S)
+    assert step("fp32", 1).late == pytest.approx(4 * GATHERED_S)

@@ -1,0 +1,218 @@
+"""The iteration with reductions over replicas that overlap the last backwards beside the one without, over a slow link.
+
+    python -m benchmarks.reduction_overlap [--megabits 1000] [--rounds 7] [--json FILE]
+
+Two hosts are network namespaces of this machine, so it needs root and `ip` and `tc` of iproute2. Each has one replica,
+a pipeline of two ranks, so that gradients alone cross the link, which is shaped to as many Mbit/s each way:
+
+    host 1: rank 0 -> rank 2        (replica 0: stages 0 and 1)
+               |         |          <- the link: sums of gradients
+    host 2: rank 1 -> rank 3        (replica 1)
+
+Both engines are held by the same ranks and take turns, step by step; medians are compared. Beside them stands what the
+simulator says: op times as measured without overlap, reductions as an all-reduce takes that has the link to itself.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.workload import batches, join, our_engine
+from deepspeed_ext.plan.costs import Table
+from deepspeed_ext.plan.measured.comparison import measured_costs
+from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
+from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config import ModelConfig
+
+HOSTS = ("reduction-host-1", "reduction-host-2")
+ADDRESSES = ("10.89.7.1", "10.89.7.2")
+STAGES = 2
+PROBES = 5
+"""All-reduces that are timed to know what one takes."""
+
+
+@contextmanager
+def linked_hosts(megabits: int) -> Iterator[None]:
+    """Two network namespaces with one link between them, shaped at both ends."""
+
+    def run(*words: object) -> None:
+        subprocess.run([str(word) for word in words], check=True)
+
+    _remove_hosts()  # what a killed run left
+    try:
+        for host in HOSTS:
+            run("ip", "netns", "add", host)
+        run("ip", "-n", HOSTS[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", HOSTS[1])
+        for host, address in zip(HOSTS, ADDRESSES, strict=True):
+            run("ip", "-n", host, "address", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                run("ip", "-n", host, "link", "set", device, "up")
+            shape = ("tbf", "rate", f"{megabits}mbit", "burst", "512kb", "latency", "100ms")
+            run("ip", "netns", "exec", host, "tc", "qdisc", "add", "dev", "eth0", "root", *shape)
+        yield
+    finally:
+        _remove_hosts()
+
+
+def _remove_hosts() -> None:
+    for host in HOSTS:
+        subprocess.run(["ip", "netns", "delete", host], capture_output=True, check=False)
+
+
+def launch(options: argparse.Namespace) -> None:
+    """Run this module once on each rank."""
+    size = STAGES * len(HOSTS)
+    with linked_hosts(options.megabits):
+        ranks = []
+        for rank in range(size):
+            local = {"LOCAL_RANK": str(rank), "LOCAL_SIZE": str(size), "GLOO_SOCKET_IFNAME": "eth0"}
+            meeting = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29555"}
+            environment = os.environ | local | meeting | {"RANK": str(rank), "WORLD_SIZE": str(size)}
+            words = [
+                "ip",
+                "netns",
+                "exec",
+                HOSTS[rank % len(HOSTS)],
+                sys.executable,
+                "-m",
+                "benchmarks.reduction_overlap",
+            ]
+            ranks.append(subprocess.Popen([*words, *sys.argv[1:]], env=environment))
+        codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(f"ranks ended with {codes}")
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Time both engines in turn, on one rank of each; rank 0 prints."""
+    join()
+    model = ModelConfig(
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        num_attention_heads=options.hidden // 64,
+        seq_length=options.seq_length,
+        vocab_size=256,
+        untie_embeddings_and_output_weights=True,
+    )
+    cut = TokenSlices.uniform(options.seq_length, options.token_slices)
+    engines = {
+        overlap: our_engine(
+            model,
+            cut,
+            options.micro_batches,
+            num_stages=STAGES,
+            data_parallel_size=len(HOSTS),
+            overlap_grad_reduce=overlap,
+            schedule=options.schedule,
+        )
+        for overlap in (False, True)
+    }
+    data = batches(model, for_deepspeed=False)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(options.rounds + 1):
+        for overlap, engine in engines.items():
+            dist.barrier()
+            start = time.perf_counter()
+            engine.train_batch(data)
+            dist.barrier()
+            if turn:  # the first one warms up
+                times[overlap].append(time.perf_counter() - start)
+    predicted = simulated(engines[False], data, options)
+    if dist.get_rank() == 0:
+        report(times, predicted, options)
+    dist.destroy_process_group()
+
+
+def simulated(engine: Any, data: Iterator[Any], options: argparse.Namespace) -> dict[bool, float]:
+    """Seconds until the last op and the last reduction end, by whether they overlap."""
+    with engine.timeline() as timelines:
+        engine.train_batch(data)
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, (engine.stage_id, _bytes_of_layers(engine)))
+    second_s = _seconds_per_byte(engine, options.hidden)
+    pieces: Table = tuple(tuple(second_s * each for each in num_bytes) for _, num_bytes in sorted(sizes)[:: len(HOSTS)])
+    costs, shape = measured_costs(timelines), timelines[0].shape
+    orders = rank_orders(SCHEDULES[options.schedule], shape)
+    together: Table = tuple((sum(row),) for row in pieces)
+    return {
+        overlap: simulate(orders, shape, replace(costs, reductions=reductions)).duration
+        for overlap, reductions in ((False, together), (True, pieces))
+    }
+
+
+def _bytes_of_layers(engine: Any) -> list[int]:
+    """Bytes of the gradients of this rank's layers, last to first."""
+    (stage,) = engine.module.pipeline.stages_of(engine.stage_id)
+    sizes = [sum(weight.nbytes for weight in weights) for _, weights in engine.module.layer_parameters(stage)]
+    return [size for size in reversed(sizes) if size]
+
+
+def _seconds_per_byte(engine: Any, hidden: int) -> float:
+    """What an all-reduce of one layer takes on the link, the ranks of one stage after those of the other."""
+    message, group = torch.zeros(12 * hidden * hidden), engine.grid.get_data_parallel_group()
+    seconds = []
+    for stage in range(STAGES):
+        dist.barrier()
+        for _ in range(PROBES if engine.stage_id == stage else 0):
+            start = time.perf_counter()
+            dist.all_reduce(message, group=group)
+            seconds.append(time.perf_counter() - start)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, median(seconds))
+    return float(median(everyone)) / message.nbytes
+
+
+def report(times: dict[bool, list[float]], predicted: dict[bool, float], options: argparse.Namespace) -> None:
+    """Print a table, and write it."""
+    middle = {overlap: median(rounds) for overlap, rounds in times.items()}
+    print(
+        f"\n{options.schedule}, 2 replicas x {STAGES} stages, {options.micro_batches} micro-batches of "
+        f"{options.seq_length} tokens in {options.token_slices} token slices, {options.layers} layers of "
+        f"{options.hidden}, fp32, {options.megabits} Mbit/s"
+    )
+    print(f"{'reductions':24} {'measured s':>11} {'simulated s':>12}")
+    for overlap, name in ((False, "after the last op"), (True, "overlapping")):
+        print(f"{name:24} {middle[overlap]:>11.3f} {predicted[overlap]:>12.3f}")
+    saved = middle[False] - middle[True], predicted[False] - predicted[True]
+    print(f"{'saved':24} {saved[0]:>11.3f} {saved[1]:>12.3f}")
+    print(f"{'ratio':24} {middle[True] / middle[False]:>11.3f} {predicted[True] / predicted[False]:>12.3f}", flush=True)
+    if options.json:
+        rounds = {"without_s": times[False], "with_s": times[True]}
+        simulation = {"simulated_without_s": predicted[False], "simulated_with_s": predicted[True]}
+        Path(options.json).write_text(json.dumps({**vars(options), **rounds, **simulation}, indent=2) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Launch the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabits", type=int, default=1000, help="of the link, each way")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--schedule", choices=["gpipe", "1f1b", "zero-bubble"], default="1f1b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--micro-batches", type=int, default=4, metavar="M")
+    parser.add_argument("--token-slices", type=int, default=2, metavar="S")
+    parser.add_argument("--json", metavar="FILE", help="write the results to a file as well")
+    options = parser.parse_args(argv)
+    if "RANK" in os.environ:
+        measure(options)
+    else:
+        launch(options)
+
+
+if __name__ == "__main__":
+    main()
