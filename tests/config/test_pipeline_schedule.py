@@ -175,6 +175,28 @@ def test_schedules_by_name(name: str) -> None:
     check_schedule(SCHEDULES[name], config, [1, 4])
 
 
+def test_a_schedule_that_one_hardware_queue_may_lock_is_refused() -> None:
+    config = parse("--pipeline-schedule interleaved --num-model-chunks 2 --num-token-slices 4 --num-layers 4")
+    schedule = pipeline_schedule(config)
+    check_schedule(schedule, config, [2], hardware_queues=32)
+    with pytest.raises(
+        ConfigError, match=r"interleaved: the programs deadlock if .* set CUDA_DEVICE_MAX_CONNECTIONS=32"
+    ):
+        check_schedule(schedule, config, [2], hardware_queues=1)
+
+
+@pytest.mark.parametrize("hardware_queues", [1, 32])
+def test_a_schedule_too_large_to_play_on_a_model_of_the_device_needs_a_queue_for_each_stream(
+    hardware_queues: int,
+) -> None:
+    config = parse("--pipeline-schedule 1f1b --num-token-slices 32")
+    if hardware_queues == 32:
+        check_schedule(SCHEDULES["1f1b"], config, [256], hardware_queues=32)
+        return
+    with pytest.raises(ConfigError, match=r"32,768 ops are too many to prove .* 7 streams share 1 hardware queue: set"):
+        check_schedule(SCHEDULES["1f1b"], config, [256], hardware_queues=hardware_queues)
+
+
 def test_a_strategy_says_model_chunks_and_schedule(tmp_path: Path) -> None:
     path = tmp_path / "strategy.json"
     strategy = Strategy(pipeline_parallel_size=2, num_model_chunks=2, schedule="interleaved", num_token_slices=4)
