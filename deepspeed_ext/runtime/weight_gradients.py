@@ -49,13 +49,13 @@ class WeightGradients:
     def attach(self, module: nn.Module) -> None:
         """Let the weights of a module be asked, and its linear layers ask them.
 
-        Each weight gets this object as its `weight_gradients`. A class with a `forward` other than that of `nn.Linear`
-        keeps it, and computes its products at once.
+        Each weight gets this object as its `weight_gradients`. A linear layer with another `forward` than that of
+        `nn.Linear` keeps it, and computes its products at once.
         """
         for parameter in module.parameters():
             parameter.weight_gradients = self
         for layer in module.modules():
-            if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward:
+            if getattr(layer.forward, "__func__", None) is nn.Linear.forward:
                 layer.forward = partial(_forward, layer)
 
     @contextmanager

@@ -175,14 +175,14 @@ class Doubling(nn.Linear):
 
 
 def test_products_that_do_not_ask_are_computed_at_once() -> None:
-    bare, own = nn.Parameter(torch.randn(WIDTH, WIDTH)), Doubling(WIDTH, WIDTH)
-    layers = nn.ModuleList([nn.ParameterList([bare]), own])
-    weight_gradients = attached(layers)
-    loss = F.linear(own(torch.ones(ROWS, WIDTH)), bare).sum()
+    bare, own, wrapped = nn.Parameter(torch.randn(WIDTH, WIDTH)), Doubling(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    wrapped.forward = lambda inputs: F.linear(inputs, wrapped.weight)
+    weight_gradients = attached(nn.ModuleList([nn.ParameterList([bare]), own, wrapped]))
+    loss = F.linear(own(torch.ones(ROWS, WIDTH)), bare).sum() + wrapped(torch.ones(ROWS, WIDTH)).sum()
     with weight_gradients.put_off() as later:
         loss.backward()
     assert later == []
-    assert bare.grad is not None
+    assert bare.grad is not None and wrapped.weight.grad is not None and wrapped.bias.grad is None
     torch.testing.assert_close(own.weight.grad, (2 * ROWS * bare.sum(0)).unsqueeze(1).expand(WIDTH, WIDTH))
 
 
