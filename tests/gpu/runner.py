@@ -94,6 +94,8 @@ class Result:
 def play_case(case: Case, settings: Settings) -> Result:
     """Play all trials of a case. After one that hangs, the rest goes on in a new world."""
     start, orders = time.monotonic(), case.orders()
+    if refused := case.refusal(orders):
+        return Result(case, refused=refused)
     result = Result(case, {name: Played(len(trials)) for name, trials in case.phases(orders).items()})
     with tempfile.TemporaryDirectory() as folder:
         table = _Table(case, orders, settings, Path(folder))
