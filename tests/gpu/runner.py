@@ -105,8 +105,8 @@ def play_case(case: Case, settings: Settings) -> Result:
                     played = result.phases[name]
                     if played.hung < settings.most_hangs:
                         table.play(trial, played)
-        except _Refused as refused:
-            result.phases, result.refused = {}, str(refused)
+        except _Refused as said:
+            result.phases, result.refused = {}, str(said)
         finally:
             table.end()
     result.seconds = time.monotonic() - start
