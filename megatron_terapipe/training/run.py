@@ -13,6 +13,7 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.played import PlayedSchedule
 from deepspeed_ext.plan.schedules import Schedule
+from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.initialize import check_deepspeed_version
 from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
@@ -142,8 +143,13 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         found_token_slices=planned.found_token_slices,
         found_stages=planned.found_stages,
     )
-    check_schedule(run.played_schedule, config, planned.numbers_of_micro_batches)
+    check_schedule(run.played_schedule, config, planned.numbers_of_micro_batches, _hardware_queues())
     return run
+
+
+def _hardware_queues() -> int | None:
+    """Queues that the streams of this process will share; None where there are no streams."""
+    return hardware_queues() if get_accelerator().device_name() == "cuda" else None
 
 
 def _check_accelerator(config: Config) -> None:
