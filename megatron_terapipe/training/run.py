@@ -143,9 +143,13 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         found_token_slices=planned.found_token_slices,
         found_stages=planned.found_stages,
     )
-    queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
-    check_schedule(run.played_schedule, config, planned.numbers_of_micro_batches, queues)
+    check_schedule(run.played_schedule, config, planned.numbers_of_micro_batches, _hardware_queues())
     return run
+
+
+def _hardware_queues() -> int | None:
+    """Queues that the streams of this process will share; None where there are no streams."""
+    return hardware_queues() if get_accelerator().device_name() == "cuda" else None
 
 
 def _check_accelerator(config: Config) -> None:

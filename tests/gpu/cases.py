@@ -13,8 +13,11 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.device import Device
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.schedules import rank_orders, schedule_named
+from deepspeed_ext.plan.schedules import fixed, rank_orders, schedule_named
 
 OPTIMISED = "optimised"
 """The schedule that is searched for, with ops of equal times and no limit of memory."""
@@ -105,11 +108,23 @@ class Case:
         found = optimise(self.shape, costs, memory_limit=float(self.num_micro_batches), effort=0.05)
         return [list(order) for order in found.orders]
 
+    def refusal(self, orders: Sequence[Sequence[Op]]) -> str:
+        """Why the plan's check would not let the case run on its hardware queues; empty if it would.
+
+        Args:
+            orders: what `orders()` returned.
+        """
+        try:
+            lower(fixed(orders), self.shape, device=Device(hardware_queues=self.hardware_queues))
+        except PlanError as refused:
+            return str(refused)
+        return ""
+
     def phases(self, orders: Sequence[Sequence[Op]]) -> dict[str, list[Trial]]:
         """Trials by the name of what they try, in the order in which they are played.
 
         Args:
-            orders: what `orders()` returned.
+            orders: as above.
         """
 
         def everywhere(kind: DrainKind, *, cold: bool) -> list[Trial]:

@@ -94,6 +94,8 @@ class Result:
 def play_case(case: Case, settings: Settings) -> Result:
     """Play all trials of a case. After one that hangs, the rest goes on in a new world."""
     start, orders = time.monotonic(), case.orders()
+    if refused := case.refusal(orders):
+        return Result(case, refused=refused)
     result = Result(case, {name: Played(len(trials)) for name, trials in case.phases(orders).items()})
     with tempfile.TemporaryDirectory() as folder:
         table = _Table(case, orders, settings, Path(folder))
@@ -103,8 +105,8 @@ def play_case(case: Case, settings: Settings) -> Result:
                     played = result.phases[name]
                     if played.hung < settings.most_hangs:
                         table.play(trial, played)
-        except _Refused as refused:
-            result.phases, result.refused = {}, str(refused)
+        except _Refused as said:
+            result.phases, result.refused = {}, str(said)
         finally:
             table.end()
     result.seconds = time.monotonic() - start

@@ -41,11 +41,18 @@ def test_where_one_has_no_room_all_recompute(monkeypatch: pytest.MonkeyPatch) ->
     assert table.notes[0].startswith("Recomputation: full.")
 
 
-def test_what_fails_is_a_row() -> None:
-    """No CPU has the product that adds bf16 to fp32."""
-    table = operators.products(None, 1, ((8, 4, 4),))
-    assert [row[0] for row in table.rows] == ["8, 4, 4"]
-    assert table.rows[0][1].startswith("failed: NotImplementedError: Could not run 'aten::addmm.dtype_out'")
+def test_what_fails_is_a_row_and_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(size: tuple[int, int, int], rounds: int) -> tuple[str, ...]:
+        if size[0] == 8:
+            raise NotImplementedError("no kernel\nfor this device")
+        return "1.0", "0.5", "0.500", ""
+
+    monkeypatch.setattr(operators, "_products", measured)
+    table = operators.products(None, 1, ((8, 4, 4), (16, 4, 4)))
+    assert [row[:2] for row in table.rows] == [
+        ("8, 4, 4", "failed: NotImplementedError: no kernel"),
+        ("16, 4, 4", "1.0"),
+    ]
 
 
 def test_ranks_that_share_a_device_have_it_as_their_first_and_another_host_each() -> None:

@@ -32,7 +32,7 @@ DRAINS = "synchronize at each op"
 
 def test_drains_change_nothing_and_a_trial_that_hangs_is_told_and_the_rest_goes_on() -> None:
     case = Hanging("1f1b", 2, 1, 1, 4, drains=(DrainKind.SYNCHRONIZE,))
-    settings = Settings(ON_CPU, transfer_timeout_s=6.0, most_hangs=1, start_method="forkserver")
+    settings = Settings(ON_CPU, transfer_timeout_s=8.0, most_hangs=1, start_method="forkserver")
     result = play_case(case, settings)
     good = {name: str(played) for name, played in result.phases.items() if name != "hangs"}
     assert good == {COLD: "ok (1)", DRAINS: "ok (16)", WARM: "ok (2)"}
@@ -88,6 +88,12 @@ def test_the_cases_are_those_that_lock_in_a_model_and_no_drain_is_left_out() -> 
     warm, cold = phases["empty_cache at each op"], phases["cold, empty_cache at each op"]
     assert {(trial.drain.rank, trial.drain.op) for trial in warm} == places
     assert [trial.cold for trial in (*warm, *cold)] == [False] * len(warm) + [True] * len(cold)
+
+
+def test_what_the_plan_refuses_is_not_run() -> None:
+    result = play_case(Case("interleaved", 2, 2, 2, 4, hardware_queues=1), Settings(ON_CPU))
+    assert result.ok and not result.phases
+    assert result.refused.startswith("the programs deadlock: ") and "CUDA_DEVICE_MAX_CONNECTIONS=32" in result.refused
 
 
 def test_the_report_is_markdown_for_an_issue_and_the_same_as_json(tmp_path: Path) -> None:

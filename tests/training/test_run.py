@@ -158,3 +158,24 @@ def test_outputs_may_be_there_already(data: Path, tmp_path: Path) -> None:
 def test_outputs_that_cannot_be_written(data: Path, tmp_path: Path, flag: str, name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{flag} .* cannot be written, because .*{reason}: name another$"):
         prepared(data, f"--split 1 {flag} {tmp_path / name}")
+
+
+def test_a_schedule_that_locks_with_the_hardware_queues_of_the_run_is_refused(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--split 8,2 --num-token-slices 4 --num-layers-per-virtual-pipeline-stage 1"
+    assert prepared(data, words).config.parallel.num_model_chunks == 2
+    monkeypatch.setattr("megatron_terapipe.training.run.get_accelerator", lambda: CudaDevice)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ConfigError, match=r"share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32$"):
+        prepared(data, words)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    prepared(data, words)
+
+
+class CudaDevice:
+    """An accelerator by its name alone."""
+
+    @staticmethod
+    def device_name() -> str:
+        return "cuda"
