@@ -13,8 +13,7 @@ from deepspeed_ext.runtime.module import takes_past
 from deepspeed_ext.runtime.sequence_state import SequenceState
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model.gpt import gpt_layers
-from megatron_terapipe.tensor_parallel.logits import Logits
+from megatron_terapipe.model.gpt import Logits, gpt_layers
 
 
 class WholeModel(nn.Module):
