@@ -173,7 +173,7 @@ class MemoryModel:
             sums, working = kept.sum(axis=0), kept[~heads, WORKING].max(initial=0.0)
             rows.append((*sums[:WORKING], working, *sums[WORKING + 1 :], kept[heads, WORKING].max(initial=0.0)))
         limits = logit_limits(self.software, ELEMENT_BYTES[self.precision])
-        return StageBytes(*(strategy.micro_batch_size * np.array(rows).T), limits)
+        return StageBytes(*(strategy.micro_batch_size * np.array(rows).T))._replace(limits=limits)
 
     def _layer_memory(self, layer: Layer, strategy: Strategy) -> TokenMemory:
         key = (layer, strategy.tensor_parallel_size, strategy.recompute, strategy.sequence_parallel)

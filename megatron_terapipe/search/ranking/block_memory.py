@@ -174,7 +174,7 @@ def _moving_bytes(
     def on_all_stages(each: Floats) -> Floats:
         each = np.tensordot(stages, each, axes=1)
         total = amounts.reshape(-1, model_chunks) @ each.reshape(model_chunks, -1)
-        return total.reshape(*live.shape, *each.shape[1:])
+        return np.asarray(total.reshape(*live.shape, *each.shape[1:]))
 
     limits = logit_limits(model.software, ELEMENT_BYTES[model.precision])
     held = on_all_stages(tokens[ACTIVATIONS] + tokens[KEY_VALUES])
