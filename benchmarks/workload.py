@@ -23,6 +23,7 @@ from deepspeed_ext.runtime.module import TokenSlicePipelineModule, takes_past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
+from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.token_slice_batch import split_batch
 
@@ -151,14 +152,14 @@ def our_engine(
 
 
 def deepspeed_engine(model: ModelConfig, num_micro_batches: int, *, num_stages: int, micro_batch_size: int = 1) -> Any:
-    """DeepSpeed's own pipeline engine on the same layers."""
+    """DeepSpeed's own pipeline engine on the same layers; it takes no outputs but tensors."""
     layers = [
         LayerSpec(Unsliced, spec.typename, *spec.module_args, **spec.module_kwargs)
         if type(spec) is LayerSpec and takes_past(spec.typename.forward)
         else spec
         for spec in gpt_layers(model)
-    ]
-    bounds = pipeline_partition(_uniform(model, num_stages)).bounds
+    ] + [Logits.compute]
+    bounds = (*pipeline_partition(_uniform(model, num_stages)).bounds[:-1], len(layers))
 
     class FixedPartition(PipelineModule):
         """DeepSpeed's module, with the partition of ours."""
@@ -168,11 +169,18 @@ def deepspeed_engine(model: ModelConfig, num_micro_batches: int, *, num_stages: 
             self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        module = FixedPartition(layers, num_stages=num_stages, loss_fn=gpt_loss, seed_layers=False)
+        module = FixedPartition(layers, num_stages=num_stages, loss_fn=_loss_of_tensors, seed_layers=False)
         engine, *_ = deepspeed.initialize(
             model=module, config=settings(num_micro_batches, micro_batch_size), optimizer=_sgd(module)
         )
     return engine
+
+
+def _loss_of_tensors(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of `gpt_loss`, from logits that are there."""
+    targets, loss_mask = labels
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * loss_mask.flatten()).sum() / loss_mask.sum().clamp(min=1)
 
 
 def _uniform(model: ModelConfig, num_stages: int) -> StagePartition:

@@ -7,7 +7,7 @@ For each micro-batch that a stage works on, over its ops F0 F1 ... B1 B0 in time
     keys and values     [=== of the whole sequence =========]     from the first forward to the last input gradient
     their gradients                    [=== of the prefix ===]    from the first input gradient to the last
     logits and loss     [=]  [=]                                  on the last stage, from F to BI or B, token slice by
-                                                                  token slice
+                                                                  token slice; no more than a limit, if there is one
 
 Gradients of keys and values are one buffer for the tokens before the last token slice: backwards work on ever shorter
 views of it, and it is dropped as a whole. With one token slice there is none.
@@ -15,8 +15,9 @@ views of it, and it is dropped as a whole. With one token slice there is none.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
+from math import inf
 from operator import itemgetter
 
 from deepspeed_ext.plan.errors import PlanError
@@ -37,6 +38,7 @@ class TokenBytes:
         key_value: per stage, keys and values of all its layers.
         key_value_gradient: per stage, their gradients, which add up in fp32.
         logits: on the last stage, logits and what the loss keeps.
+        logits_limit: bytes of logits that a rank keeps at most; it lets go of others, and computes them again.
         freed_by_input_gradient: share of `activation` that a BI already frees, where the backward is in two parts;
             what the products of weights read stays until BW.
     """
@@ -46,6 +48,7 @@ class TokenBytes:
     key_value_gradient: tuple[float, ...]
     logits: float = 0.0
     freed_by_input_gradient: float = 0.0
+    logits_limit: float = inf
 
     @classmethod
     def activations_only(cls, shape: PipelineShape, lengths: Sequence[float]) -> "TokenBytes":
@@ -70,7 +73,17 @@ def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: 
         PlanError: if there are not as many lengths as token slices.
     """
     _check_lengths(timeline.shape, lengths)
-    return [_steps(_changes(spans, timeline.shape, lengths, token_bytes)) for spans in timeline.spans]
+    shape, limit = timeline.shape, token_bytes.logits_limit
+    without_logits = replace(token_bytes, logits=0.0)
+    nothing = (0.0,) * shape.num_stages
+    of_logits = TokenBytes(nothing, nothing, nothing, token_bytes.logits)
+    curves = []
+    for spans in timeline.spans:
+        logits = _steps(_changes(spans, shape, lengths, of_logits))
+        held = [0.0, *(min(value, limit) for _, value in logits)]
+        kept = [(time, after - before) for (time, _), (before, after) in zip(logits, pairwise(held), strict=True)]
+        curves.append(_steps([*_changes(spans, shape, lengths, without_logits), *kept]))
+    return curves
 
 
 def activation_over_time(timeline: Timeline, lengths: Sequence[float] | None = None) -> list[StepFunction]:

@@ -14,6 +14,7 @@ and flow on into the layer's projections like any other gradient: no surrogate l
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel, Gradients
 
@@ -50,31 +51,34 @@ class KeyValueState:
         assert self._keys is not None and self._values is not None, "read before any write"
         return self._keys[:, :end], self._values[:, :end]
 
-    def settle(self, gradients: Gradients) -> tuple[Tensor, Tensor]:
+    def settle(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
         """Keep what a token slice owes to those before it, and return the complete gradients of its own.
 
         Args:
             gradients: what its attention's backward found.
+            start: tokens before it.
 
         Returns:
             Gradients [B, N, G, D] of the token slice's own keys and values.
         """
-        prefix_len = gradients.prefix[0].shape[1]
-        own_key, own_value = gradients.own
+        own_len, seen_len = gradients.own[0].shape[1], gradients.prefix[0].shape[1]
         due = self._end if self._owed is None else self._owed[0].shape[1]
-        assert prefix_len + own_key.shape[1] == due, "token slices must run backward last to first"
-        if self._owed is None:
-            at_least_fp32 = torch.promote_types(own_key.dtype, torch.float32)
-            owed_key, owed_value = (gradient.to(at_least_fp32) for gradient in gradients.prefix)
-        else:
-            owed_key, owed_value = self._owed
-            own_key = (own_key + owed_key[:, prefix_len:]).to(own_key.dtype)
-            own_value = (own_value + owed_value[:, prefix_len:]).to(own_value.dtype)
-            owed_key, owed_value = owed_key[:, :prefix_len], owed_value[:, :prefix_len]
-            owed_key += gradients.prefix[0]
-            owed_value += gradients.prefix[1]
-        self._owed = (owed_key, owed_value) if prefix_len else None
-        return own_key, own_value
+        assert due == start + own_len, "token slices must run backward last to first"
+        owed = []
+        for index, (own, prefix) in enumerate(zip(gradients.own, gradients.prefix, strict=True)):
+            at_least_fp32 = torch.promote_types(own.dtype, torch.float32)
+            if self._owed is not None:
+                # In place, since nobody else holds it; the sum is rounded once, from fp32.
+                own.add_(self._owed[index][:, start:])
+                of_prefix = self._owed[index][:, :start]
+                of_prefix[:, start - seen_len :] += prefix
+            elif seen_len == start:
+                of_prefix = prefix.to(at_least_fp32)
+            else:
+                of_prefix = F.pad(prefix.to(at_least_fp32), (0, 0, 0, 0, start - seen_len, 0))
+            owed.append(of_prefix)
+        self._owed = (owed[0], owed[1]) if start else None
+        return gradients.own
 
 
 class TokenSliceAttention(torch.autograd.Function):
@@ -101,5 +105,5 @@ class TokenSliceAttention(torch.autograd.Function):
         query, output, log_sum_exp = ctx.saved_tensors
         key, value = ctx.state.read(ctx.start + query.shape[1])
         gradients = ctx.kernel.backward(output_gradient, query, key, value, Attended(output, log_sum_exp), ctx.scale)
-        own_key, own_value = ctx.state.settle(gradients)
+        own_key, own_value = ctx.state.settle(gradients, ctx.start)
         return gradients.query, own_key, own_value, None, None, None, None

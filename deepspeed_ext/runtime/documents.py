@@ -1,13 +1,15 @@
 """Documents that lie one after the other in a sequence, and attention that keeps them apart."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel, Gradients
+from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel, CudaFlashOfRuns, Gradients, Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,98 @@ class Documents:
             begin = torch.tensor(row)
             rows.append(tokens - begin[torch.searchsorted(begin, tokens, right=True) - 1])
         return torch.stack(rows)
+
+    def seen(self, start: int, end: int, device: torch.device) -> tuple["SeenKeys", ...]:
+        """What the tokens start .. end of each row see: their documents, as far as these have come.
+
+        Args:
+            start: first token of a token slice.
+            end: where it ends.
+            device: that attends.
+        """
+        found = []
+        for row in self.starts:
+            first_key = max(each for each in row if each <= start)
+            inner = [each for each in row if start < each < end]
+            queries = [start, *inner, end]
+            keys = [first_key, *inner, end]
+            found.append((first_key, [each - start for each in queries], [each - first_key for each in keys]))
+        # One copy for all rows, which does not wait for the device.
+        numbers = torch.tensor([each for _, *both in found for ends in both for each in ends], dtype=torch.int32)
+        if device.type == "cuda":
+            numbers = numbers.pin_memory().to(device, non_blocking=True)
+        cumulative = iter(numbers.to(device).split([len(ends) for _, *both in found for ends in both]))
+        return tuple(
+            SeenKeys(first_key, Runs(next(cumulative), next(cumulative), _longest(queries), _longest(keys)))
+            for first_key, queries, keys in found
+        )
+
+
+class SeenKeys(NamedTuple):
+    """Which keys the tokens of a token slice see, in one row.
+
+        keys        [ document 0 | document 1         | document 2 ]      of the row, up to the end of the token slice
+        queries                       [ 1 1 1 1 1 1 1 1 2 2 2 2 2 2 ]     this token slice
+                                 first key
+
+    Attributes:
+        first_key: start of the first document that has tokens in the token slice; keys before it are not seen.
+        runs: its documents, keys counted from `first_key`.
+    """
+
+    first_key: int
+    runs: Runs
+
+
+def _longest(cumulative: list[int]) -> int:
+    return max(end - start for start, end in pairwise(cumulative))
+
+
+class DocumentsAtOnce:
+    """Attention within each document, by a kernel that takes many in one call: one call for each row.
+
+    Args:
+        kernel: attends within runs of tokens.
+        seen: what the tokens of each row see.
+    """
+
+    def __init__(self, kernel: CudaFlashOfRuns, seen: Sequence[SeenKeys]) -> None:
+        self._kernel, self._seen = kernel, seen
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Attend, row by row."""
+        rows = [
+            self._kernel.forward(query[row], key[row, seen.first_key :], value[row, seen.first_key :], seen.runs, scale)
+            for row, seen in enumerate(self._seen)
+        ]
+        return Attended(*(_stacked(each) for each in zip(*rows, strict=True)))
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Gradients, row by row; keys that no query of a row sees get 0, or none if no row sees them."""
+        first_key = min(seen.first_key for seen in self._seen)
+        rows = []
+        for row, (first, runs) in enumerate(self._seen):
+            of_query, *of_seen = self._kernel.backward(
+                output_gradient[row],
+                query[row],
+                key[row, first:],
+                value[row, first:],
+                attended.output[row],
+                attended.log_sum_exp[row],
+                runs,
+                scale,
+            )
+            if first > first_key:
+                of_seen = [F.pad(each, (0, 0, 0, 0, first - first_key, 0)) for each in of_seen]
+            rows.append((of_query, *of_seen))
+        return Gradients.cut(*(_stacked(each) for each in zip(*rows, strict=True)))
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Rows as one tensor, without a copy if there is one."""
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(tuple(rows))
 
 
 class _Piece(NamedTuple):

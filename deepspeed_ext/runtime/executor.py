@@ -281,7 +281,9 @@ class Executor:
     def _loss(self, outputs: Any, op: Op) -> tuple[Tensor, ...]:
         """Add a token slice's share of the loss up, and return what backward starts from."""
         if self.plan.keeps_outputs:
-            self.live.outputs[op.micro_batch].append(detached(outputs))
+            with torch.no_grad():
+                given = outputs if self._module.output_fn is None else self._module.output_fn(outputs)
+            self.live.outputs[op.micro_batch].append(detached(given))
             self.live.labels[op.micro_batch].append(self.live.parts[op.micro_batch][op.token_slice].labels)
         if not self.plan.computes_loss:
             return ()

@@ -42,6 +42,8 @@ class TokenSlicePipelineModule(PipelineModule):
         token_slices: how every sequence is cut.
         loss_fn: called with the last layer's output and the labels of a token slice, by name if they are a dict;
             returns the mean over its tokens. None if the last layer returns that.
+        output_fn: makes of the last layer's output what is given to those who ask for outputs, such as tensors of
+            something that the loss needs in another form; None to give it as it is.
         partition: `parameters`, `uniform`, bounds such as `0,5,12`, a JSON file of them, or a `StagePartition`.
         num_model_chunks: stages that each pipeline rank owns.
         placement: which ones.
@@ -70,6 +72,7 @@ class TokenSlicePipelineModule(PipelineModule):
         layout: ParallelLayout,
         token_slices: TokenSlices,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        output_fn: Callable[[Any], Any] | None = None,
         partition: str | StagePartition = "parameters",
         num_model_chunks: int = 1,
         placement: Placement = Placement.LOOPED,
@@ -132,6 +135,7 @@ class TokenSlicePipelineModule(PipelineModule):
         )
         self.token_slices = token_slices
         self.split_batch = split_batch
+        self.output_fn = output_fn
         self.documents = documents
         self.activation_spec = activation_spec
         self._preserve_rng_state = preserve_rng_state

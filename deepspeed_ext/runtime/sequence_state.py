@@ -11,8 +11,14 @@ from torch import Tensor
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime import positional_dropout
 from deepspeed_ext.runtime.attention import KeyValueState, TokenSliceAttention
-from deepspeed_ext.runtime.attention_kernels import AttentionDropout, AttentionKernel, PlainAttention, kernel_for
-from deepspeed_ext.runtime.documents import DocumentAttention, Documents
+from deepspeed_ext.runtime.attention_kernels import (
+    AttentionDropout,
+    AttentionKernel,
+    PlainAttention,
+    kernel_for,
+    kernel_of_runs_for,
+)
+from deepspeed_ext.runtime.documents import DocumentAttention, Documents, DocumentsAtOnce
 from deepspeed_ext.runtime.positional_dropout import DropoutPlace
 
 Made = TypeVar("Made")
@@ -145,6 +151,10 @@ class Past:
             return DocumentAttention(
                 lambda row, first, first_key: dropping(sequences[row : row + 1], first, first_key), documents
             )
+        if apart and (at_once := kernel_of_runs_for(query)) is not None:
+            end = self.prefix_len + query.shape[1]
+            seen = self.once("seen keys", lambda: documents.seen(self.prefix_len, end, query.device))
+            return DocumentsAtOnce(at_once, seen)
         if apart:
             return DocumentAttention(lambda *_: kernel_for(query), documents)
         return dropping(sequences, self.prefix_len, 0) if dropout else kernel_for(query)

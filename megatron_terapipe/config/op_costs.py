@@ -5,9 +5,10 @@ terms, fixed + linear (end - start) + quadratic (end^2 - start^2):
 
     F     products of the stage's layers, attention of each token x to x + 1 positions; the head on the last stage
     BI    as many products; 2.5 times the attention, whose scores a flash kernel computes again
-    BW    as many products
+    BW    as many products, but for the head's, which BI computes: logits are not kept (docs/adr/0024)
 
-Full recomputation adds F to BI, but for the head, which it leaves out. `fixed` makes each op cost as if its micro-batch
+Full recomputation adds F to BI, but for the head, which it leaves out; of the logits BI computes those again that are
+more than may be alive. `fixed` makes each op cost as if its micro-batch
 had `ROWS_LOST_PER_OP` rows more, and so short token slices cost more than their share.
 
 These are proportions, not times. What is left out: the look-up of the embedding, norms and activations, which grow with
@@ -68,12 +69,14 @@ def stage_terms(config: Config) -> list[StageTerms]:
     model, ranks = config.model, config.parallel.tensor_model_parallel_size
     lost = ROWS_LOST_PER_OP / config.batch.micro_batch_size
     recomputed = config.training.recompute_granularity == "full"
+    num_logits = config.batch.micro_batch_size * model.seq_length * model.padded_vocab_size(ranks) / ranks
     found = []
     for stage, layers in enumerate(blocks_of_stages(config)):
         blocks = [model.blocks[layer] for layer in layers]
         products = sum(flops.linear_flops_per_token(model, block) for block in blocks) / ranks
         attention = sum(flops.attention_flops_per_position(model, block) for block in blocks) / ranks
         head = flops.logits_flops_per_token(model) / ranks if stage == config.parallel.num_stages - 1 else 0.0
+        of_head = flops.BACKWARD_PER_FORWARD + flops.logits_computed_again(num_logits)
 
         def terms(products: float, attention: float) -> Terms:
             # 1 + 2 + .. + n = n / 2 + n^2 / 2.
@@ -83,8 +86,8 @@ def stage_terms(config: Config) -> list[StageTerms]:
         found.append(
             StageTerms(
                 terms(products + head, attention),
-                terms(products * (1 + recomputed) + head, of_input),
-                terms(products + head, 0.0),
+                terms(products * (1 + recomputed) + head * of_head, of_input),
+                terms(products, 0.0),
             )
         )
     return found

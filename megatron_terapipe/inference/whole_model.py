@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
@@ -12,7 +13,7 @@ from deepspeed_ext.runtime.module import takes_past
 from deepspeed_ext.runtime.sequence_state import SequenceState
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model.gpt import gpt_layers
+from megatron_terapipe.model.gpt import Logits, gpt_layers
 
 
 class WholeModel(nn.Module):
@@ -27,7 +28,7 @@ class WholeModel(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict()
         """By index in the pipeline; a tied layer stands where it is built first."""
-        functions: list[Callable[..., Tensor]] = []
+        functions: list[Callable[..., Any]] = []
         tied: dict[str, nn.Module] = {}
         for index, spec in enumerate(gpt_layers(model)):
             if isinstance(spec, TiedLayerSpec) and spec.key in tied:
@@ -42,7 +43,11 @@ class WholeModel(nn.Module):
 
     def forward(self, tokens: Tensor, state: SequenceState, token_slice: int = 0) -> Tensor:
         """Logits [B, N, vocabulary] of the tokens [B, N] of a token slice, after those that `state` has seen."""
-        hidden = tokens
+        return self.output(tokens, state, token_slice).compute()
+
+    def output(self, tokens: Tensor, state: SequenceState, token_slice: int = 0) -> Logits:
+        """Output of the last layer, from which logits or a loss are computed; arguments as of `forward`."""
+        hidden: Any = tokens
         for index, (function, wants_past) in enumerate(self._functions):
             if wants_past:
                 hidden = function(hidden, past=state.past(index, token_slice))

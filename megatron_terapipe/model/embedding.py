@@ -7,9 +7,11 @@ from torch.nn import functional as F
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.dropout import DropoutSite, residual_dropout
+from megatron_terapipe.model.flops import LOGITS_AT_ONCE
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.tensor_parallel import products
 from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear
+from megatron_terapipe.tensor_parallel.logits import LiveLogits, Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
 
@@ -23,7 +25,7 @@ class WordEmbedding(nn.Module):
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
-        self.ranks = ranks
+        self.ranks, self.live_logits = ranks, LiveLogits(LOGITS_AT_ONCE)
         rows = model.padded_vocab_size(ranks.size)
         self.weight = ranks.parameter(rows, model.hidden_size, cut=0, initialize=normal(model.init_method_std))
 
@@ -62,9 +64,9 @@ class PositionEmbedding(nn.Module):
         return residual_dropout(hidden, self.dropout if self.training else 0.0, DropoutSite.EMBEDDING, past, self.ranks)
 
 
-def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
-    """This rank's logits [B, N, vocabulary / size] from the word embedding's own weight."""
-    return products.linear(hidden, embedding.weight, ranks=embedding.ranks)
+def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Logits:
+    """Logits from the word embedding's own weight."""
+    return Logits(hidden, embedding.weight, embedding.ranks, embedding.live_logits)
 
 
 class OutputLayer(nn.Module):
@@ -77,6 +79,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
+        self.live_logits = LiveLogits(LOGITS_AT_ONCE)
         self.linear = ColumnParallelLinear(
             model.hidden_size,
             model.padded_vocab_size(ranks.size),
@@ -85,6 +88,6 @@ class OutputLayer(nn.Module):
             bias=False,
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """This rank's logits [B, N, vocabulary / size]."""
-        return self.linear(hidden)
+    def forward(self, hidden: Tensor) -> Logits:
+        """Logits of the tokens of [B, n, hidden]."""
+        return Logits(hidden, self.linear.weight, self.linear.ranks, self.live_logits)

@@ -25,6 +25,13 @@ FLASH_BACKWARD_PER_FORWARD = 2.5
 LOG_SUM_EXP_BYTES = 4
 """Attention keeps one fp32 number per head and token, instead of a row of probabilities."""
 
+LOGITS_AT_ONCE = 2**28
+"""Logits of an output layer that a rank lets be alive: 1 GiB in fp32. Others are computed again in the backward.
+
+With 131,072 words these are those of 2,048 tokens. Fewer at once would make the gradient of the weight slow, which is
+read and written once for each time, 8 bytes a weight: at 2,048 tokens that is a third of the time of its product, on a
+device that does 165 FLOPs a byte."""
+
 
 def block_weights(model: "ModelConfig", block: "BlockShape") -> int:
     """Count the entries of the weight matrices of a block: query, key, value, projection, and the MLP's."""
@@ -115,6 +122,17 @@ def block_forward_flops(model: "ModelConfig", block: "BlockShape", num_tokens: i
 def logits_flops_per_token(model: "ModelConfig") -> int:
     """Forward FLOPs of a token in the output layer."""
     return 2 * model.hidden_size * model.padded_vocab_size()
+
+
+def logits_computed_again(num_logits: float, at_once: float = LOGITS_AT_ONCE) -> float:
+    """Share of its logits that the backward of a micro-batch computes again; of numbers, or of arrays.
+
+    Args:
+        num_logits: of the micro-batch, on one rank.
+        at_once: that may be alive.
+    """
+    over = num_logits - at_once
+    return (over + abs(over)) / 2 / num_logits
 
 
 def iteration_flops(model: "ModelConfig", num_sequences: int, *, causal: bool = False, recompute: bool = False) -> int:

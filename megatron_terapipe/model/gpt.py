@@ -8,7 +8,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
 from megatron_terapipe.model.norm import NORMS
-from megatron_terapipe.tensor_parallel.cross_entropy import cross_entropy
+from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
 LAYERS_BEFORE_BLOCKS = 2
@@ -55,15 +55,14 @@ def pipeline_partition(blocks: StagePartition) -> StagePartition:
     return StagePartition((0, *inner, blocks.num_layers + LAYERS_BEFORE_BLOCKS + LAYERS_AFTER_BLOCKS))
 
 
-def gpt_loss(logits: Tensor, labels: tuple[Tensor, Tensor], ranks: TensorParallelRanks | None = None) -> Tensor:
+def gpt_loss(logits: Logits, labels: tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy of the tokens that bear loss; 0 if none does.
 
     Args:
-        logits: this rank's part of the vocabulary, [B, N, vocabulary / size].
+        logits: what the last layer returns.
         labels: token ids [B, N] and the loss mask [B, N].
-        ranks: ranks that share the vocabulary; None for one alone.
     """
     targets, loss_mask = labels
-    losses = cross_entropy(logits, targets, ranks or TensorParallelRanks())
+    losses = logits.cross_entropy(targets)
     mask = loss_mask.to(losses.dtype)
     return (losses * mask).sum() / mask.sum().clamp(min=1)

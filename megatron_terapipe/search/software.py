@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from megatron_terapipe.model.flops import LOGITS_AT_ONCE
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
@@ -26,6 +28,8 @@ class Software:
             2205.05198 section 5), or `norms` and activation functions (docs/adr/0014).
         residual_dropout: whether masks of dropout are written and read with each residual.
         attention_dropout: whether scores that are written out are kept a second time, with a mask.
+        logits_at_once: logits of a rank that may be alive, others being computed again, and the gradient of the head's
+            weight at once (docs/adr/0024); None = the loss keeps all of them in fp32.
         launch_factor: host time to launch an op, in that of a Megatron layer of 2021 written in Python.
     """
 
@@ -42,6 +46,7 @@ class Software:
     selective_recomputes: Literal["attention", "norms"] = "attention"
     residual_dropout: bool = True
     attention_dropout: bool = True
+    logits_at_once: int | None = None
     launch_factor: float = 1.0
 
 
@@ -55,6 +60,7 @@ TERAPIPE = Software(
     reduction_bytes=None,
     selective_recomputes="norms",
     residual_dropout=False,
+    logits_at_once=LOGITS_AT_ONCE,
 )
 """This trainer."""
 

@@ -167,6 +167,24 @@ def _weight_gradient(weight: Tensor, output_gradient: Tensor, inputs: Tensor) ->
     return None
 
 
+def accumulate(weight: Tensor, output_gradient: Tensor, inputs: Tensor, of_weight: Tensor | None) -> Tensor | None:
+    """Add a product to the gradient of a weight: to the one that the weight has, or to one that autograd will add.
+
+    Args:
+        weight: [out, in].
+        output_gradient: [..., out].
+        inputs: [..., in].
+        of_weight: what this returned for the products before, in the same backward; None for the first.
+
+    Returns:
+        What is left for autograd to add; None once it is added.
+    """
+    if of_weight is None:
+        return _weight_gradient(weight, output_gradient, inputs)
+    of_weight.addmm_(output_gradient.flatten(0, -2).t(), inputs.flatten(0, -2))
+    return of_weight
+
+
 def _put_off(
     taker: WeightGradients, weight: Tensor, output_gradient: Tensor, inputs: Tensor, ranks: TensorParallelRanks
 ) -> None:

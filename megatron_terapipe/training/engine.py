@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from deepspeed_ext.runtime.topology import TokenSliceTopology
 from megatron_terapipe.checkpoint.load import load_checkpoint
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
+from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.found_plan import check_agreement
@@ -105,7 +105,8 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
             gpt_layers(config.model, ranks, recompute_cheap=recompute == "selective"),
             layout=layout,
             token_slices=config.token_slices(),
-            loss_fn=partial(gpt_loss, ranks=ranks),
+            loss_fn=gpt_loss,
+            output_fn=Logits.compute,
             partition=_partition(run),
             num_model_chunks=config.parallel.num_model_chunks,
             placement=config.parallel.pipeline().placement,

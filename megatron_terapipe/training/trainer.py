@@ -2,8 +2,10 @@
 
 from contextlib import ExitStack
 
+from deepspeed_ext.runtime.attention_kernels import activate_flash_attention_3
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.save import save_checkpoint
+from megatron_terapipe.training.attention_notes import attention_notes
 from megatron_terapipe.training.evaluation import Evaluation
 from megatron_terapipe.training.exit_conditions import ExitConditions, ExitReason, heard_signal
 from megatron_terapipe.training.found_plan import keep_schedule, notes
@@ -35,7 +37,10 @@ class Trainer:
         with ExitStack() as cleanup:
             cleanup.callback(self._reporters.close)
             keep_schedule(self._run)
-            for line in notes(self._run):
+            device = self._engine.device
+            flash_attention_3 = activate_flash_attention_3(device)
+            about_attention = attention_notes(self._run.config, device, flash_attention_3=flash_attention_3)
+            for line in (*notes(self._run), *about_attention):
                 self._reporters.note(line)
             if self._run.checkpoint is not None:
                 directory, info = self._run.checkpoint

@@ -136,7 +136,10 @@ LAYERS = (
         (*PLAN, *CONFIG, "megatron_terapipe.search.reading"),
         ("numpy", "yaml"),
     ),
-    Layer(("megatron_terapipe.search.software", "megatron_terapipe.search.prediction"), PLAN),
+    Layer(
+        ("megatron_terapipe.search.software", "megatron_terapipe.search.prediction"),
+        (*PLAN, "megatron_terapipe.model.flops"),
+    ),
     Layer(
         ("megatron_terapipe.search.cost", "megatron_terapipe.search.cost.*"),
         (*SEARCH_INPUTS, "megatron_terapipe.model.flops"),

@@ -6,6 +6,7 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.op_costs import ROWS_LOST_PER_OP, blocks_of_stages, op_costs, stage_terms
 from megatron_terapipe.model.flops import (
+    LOGITS_AT_ONCE,
     attention_flops_per_position,
     block_forward_flops,
     linear_flops_per_token,
@@ -38,16 +39,27 @@ def test_forwards_are_the_flops_of_the_layers_and_the_head_and_what_an_op_loses(
             assert costs.forward[stage][index] == pytest.approx(expected, rel=1e-12)
 
 
-def test_gradients_are_as_many_products_and_attention_is_all_in_those_of_the_inputs() -> None:
+def test_gradients_are_as_many_products_and_attention_and_head_are_all_in_those_of_the_inputs() -> None:
     config = parse()
     model, costs = config.model, op_costs(config)
     attention = 3 * attention_flops_per_position(model, model.blocks[0])
     attended = [64 * 65 / 2, 48 * 64 + 48 * 49 / 2, 16 * 112 + 16 * 17 / 2]
     for stage in range(2):
         for index, positions in enumerate(attended):
+            head = stage * logits_flops_per_token(model) * ((64, 48, 16)[index] + ROWS_LOST_PER_OP / 2)
             products = costs.forward[stage][index] - attention * positions
-            assert costs.backward[stage][index] == pytest.approx(products + 2.5 * attention * positions, rel=1e-12)
-            assert costs.weight_gradient[stage][index] == pytest.approx(products, rel=1e-12)
+            of_inputs = products + head + 2.5 * attention * positions
+            assert costs.backward[stage][index] == pytest.approx(of_inputs, rel=1e-12)
+            assert costs.weight_gradient[stage][index] == pytest.approx(products - head, rel=1e-12)
+
+
+def test_logits_are_computed_again_as_far_as_they_are_more_than_may_be_alive() -> None:
+    usual = parse()
+    many = parse(f"--micro-batch-size {4 * LOGITS_AT_ONCE // (128 * usual.model.padded_vocab_size())}")
+    (_, before), (_, after) = (stage_terms(config) for config in (usual, many))
+    again = after.input_gradient.linear - before.input_gradient.linear
+    # All but a fourth of them; to the last whole sequence.
+    assert again == pytest.approx(0.75 * logits_flops_per_token(usual.model), rel=1e-3)
 
 
 def test_full_recomputation_computes_the_layers_again_but_not_the_head() -> None:

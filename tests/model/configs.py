@@ -3,9 +3,13 @@
 import json
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.tensor_parallel.logits import LiveLogits, Logits
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
 SEQ = 32
 
@@ -80,4 +84,11 @@ def models(draw: st.DrawFn) -> ModelConfig:
         make_vocab_size_divisible_by=draw(st.sampled_from([1, 8, 128])),
         untie_embeddings_and_output_weights=draw(st.booleans()),
         heterogeneous_layers_config_path=draw(st.none() | layers),
+    )
+
+
+def logits_of(values: Tensor) -> Logits:
+    """What a last layer returns whose logits are these."""
+    return Logits(
+        values, torch.eye(values.shape[-1], dtype=values.dtype), TensorParallelRanks(), LiveLogits(values.numel())
     )

@@ -18,7 +18,7 @@ from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, Wo
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, layers_with_weights, pipeline_partition
 from megatron_terapipe.model.norm import LayerNorm, RMSNorm
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
-from tests.model.configs import MODELS, llama_config, model_config, models
+from tests.model.configs import MODELS, llama_config, logits_of, model_config, models
 
 ALONE = TensorParallelRanks()
 START = [WordEmbedding, PositionEmbedding]
@@ -33,7 +33,7 @@ def test_tied_layers_first_to_last() -> None:
     assert first.key == last.key
     embedding = first.build()
     hidden = torch.randn(2, 5, 32)
-    torch.testing.assert_close(last.forward_fn(embedding, hidden), hidden @ embedding.weight.T)
+    torch.testing.assert_close(last.forward_fn(embedding, hidden).compute(), hidden @ embedding.weight.T)
 
 
 def test_untied_layers_first_to_last() -> None:
@@ -130,7 +130,7 @@ class TestLoss:
         logits, labels, mask = self.logits_and_labels()
         chosen = mask.bool()
         expected = F.cross_entropy(logits[chosen], labels[chosen])
-        loss = gpt_loss(logits, (labels, mask))
+        loss = gpt_loss(logits_of(logits), (labels, mask))
         torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
         (gradient,) = torch.autograd.grad(loss, logits)
         assert torch.all(gradient[~chosen] == 0)
@@ -138,12 +138,12 @@ class TestLoss:
 
     def test_equal_logits_cost_the_logarithm_of_the_vocabulary(self) -> None:
         _, labels, mask = self.logits_and_labels()
-        assert gpt_loss(torch.zeros(2, 6, 11), (labels, mask)).item() == pytest.approx(log(11))
+        assert gpt_loss(logits_of(torch.zeros(2, 6, 11)), (labels, mask)).item() == pytest.approx(log(11))
 
     def test_a_token_slice_without_loss_bearing_tokens_costs_nothing(self) -> None:
         logits, labels, mask = self.logits_and_labels()
         assert not mask[:, :2].any()
-        loss = gpt_loss(logits[:, :2], (labels[:, :2], mask[:, :2]))
+        loss = gpt_loss(logits_of(logits[:, :2]), (labels[:, :2], mask[:, :2]))
         assert loss.item() == 0
         (gradient,) = torch.autograd.grad(loss, logits)
         assert torch.all(gradient == 0)
@@ -151,6 +151,6 @@ class TestLoss:
     def test_half_precision_logits_are_summed_up_in_fp32(self) -> None:
         logits, labels, mask = self.logits_and_labels()
         halves = logits.to(torch.bfloat16)
-        loss = gpt_loss(halves, (labels, mask))
+        loss = gpt_loss(logits_of(halves), (labels, mask))
         assert loss.dtype is torch.float32
-        assert loss.item() == pytest.approx(gpt_loss(halves.double(), (labels, mask)).item(), rel=1e-6)
+        assert loss.item() == pytest.approx(gpt_loss(logits_of(halves.double()), (labels, mask)).item(), rel=1e-6)

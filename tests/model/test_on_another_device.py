@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime import sequence_state
-from deepspeed_ext.runtime.attention_kernels import CudaFlash
+from deepspeed_ext.runtime.attention_kernels import CudaFlash, CudaFlashOfRuns
 from deepspeed_ext.runtime.documents import Documents
 from deepspeed_ext.runtime.sequence_state import SequenceState
 from megatron_terapipe.inference.whole_model import WholeModel
@@ -43,13 +43,14 @@ def test_every_tensor_follows(
     parts: dict[str, Any], documents: Documents | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequence_state, "kernel_for", lambda query: CudaFlash())
+    monkeypatch.setattr(sequence_state, "kernel_of_runs_for", lambda query: CudaFlashOfRuns())
     device, dtype, half = torch.device("meta"), torch.bfloat16, SEQ // 2
     model = WholeModel(model_config(**parts)).to(device, dtype)
     tokens = torch.zeros(2, SEQ, dtype=torch.int64, device=device)
     state = SequenceState(TokenSlices((half, half)), sequences=(1, 2), documents=documents)
-    logits = [model(tokens[:, index * half : (index + 1) * half], state, index) for index in range(2)]
-    for each in reversed(logits):
-        assert (each.device, each.dtype) == (device, dtype)
+    outputs = [model.output(tokens[:, index * half : (index + 1) * half], state, index) for index in range(2)]
+    for each in reversed(outputs):
+        assert (each.hidden.device, each.hidden.dtype) == (device, dtype)
         gpt_loss(each, (tokens[:, :half], torch.ones(2, half, device=device))).backward()
     for name, weight in model.named_parameters():
         assert weight.grad is not None, name

@@ -77,6 +77,13 @@ def test_logits_are_of_the_last_stage_until_the_input_gradient():
     assert curves == [[(0.0, 4.0), (5.0, 0.0)], [(1.0, 24.0), (3.0, 4.0), (4.0, 0.0)]]
 
 
+def test_logits_are_kept_up_to_a_limit():
+    timeline = timeline_of("0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0", shape=PipelineShape(1, 1, 3))
+    nothing = (0.0,)
+    (curve,) = memory_over_time(timeline, [3, 1, 2], TokenBytes(nothing, nothing, nothing, 1.0, logits_limit=5.0))
+    assert curve == [(0.0, 3.0), (1.0, 4.0), (2.0, 5.0), (5.0, 4.0), (7.0, 3.0), (9.0, 0.0)]
+
+
 def test_stages_may_differ():
     shape = PipelineShape(2, 1)
     timeline = timeline_of("0F0.0 0B0.0", "1F0.0 1B0.0", shape=shape)

@@ -225,8 +225,8 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
     past_gradients = []
 
     class Watched(attention.KeyValueState):
-        def settle(self, gradients):
-            settled = super().settle(gradients)
+        def settle(self, gradients, start):
+            settled = super().settle(gradients, start)
             past_gradients.extend(self._owed or ())
             return settled
 

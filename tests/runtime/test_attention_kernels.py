@@ -5,8 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.runtime.attention_kernels import AttentionKernel, CpuFlash, CudaFlash, PlainAttention, kernel_for
+from deepspeed_ext.runtime.attention_kernels import (
+    AttentionKernel,
+    CpuFlash,
+    CudaFlash,
+    MemoryEfficient,
+    PlainAttention,
+    flash3,
+    kernel_for,
+    kernel_of_runs_for,
+)
 
 KERNELS = (CpuFlash(), PlainAttention())
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -113,51 +123,89 @@ def test_torch_aligns_its_causal_mask_to_the_upper_left() -> None:
     assert error(by_torch, upper_left.double()) < 1e-6
 
 
-def test_kernel_is_chosen_by_device_and_dtype() -> None:
-    assert isinstance(kernel_for(torch.zeros(1, 1, 1, 8)), CpuFlash)
+class OnCuda(torch.Tensor):
+    """A tensor that says it is on a CUDA device."""
 
-    class OnCuda(torch.Tensor):
-        """A tensor that says it is on a CUDA device."""
-
-        device = torch.device("cuda")
-
-    def on_cuda(head_dim: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(1, 1, 1, head_dim, dtype=dtype).as_subclass(OnCuda)
-
-    assert isinstance(kernel_for(on_cuda(8, torch.bfloat16)), CudaFlash)
-    assert isinstance(kernel_for(on_cuda(8, torch.float16)), CudaFlash)
-    assert isinstance(kernel_for(on_cuda(8, torch.float32)), PlainAttention)
-    assert isinstance(kernel_for(on_cuda(12, torch.float16)), PlainAttention)
+    device = torch.device("cuda")
 
 
-def test_cuda_flash_calls_its_operators_as_they_are_declared() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "capability", "expected"),
+    [
+        (torch.bfloat16, 128, (8, 0), CudaFlash),
+        (torch.float16, 256, (9, 0), CudaFlash),
+        (torch.bfloat16, 8, (12, 0), CudaFlash),
+        (torch.bfloat16, 264, (9, 0), MemoryEfficient),  # larger than flash attention takes
+        (torch.bfloat16, 224, (8, 9), MemoryEfficient),  # too large for the shared memory of these devices
+        (torch.bfloat16, 256, (8, 9), CudaFlash),
+        (torch.float16, 64, (7, 5), MemoryEfficient),
+        (torch.bfloat16, 64, (7, 5), PlainAttention),
+        (torch.float16, 12, (9, 0), PlainAttention),
+        (torch.float32, 12, (8, 0), MemoryEfficient),
+        (torch.float32, 6, (8, 0), PlainAttention),
+        (torch.float64, 64, (9, 0), PlainAttention),
+        (torch.bfloat16, 64, (0, 0), PlainAttention),  # not a device of NVIDIA's
+    ],
+)
+def test_kernel_is_chosen_by_device_dtype_and_head_size(
+    dtype: torch.dtype, head_size: int, capability: tuple[int, int], expected: type
+) -> None:
+    query = torch.zeros(1, 1, 1, head_size, dtype=dtype)
+    assert isinstance(kernel_for(query), CpuFlash)
+    assert kernel_of_runs_for(query) is None
+    on_cuda = query.as_subclass(OnCuda)
+    assert isinstance(kernel_for(on_cuda, lambda device: capability), expected)
+    assert (kernel_of_runs_for(on_cuda, lambda device: capability) is not None) is (expected is CudaFlash)
+
+
+class AsDeclared(TorchDispatchMode):
+    """Computes nothing. Arguments were held against the operator's declaration before they come here."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        # What torch has for this operator on the meta device lacks an argument of its declaration.
+        if function is torch.ops.aten._efficient_attention_backward.default:
+            given = dict(zip((each.name for each in function._schema.arguments), arguments, strict=False))
+            assert given["logsumexp"].stride(1) % 32 == 0
+            assert given["custom_mask_type"] == 2
+            assert given["out"].shape == given["grad_out_"].shape
+            return (*(torch.empty_like(given[name]) for name in ("query", "key", "value")), torch.empty(0))
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("kernel", [CudaFlash(), MemoryEfficient()], ids=lambda kernel: type(kernel).__name__)
+def test_operators_of_cuda_are_called_as_they_are_declared(kernel: AttentionKernel) -> None:
     """Without a device the arguments can still be held against the operators, which know the shapes they return."""
-    query = torch.empty(2, 16, 8, 64, dtype=torch.bfloat16, device="meta")
-    key = value = torch.empty(2, 48, 4, 64, dtype=torch.bfloat16, device="meta")
-    attended = CudaFlash().forward(query, key, value, 0.125)
-    assert (attended.output.shape, attended.log_sum_exp.shape) == (query.shape, (2, 8, 16))
-    gradients = CudaFlash().backward(torch.empty_like(query), query, key, value, attended, 0.125)
+    query = torch.empty(2, 17, 8, 64, dtype=torch.bfloat16, device="meta")
+    key = value = torch.empty(2, 49, 4, 64, dtype=torch.bfloat16, device="meta")
+    with AsDeclared():
+        attended = kernel.forward(query, key, value, 0.125)
+        assert (attended.output.shape, attended.log_sum_exp.shape) == (query.shape, (2, 8, 17))
+        for log_sum_exp in (attended.log_sum_exp, attended.log_sum_exp.contiguous()):
+            given = attended._replace(log_sum_exp=log_sum_exp)
+            gradients = kernel.backward(torch.empty_like(query), query, key, value, given, 0.125)
     assert gradients.query.shape == query.shape
-    assert [tensor.shape for tensor in gradients.own] == [(2, 16, 4, 64)] * 2
+    assert [tensor.shape for tensor in gradients.own] == [(2, 17, 4, 64)] * 2
     assert [tensor.shape for tensor in gradients.prefix] == [(2, 32, 4, 64)] * 2
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("prefix_len", [0, 1, 40])
-def test_cuda_flash_equals_attention_written_out(dtype: torch.dtype, prefix_len: int) -> None:
-    torch.manual_seed(0)
-    query, output_gradient = torch.randn(2, 2, 33, 4, 16, device="cuda").to(dtype)
-    key, value = torch.randn(2, 2, 33 + prefix_len, 2, 16, device="cuda").to(dtype)
-    kernel = CudaFlash()
-    attended = kernel.forward(query, key, value, 0.25)
-    found = kernel.backward(output_gradient, query, key, value, attended, 0.25)
-    exact = [tensor.cpu().double().requires_grad_() for tensor in (query, key, value)]
-    output, log_sum_exp = written_out(*exact, 0.25)
-    of_query, of_key, of_value = torch.autograd.grad(output, exact, output_gradient.cpu().double())
-    assert error(attended.output.cpu(), output) < 1e-2
-    assert error(attended.log_sum_exp.cpu(), log_sum_exp) < 1e-4
-    assert error(found.query.cpu(), of_query) < 2e-2
-    assert error(torch.cat([found.prefix[0], found.own[0]], 1).cpu(), of_key) < 2e-2
-    assert error(torch.cat([found.prefix[1], found.own[1]], 1).cpu(), of_value) < 2e-2
+@pytest.mark.parametrize(
+    ("capability", "installed", "active"), [((9, 0), True, True), ((8, 0), True, False), ((9, 0), False, False)]
+)
+def test_flash_attention_3_is_activated_where_it_can_be(
+    capability: tuple[int, int], installed: bool, active: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activated = []
+    monkeypatch.setattr(flash3, "capability_of", lambda device: capability)
+    monkeypatch.setattr(flash3.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(flash3.attention, "activate_flash_attention_impl", activated.append)
+    assert flash3.activate_flash_attention_3(torch.device("cuda")) is active
+    assert activated == ["FA3"] * active
+    assert not flash3.activate_flash_attention_3(torch.device("cpu"))
+
+
+def test_a_broken_flash_attention_3_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash3, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(flash3.importlib.util, "find_spec", lambda name: object())
+    # Torch's own way to it, of which the package that it imports is not there.
+    with pytest.warns(UserWarning, match="FlashAttention-3 is installed, but cannot be used: No module named"):
+        assert not flash3.activate_flash_attention_3(torch.device("cuda"))

@@ -1,5 +1,8 @@
 """Attention and positions of documents that share a sequence."""
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +10,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime import sequence_state
+from deepspeed_ext.runtime.attention_kernels import Attended, PlainAttention, Runs
 from deepspeed_ext.runtime.documents import Documents
 from deepspeed_ext.runtime.sequence_state import SequenceState
 from tests.strategies import cuts
@@ -36,10 +41,47 @@ def one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, star
     return torch.cat(rows)
 
 
-@given(case=packed(), dropped=st.booleans())
-def test_every_document_attends_as_if_alone(case, dropped: bool) -> None:
+class RunsWrittenOut:
+    """Does what flash attention does with runs of tokens, and knows of them what it is given alone."""
+
+    def pieces(self, query: torch.Tensor, key: torch.Tensor, runs: Runs) -> Iterator[tuple[slice, slice]]:
+        queries, keys = runs.queries.tolist(), runs.keys.tolist()
+        assert runs.queries.dtype == runs.keys.dtype == torch.int32
+        assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
+        lengths = [[end - start for start, end in pairwise(each)] for each in (queries, keys)]
+        assert (runs.longest_queries, runs.longest_keys) == tuple(map(max, lengths))
+        assert min(lengths[0]) > 0
+        for here, there in zip(pairwise(queries), pairwise(keys), strict=True):
+            yield slice(*here), slice(*there)
+
+    def forward(self, query, key, value, runs: Runs, scale: float):
+        parts = [
+            PlainAttention().forward(query[None, here], key[None, there], value[None, there], scale)
+            for here, there in self.pieces(query, key, runs)
+        ]
+        return torch.cat([each.output[0] for each in parts]), torch.cat([each.log_sum_exp[0] for each in parts], dim=1)
+
+    def backward(self, output_gradient, query, key, value, output, log_sum_exp, runs: Runs, scale: float):
+        found = []
+        for here, there in self.pieces(query, key, runs):
+            attended = Attended(output[None, here], log_sum_exp[None, :, here])
+            given = (output_gradient[None, here], query[None, here], key[None, there], value[None, there], attended)
+            gradients = PlainAttention().backward(*given, scale)
+            keys, values = (torch.cat(both, dim=1)[0] for both in zip(gradients.prefix, gradients.own, strict=True))
+            found.append((gradients.query[0], keys, values))
+        return tuple(map(torch.cat, zip(*found, strict=True)))
+
+
+@given(case=packed(), way=st.sampled_from(["piece by piece", "dropped", "at once"]))
+def test_every_document_attends_as_if_alone(case, way: str) -> None:
     """Forward and every gradient, whatever the cut; dropout written out on one side goes through the same masks."""
-    cut, starts = case
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "at once":
+            patch.setattr(sequence_state, "kernel_of_runs_for", lambda query: RunsWrittenOut())
+        attends_as_if_alone(*case, dropped=way == "dropped")
+
+
+def attends_as_if_alone(cut: TokenSlices, starts: tuple[tuple[int, ...], ...], *, dropped: bool) -> None:
     torch.manual_seed(0)
     shapes = [(2, cut.seq_length, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
     tensors = [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in shapes]

@@ -12,6 +12,7 @@ from deepspeed_ext.runtime.module import takes_past
 from deepspeed_ext.runtime.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
+from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from tests.model.configs import llama_config, model_config, uneven_layers
 from tests.tensor_parallel.whole_and_parts import ALONE, assert_gradients, complete_gradients
@@ -47,7 +48,7 @@ class Layers(nn.ModuleList):
                 self.append(spec.build())
         self.double()
 
-    def forward(self, tokens: Tensor, state: SequenceState, token_slice: int) -> Tensor:
+    def forward(self, tokens: Tensor, state: SequenceState, token_slice: int) -> Logits:
         hidden = tokens
         for index, layer in enumerate(self):
             past = {"past": state.past(index, token_slice)} if takes_past(layer) else {}
@@ -61,7 +62,7 @@ class Layers(nn.ModuleList):
         losses = []
         for index, (start, end) in enumerate(state.token_slices.bounds()):
             part = self(tokens[:, start:end], state, index)
-            losses.append(gpt_loss(part, (labels[:, start:end], mask[:, start:end]), self.ranks))
+            losses.append(gpt_loss(part, (labels[:, start:end], mask[:, start:end])))
         for loss in reversed(losses):
             loss.backward()
         return [loss.detach() for loss in losses]

@@ -9,6 +9,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.model.gpt import gpt_loss
 from megatron_terapipe.training.token_slice_batch import split_batch
+from tests.model.configs import logits_of
 from tests.strategies import cuts
 
 
@@ -31,10 +32,10 @@ def test_parts_are_the_batch_and_weigh_what_they_have(token_slices: TokenSlices,
     logits = torch.randn(2, seq_length, 13, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     ends = [0, *torch.tensor(token_slices.lengths).cumsum(0).tolist()]
     total = sum(
-        part.loss_weight * gpt_loss(logits[:, start:end], part.labels)
+        part.loss_weight * gpt_loss(logits_of(logits[:, start:end]), part.labels)
         for part, start, end in zip(parts, ends, ends[1:], strict=False)
     )
-    torch.testing.assert_close(total, gpt_loss(logits, (batch.labels, mask)), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(total, gpt_loss(logits_of(logits), (batch.labels, mask)), rtol=1e-13, atol=1e-14)
 
 
 def test_weights_are_shares_of_the_loss_bearing_tokens() -> None:

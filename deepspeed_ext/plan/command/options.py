@@ -38,10 +38,10 @@ costs.json
 
 token_bytes.json
   {"activation": 81920, "key_value": 8192, "key_value_gradient": 16384, "logits": 200000,
-   "freed_by_input_gradient": 0.3}
+   "freed_by_input_gradient": 0.3, "logits_limit": 500000000}
   Bytes that one token of a micro-batch keeps on a stage: for its backward, as keys and values, as their gradients; and
-  as logits on the last stage. Then the share of the activation that a BI frees. The first three may be lists with one
-  number for each stage; all but the first may be left out.
+  as logits on the last stage. Then the share of the activation that a BI frees, and the bytes of logits that a rank
+  keeps at most. The first three may be lists with one number for each stage; all but the first may be left out.
 
 examples
   python -m deepspeed_ext.plan --schedule 1f1b --stages 4 --micro-batches 4 --token-slices 4

@@ -14,7 +14,7 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.timeline import Timeline
 
 _BY_STAGE = ("activation", "key_value", "key_value_gradient")
-_WHOLE = ("logits", "freed_by_input_gradient")
+_WHOLE = ("logits", "freed_by_input_gradient", "logits_limit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def memory_of(options: argparse.Namespace, shape: PipelineShape, lengths: Sequen
 
 
 def parse_token_bytes(text: str, shape: PipelineShape) -> TokenBytes:
-    """Read `{"activation": x, "key_value": x?, "key_value_gradient": x?, "logits": x?, "freed_by_input_gradient": x?}`.
+    """Read `{"activation": x, ...}`: the fields of `TokenBytes`, of which all but the first may be left out.
 
     The first three are numbers, or lists with one for each stage.
 
@@ -79,10 +79,11 @@ def parse_token_bytes(text: str, shape: PipelineShape) -> TokenBytes:
             f"sizes have the unknown field {min(unknown)!r}: the fields are {', '.join((*_BY_STAGE, *_WHOLE))}"
         )
     activation, key_value, key_value_gradient = (_by_stage(fields, name, shape.num_stages) for name in _BY_STAGE)
-    logits, freed = (_size(fields.get(name, 0.0), name) for name in _WHOLE)
+    logits, freed = (_size(fields.get(name, 0.0), name) for name in _WHOLE[:2])
+    limit = _size(fields["logits_limit"], "logits_limit") if "logits_limit" in fields else inf
     if freed > 1:
         raise PlanError(f"sizes['freed_by_input_gradient'] is {freed:g}, which is no share: give 0 to 1")
-    return TokenBytes(activation, key_value, key_value_gradient, logits, freed)
+    return TokenBytes(activation, key_value, key_value_gradient, logits, freed, limit)
 
 
 def _by_stage(fields: Mapping[str, Any], name: str, num_stages: int) -> tuple[float, ...]:

@@ -110,5 +110,8 @@ def device_times(
     with_loss = computed(layer)
     return times._replace(
         loss_forward=with_loss.forward - whole.forward,
-        loss_gradient=with_loss.input_gradient - whole.input_gradient,
+        loss_gradient=with_loss.input_gradient
+        + with_loss.weight_gradient
+        - whole.input_gradient
+        - whole.weight_gradient,
     )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_terapipe.model.flops import BACKWARD_PER_FORWARD, FLASH_BACKWARD_PER_FORWARD
+from megatron_terapipe.model.flops import BACKWARD_PER_FORWARD, FLASH_BACKWARD_PER_FORWARD, logits_computed_again
 from megatron_terapipe.search.cluster import Device
 from megatron_terapipe.search.cost.kernel_tables import KernelTables
 from megatron_terapipe.search.cost.op_times import Grid, LayerTimes
@@ -103,6 +103,16 @@ class Roofline:
         parts.append(self._element_wise(layer, device, tp, rows, sequence_parallel))
         if layer.kind == "head":
             parts.append(self._loss(layer, device, tp, rows))
+            if self.software.logits_at_once is not None:
+                again = self._logits_again(layer, tp, micro_batch_size)
+                # What is not kept cannot wait: the gradients of the head's weight are computed with those of its input.
+                parts = [
+                    part._replace(
+                        input_gradient=part.input_gradient + part.weight_gradient + again * part.forward,
+                        weight_gradient=0.0,
+                    )
+                    for part in parts
+                ]
         if layer.kind == "embedding":
             parts.append(self._embedding(layer, device, tp, rows))
         forward = sum(part.forward for part in parts)
@@ -199,6 +209,12 @@ class Roofline:
         forward = self._moving_s(device, LOGIT_BYTES * logits)
         gradient = self._moving_s(device, LOGIT_GRADIENT_BYTES * logits)
         return _Part(forward, gradient, 0.0, 0.0, LAUNCHES["loss"])
+
+    def _logits_again(self, layer: Layer, tp: Grid, sequences: Grid) -> Grid:
+        """Share of the logits of a micro-batch that are computed again."""
+        assert self.software.logits_at_once is not None
+        vocabulary = sum(product.outputs for product in layer.products) / tp
+        return logits_computed_again(sequences * layer.tokens * vocabulary, self.software.logits_at_once)  # type: ignore[arg-type]
 
     def _embedding(self, layer: Layer, device: Device, tp: Grid, rows: Grid) -> _Part:
         """Looking rows up, and a dense gradient of the table, which is added to the sum."""

@@ -182,7 +182,7 @@ class LayerTimer:
                 output = self._forward(layers, given, state, index)
                 if layers.ends_in_loss:
                     labels = targets[index].to(self._device), torch.ones_like(targets[index]).to(self._device)
-                    output = gpt_loss(output, labels, self._ranks)
+                    output = gpt_loss(output, labels)
             forwards.append(watch.seconds)
             roots.append(output)
         found: list[tuple[float, float, float]] = []

@@ -13,6 +13,7 @@ Those count masks of dropout, and a trainer that stores the s x s scores. Ours s
 The formulas here are the same ones by the shapes of any layer, and broadcast over arrays.
 """
 
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ class TokenMemory(NamedTuple):
             without those.
         key_values: keys and values, kept for whole sequences while one of their token slices is live.
         key_value_gradients: sums of their gradients, for all token slices but the last of a sequence.
-        logits: what head and loss keep.
+        logits: what head and loss keep, held to a limit where software has one (`logit_limits`).
         working: what the backward of the layer holds more while it runs: what it computes again, and gradients.
         freed_by_input_gradient: how much less than `activations` waits for the weight gradients, where the backward is
             in two parts: the inputs of products, and the gradients of their outputs (docs/adr/0017). Below zero where
@@ -85,15 +86,39 @@ def token_memory(
         return TokenMemory(kept.norm(1), nothing, nothing, nothing, nothing, kept.norm(1))
     if layer.kind == "head":
         logits = sum(product.outputs for product in layer.products) / size
+        inputs = element_bytes * layer.hidden_size * whole
+        limited = software.logits_at_once is not None
         return TokenMemory(
-            element_bytes * layer.hidden_size * whole,
+            inputs,
             nothing,
             nothing,
-            LOSS_BYTES * logits,
-            (LOSS_BYTES + element_bytes) * logits,
-            -element_bytes * logits,
+            (element_bytes if limited else LOSS_BYTES) * logits,
+            (_loss_working_bytes(element_bytes) if limited else LOSS_BYTES + element_bytes) * logits,
+            inputs if limited else -element_bytes * logits,
         )
     return kept.block(recompute)
+
+
+class LogitLimits(NamedTuple):
+    """Bytes that logits take at most on a rank: kept, and in the working of the head."""
+
+    kept: float
+    working: float
+
+
+def logit_limits(software: Software, element_bytes: int) -> LogitLimits:
+    """The limits of a trainer; infinite if it has none."""
+    if software.logits_at_once is None:
+        return LogitLimits(inf, inf)
+    return LogitLimits(
+        float(software.logits_at_once * element_bytes),
+        float(software.logits_at_once * _loss_working_bytes(element_bytes)),
+    )
+
+
+def _loss_working_bytes(element_bytes: int) -> int:
+    """Bytes of a logit, beside itself, while its gradient is computed: a probability in fp32; a copy in fp32 too."""
+    return LOSS_BYTES if element_bytes == LOSS_BYTES else 2 * LOSS_BYTES
 
 
 class _Kept:

@@ -5,6 +5,7 @@ rank nothing comes or goes), and with what an op holds while it runs.
 """
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.ops import OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES
+from megatron_terapipe.search.memory.activations import LogitLimits
 
 Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -27,6 +29,8 @@ class StageBytes(NamedTuple):
         logits: what head and loss keep.
         working: held more by a backward while it runs.
         freed: how much a BI frees of `activations` where the backward is in two parts; below zero where it leaves more.
+        head_working: `working` of the head, which is apart because it has a limit.
+        limits: of logits and of `head_working` on a rank, in bytes.
     """
 
     activations: Numbers
@@ -35,6 +39,8 @@ class StageBytes(NamedTuple):
     logits: Numbers
     working: Numbers
     freed: Numbers
+    head_working: Numbers | float = 0.0
+    limits: LogitLimits = LogitLimits(inf, inf)
 
 
 class Held(NamedTuple):
@@ -120,12 +126,15 @@ def peak_held(order: RankOrder, lengths: Sequence[int], of_stage: StageBytes) ->
     held_activations = _during(comes, goes)
     logits = own * of_stage.logits[order.stage]
     held_logits = _during(np.where(is_forward, logits, 0.0), np.where(is_turn, logits, 0.0))
+    held_logits = np.minimum(held_logits, of_stage.limits.kept)
     first, last = order.token_slice == 0, order.token_slice == len(lengths) - 1
     sequence = tokens.sum() * of_stage.key_values[order.stage]
     gradients = tokens[:-1].sum() * of_stage.key_value_gradients[order.stage]
     comes = np.where(is_forward & first, sequence, 0.0) + np.where(is_turn & last, gradients, 0.0)
     held_key_values = _during(comes, np.where(is_turn & first, sequence + gradients, 0.0))
-    working = np.where(is_turn, own * of_stage.working[order.stage], 0.0)
+    of_head = np.broadcast_to(of_stage.head_working, of_stage.working.shape)[order.stage]
+    working = np.maximum(own * of_stage.working[order.stage], np.minimum(own * of_head, of_stage.limits.working))
+    working = np.where(is_turn, working, 0.0)
     at = int(np.argmax(held_activations + held_logits + held_key_values + working))
     return Held(float(held_activations[at]), float(held_key_values[at]), float(held_logits[at]), float(working[at]))
 

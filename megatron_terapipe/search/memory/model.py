@@ -8,7 +8,7 @@ import numpy as np
 from deepspeed_ext.plan.ops import PipelineShape
 from megatron_terapipe.config.parallel import OPTIMISED
 from megatron_terapipe.search.cluster import Cluster
-from megatron_terapipe.search.memory.activations import TokenMemory, token_memory
+from megatron_terapipe.search.memory.activations import TokenMemory, logit_limits, token_memory
 from megatron_terapipe.search.memory.assembly import Counted, assemble
 from megatron_terapipe.search.memory.live import (
     Held,
@@ -169,9 +169,11 @@ class MemoryModel:
             kept = rows_per_token[:, None] * np.array(memories, dtype=float).reshape(
                 len(layers), len(TokenMemory._fields)
             )
-            sums, working = kept.sum(axis=0), kept[:, WORKING].max(initial=0.0)
-            rows.append((*sums[:WORKING], working, *sums[WORKING + 1 :]))
-        return StageBytes(*(strategy.micro_batch_size * np.array(rows).T))
+            heads = np.array([layer.kind == "head" for layer in layers], dtype=bool)
+            sums, working = kept.sum(axis=0), kept[~heads, WORKING].max(initial=0.0)
+            rows.append((*sums[:WORKING], working, *sums[WORKING + 1 :], kept[heads, WORKING].max(initial=0.0)))
+        limits = logit_limits(self.software, ELEMENT_BYTES[self.precision])
+        return StageBytes(*(strategy.micro_batch_size * np.array(rows).T))._replace(limits=limits)
 
     def _layer_memory(self, layer: Layer, strategy: Strategy) -> TokenMemory:
         key = (layer, strategy.tensor_parallel_size, strategy.recompute, strategy.sequence_parallel)

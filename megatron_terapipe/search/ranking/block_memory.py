@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.cluster.rank_groups import RankGroups
 from megatron_terapipe.search.memory import MemoryModel
-from megatron_terapipe.search.memory.activations import token_memory
+from megatron_terapipe.search.memory.activations import logit_limits, token_memory
 from megatron_terapipe.search.memory.model import ELEMENT_BYTES, TRANSFERS
 from megatron_terapipe.search.memory.states import bucket_bytes, state_bytes
 from megatron_terapipe.search.ranking.stage_counts import StageCounts
@@ -169,13 +169,24 @@ def _moving_bytes(
         return amount[:, :, None, None] * each
 
     on_stages = np.stack(_live_per_model_chunk(live, model_chunks, group, num_token_slices), axis=-1)
-    each = np.tensordot(stages, tokens[ACTIVATIONS] + tokens[KEY_VALUES] + tokens[LOGITS], axes=1)
     amounts = on_stages * of_token_slice[..., None]
-    held = (amounts.reshape(-1, model_chunks) @ each.reshape(model_chunks, -1)).reshape(*live.shape, *each.shape[1:])
+
+    def on_all_stages(each: Floats) -> Floats:
+        each = np.tensordot(stages, each, axes=1)
+        total = amounts.reshape(-1, model_chunks) @ each.reshape(model_chunks, -1)
+        return np.asarray(total.reshape(*live.shape, *each.shape[1:]))
+
+    limits = logit_limits(model.software, ELEMENT_BYTES[model.precision])
+    held = on_all_stages(tokens[ACTIVATIONS] + tokens[KEY_VALUES])
+    held += np.minimum(on_all_stages(tokens[LOGITS]), limits.kept)
     # The first backward is one of the last stage of the rank.
     held += times(sequence - of_token_slice, np.tensordot(stages[-1], tokens[KEY_VALUE_GRADIENTS], axes=1))
-    working = tokens[WORKING][stages[-1] > 0].max(axis=0)
-    held += times(of_token_slice, physics.working_factor * working)
+    on_last = stages[-1] > 0
+    working = [times(of_token_slice, each) for each in tokens[WORKING][on_last]]
+    for index, logits in enumerate(tokens[LOGITS][on_last]):
+        if np.any(logits):
+            working[index] = np.minimum(working[index], limits.working)
+    held += physics.working_factor * np.max(working, axis=0)
     return np.asarray(physics.activation_factor * held)
 
 

@@ -1,8 +1,11 @@
+from math import inf
+
 import pytest
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model import flops
-from megatron_terapipe.search.memory.activations import TokenMemory, token_memory
+from megatron_terapipe.model.flops import LOGITS_AT_ONCE
+from megatron_terapipe.search.memory.activations import TokenMemory, logit_limits, token_memory
 from megatron_terapipe.search.software import MEGATRON, TERAPIPE, Software
 from megatron_terapipe.search.workload import Layer
 from megatron_terapipe.search.workload.gpt import gpt_workload
@@ -99,5 +102,10 @@ def test_ends() -> None:
     layers = gpt_workload(model).layers
     head = memory(layers[-1], size=8)
     assert head.logits == 4 * model.padded_vocab_size() / 8  # 4sbv, section 4.3
+    ours = memory(layers[-1], TERAPIPE, size=8)
+    assert ours.logits == 2 * model.padded_vocab_size() / 8  # as they are, in bf16, up to a limit
+    assert logit_limits(TERAPIPE, 2).kept == 2 * LOGITS_AT_ONCE
+    assert logit_limits(MEGATRON, 2).kept == inf
+    assert ours.freed_by_input_gradient == ours.activations
     assert memory(layers[0]).activations == HIDDEN  # masks of dropout
     assert memory(layers[0], TERAPIPE).activations == 0

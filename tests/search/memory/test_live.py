@@ -1,4 +1,5 @@
 from itertools import pairwise
+from math import inf
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES
 from deepspeed_ext.plan.timeline import Span, Timeline
+from megatron_terapipe.search.memory.activations import LogitLimits
 from megatron_terapipe.search.memory.live import StageBytes, peak_held, rank_order, steady_micro_batches
 
 CASES = [
@@ -34,9 +36,9 @@ def test_the_plans_own_account(
     shape = PipelineShape(ranks * model_chunks, 6, token_slices, model_chunks)
     freed = 0.4 if schedule == "zero-bubble" else 0.0
     bytes_of = stage_bytes(shape.num_stages, freed)
-    token_bytes = TokenBytes(
-        tuple(bytes_of.activations), tuple(bytes_of.key_values), tuple(bytes_of.key_value_gradients), 7.0, freed
-    )
+    bytes_of = bytes_of._replace(limits=LogitLimits(20.0, inf))
+    by_stage = (tuple(each) for each in (bytes_of.activations, bytes_of.key_values, bytes_of.key_value_gradients))
+    token_bytes = TokenBytes(*by_stage, 7.0, freed, logits_limit=20.0)
     orders = [list(SCHEDULES[schedule](shape, rank)) for rank in range(ranks)]
     spans = tuple(tuple(Span(op, index, index + 1) for index, op in enumerate(order)) for order in orders)
     curves = memory_over_time(Timeline(shape, spans), lengths, token_bytes)

@@ -1,0 +1,46 @@
+"""Which kernel computes attention, by device, dtype and head size."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.runtime.attention_kernels.cpu import CpuFlash
+from deepspeed_ext.runtime.attention_kernels.cuda import (
+    Capability,
+    CudaFlash,
+    CudaFlashOfRuns,
+    MemoryEfficient,
+    capability_of,
+    flash_takes,
+    memory_efficient_takes,
+)
+from deepspeed_ext.runtime.attention_kernels.interface import AttentionKernel
+from deepspeed_ext.runtime.attention_kernels.plain import PlainAttention
+
+
+def kernel_for(query: Tensor, capability: Callable[[torch.device], Capability] = capability_of) -> AttentionKernel:
+    """The best kernel for queries [B, N, H, D].
+
+    Args:
+        query: the queries, of which device, dtype and head size count.
+        capability: compute capability of a CUDA device.
+    """
+    if query.device.type == "cpu":
+        return CpuFlash()
+    if query.device.type == "cuda":
+        heads = query.dtype, query.shape[-1], capability(query.device)
+        if flash_takes(*heads):
+            return CudaFlash()
+        if memory_efficient_takes(*heads):
+            return MemoryEfficient()
+    return PlainAttention()
+
+
+def kernel_of_runs_for(
+    query: Tensor, capability: Callable[[torch.device], Capability] = capability_of
+) -> CudaFlashOfRuns | None:
+    """The kernel that attends within many runs of tokens in one call; None where there is none, as on CPUs."""
+    if query.device.type == "cuda" and flash_takes(query.dtype, query.shape[-1], capability(query.device)):
+        return CudaFlashOfRuns()
+    return None

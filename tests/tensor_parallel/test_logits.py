@@ -1,0 +1,110 @@
+"""Logits of one rank: their loss and its gradients, how many are alive, and how many are computed again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.live_bytes import LiveBytes
+from megatron_terapipe.tensor_parallel.logits import LiveLogits, Logits
+from tests.tensor_parallel.whole_and_parts import ALONE, drawn
+
+VOCABULARY, WIDTH, ROWS = 2048, 2, 2
+LENGTHS = (10, 6, 8)
+ALL = ROWS * sum(LENGTHS) * VOCABULARY
+
+
+class Head:
+    """A weight, and token slices of a sequence that go through it."""
+
+    def __init__(self, limit: int, dtype: torch.dtype = torch.float64) -> None:
+        self.live = LiveLogits(limit)
+        self.weight = drawn(VOCABULARY, WIDTH, seed=1, dtype=dtype).requires_grad_()
+        self.hidden = [drawn(ROWS, length, WIDTH, seed=2 + length, dtype=dtype).requires_grad_() for length in LENGTHS]
+        generator = torch.Generator().manual_seed(0)
+        self.targets = [torch.randint(0, VOCABULARY, (ROWS, length), generator=generator) for length in LENGTHS]
+
+    def forward(self, index: int) -> Tensor:
+        """Loss of a token slice, its tokens weighted."""
+        losses = Logits(self.hidden[index], self.weight, ALONE, self.live).cross_entropy(self.targets[index])
+        return (losses * drawn(*losses.shape, seed=index, dtype=losses.dtype)).sum()
+
+    def step(self, *, last_first: bool = True) -> list[Tensor]:
+        """All forwards, then all backwards; losses and gradients."""
+        losses = [self.forward(index) for index in range(len(LENGTHS))]
+        for index in range(len(LENGTHS))[:: -1 if last_first else 1]:
+            losses[index].backward()
+        return [*(loss.detach() for loss in losses), self.weight.grad, *(hidden.grad for hidden in self.hidden)]
+
+
+class _Products(TorchDispatchMode):
+    """Counts the logits that products give."""
+
+    logits = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        if function is torch.ops.aten.mm.default and result.shape[-1] == VOCABULARY:
+            self.logits += result.numel()
+        return result
+
+
+@contextmanager
+def logits_computed() -> Iterator[_Products]:
+    with _Products() as products:
+        yield products
+
+
+@pytest.mark.parametrize("last_first", [True, False])
+@pytest.mark.parametrize("limit", [ALL, ALL // 2, 7 * VOCABULARY, VOCABULARY, 1])
+def test_loss_and_gradients_do_not_depend_on_how_many_logits_may_be_alive(limit: int, last_first: bool) -> None:
+    head = Head(limit)
+    found = head.step(last_first=last_first)
+    plain = Head(limit)
+    expected = []
+    for index, (hidden, targets) in enumerate(zip(plain.hidden, plain.targets, strict=True)):
+        losses = F.cross_entropy((hidden @ plain.weight.T).flatten(0, 1), targets.flatten(), reduction="none")
+        expected.append((losses * drawn(ROWS, LENGTHS[index], seed=index).flatten()).sum())
+    sum(expected).backward()
+    expected += [plain.weight.grad, *(hidden.grad for hidden in plain.hidden)]
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [2, 6, 24])
+def test_no_more_than_the_limit_is_ever_alive(share: int, dtype: torch.dtype) -> None:
+    """Beside the logits, a tile may be there as probabilities in fp32, and, where logits have fewer digits, in fp32."""
+    limit = ALL // share
+    head = Head(limit, dtype)
+    with LiveBytes() as live:
+        head.step()
+    others = 4 * head.weight.numel() * 4
+    tile = max(part.stop - part.start for length in LENGTHS for part in head.live.tiles(ROWS * length, VOCABULARY))
+    in_work = 4 if dtype is torch.float32 else 8
+    bound = limit * dtype.itemsize + tile * VOCABULARY * in_work + others
+    assert live.peak <= bound
+    assert share == 2 or bound < 4 * ALL, "the bound would not notice log-probabilities of all tokens"
+
+
+def test_only_what_does_not_fit_is_computed_again() -> None:
+    for limit, again in [(ALL, 0), (ROWS * 8 * VOCABULARY, ROWS * 16), (ROWS * 14 * VOCABULARY, ROWS * 10)]:
+        with logits_computed() as found:
+            Head(limit).step()
+        assert found.logits == ALL + again * VOCABULARY
+
+
+def test_what_nobody_waits_for_makes_room() -> None:
+    head = Head(ALL)
+    with LiveBytes() as live:
+        loss = head.forward(0)
+        kept = live.now
+        del loss
+        assert kept - live.now >= ROWS * LENGTHS[0] * VOCABULARY * 8
+        with torch.no_grad():
+            head.forward(0)
+        assert live.now < kept / 2
