@@ -18,7 +18,7 @@ from deepspeed_ext.runtime.channels import MessageSpec, TensorSpec
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.topology import TokenSliceTopology
+from deepspeed_ext.runtime.topology import own_group
 from megatron_terapipe.checkpoint.load import load_checkpoint
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
@@ -98,6 +98,7 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
             activation_spec=hidden_state,
             activation_checkpoint_interval=config.training.recompute_num_layers if recompute == "full" else 0,
             base_seed=config.training.seed,
+            tensor_parallel_group=ranks.group,
         )
         engine, *_ = initialize(
             module,
@@ -114,16 +115,12 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
 
 def tensor_parallel_ranks(run: Run) -> TensorParallelRanks:
     """This rank among those that share its layers' matrices; every rank must call it at the same time."""
-    layout, mine = run.layout, TensorParallelRanks()
+    layout = run.layout
     if layout.tensor_parallel_size == 1:
-        return mine
-    for ranks in TokenSliceTopology(layout).get_axis_comm_lists("model"):
-        group = dist.new_group(ranks, timeout=_timeout(run))
-        if run.launch.rank in ranks:
-            mine = TensorParallelRanks(
-                ranks.index(run.launch.rank), len(ranks), group, run.config.parallel.sequence_parallel
-            )
-    return mine
+        return TensorParallelRanks()
+    group = own_group(layout.groups("tensor"), _timeout(run))
+    own = layout.coordinate(run.launch.rank).tensor
+    return TensorParallelRanks(own, layout.tensor_parallel_size, group, run.config.parallel.sequence_parallel)
 
 
 def _partition(run: Run) -> StagePartition | str:
