@@ -70,7 +70,7 @@ class TokenSliceGrid(PipelineParallelGrid):
         self.world_size = dist.get_world_size()
         self._topo = topology
         self.pipe_parallel_size, self.data_parallel_size = topology.get_dim("pipe"), topology.get_dim("data")
-        self.model_parallel_size = self.slice_parallel_size = topology.get_dim("model")
+        self.model_parallel_size = topology.get_dim("model")
         assert self._is_grid_valid(), "the layout has as many ranks as the process group"
         self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
@@ -84,10 +84,12 @@ class TokenSliceGrid(PipelineParallelGrid):
         self.dp_groups, self.pipe_groups = topology.get_axis_comm_lists("data"), topology.get_axis_comm_lists("pipe")
         self.dp_proc_group, self.pp_proc_group = own_group(self.dp_groups), own_group(self.pipe_groups)
         self.model_groups = topology.get_axis_comm_lists("model")
-        self.slice_proc_group = tensor_parallel_group or own_group(self.model_groups)
-        self.dp_group, self.pp_group, self.slice_group = (
-            next(ranks for ranks in groups if rank in ranks)
-            for groups in (self.dp_groups, self.pipe_groups, self.model_groups)
+        self.dp_group, self.pp_group = _of(rank, self.dp_groups), _of(rank, self.pipe_groups)
+        # DeepSpeed's names for the tensor-parallel ranks.
+        vars(self).update(
+            slice_parallel_size=self.model_parallel_size,
+            slice_group=_of(rank, self.model_groups),
+            slice_proc_group=tensor_parallel_group or own_group(self.model_groups),
         )
 
 
@@ -121,13 +123,17 @@ def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None)
     groups = [list(ranks) for ranks in groups] + [
         [each] for each in range(dist.get_world_size()) if each not in members
     ]
-    own = next(ranks for ranks in groups if rank in ranks)
+    own = _of(rank, groups)
     if not _names_agree():
         made = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
         return made[groups.index(own)]
     if _splits():
         return dist.split_group(split_ranks=groups, timeout=timeout)
     return dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+
+
+def _of(rank: int, groups: Iterable[list[int]]) -> list[int]:
+    return next(ranks for ranks in groups if rank in ranks)
 
 
 def _splits() -> bool:

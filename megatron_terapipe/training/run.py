@@ -123,7 +123,14 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     _check_outputs(config)
     _check_accelerator(config)
     check_packages(config.logging)
-    checkpoint = find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.optimizer)
+    checkpoint = find_checkpoint(
+        config.checkpoint,
+        config.model,
+        layout,
+        config.optimizer.optimizer,
+        # Found by one rank and told to all once they have met; on one host already now, where its end ends all.
+        looks_at_files=launch.rank == 0 and launch.local_size == launch.world_size,
+    )
     run = Run(
         config=config,
         launch=launch,
