@@ -10,7 +10,7 @@ from megatron_terapipe.model.philox import BLOCK, normal_blocks
 from megatron_terapipe.tensor_parallel.ranks import Initializer, WeightPart
 
 _AT_A_TIME = 1 << 17
-"""Elements drawn together: their integers stay within a core's cache, and bound what is held beside the weight."""
+"""Elements drawn together by each core: their integers stay within its cache, and little is held beside the weight."""
 
 
 def normal(std: float) -> Initializer:
@@ -35,10 +35,11 @@ def _draw(std: float, weight: Tensor, part: WeightPart) -> None:
     inner = weight[(0,) * (part.cut + 1)].numel()
     own, width, first = weight.shape[part.cut] * inner, part.shape[part.cut] * inner, part.start * inner
     rows = weight.view(-1, own)
-    several = max(1, _AT_A_TIME // own)
+    together = _AT_A_TIME * (torch.get_num_threads() if weight.device.type == "cpu" else 32)
+    several = max(1, together // own)
     for row in range(0, len(rows), several):
-        for column in range(0, own, _AT_A_TIME):
-            target = rows[row : row + several, column : column + _AT_A_TIME]
+        for column in range(0, own, together):
+            target = rows[row : row + several, column : column + together]
             starts = torch.arange(row, row + len(target), device=weight.device) * width + (first + column)
             target.copy_(_numbers(starts, target.shape[1], key, aligned=width % BLOCK == 0).mul_(std))
 

@@ -27,7 +27,7 @@ from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.found_plan import check_agreement
 from megatron_terapipe.training.optimizer import build_optimizer
-from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.run import Run, reading_ranks
 from megatron_terapipe.training.token_slice_batch import documents_reader, split_batch
 
 LAUNCHER_NOTICES_S = 5
@@ -133,6 +133,7 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
                 base_seed=config.training.seed,
                 tensor_parallel_group=ranks.group,
             )
+        assert module.reading_ranks == reading_ranks(config), "the run has built data where the module reads it"
         engine, *_ = initialize(
             module,
             run.deepspeed_settings,
