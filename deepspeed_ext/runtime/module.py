@@ -1,6 +1,7 @@
 """A model as a sequence of layers, of which each stage holds some, computed one token slice at a time."""
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,7 @@ from deepspeed_ext.runtime.documents import Documents
 from deepspeed_ext.runtime.forward_arguments import ForwardArguments
 from deepspeed_ext.runtime.sequence_state import SequenceState
 from deepspeed_ext.runtime.shared_modules import ConnectedWeights, SharedModules, connect
-from deepspeed_ext.runtime.topology import TokenSliceTopology
+from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group, token_slice_grid
 
 ActivationSpec = Callable[[int, int, torch.dtype], MessageSpec]
 """Called with micro-batch size, tokens of a token slice and the model's dtype: what passes between two stages."""
@@ -58,6 +59,7 @@ class TokenSlicePipelineModule(PipelineModule):
             and restoring the generators' states costs time at every checkpoint; False where no layer draws from them.
         dynamic_shape: shapes between stages may change from one micro-batch to the next, and are sent with each.
         base_seed: layer i initialises with seed `base_seed + i`, whatever stage it is on.
+        tensor_parallel_group: of the ranks that share this rank's layers, if it is there already.
 
     Raises:
         PlanError: if the partition does not fit the layers and stages.
@@ -84,6 +86,7 @@ class TokenSlicePipelineModule(PipelineModule):
         preserve_rng_state: bool = True,
         dynamic_shape: bool = False,
         base_seed: int = 1234,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
     ) -> None:
         if len(token_slices) != layout.num_token_slices:
             raise UserError(
@@ -124,15 +127,16 @@ class TokenSlicePipelineModule(PipelineModule):
         # Read by `_partition_layers` and `_build`, which DeepSpeed calls before this class has anything else.
         self._stage_partition = bounds
         self._layer_numbers: list[int] = []
-        super().__init__(
-            layers,
-            topology=TokenSliceTopology(layout),
-            loss_fn=loss_fn,
-            seed_layers=True,
-            base_seed=base_seed,
-            activation_checkpoint_interval=activation_checkpoint_interval,
-            dynamic_shape=dynamic_shape,
-        )
+        with token_slice_grid(tensor_parallel_group):
+            super().__init__(
+                layers,
+                topology=TokenSliceTopology(layout),
+                loss_fn=loss_fn,
+                seed_layers=True,
+                base_seed=base_seed,
+                activation_checkpoint_interval=activation_checkpoint_interval,
+                dynamic_shape=dynamic_shape,
+            )
         self.token_slices = token_slices
         self.split_batch = split_batch
         self.output_fn = output_fn
@@ -167,6 +171,27 @@ class TokenSlicePipelineModule(PipelineModule):
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         """Files that one of this rank's layers was saved to, by the layer's number."""
         return super().ckpt_layer_path_list(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        # DeepSpeed's makes a group for each tensor- and data-parallel rank in turn, in a call that takes all ranks.
+        tied: dict[str, dict[str, Any]] = {}
+        if self.pipeline.num_ranks == 1:
+            return tied
+        pipelines = self._topo.get_axis_comm_lists("pipe")
+        holders: dict[str, set[int]] = defaultdict(set)
+        for number, spec in enumerate(self._layer_specs):
+            if isinstance(spec, TiedLayerSpec):
+                holders[spec.key].add(self.stage_owner(number))
+        for key, members in sorted(holders.items()):
+            group = own_group([[ranks[member] for member in sorted(members)] for ranks in pipelines])
+            if self.stage_id not in members:
+                continue
+            module, ranks = self.tied_modules[key], dist.get_process_group_ranks(group)
+            tied[key] = {"ranks": ranks, "group": group, "weight_attr": self.tied_weight_attrs[key], "module": module}
+            if self.global_rank != ranks[0]:
+                for weight in module.parameters():
+                    weight.ds_pipe_replicated = True  # DeepSpeed counts it once in the norm of gradients.
+        return tied
 
     def _synchronize_tied_weights(self) -> None:
         # Without no_grad, autograd would record the broadcast of a weight as part of every later backward.

@@ -12,7 +12,7 @@ from deepspeed_ext.plan.dependencies import received
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs import Channel, channel_of, communicators, warm_up_order
 from deepspeed_ext.runtime.channels import Incoming, MessageSpec, Outgoing, ShapeBook, TensorSpec
-from deepspeed_ext.runtime.topology import TokenSliceTopology
+from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group
 
 
 class _MessageKind(NamedTuple):
@@ -63,7 +63,7 @@ class RankLinks:
         # One book for each end of a channel: both ends learn from the same messages, and from no others.
         self._books: dict[Channel, ShapeBook] = {}
         numbers = communicators(shape)
-        groups = _groups(topology, rank, len(set(numbers.values())), timeout)
+        groups = _groups(topology, len(set(numbers.values())), timeout)
         for channel, number in numbers.items():
             if own_rank not in channel[:2]:
                 continue
@@ -153,17 +153,11 @@ class RankLinks:
         return _MessageKind(self._phase, reader.stage, reader.token_slice, micro_batch)
 
 
-def _groups(
-    topology: TokenSliceTopology, rank: int, num_communicators: int, timeout: timedelta
-) -> list[dist.ProcessGroup]:
+def _groups(topology: TokenSliceTopology, num_communicators: int, timeout: timedelta) -> list[dist.ProcessGroup]:
     """This rank's communicators, in the order of the numbers that the plan gives them.
 
-    A group spans the pipeline, though a rank uses it with one other: making a group takes all ranks of the world, so
-    few that serve many pairs are made sooner than one for each pair.
+    A group spans the pipeline, though a rank uses it with one other: few groups that serve many pairs are made sooner
+    than one for each pair.
     """
-    mine: list[dist.ProcessGroup] = []
-    for ranks in topology.get_axis_comm_lists("pipe"):
-        groups = [dist.new_group(ranks, timeout=timeout) for _ in range(num_communicators)]
-        if rank in ranks:
-            mine = groups
-    return mine
+    pipelines = topology.get_axis_comm_lists("pipe")
+    return [own_group(pipelines, timeout) for _ in range(num_communicators)]

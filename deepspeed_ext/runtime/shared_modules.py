@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.topology import TokenSliceTopology
+from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group
 
 
 class WeightSpec(NamedTuple):
@@ -156,24 +156,20 @@ def connect(
         if fault is not None:
             raise UserError(fault)
     # Ranks that share nothing take part too, since groups are made by all together.
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for members in sorted({each.pipeline_ranks for declarations, _ in declared for each in declarations}):
-        for ranks in pipelines:
-            group = dist.new_group([ranks[pipeline_rank] for pipeline_rank in members])
-            if rank in ranks:
-                groups[members] = group
+    groups = {
+        members: own_group([[ranks[pipeline_rank] for pipeline_rank in members] for ranks in pipelines])
+        for members in sorted({each.pipeline_ranks for declarations, _ in declared for each in declarations})
+    }
+    own = next(ranks for ranks in pipelines if rank in ranks)
     return [
-        _connected(share, next(ranks for ranks in pipelines if rank in ranks), rank, groups)
+        _connected(share, own[share.pipeline_ranks[0]], rank, groups[share.pipeline_ranks])
         for share in shares
         if share.weights()
     ]
 
 
-def _connected(
-    share: SharedModules, ranks: Sequence[int], rank: int, groups: Mapping[tuple[int, ...], dist.ProcessGroup]
-) -> ConnectedWeights:
-    source = ranks[share.pipeline_ranks[0]]
-    connected = ConnectedWeights(tuple(share.weights()), source, groups[share.pipeline_ranks])
+def _connected(share: SharedModules, source: int, rank: int, group: dist.ProcessGroup) -> ConnectedWeights:
+    connected = ConnectedWeights(tuple(share.weights()), source, group)
     connected.synchronize()
     for weight in connected.weights:
         # By this DeepSpeed counts a weight once in the norm of gradients.

@@ -1,9 +1,16 @@
-"""DeepSpeed's process topology with a token axis."""
+"""DeepSpeed's process topology with a token axis, its grid, and how process groups are made at scale."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
-from deepspeed.runtime.pipe.topology import ProcessTopology
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import module as deepspeed_module
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
 from deepspeed_ext.plan.layout import ParallelLayout
 
@@ -39,3 +46,112 @@ class TokenSliceTopology(ProcessTopology):
 def layer_file(layer: int, tensor_parallel_rank: int = 0) -> str:
     """File that DeepSpeed saves a pipeline layer's weights to, given the names of ranks above."""
     return f"layer_{layer:02d}-model_{tensor_parallel_rank:02d}-model_states.pt"
+
+
+class TokenSliceGrid(PipelineParallelGrid):
+    """DeepSpeed's grid of ranks, whose groups are made axis by axis and not one by one.
+
+    Args:
+        topology: of all ranks.
+        process_group: as DeepSpeed passes it; unused there too.
+        tensor_parallel_group: of the ranks that share this rank's layers, if it is there already.
+    """
+
+    def __init__(
+        self,
+        topology: TokenSliceTopology,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        # DeepSpeed's own would make each group of each axis in turn, in a call that takes all ranks: 664 calls for
+        # 64 stages x 2 tensor- x 8 data-parallel ranks. The attributes are those that it sets.
+        rank = self.global_rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._topo = topology
+        self.pipe_parallel_size, self.data_parallel_size = topology.get_dim("pipe"), topology.get_dim("data")
+        self.model_parallel_size = topology.get_dim("model")
+        assert self._is_grid_valid(), "the layout has as many ranks as the process group"
+        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
+        self.p2p_groups: list[list[int]] = []  # Only releases of torch without send and receive need them.
+
+        replicas = [sorted(topology.get_axis_list("data", index)) for index in range(self.data_parallel_size)]
+        self.ds_model_proc_group = own_group(replicas)
+        self.ds_model_world_size = len(replicas[self.data_parallel_id])
+        self.ds_model_rank = replicas[self.data_parallel_id].index(rank)
+
+        self.dp_groups, self.pipe_groups = topology.get_axis_comm_lists("data"), topology.get_axis_comm_lists("pipe")
+        self.dp_proc_group, self.pp_proc_group = own_group(self.dp_groups), own_group(self.pipe_groups)
+        self.model_groups = topology.get_axis_comm_lists("model")
+        self.dp_group, self.pp_group = _of(rank, self.dp_groups), _of(rank, self.pipe_groups)
+        # DeepSpeed's names for the tensor-parallel ranks.
+        vars(self).update(
+            slice_parallel_size=self.model_parallel_size,
+            slice_group=_of(rank, self.model_groups),
+            slice_proc_group=tensor_parallel_group or own_group(self.model_groups),
+        )
+
+
+@contextmanager
+def token_slice_grid(tensor_parallel_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Let DeepSpeed's `PipelineModule` make a `TokenSliceGrid`: it looks the class up in its own module.
+
+    Args:
+        tensor_parallel_group: of the ranks that share this rank's layers, if it is there already.
+    """
+    original = deepspeed_module.PipelineParallelGrid
+    deepspeed_module.PipelineParallelGrid = partial(TokenSliceGrid, tensor_parallel_group=tensor_parallel_group)
+    try:
+        yield
+    finally:
+        deepspeed_module.PipelineParallelGrid = original
+
+
+def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """This rank's process group out of several that share no rank. Every rank must call it at the same time.
+
+    `torch.distributed.new_group` makes one group and takes every rank of the world, also those outside the group:
+    with NCCL each call splits the communicator of all ranks. Here all groups are made at once: NCCL splits the
+    communicator of all ranks into all of them, and with other backends only the ranks of a group meet.
+
+    Args:
+        groups: ranks of each group. A rank that is in none of them gets a group of its own.
+        timeout: how long an operation of the group may take; None for torch's default.
+    """
+    rank, members = dist.get_rank(), {rank for ranks in groups for rank in ranks}
+    groups = [list(ranks) for ranks in groups] + [
+        [each] for each in range(dist.get_world_size()) if each not in members
+    ]
+    own = _of(rank, groups)
+    if not _names_agree():
+        made = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
+        return made[groups.index(own)]
+    if _splits():
+        return dist.split_group(split_ranks=groups, timeout=timeout)
+    return dist.new_group(own, timeout=timeout, use_local_synchronization=True)
+
+
+def _of(rank: int, groups: Iterable[list[int]]) -> list[int]:
+    return next(ranks for ranks in groups if rank in ranks)
+
+
+def _splits() -> bool:
+    """Whether the communicator of all ranks can be split into several at once: NCCL's, on a device that is known."""
+    device = dist.group.WORLD.bound_device_id
+    return device is not None and dist.group.WORLD._get_backend(device).supports_splitting
+
+
+def _names_agree() -> bool:
+    """Whether all ranks would give a new group the same name.
+
+    Torch names a group that is made without all ranks by its ranks and by how many groups this rank is in. `own_group`
+    adds one on every rank. But who makes groups of some ranks otherwise may leave ranks in different numbers of them,
+    and ranks that look for each other under two names wait for ever.
+    """
+    number = len(dist.distributed_c10d._world.pg_names)
+    on_host = dist.get_backend() in ("gloo", "fake")
+    bounds = torch.tensor([number, -number], device="cpu" if on_host else get_accelerator().current_device_name())
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    most, least = bounds.tolist()
+    return most == -least

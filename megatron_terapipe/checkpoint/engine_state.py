@@ -12,11 +12,20 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 class Destination(Protocol):
     """Where an engine keeps weights and the state of its optimizer."""
 
-    def set_weight(self, parameter: nn.Parameter, weight: Tensor) -> None:
-        """Set a parameter, in the model's precision and in the optimizer's."""
+    def elements(self, parameter: nn.Parameter) -> range:
+        """Elements of a flattened parameter that this rank's optimizer works on."""
+
+    def set_weight(self, parameter: nn.Parameter, weight: Tensor, own: Tensor | None) -> None:
+        """Set a parameter, in the model's precision and in the optimizer's.
+
+        Args:
+            parameter: the parameter.
+            weight: in its shape.
+            own: more exactly those elements that the optimizer works on, flat; None if `weight` is exact.
+        """
 
     def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
-        """Set what the optimizer knows of a parameter. Moments have its shape."""
+        """Set what the optimizer knows of the elements that it works on, flat."""
 
     def finish(self) -> None:
         """Hand the optimizer the states that were set."""
@@ -41,14 +50,18 @@ class _Whole:
         self._numbers = {parameter: number for number, parameter in enumerate(parameters)}
         self._states: dict[int, dict[str, Any]] = {}
 
-    def set_weight(self, parameter: nn.Parameter, weight: Tensor) -> None:
+    def elements(self, parameter: nn.Parameter) -> range:
+        """All elements."""
+        return range(parameter.numel())
+
+    def set_weight(self, parameter: nn.Parameter, weight: Tensor, own: Tensor | None) -> None:
         """Set a parameter."""
-        parameter.data.copy_(weight)
+        parameter.data.copy_(weight if own is None else own.view(weight.shape))
 
     def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
         """Set what the optimizer knows of a parameter."""
         # Cloned, because the optimizer would go on in the pages of the file.
-        state = {key: moment.clone() for key, moment in moments.items()}
+        state = {key: moment.view(parameter.shape).clone() for key, moment in moments.items()}
         self._states[self._numbers[parameter]] = state | _steps(step, self._optimizer)
 
     def finish(self) -> None:
@@ -64,34 +77,34 @@ class _Partitions:
         self._flat = [group["params"][0] for group in optimizer.param_groups]
         self._states: dict[int, dict[str, Any]] = {}
 
-    def set_weight(self, parameter: nn.Parameter, weight: Tensor) -> None:
+    def elements(self, parameter: nn.Parameter) -> range:
+        """Those of this rank's fragment."""
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return range(0)
+        address = mapping.lp_fragment_address
+        return range(address.start, address.start + address.numel)
+
+    def set_weight(self, parameter: nn.Parameter, weight: Tensor, own: Tensor | None) -> None:
         """Set a parameter, and this rank's fragment of it."""
         parameter.data.copy_(weight)
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is not None:
-            mapping.hp_fragment.data.copy_(_fragment(weight, mapping))
+        if elements := self.elements(parameter):
+            exact = weight.reshape(-1)[elements.start : elements.stop] if own is None else own
+            parameter._hp_mapping.hp_fragment.data.copy_(exact)
 
     def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
         """Set this rank's fragment of what the optimizer knows of a parameter."""
         mapping = parameter._hp_mapping
-        if mapping is None:
-            return
         flat, address = self._flat[mapping.param_group_index], mapping.get_hp_fragment_address()
         state = self._states.setdefault(mapping.param_group_index, _steps(step, self._optimizer))
         for key, moment in moments.items():
             if key not in state:
                 state[key] = torch.zeros_like(flat, requires_grad=False)
-            state[key].narrow(0, address.start, address.numel).copy_(_fragment(moment, mapping))
+            state[key].narrow(0, address.start, address.numel).copy_(moment)
 
     def finish(self) -> None:
         """Hand the optimizer the states that were set."""
         _load(self._optimizer, self._states)
-
-
-def _fragment(whole: Tensor, mapping: Any) -> Tensor:
-    """The part of a parameter's tensor that this rank's partition holds."""
-    address = mapping.lp_fragment_address
-    return whole.reshape(-1).narrow(0, address.start, address.numel)
 
 
 def _steps(step: float | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

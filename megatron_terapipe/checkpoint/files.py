@@ -4,6 +4,10 @@ LATEST = "latest"
 """File that holds the tag of the newest whole checkpoint."""
 
 
+BF16_PREFIX = "bf16_"
+"""Begins the names of the optimizer's files in bf16."""
+
+
 def _model_rank(stage: int, tensor_parallel_rank: int, tensor_parallel_size: int) -> str:
     """Number of a rank within one replica of the model, stage by stage."""
     return f"mp_rank_{stage * tensor_parallel_size + tensor_parallel_rank:02d}"

@@ -6,7 +6,7 @@ from zipfile import is_zipfile
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.directories import tagged_checkpoint
-from megatron_terapipe.checkpoint.files import LATEST, optimizer_files, state_file
+from megatron_terapipe.checkpoint.files import BF16_PREFIX, LATEST, optimizer_files, state_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.errors import CheckpointError
@@ -14,7 +14,7 @@ from megatron_terapipe.model.gpt import layers_with_weights
 
 
 def find_checkpoint(
-    config: CheckpointConfig, model: ModelConfig, layout: ParallelLayout, optimizer: str
+    config: CheckpointConfig, model: ModelConfig, layout: ParallelLayout, optimizer: str, *, looks_at_files: bool = True
 ) -> tuple[Path, CheckpointInfo] | None:
     """The checkpoint that a run continues from, known to fit; None to start afresh.
 
@@ -23,6 +23,8 @@ def find_checkpoint(
         model: the run's model section, with its vocabulary size known.
         layout: the run's layout.
         optimizer: the run's rule of the update.
+        looks_at_files: see that every file is there and whole. A rank that leaves it to the first one reads what the
+            checkpoint says of its run alone.
 
     Raises:
         CheckpointError: if there must be one and is not, or it does not fit.
@@ -36,33 +38,36 @@ def find_checkpoint(
         return None
     info = CheckpointInfo.read(directory)
     info.check(model, layout, optimizer, weights_only=config.weights_only)
-    check_files(directory, info, model, weights_only=config.weights_only)
+    if looks_at_files:
+        check_files(directory, info, model, weights_only=config.weights_only)
     return directory, info
 
 
 def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> None:
     """See that every file is there and was written to its end, so that no rank finds out alone.
 
+    The directory is listed once; each file is opened and read at its end.
+
     Raises:
         CheckpointError: naming the first file that is missing or damaged.
     """
-    tensor_ranks = range(info.tensor_parallel_size)
-    patterns = [layer_file(layer, rank) for layer in layers_with_weights(model) for rank in tensor_ranks]
+    tensor_ranks, stages = range(info.tensor_parallel_size), range(info.num_stages)
+    names = [layer_file(layer, rank) for layer in layers_with_weights(model) for rank in tensor_ranks]
     if not weights_only:
-        stages = range(info.num_stages)
-        patterns += [state_file(stage, rank, info.tensor_parallel_size) for stage in stages for rank in tensor_ranks]
+        names += [state_file(stage, rank, info.tensor_parallel_size) for stage in stages for rank in tensor_ranks]
         if info.partitioned:
-            patterns += [
-                f"*{name}"  # In bf16 the names start with bf16_.
+            names += [
+                name
                 for stage in stages
                 for rank in tensor_ranks
                 for name in optimizer_files(stage, rank, info.tensor_parallel_size, info.num_replicas)
             ]
-    for pattern in patterns:
-        path = next(directory.glob(pattern), None)
+    there = {path.name for path in directory.iterdir()}
+    for name in names:
+        found = next((each for each in (name, f"{BF16_PREFIX}{name}") if each in there), None)
         # Tensors are saved as zip archives, whose table of contents comes last.
-        if path is None or not is_zipfile(path):
-            fault = f"lacks {pattern.removeprefix('*')}" if path is None else f"is damaged: {path.name} is not whole"
+        if found is None or not is_zipfile(directory / found):
+            fault = f"lacks {name}" if found is None else f"is damaged: {found} is not whole"
             raise CheckpointError(
                 f"checkpoint {directory} {fault}: put the file back, or let {directory.parent / LATEST} name another "
                 "checkpoint"

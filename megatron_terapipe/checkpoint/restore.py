@@ -1,10 +1,12 @@
 """Gives an engine the weights and the optimizer's state of a checkpoint, however each of them lies on ranks.
 
 Every parameter is read as this rank's part of the whole, and goes to where DeepSpeed keeps it. So neither side knows
-how the other is laid out.
+how the other is laid out. Of the optimizer's state only those elements are read that this rank's optimizer works on.
 """
 
-from functools import cache, partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from deepspeed.pipe import TiedLayerSpec
@@ -13,19 +15,23 @@ from torch import Tensor
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.checkpoint.engine_state import destination_of
+from megatron_terapipe.checkpoint.index import SavedRun
 from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.checkpoint.saved_optimizer import SavedOptimizer, saved_optimizer
+from megatron_terapipe.checkpoint.saved_optimizer import ParameterState, SavedOptimizer
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights, cut_dimension, reshare
 from megatron_terapipe.errors import CheckpointError
 
 
-def restore(engine: TokenSlicePipelineEngine, directory: Path, info: CheckpointInfo, *, weights_only: bool) -> None:
+def restore(
+    engine: TokenSlicePipelineEngine, directory: Path, info: CheckpointInfo, saved: SavedRun, *, weights_only: bool
+) -> None:
     """Read this rank's part of a checkpoint, on every rank.
 
     Args:
         engine: a fresh engine.
         directory: of the checkpoint.
         info: what it says of its run.
+        saved: where the state of the optimizer lies.
         weights_only: leave the optimizer as it is.
 
     Raises:
@@ -34,46 +40,78 @@ def restore(engine: TokenSlicePipelineEngine, directory: Path, info: CheckpointI
     module = engine.module
     rank, size = engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size()
     weights = SavedWeights(directory, info.tensor_parallel_size)
-    optimizer = None if weights_only else saved_optimizer(directory, info)
+    optimizer = None if weights_only else SavedOptimizer(directory, info, saved)
     destination = destination_of(engine)
     for name, parameter in module.named_parameters():
-        cut = cut_dimension(parameter)
-        share = partial(reshare, num_parts=info.tensor_parallel_size, rank=rank, size=size, cut=cut)
-        layer, name_in_layer = _place(module, name)
-        weight = share(partial(weights.weight, layer, name_in_layer))
+        share = _Share(info.tensor_parallel_size, rank, size, cut_dimension(parameter))
+        part = partial(weights.weight, *_place(module, name))
+        weight, own = share.of(part), None
         if weight.shape != parameter.shape:
             raise CheckpointError(
                 f"checkpoint {directory} has {name} as {tuple(weight.shape)}, and this run needs "
                 f"{tuple(parameter.shape)}: load a checkpoint of the same model"
             )
         if optimizer is not None and parameter.requires_grad:
-            saved = _SavedParameter(optimizer, weights, name, layer, name_in_layer)
-            moments = {key: share(partial(saved.moment, key)) for key in saved.state(0).moments}
-            destination.set_state(parameter, moments, saved.state(0).step)
-            # The optimizer's own weight has digits that the model's lost.
-            weight = share(saved.weight)
-        destination.set_weight(parameter, weight)
+            state_of = partial(_state, optimizer, name, share, part)
+            if elements := destination.elements(parameter):
+                state = state_of(elements)
+                destination.set_state(parameter, state.moments, state.step)
+                # The optimizer's own weight has digits that the model's lost.
+                own = state.weight
+            if weight.dtype != parameter.dtype and len(elements) < parameter.numel():
+                # And this parameter has room for them.
+                exact = state_of(range(parameter.numel())).weight
+                weight = weight if exact is None else exact.view(weight.shape)
+        destination.set_weight(parameter, weight, own)
     destination.finish()
 
 
-class _SavedParameter:
-    """What was saved of one parameter, in the shape of each tensor-parallel rank's part."""
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """How a tensor that some tensor-parallel ranks saved is shared by others now.
 
-    def __init__(
-        self, optimizer: SavedOptimizer, weights: SavedWeights, name: str, layer: int, name_in_layer: str
-    ) -> None:
-        self.state = cache(partial(optimizer.of, name))
-        self._model_weight = partial(weights.weight, layer, name_in_layer)
+    Attributes:
+        num_parts: ranks that saved it.
+        rank: the rank whose part is wanted.
+        size: ranks that share it now.
+        cut: dimension they share; None if each holds the whole.
+    """
 
-    def moment(self, key: str, tensor_parallel_rank: int) -> Tensor:
-        """One of the optimizer's moments."""
-        shape = self._model_weight(tensor_parallel_rank).shape
-        return self.state(tensor_parallel_rank).moments[key].view(shape)
+    num_parts: int
+    rank: int
+    size: int
+    cut: int | None
 
-    def weight(self, tensor_parallel_rank: int) -> Tensor:
-        """The weight that the optimizer works on."""
-        saved, own = self._model_weight(tensor_parallel_rank), self.state(tensor_parallel_rank).weight
-        return saved if own is None else own.view(saved.shape)
+    def of(self, part: Callable[[int], Tensor]) -> Tensor:
+        """This rank's part, of what each rank saved."""
+        return reshare(part, self.num_parts, rank=self.rank, size=self.size, cut=self.cut)
+
+    @property
+    def source(self) -> int | None:
+        """The one rank that saved this very part; None if it must be put together."""
+        if self.num_parts == self.size:
+            return self.rank
+        return 0 if self.cut is None else None
+
+
+def _state(
+    optimizer: SavedOptimizer, name: str, share: _Share, part: Callable[[int], Tensor], elements: range
+) -> ParameterState:
+    """What was saved of some elements of this rank's part of a parameter."""
+    if share.source is not None:
+        return optimizer.of(name, share.source, elements)
+    parts = [part(each) for each in range(share.num_parts)]
+    states = [optimizer.of(name, number, range(each.numel())) for number, each in enumerate(parts)]
+
+    def reshared(flat: Callable[[ParameterState], Tensor]) -> Tensor:
+        whole = share.of(lambda each: flat(states[each]).view(parts[each].shape))
+        return whole.flatten()[elements.start : elements.stop]
+
+    return ParameterState(
+        weight=None if states[0].weight is None else reshared(lambda state: state.weight),
+        moments={key: reshared(lambda state, key=key: state.moments[key]) for key in states[0].moments},
+        step=states[0].step,
+    )
 
 
 def _place(module: TokenSlicePipelineModule, name: str) -> tuple[int, str]:

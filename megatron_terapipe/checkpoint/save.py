@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from megatron_terapipe.checkpoint.engine_state import is_partitioned
+from megatron_terapipe.checkpoint.engine_state import destination_of, is_partitioned
 from megatron_terapipe.checkpoint.files import LATEST
+from megatron_terapipe.checkpoint.index import PARAMETER_NAMES, Fragment, Place, write_index
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
-from megatron_terapipe.checkpoint.saved_optimizer import PARAMETER_NAMES
 from megatron_terapipe.config.checkpoint import checkpoint_tag
 
 PARTIAL = ".partial"
@@ -41,7 +41,10 @@ def save_checkpoint(
         info.write(partial)
     _save_with_deepspeed(engine, save, partial.name, with_optimizer=info.optimizer is not None)
     # DeepSpeed has waited for all ranks.
+    places = _all_places(engine) if info.optimizer is not None else []
     if leads:
+        if places:
+            write_index(partial, places)
         put_in_place(partial, directory)
         if keep_last is not None:
             _remove_older(Path(save), info.iteration, keep_last)
@@ -60,6 +63,23 @@ def _save_with_deepspeed(engine: TokenSlicePipelineEngine, save: str, tag: str, 
     engine.save_zero_checkpoint = saves_partition and with_optimizer
     engine.save_checkpoint(save, tag=tag, client_state=state, save_latest=False)
     engine.save_zero_checkpoint = saves_partition
+
+
+def _all_places(engine: TokenSlicePipelineEngine) -> list[tuple[str, Place]]:
+    """Where each parameter's state lies, stage by stage and replica by replica; every rank must call it together."""
+    mine: list[tuple[str, Place]] = []
+    destination, in_fragments = destination_of(engine), is_partitioned(engine)
+    replica, tensor_rank = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
+    # Tensor-parallel ranks deal their parts alike, and where nothing is dealt, so do replicas.
+    if tensor_rank == 0 and (in_fragments or replica == 0):
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad and (elements := destination.elements(parameter)):
+                fragments = (Fragment(replica, len(elements)),) if in_fragments else ()
+                mine.append((name, Place(engine.grid.get_stage_id(), fragments)))
+    gathered: list[list[tuple[str, Place]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    # Ranks count stages slowest.
+    return [place for places in gathered for place in places]
 
 
 def put_in_place(partial: Path, directory: Path) -> None:

@@ -1,29 +1,28 @@
 """Reads the state of an optimizer as DeepSpeed saved it, parameter by parameter, whatever ranks it is spread over.
 
 DeepSpeed flattens the parameters of a group into one tensor and deals that to the data-parallel ranks. A parameter's
-fragments, in the order of the ranks, are the parameter again: beside them stands where each begins.
+fragments, in the order of the ranks, are the parameter again: beside them stands where each begins. A file is opened
+when something in it is wanted.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_terapipe.checkpoint.files import optimizer_files, state_file
+from megatron_terapipe.checkpoint.index import PARAMETER_NAMES, SavedRun, load_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.errors import CheckpointError
-
-PARAMETER_NAMES = "parameter_names"
-"""Key of a rank's state under which `save` puts the names of the optimizer's parameters, group by group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterState:
-    """What an optimizer knows of one parameter, or of a tensor-parallel rank's part of it.
+    """What an optimizer knows of a run of a parameter's elements, in the order in which they lie in memory.
 
     Attributes:
         weight: in fp32, flat; None where the optimizer works on the model's own weights.
@@ -36,58 +35,64 @@ class ParameterState:
     step: float | None
 
 
-class SavedOptimizer(Protocol):
-    """The state of an optimizer, read where it lies."""
+class SavedOptimizer:
+    """The state of an optimizer, read where it lies.
 
-    def of(self, name: str, tensor_parallel_rank: int) -> ParameterState:
-        """State of a parameter, as one tensor-parallel rank saved it. Stages do not matter.
+    Args:
+        directory: of the checkpoint.
+        info: what it says of its run.
+        saved: where each parameter's state is.
+    """
+
+    def __init__(self, directory: Path, info: CheckpointInfo, saved: SavedRun) -> None:
+        self._directory, self._info, self._saved = directory, info, saved
+        self._partition = cache(self._load_partition)
+        self._named_states = cache(self._load_named_states)
+
+    def of(self, name: str, tensor_parallel_rank: int, elements: range) -> ParameterState:
+        """State of some elements of a parameter, or of a tensor-parallel rank's part of it.
+
+        Args:
+            name: of the parameter.
+            tensor_parallel_rank: that saved the part.
+            elements: of the flattened part; at least one.
 
         Raises:
             CheckpointError: if there is none.
         """
+        place = self._saved.places.get(name)
+        if place is None:
+            raise CheckpointError(
+                f"checkpoint {self._directory} has no state of {name}: load the weights alone with --no-load-optim"
+            )
+        if not place.fragments:
+            group, state = self._named_states(place.stage, tensor_parallel_rank)[name]
+            moments = {key: moment[elements.start : elements.stop] for key, moment in _moments(state).items()}
+            return ParameterState(weight=None, moments=moments, step=_step(group, state))
+        states, start = [], 0
+        for fragment in place.fragments:
+            # Of this fragment, the elements that are wanted.
+            first, end = max(elements.start - start, 0), min(elements.stop - start, fragment.length)
+            if first < end:
+                partition = self._partition(place.stage, tensor_parallel_rank, fragment.replica)
+                states.append(_fragment(partition, name, range(first, end)))
+            start += fragment.length
+        return ParameterState(
+            weight=torch.cat([each.weight for each in states if each.weight is not None]),
+            moments={key: torch.cat([each.moments[key] for each in states]) for key in states[0].moments},
+            step=states[0].step,
+        )
 
+    def _load_partition(self, stage: int, tensor_parallel_rank: int, replica: int) -> Mapping[str, Any]:
+        """What one data-parallel rank saved."""
+        names = optimizer_files(stage, tensor_parallel_rank, self._info.tensor_parallel_size, replica + 1)
+        return load_file(self._directory / f"{self._saved.prefix}{names[replica]}")["optimizer_state_dict"]
 
-def saved_optimizer(directory: Path, info: CheckpointInfo) -> SavedOptimizer:
-    """The state of the optimizer of a checkpoint."""
-    return _PartitionedOptimizer(directory, info) if info.partitioned else _WholeOptimizer(directory, info)
-
-
-def read_counters(directory: Path, info: CheckpointInfo) -> Mapping[str, Any]:
-    """What DeepSpeed saved of a run beside tensors, as the first rank has it."""
-    return _load(directory / state_file(0, 0, info.tensor_parallel_size))
-
-
-def read_loss_scaler(directory: Path, info: CheckpointInfo) -> Any | None:
-    """The loss scaler of a run in fp16; None for other runs."""
-    if not info.partitioned:
-        return None
-    path = _partition_path(directory, optimizer_files(0, 0, info.tensor_parallel_size, info.num_replicas)[0])
-    return _load(path)["optimizer_state_dict"].get("loss_scaler")
-
-
-class _WholeOptimizer:
-    """Torch's own state dictionary, one for each stage and tensor-parallel rank."""
-
-    def __init__(self, directory: Path, info: CheckpointInfo) -> None:
-        self._directory, self._info = directory, info
-        self._stages = cache(self._load_stages)
-
-    def of(self, name: str, tensor_parallel_rank: int) -> ParameterState:
-        """State of a parameter; the weight is the model's own."""
-        for by_name in self._stages(tensor_parallel_rank):
-            if name in by_name:
-                group, state = by_name[name]
-                return ParameterState(weight=None, moments=_moments(state), step=_step(group, state))
-        raise _lacking(self._directory, name)
-
-    def _load_stages(self, tensor_parallel_rank: int) -> list[dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]]:
-        """By stage: for each parameter its group and its state."""
-        size = self._info.tensor_parallel_size
-        files = [state_file(stage, tensor_parallel_rank, size) for stage in range(self._info.num_stages)]
-        return [self._named(self._directory / file) for file in files]
-
-    def _named(self, path: Path) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        saved = _load(path)
+    def _load_named_states(
+        self, stage: int, tensor_parallel_rank: int
+    ) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """For each parameter of a stage its group and its state, from torch's own state dictionary."""
+        saved = load_file(self._directory / state_file(stage, tensor_parallel_rank, self._info.tensor_parallel_size))
         groups, states = saved["optimizer"]["param_groups"], saved["optimizer"]["state"]
         return {
             name: (group, states.get(number, {}))
@@ -96,53 +101,18 @@ class _WholeOptimizer:
         }
 
 
-class _PartitionedOptimizer:
-    """DeepSpeed's flat groups, dealt to the data-parallel ranks."""
-
-    def __init__(self, directory: Path, info: CheckpointInfo) -> None:
-        self._directory, self._info = directory, info
-        self._stages = cache(self._load_stages)
-
-    def of(self, name: str, tensor_parallel_rank: int) -> ParameterState:
-        """State of a parameter, its fragments put together."""
-        for partitions in self._stages(tensor_parallel_rank):
-            fragments = [fragment for partition in partitions for fragment in _fragments(partition, name)]
-            if fragments:
-                first = fragments[0]
-                return ParameterState(
-                    weight=torch.cat([each.weight for each in fragments if each.weight is not None]),
-                    moments={key: torch.cat([each.moments[key] for each in fragments]) for key in first.moments},
-                    step=first.step,
-                )
-        raise _lacking(self._directory, name)
-
-    def _load_stages(self, tensor_parallel_rank: int) -> list[list[Mapping[str, Any]]]:
-        """By stage and replica: what one rank saved."""
-        size, replicas = self._info.tensor_parallel_size, self._info.num_replicas
-        return [
-            [
-                _load(_partition_path(self._directory, name))["optimizer_state_dict"]
-                for name in optimizer_files(stage, tensor_parallel_rank, size, replicas)
-            ]
-            for stage in range(self._info.num_stages)
-        ]
-
-
-def _fragments(partition: Mapping[str, Any], name: str) -> list[ParameterState]:
-    """What one data-parallel rank has of a parameter: one fragment, or nothing."""
+def _fragment(partition: Mapping[str, Any], name: str, elements: range) -> ParameterState:
+    """Some elements of the fragment that one data-parallel rank has of a parameter."""
     base = partition["base_optimizer_state"]
-    for group, addresses in enumerate(partition["param_slice_mappings"]):
-        if name in addresses:
-            start, length = addresses[name].start, addresses[name].numel
-            state = base["state"].get(group, {})
-            return [
-                ParameterState(
-                    weight=partition["single_partition_of_fp32_groups"][group].detach().narrow(0, start, length),
-                    moments={key: moment.narrow(0, start, length) for key, moment in _moments(state).items()},
-                    step=_step(base["param_groups"][group], state),
-                )
-            ]
-    return []
+    mappings = partition["param_slice_mappings"]
+    group = next(number for number, addresses in enumerate(mappings) if name in addresses)
+    start, length = mappings[group][name].start + elements.start, len(elements)
+    state = base["state"].get(group, {})
+    return ParameterState(
+        weight=partition["single_partition_of_fp32_groups"][group].detach().narrow(0, start, length),
+        moments={key: moment.narrow(0, start, length) for key, moment in _moments(state).items()},
+        step=_step(base["param_groups"][group], state),
+    )
 
 
 def _moments(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -153,19 +123,3 @@ def _step(group: Mapping[str, Any], state: Mapping[str, Any]) -> float | None:
     """Updates done: torch counts them for each parameter, fused optimizers of others for each group."""
     step = state.get("step", group.get("step"))
     return None if step is None else float(step)
-
-
-def _partition_path(directory: Path, name: str) -> Path:
-    in_bf16 = directory / f"bf16_{name}"
-    return in_bf16 if in_bf16.exists() else directory / name
-
-
-def _load(path: Path) -> Mapping[str, Any]:
-    # DeepSpeed saves objects of its own; tensors are mapped, and read only where they are used.
-    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-
-
-def _lacking(directory: Path, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {directory} has no state of {name}: load the weights alone with --no-load-optim"
-    )

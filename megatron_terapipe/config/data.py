@@ -46,9 +46,10 @@ class DataConfig:
     test_data_path: tuple[str, ...] | None = option(None, metavar="PATH")
     """Data for testing, beside `--train-data-path`."""
 
-    data_cache_path: str | None = option(None, metavar="DIR")
+    data_cache_path: str | None = option(None, metavar="DIR|none")
     """Directory that keeps the shuffled order of documents and samples, so that a next start reads it and the ranks
-    of a host share it. Left out, every rank computes it in memory."""
+    of a host share it. Left out, `index_cache` beside the first of the data files, where that can be written. With
+    `none` every rank that reads data computes the order in memory."""
 
     data_impl: str = option("mmap", metavar="{mmap,infer}")
     """How data files are read: always through memory maps."""

@@ -1,7 +1,7 @@
 """Several datasets as one, each with its share of the samples."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,34 @@ class SampleDataset(Protocol):
         """Return the token ids of one sample, [seq_length + 1]."""
 
 
+class BlendOrder(NamedTuple):
+    """In what order samples come from several datasets.
+
+    Attributes:
+        dataset_index: which dataset each sample comes from, int16 [samples].
+        dataset_sample_index: which of that dataset's samples it is, int64 [samples].
+    """
+
+    dataset_index: NDArray[np.int16]
+    dataset_sample_index: NDArray[np.int64]
+
+
+class UnreadSamples:
+    """So many samples, on a rank that reads none of them."""
+
+    def __init__(self, num_samples: int) -> None:
+        """Remember how many."""
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._num_samples
+
+    def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
+        """Fail: whoever asks is on a rank that was said to read nothing."""
+        raise AssertionError(f"sample {sample} is read on a rank that reads no data")
+
+
 class BlendedDataset:
     """Interleaves datasets so that at every moment each has given its share, to within a sample.
 
@@ -30,19 +58,15 @@ class BlendedDataset:
         dataset_sample_index: which of that dataset's samples it is, int64 [samples].
     """
 
-    def __init__(self, datasets: Sequence[SampleDataset], dataset_index: NDArray[Any]) -> None:
+    def __init__(self, datasets: Sequence[SampleDataset], order: BlendOrder) -> None:
         """Follow an order made by `interleave`.
 
         Args:
             datasets: each has at least as many samples as its number occurs in the order.
-            dataset_index: number of the dataset of each sample, [samples].
+            order: of the samples.
         """
         self.datasets = datasets
-        self.dataset_index = dataset_index
-        self.dataset_sample_index = np.empty(len(dataset_index), np.int64)
-        for number in range(len(datasets)):
-            chosen = dataset_index == number
-            self.dataset_sample_index[chosen] = np.arange(np.count_nonzero(chosen))
+        self.dataset_index, self.dataset_sample_index = order
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -54,7 +78,7 @@ class BlendedDataset:
         return dataset[int(self.dataset_sample_index[sample])]
 
 
-def interleave(weights: Sequence[float], num_samples: int, cache: IndexCache | None = None) -> NDArray[np.int16]:
+def interleave(weights: Sequence[float], num_samples: int, cache: IndexCache | None = None) -> BlendOrder:
     """Choose a dataset for each sample: the one that lags most behind its share, as Megatron does.
 
     The order does not depend on `num_samples`: a longer run begins alike.
@@ -64,19 +88,26 @@ def interleave(weights: Sequence[float], num_samples: int, cache: IndexCache | N
         num_samples: how many to choose.
         cache: keeps the order; None keeps nothing.
 
-    Returns:
-        Number of the dataset of each sample, [num_samples].
-
     Raises:
         DataError: the cache cannot be written.
     """
     cache = cache or IndexCache(None)
-    description = {"kind": "order of datasets, version 1", "weights": list(weights), "num_samples": num_samples}
+    description = {"kind": "order of datasets, version 2", "weights": list(weights), "num_samples": num_samples}
 
     def compute() -> Arrays:
-        return {"dataset_index": _choose(weights, num_samples, show_progress=cache.keeps)}
+        chosen = _choose(weights, num_samples, show_progress=cache.keeps)
+        return {"dataset_index": chosen, "dataset_sample_index": _counted(chosen, len(weights))}
 
-    return cache.get(description, compute)["dataset_index"]
+    return BlendOrder(**cache.get(description, compute))
+
+
+def _counted(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
+    """Return for each sample how many came from its dataset before it."""
+    counted = np.empty(len(dataset_index), np.int64)
+    for number in range(num_datasets):
+        chosen = dataset_index == number
+        counted[chosen] = np.arange(np.count_nonzero(chosen))
+    return counted
 
 
 def _choose(weights: Sequence[float], num_samples: int, show_progress: bool) -> NDArray[np.int16]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_terapipe.config.data import DataConfig, Part
-from megatron_terapipe.data.blended_dataset import BlendedDataset, SampleDataset, interleave
-from megatron_terapipe.data.gpt_dataset import GPTDataset, samples_in_epochs
+from megatron_terapipe.data.blended_dataset import BlendedDataset, SampleDataset, UnreadSamples, interleave
+from megatron_terapipe.data.gpt_dataset import GPTDataset, checked_tokens, samples_in_epochs
 from megatron_terapipe.data.index_cache import IndexCache
 from megatron_terapipe.data.indexed_dataset import IndexedDataset
 from megatron_terapipe.data.mock_dataset import MockDataset
@@ -49,20 +49,25 @@ def build_datasets(
     seq_length: int,
     num_samples: tuple[int, int, int],
     seed: int,
+    reads: bool = True,
 ) -> DatasetSplits:
     """Build the training, validation and test samples.
+
+    The files are opened and checked in any case, which reads little more than their headers. The order of documents
+    and samples, which takes long, is drawn where samples are read.
 
     Args:
         data: the data section. Without weights each prefix has the share of its tokens; every prefix is split alike.
         seq_length: tokens the model sees per sample.
         num_samples: samples of training, validation and test; 0 builds none.
         seed: of every shuffle.
+        reads: whether samples are read here; otherwise only their number is known.
 
     Raises:
         DataError: a dataset is missing or damaged, a part that is needed has too little text, or the cache cannot be
             written.
     """
-    builder = _Builder(data, seq_length, seed)
+    builder = _Builder(data, seq_length, seed, reads)
     train, valid, test = num_samples
     return DatasetSplits(
         train=builder.part("train", train),
@@ -92,12 +97,13 @@ def mock_datasets(*, seq_length: int, num_samples: tuple[int, int, int], vocab_s
 class _Builder:
     """Opens each file once, whatever parts it has a share in."""
 
-    def __init__(self, data: DataConfig, seq_length: int, seed: int) -> None:
-        self._data, self._seq_length, self._seed = data, seq_length, seed
-        self._cache = IndexCache(None if data.data_cache_path is None else Path(data.data_cache_path))
+    def __init__(self, data: DataConfig, seq_length: int, seed: int, reads: bool) -> None:
+        self._data, self._seq_length, self._seed, self._reads = data, seq_length, seed, reads
         parts: tuple[Part, ...] = ("train", "valid", "test")
         prefixes = dict.fromkeys(prefix for part in parts for _, prefix in data.weighted_prefixes(part))
-        self._indexed = {prefix: IndexedDataset(prefix, warm_up=data.mmap_warmup) for prefix in prefixes}
+        warm_up = data.mmap_warmup and reads
+        self._indexed = {prefix: IndexedDataset(prefix, warm_up=warm_up) for prefix in prefixes}
+        self._cache = _cache(data, next(iter(prefixes)))
 
     def part(self, part: Part, wanted: int) -> SampleDataset | None:
         """Build the samples of one part; none if none are wanted."""
@@ -113,10 +119,18 @@ class _Builder:
         ]
         if len(chosen) == 1:
             return self._dataset(part, *chosen[0], wanted)
+        if not (self._reads or self._epochs(part)):
+            for each in chosen:
+                checked_tokens(*each, seq_length=self._seq_length)
+            return UnreadSamples(wanted)
         order = interleave(weights, wanted, self._cache)
-        counts = np.bincount(order, minlength=len(weights)).tolist()
+        counts = np.bincount(order.dataset_index, minlength=len(weights)).tolist()
         datasets = [self._dataset(part, *each, max(1, count)) for each, count in zip(chosen, counts, strict=True)]
-        return BlendedDataset(datasets, order)
+        return BlendedDataset(datasets, order) if self._reads else UnreadSamples(wanted)
+
+    def _epochs(self, part: Part) -> int | None:
+        """Return how often the documents of a part come, if that is said."""
+        return self._data.train_data_exact_num_epochs if part == "train" else None
 
     def _documents(self, part: Part, prefix: str, wanted: int) -> range:
         """Return which documents of a prefix belong to a part."""
@@ -133,10 +147,10 @@ class _Builder:
             )
         return documents
 
-    def _dataset(self, part: Part, indexed: IndexedDataset, documents: range, wanted: int) -> GPTDataset:
+    def _dataset(self, part: Part, indexed: IndexedDataset, documents: range, wanted: int) -> SampleDataset:
         """Build the samples of one prefix: as many as wanted, or those of the epochs asked for."""
-        epochs = self._data.train_data_exact_num_epochs
-        if part == "train" and epochs is not None:
+        epochs = self._epochs(part)
+        if epochs is not None:
             available = samples_in_epochs(indexed, documents, seq_length=self._seq_length, epochs=epochs)
             if wanted > available:
                 raise DataError(
@@ -144,6 +158,9 @@ class _Builder:
                     f"takes {wanted}: raise it, or train fewer iterations"
                 )
             wanted = available
+        if not self._reads:
+            checked_tokens(indexed, documents, seq_length=self._seq_length)
+            return UnreadSamples(wanted)
         return GPTDataset(
             indexed,
             documents,
@@ -152,3 +169,11 @@ class _Builder:
             seed=self._seed,
             cache=self._cache,
         )
+
+
+def _cache(data: DataConfig, prefix: str) -> IndexCache:
+    """Return where the orders of samples are kept: where the flag says, or beside the data if that can be written."""
+    path = data.data_cache_path
+    if path is None:
+        return IndexCache(Path(prefix).parent / "index_cache", required=False)
+    return IndexCache(None if path == "none" else Path(path))

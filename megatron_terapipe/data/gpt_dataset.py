@@ -48,14 +48,8 @@ class GPTDataset:
         Raises:
             DataError: the documents together are shorter than one sample, or the cache cannot be written.
         """
+        tokens = checked_tokens(indexed, documents, seq_length=seq_length)
         lengths = indexed.sequence_lengths[documents.start : documents.stop]
-        tokens = int(lengths.sum(dtype=np.int64))
-        if tokens < seq_length + 1:
-            raise DataError(
-                f"documents [{documents.start}, {documents.stop}) of {indexed.prefix} hold "
-                f"{tokens} tokens and one sample takes seq_length + 1 = {seq_length + 1}: shorten "
-                "--seq-length, give this part of --split more documents, or add text"
-            )
         self.seq_length = seq_length
         self._indexed = indexed
         order = SampleOrder.draw(
@@ -100,6 +94,22 @@ class GPTDataset:
             filled += length
             position, offset = position + 1, 0
         return tokens
+
+
+def checked_tokens(indexed: IndexedDataset, documents: range, *, seq_length: int) -> int:
+    """Return the number of tokens of the documents.
+
+    Raises:
+        DataError: they are fewer than one sample takes.
+    """
+    tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
+    if tokens < seq_length + 1:
+        raise DataError(
+            f"documents [{documents.start}, {documents.stop}) of {indexed.prefix} hold "
+            f"{tokens} tokens and one sample takes seq_length + 1 = {seq_length + 1}: shorten "
+            "--seq-length, give this part of --split more documents, or add text"
+        )
+    return tokens
 
 
 def samples_in_epochs(indexed: IndexedDataset, documents: range, *, seq_length: int, epochs: int) -> int:

@@ -26,13 +26,14 @@ class IndexCache:
     others wait; where the file system has no locks, each computes it, and all write the same.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, required: bool = True) -> None:
         """Name the directory, which need not be there.
 
         Args:
             folder: where the files are; None keeps nothing.
+            required: whether it is an error if the directory cannot be written; otherwise every process computes.
         """
-        self._folder = folder
+        self._folder, self._required = folder, required
 
     @property
     def keeps(self) -> bool:
@@ -47,7 +48,7 @@ class IndexCache:
             compute: makes them.
 
         Raises:
-            DataError: the directory cannot be written.
+            DataError: the directory cannot be written, and must be.
         """
         if self._folder is None:
             return compute()
@@ -65,6 +66,8 @@ class IndexCache:
                     _store(self._folder, key, description, computed)
                     found = _load(self._folder, key, description)
         except OSError as error:
+            if not self._required:
+                return compute()
             raise DataError(
                 f"--data-cache-path {self._folder} cannot be written ({error.strerror}): name another, or leave it out"
             ) from None

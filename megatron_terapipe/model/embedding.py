@@ -12,7 +12,7 @@ from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.tensor_parallel import products
 from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear
 from megatron_terapipe.tensor_parallel.logits import LiveLogits, Logits
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks, WeightPart
 
 
 class WordEmbedding(nn.Module):
@@ -52,8 +52,9 @@ class PositionEmbedding(nn.Module):
         self.ranks, self.dropout = ranks, model.hidden_dropout
         self.weight = None
         if model.position_embedding_type == "learned_absolute":
-            self.weight = ranks.replicated(torch.empty(model.max_position_embeddings, model.hidden_size))
-            normal(model.init_method_std)(self.weight)
+            weight = torch.empty(model.max_position_embeddings, model.hidden_size)
+            normal(model.init_method_std)(weight, WeightPart(weight.shape))
+            self.weight = ranks.replicated(weight)
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
         """[B, n, hidden] of the tokens this rank has between the matrices in, the same out."""

@@ -1,15 +1,10 @@
 """Linear layers of which each rank holds a part."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from megatron_terapipe.tensor_parallel import products
-from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
-
-Initializer = Callable[[Tensor], object]
-"""Fills a weight in place."""
+from megatron_terapipe.tensor_parallel.ranks import Initializer, TensorParallelRanks
 
 
 class ColumnParallelLinear(nn.Module):
@@ -20,7 +15,7 @@ class ColumnParallelLinear(nn.Module):
         out_features: width of the whole output; two numbers for several outputs of one width, of each of which the
             rank computes its part.
         ranks: ranks that share it.
-        initialize: fills the whole weight; the bias starts at 0.
+        initialize: fills the weight; the bias starts at 0.
         bias: whether there is one.
     """
 
@@ -38,7 +33,7 @@ class ColumnParallelLinear(nn.Module):
         outputs = (out_features,) if isinstance(out_features, int) else out_features
         cut = len(outputs) - 1
         self.weight = ranks.parameter(*outputs, in_features, cut=cut, initialize=initialize)
-        self.bias = ranks.parameter(*outputs, cut=cut, initialize=nn.init.zeros_) if bias else None
+        self.bias = ranks.parameter(*outputs, cut=cut, initialize=None) if bias else None
 
     def forward(self, inputs: Tensor, recomputed: nn.Module | None = None) -> Tensor:
         """[B, n, in] of the tokens this rank has between the matrices in, [B, N, out / size] of all tokens out.
@@ -64,7 +59,7 @@ class RowParallelLinear(nn.Module):
         in_features: width of the whole input.
         out_features: width of the output.
         ranks: ranks that share it.
-        initialize: fills the whole weight; the bias starts at 0.
+        initialize: fills the weight; the bias starts at 0.
         bias: whether there is one.
     """
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,24 @@ from torch import Tensor, nn
 
 Pending = Callable[[], Tensor]
 """A collective under way: call it to wait for the result."""
+
+
+class WeightPart(NamedTuple):
+    """Which part of a weight a rank holds.
+
+    Attributes:
+        shape: of the whole weight.
+        cut: dimension that ranks share.
+        start: first index of the part in that dimension.
+    """
+
+    shape: tuple[int, ...]
+    cut: int = 0
+    start: int = 0
+
+
+Initializer = Callable[[Tensor, WeightPart], object]
+"""Fills a part of a weight in place, with the same values as if it filled the whole."""
 
 # Torch 2.13 renamed both, and warns of the names that older releases have.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,21 +53,21 @@ class TensorParallelRanks:
     sequence_parallel: bool = False
 
     def parameter(
-        self, *shape: int, cut: int, initialize: Callable[[Tensor], object], device: torch.device | None = None
+        self, *shape: int, cut: int, initialize: Initializer | None, device: torch.device | None = None
     ) -> nn.Parameter:
-        """This rank's part of a weight.
-
-        The whole weight is drawn, then cut: so it is the same for any number of ranks.
+        """This rank's part of a weight, whose values are the same for any number of ranks.
 
         Args:
             shape: of the whole weight.
             cut: dimension that ranks share.
-            initialize: fills the whole weight in place.
+            initialize: fills the part in place; None leaves it at 0.
             device: where it lives; None for torch's default.
         """
-        whole = torch.empty(*shape, device=device)
-        initialize(whole)
-        part = whole if self.size == 1 else whole.chunk(self.size, dim=cut)[self.rank].clone()
+        assert shape[cut] % self.size == 0, "the configuration lets ranks share only what they can share evenly"
+        length = shape[cut] // self.size
+        part = torch.zeros(*shape[:cut], length, *shape[cut + 1 :], device=device)
+        if initialize is not None:
+            initialize(part, WeightPart(shape, cut, self.rank * length))
         parameter = nn.Parameter(part)
         # Read by DeepSpeed to count norms, by the checkpoint to put parts together.
         parameter.tensor_model_parallel = True

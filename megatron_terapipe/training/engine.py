@@ -18,7 +18,8 @@ from deepspeed_ext.runtime.cuda_environment import check_same_environment, compa
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.topology import TokenSliceTopology
+from deepspeed_ext.runtime.topology import own_group
+from megatron_terapipe.checkpoint.index import saved_run
 from megatron_terapipe.checkpoint.load import load_checkpoint
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
@@ -27,7 +28,7 @@ from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.found_plan import check_agreement
 from megatron_terapipe.training.optimizer import build_optimizer
-from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.run import Run, reading_ranks
 from megatron_terapipe.training.token_slice_batch import documents_reader, split_batch
 
 LAUNCHER_NOTICES_S = 5
@@ -42,7 +43,10 @@ def process_group(run: Run) -> Iterator[None]:
     if accelerator.device_name() == "cpu":
         settle_on_cores(run.launch.local_rank, run.launch.local_size)
     else:
-        accelerator.set_device(run.launch.local_rank)
+        index = own_device(run.launch.local_rank, accelerator.device_count())
+        accelerator.set_device(index)
+        # DeepSpeed takes this for the index of the device, wherever it makes a tensor or binds the process group.
+        os.environ["LOCAL_RANK"] = str(index)
     # DeepSpeed calls collectives by names that torch has renamed; nobody who trains can do anything about it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     backend = run.config.parallel.distributed_backend or accelerator.communication_backend_name()
@@ -77,6 +81,28 @@ def compare_environments() -> None:
         print(*(f"warning: {line}" for line in lines), sep="\n", flush=True)
 
 
+def own_device(local_rank: int, num_visible: int) -> int:
+    """Index of a rank's device among those that its process sees.
+
+    A launcher lets every process see all devices of the host, or each its own alone, as srun with one GPU for a task.
+
+    Args:
+        local_rank: of the rank on its host.
+        num_visible: devices that it sees.
+
+    Raises:
+        ConfigError: if it sees several, and too few.
+    """
+    if num_visible == 1:
+        return 0
+    if local_rank >= num_visible:
+        raise ConfigError(
+            f"local rank {local_rank} has no device, because it sees {num_visible}: start {num_visible} ranks on a "
+            "host, or let each rank see one device of its own"
+        )
+    return local_rank
+
+
 def _not_met(run: Run, error: dist.DistNetworkError) -> Exception:
     """Return what to raise where the ranks could not meet: one line if the port is taken, as by a second run."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -92,6 +118,11 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
     """Build this rank's stage and its engine, and load the checkpoint if the run goes on from one."""
     config, layout = run.config, run.layout
     check_agreement(run)
+    saved = (
+        None
+        if run.checkpoint is None
+        else saved_run(*run.checkpoint, config.model, weights_only=config.checkpoint.weights_only)
+    )
     ranks = tensor_parallel_ranks(run)
     recompute = config.training.recompute_granularity
 
@@ -99,25 +130,29 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
         own = length // ranks.size if ranks.sequence_parallel else length
         return (TensorSpec((rows, own, config.model.hidden_size), dtype, requires_grad=True),)
 
-    # DeepSpeed prints its topology and every layer.
+    # Weights are drawn where they will live. DeepSpeed prints its topology and every layer.
+    device = torch.device(get_accelerator().current_device_name())
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        module = TokenSlicePipelineModule(
-            gpt_layers(config.model, ranks, recompute_cheap=recompute == "selective"),
-            layout=layout,
-            token_slices=config.token_slices(),
-            loss_fn=gpt_loss,
-            output_fn=Logits.compute,
-            partition=_partition(run),
-            num_model_chunks=config.parallel.num_model_chunks,
-            placement=config.parallel.pipeline().placement,
-            split_batch=split_batch,
-            documents=documents_reader(config.data),
-            activation_spec=hidden_state,
-            activation_checkpoint_interval=config.training.recompute_num_layers if recompute == "full" else 0,
-            # Masks of dropout are a function of the place (docs/adr/0012): no layer draws from a generator.
-            preserve_rng_state=False,
-            base_seed=config.training.seed,
-        )
+        with device:
+            module = TokenSlicePipelineModule(
+                gpt_layers(config.model, ranks, recompute_cheap=recompute == "selective"),
+                layout=layout,
+                token_slices=config.token_slices(),
+                loss_fn=gpt_loss,
+                output_fn=Logits.compute,
+                partition=_partition(run),
+                num_model_chunks=config.parallel.num_model_chunks,
+                placement=config.parallel.pipeline().placement,
+                split_batch=split_batch,
+                documents=documents_reader(config.data),
+                activation_spec=hidden_state,
+                activation_checkpoint_interval=config.training.recompute_num_layers if recompute == "full" else 0,
+                # Masks of dropout are a function of the place (docs/adr/0012): no layer draws from a generator.
+                preserve_rng_state=False,
+                base_seed=config.training.seed,
+                tensor_parallel_group=ranks.group,
+            )
+        assert module.reading_ranks == reading_ranks(config), "the run has built data where the module reads it"
         engine, *_ = initialize(
             module,
             run.deepspeed_settings,
@@ -127,23 +162,19 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
             overlap_grad_reduce=not config.parallel.no_overlap_grad_reduce,
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),
         )
-    if run.checkpoint is not None:
-        load_checkpoint(engine, *run.checkpoint, config.checkpoint)
+    if run.checkpoint is not None and saved is not None:
+        load_checkpoint(engine, *run.checkpoint, saved, config.checkpoint)
     return engine
 
 
 def tensor_parallel_ranks(run: Run) -> TensorParallelRanks:
     """This rank among those that share its layers' matrices; every rank must call it at the same time."""
-    layout, mine = run.layout, TensorParallelRanks()
+    layout = run.layout
     if layout.tensor_parallel_size == 1:
-        return mine
-    for ranks in TokenSliceTopology(layout).get_axis_comm_lists("model"):
-        group = dist.new_group(ranks, timeout=_timeout(run))
-        if run.launch.rank in ranks:
-            mine = TensorParallelRanks(
-                ranks.index(run.launch.rank), len(ranks), group, run.config.parallel.sequence_parallel
-            )
-    return mine
+        return TensorParallelRanks()
+    group = own_group(layout.groups("tensor"), _timeout(run))
+    own = layout.coordinate(run.launch.rank).tensor
+    return TensorParallelRanks(own, layout.tensor_parallel_size, group, run.config.parallel.sequence_parallel)
 
 
 def _partition(run: Run) -> StagePartition | str:

@@ -131,13 +131,25 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     _check_outputs(config)
     _check_accelerator(config)
     check_packages(config.logging)
-    checkpoint = find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.optimizer)
+    checkpoint = find_checkpoint(
+        config.checkpoint,
+        config.model,
+        layout,
+        config.optimizer.optimizer,
+        # Found by one rank and told to all once they have met; on one host already now, where its end ends all.
+        looks_at_files=launch.rank == 0 and launch.local_size == launch.world_size,
+    )
     run = Run(
         config=config,
         launch=launch,
         layout=layout,
         tokenizer=tokenizer,
-        datasets=_datasets(config, config.batch.sizes(layout.data_parallel_size), _start(config, checkpoint)),
+        datasets=_datasets(
+            config,
+            config.batch.sizes(layout.data_parallel_size),
+            _start(config, checkpoint),
+            reads=layout.coordinate(launch.rank).pipe in reading_ranks(config),
+        ),
         deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,
         found_token_slices=planned.found_token_slices,
@@ -177,8 +189,15 @@ def _train_iters(training: TrainingConfig, sizes: BatchSizes) -> int:
     return training.train_iters or sizes.iterations_within(training.length)
 
 
-def _datasets(config: Config, sizes: BatchSizes, start: Progress) -> DatasetSplits:
-    """Build as many samples as the run reads."""
+def reading_ranks(config: Config) -> set[int]:
+    """Return the pipeline ranks that read data: those of both ends, and all where attention keeps documents apart."""
+    pipeline = config.parallel.pipeline()
+    every = range(pipeline.num_stages) if config.data.separates_documents else (0, pipeline.last_stage)
+    return {pipeline.rank_of(stage) for stage in every}
+
+
+def _datasets(config: Config, sizes: BatchSizes, start: Progress, *, reads: bool) -> DatasetSplits:
+    """Build as many samples as the run reads; where none are read, their numbers alone."""
     data = config.data
     ahead = max(0, _train_iters(config.training, sizes) - start.iteration)
     train = 0 if config.training.skip_train else sizes.consumed_after(ahead, start.consumed_samples)
@@ -194,7 +213,7 @@ def _datasets(config: Config, sizes: BatchSizes, start: Progress) -> DatasetSpli
         return mock_datasets(seq_length=seq_length, num_samples=num_samples, vocab_size=vocab_size, seed=seed)
 
     def build(num_test: int) -> DatasetSplits:
-        return build_datasets(data, seq_length=seq_length, num_samples=(train, valid, num_test), seed=seed)
+        return build_datasets(data, seq_length=seq_length, num_samples=(train, valid, num_test), seed=seed, reads=reads)
 
     try:
         return build(test)

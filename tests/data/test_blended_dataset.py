@@ -18,13 +18,13 @@ from megatron_terapipe.data.index_cache import IndexCache
 )
 @settings(deadline=None)
 def test_every_dataset_keeps_its_share_at_every_moment(weights: list[int], num_samples: int, more: int) -> None:
-    order = interleave([float(weight) for weight in weights], num_samples)
+    order = interleave([float(weight) for weight in weights], num_samples).dataset_index
     assert len(order) == num_samples
     for number, weight in enumerate(weights):
         given_so_far = np.cumsum(order == number)
         due = weight / sum(weights) * np.arange(1, num_samples + 1)
         assert np.all(abs(given_so_far - due) <= max(1.0, len(weights) / 2))
-    longer = interleave([float(weight) for weight in weights], num_samples + more)
+    longer = interleave([float(weight) for weight in weights], num_samples + more).dataset_index
     assert longer[:num_samples].tolist() == order.tolist()
 
 
@@ -61,7 +61,8 @@ def test_the_order_is_megatrons_to_the_last_tie(weights: list[float], num_sample
 def test_a_kept_order_is_the_order(tmp_path: Path) -> None:
     cache = IndexCache(tmp_path)
     orders = [interleave([0.3, 0.7], 1000, each) for each in (None, cache, cache)]
-    assert isinstance(orders[2], np.memmap)
-    assert orders[0].tolist() == orders[1].tolist() == orders[2].tolist()
-    assert interleave([0.7, 0.3], 1000, cache).tolist() != orders[0].tolist()
-    assert len(interleave([0.3, 0.7], 10, cache)) == 10
+    assert all(isinstance(each, np.memmap) for each in orders[2])
+    for first, second, third in zip(*orders, strict=True):
+        assert first.tolist() == second.tolist() == third.tolist()
+    assert interleave([0.7, 0.3], 1000, cache).dataset_index.tolist() != orders[0].dataset_index.tolist()
+    assert len(interleave([0.3, 0.7], 10, cache).dataset_index) == 10

@@ -12,6 +12,7 @@ from megatron_terapipe.data.blended_dataset import BlendedDataset
 from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets, split_ranges
 from megatron_terapipe.data.gpt_dataset import GPTDataset
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
+from megatron_terapipe.data.sample_order import SampleOrder
 from megatron_terapipe.errors import DataError
 
 
@@ -140,7 +141,7 @@ def test_a_kept_index_gives_the_same_samples(tmp_path: Path) -> None:
     a, b = prefixes(tmp_path, a=20, b=50)
     cache = tmp_path / "cache"
 
-    def samples(data_cache_path: Path | None) -> list[list[list[int]]]:
+    def samples(data_cache_path: Path | str | None) -> list[list[list[int]]]:
         data = DataConfig(
             data_path=("0.3", a, "0.7", b),
             split="8,2",
@@ -149,13 +150,62 @@ def test_a_kept_index_gives_the_same_samples(tmp_path: Path) -> None:
         parts = build_datasets(data, seq_length=8, num_samples=(90, 20, 0), seed=1)
         return [[part[number].tolist() for number in range(len(part))] for part in (parts.train, parts.valid) if part]
 
-    plain = samples(None)
-    assert not cache.exists()
+    plain = samples("none")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.idx", "b.bin", "b.idx"}
     assert samples(cache) == plain
     files = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
     assert len(files) > 6
     assert samples(cache) == plain
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == files
+
+
+def test_an_index_is_kept_beside_the_data_unless_that_cannot_be_written(tmp_path: Path) -> None:
+    def samples() -> list[list[int]]:
+        train = build_datasets(DataConfig(data_path=(a,)), seq_length=8, num_samples=(9, 0, 0), seed=1).train
+        return [train[number].tolist() for number in range(9)]
+
+    (a,) = prefixes(tmp_path, a=20)
+    (tmp_path / "index_cache").write_text("in the way")
+    plain = samples()
+    (tmp_path / "index_cache").unlink()
+    assert samples() == plain
+    assert len(list((tmp_path / "index_cache").glob("*.npy"))) == 3
+    assert samples() == plain
+
+
+@pytest.mark.parametrize("epochs", [None, 3])
+@pytest.mark.parametrize("blended", [False, True])
+def test_where_nothing_is_read_only_the_numbers_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int | None, blended: bool
+) -> None:
+    a, b = prefixes(tmp_path, a=40, b=60)
+    data = DataConfig(
+        data_path=("1", a, "2", b) if blended else (a,),
+        split="8,2",
+        data_cache_path="none",
+        train_data_exact_num_epochs=epochs,
+    )
+    read = build_datasets(data, seq_length=8, num_samples=(20, 5, 0), seed=1)
+    monkeypatch.setattr(SampleOrder, "draw", lambda *_, **__: pytest.fail("drawn"))
+    unread = build_datasets(data, seq_length=8, num_samples=(20, 5, 0), seed=1, reads=False)
+    assert (len(unread.train), len(unread.valid), unread.test) == (len(read.train), len(read.valid), read.test)
+    with pytest.raises(AssertionError, match="reads no data"):
+        unread.train[0]
+
+
+@pytest.mark.parametrize("blended", [False, True])
+@pytest.mark.parametrize(("seq_length", "samples"), [(100_000, 5), (8, 100_000)])
+def test_what_is_wrong_with_the_data_is_found_on_every_rank(
+    tmp_path: Path, blended: bool, seq_length: int, samples: int
+) -> None:
+    a, b = prefixes(tmp_path, a=40, b=60)
+    data = DataConfig(data_path=("1", a, "2", b) if blended else (a,), split="8,2", train_data_exact_num_epochs=3)
+    said = []
+    for reads in (True, False):
+        with pytest.raises(DataError) as caught:
+            build_datasets(data, seq_length=seq_length, num_samples=(samples, 5, 0), seed=1, reads=reads)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
 
 
 def test_data_is_the_same_when_warmed_up(tmp_path: Path) -> None:

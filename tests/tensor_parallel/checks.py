@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from megatron_terapipe.model.activation import Activation
 from megatron_terapipe.model.embedding import OutputLayer, WordEmbedding, tied_logits
+from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.norm import LayerNorm
 from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_terapipe.tensor_parallel.logits import LiveLogits, Logits
@@ -72,9 +73,9 @@ class _Pair(nn.Module):
         super().__init__()
         self.norm, self.recompute = LayerNorm(MODEL, ranks), recompute
         width = (2, 24) if gated else 24
-        self.columns = ColumnParallelLinear(16, width, ranks, nn.init.normal_, bias=bias)
+        self.columns = ColumnParallelLinear(16, width, ranks, normal(1.0), bias=bias)
         self.activation = Activation("swiglu" if gated else "gelu-exact")
-        self.rows = RowParallelLinear(24, 16, ranks, nn.init.normal_, bias=bias)
+        self.rows = RowParallelLinear(24, 16, ranks, normal(1.0), bias=bias)
         self.double()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -122,9 +123,9 @@ def weights_are_the_same_for_any_number_of_ranks(ranks: TensorParallelRanks) -> 
         layers = []
         for seed, build in enumerate(
             [
-                lambda: ColumnParallelLinear(16, 24, ranks, nn.init.normal_),
-                lambda: ColumnParallelLinear(16, (2, 24), ranks, nn.init.normal_),
-                lambda: RowParallelLinear(24, 16, ranks, nn.init.normal_),
+                lambda: ColumnParallelLinear(16, 24, ranks, normal(1.0)),
+                lambda: ColumnParallelLinear(16, (2, 24), ranks, normal(1.0)),
+                lambda: RowParallelLinear(24, 16, ranks, normal(1.0)),
                 lambda: WordEmbedding(MODEL, ranks),
                 lambda: OutputLayer(MODEL, ranks),
             ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_terapipe.model.activation import Activation
+from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.norm import LayerNorm, RMSNorm
 from megatron_terapipe.tensor_parallel import products
 from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -144,7 +145,7 @@ def test_a_frozen_product_passes_the_gradient_on() -> None:
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_both_linear_layers_hand_over_the_parameters_of_the_layer_before(kind: type[nn.Module]) -> None:
     before, _, _ = layers_of("layernorm")
-    layer = kind(WIDTH, 8, ALONE, nn.init.normal_).double()
+    layer = kind(WIDTH, 8, ALONE, normal(1.0)).double()
     inputs = inputs_of("layernorm", 3)
     wanted = [inputs, layer.weight, layer.bias, *before.parameters()]
     found = torch.autograd.grad(layer(inputs, before).square().sum(), wanted)

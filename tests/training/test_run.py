@@ -7,12 +7,13 @@ import pytest
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.batch_sizes import BatchSizes
+from megatron_terapipe.data.blended_dataset import UnreadSamples
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.errors import CheckpointError, ConfigError, DataError
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.reporting import packages
-from megatron_terapipe.training.run import Run, _datasets, prepare
+from megatron_terapipe.training.run import Run, _datasets, prepare, reading_ranks
 from tests.inference.checkpoints import MODEL, checkpoint_info
 from tests.training.gpt_runs import FLAGS
 
@@ -65,7 +66,7 @@ def test_a_run_counted_in_samples_reads_as_many_and_no_more_than_a_batch(data: P
 def test_a_resumed_run_has_the_samples_up_to_its_end(data: Path) -> None:
     run = prepared(data)
     half_way = Progress(iteration=6, consumed_samples=600)
-    assert len(_datasets(run.config, run.batch_sizes, half_way).train) == 600 + 4 * 12
+    assert len(_datasets(run.config, run.batch_sizes, half_way, reads=True).train) == 600 + 4 * 12
 
 
 def test_no_sample_is_drawn_for_training_that_is_skipped(data: Path) -> None:
@@ -179,3 +180,24 @@ class CudaDevice:
     @staticmethod
     def device_name() -> str:
         return "cuda"
+
+
+@pytest.mark.parametrize(
+    ("words", "reading"),
+    [
+        ("--pipeline-model-parallel-size 4", {0, 3}),
+        ("--pipeline-model-parallel-size 4 --reset-attention-mask", {0, 1, 2, 3}),
+        ("--pipeline-model-parallel-size 2 --num-model-chunks 2", {0, 1}),
+    ],
+)
+def test_only_ranks_that_read_order_their_samples(data: Path, words: str, reading: set[int]) -> None:
+    """Which they are, the engine's module says too; `build_engine` holds one against the other."""
+    flags = f"{FLAGS} --num-layers 4 {words}".replace("--data-path unread", "--global-batch-size 12 --split 8,2")
+    found = set()
+    for rank in range(4):
+        launch = LaunchEnvironment(rank=rank, world_size=4, local_rank=rank, local_size=4)
+        run = prepare(parse_arguments([*flags.split(), "--data-path", str(data)]), launch)
+        assert len(run.datasets.train) == 10 * 12
+        if not isinstance(run.datasets.train, UnreadSamples):
+            found.add(run.layout.coordinate(rank).pipe)
+    assert found == reading == reading_ranks(run.config)

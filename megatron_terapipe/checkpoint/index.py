@@ -1,0 +1,165 @@
+"""Which file holds which parameter's state of the optimizer: found by one rank, and told to all.
+
+A checkpoint of many ranks has many files, and no name of a file says which parameters are in it: that depends on the
+stages, and on how DeepSpeed dealt a stage's parameters to the data-parallel ranks. `save` writes what the ranks know
+into `index.json`; of a checkpoint without one, the first rank looks into the files.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_terapipe.checkpoint.files import BF16_PREFIX, optimizer_files, state_file
+from megatron_terapipe.checkpoint.find import check_files
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.errors import CheckpointError
+
+INDEX_FILE = "index.json"
+PARAMETER_NAMES = "parameter_names"
+"""Key of a rank's state under which `save` puts the names of the optimizer's parameters, group by group."""
+
+
+class Fragment(NamedTuple):
+    """A run of a parameter's elements that one data-parallel rank saved."""
+
+    replica: int
+    length: int
+
+
+class Place(NamedTuple):
+    """Where the state of a parameter lies; the same for each tensor-parallel rank's part of it.
+
+    Attributes:
+        stage: that saved it, the first of several.
+        fragments: of which it consists, one after the other; none where a rank saved it in one piece.
+    """
+
+    stage: int
+    fragments: tuple[Fragment, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedRun:
+    """What one rank reads of a checkpoint for all.
+
+    Attributes:
+        places: where the state of each parameter lies, by name; empty where weights alone are loaded.
+        prefix: of the names of the optimizer's files.
+        counters: what DeepSpeed saved of a run beside tensors.
+        loss_scaler: of a run in fp16; None for other runs.
+    """
+
+    places: Mapping[str, Place]
+    prefix: str = ""
+    counters: Mapping[str, int]
+    loss_scaler: Any | None = None
+
+
+def saved_run(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> SavedRun:
+    """See that a checkpoint is whole and read what every rank must know; every rank must call it at the same time.
+
+    The first rank alone touches files.
+
+    Args:
+        directory: of the checkpoint.
+        info: what it says of its run.
+        model: the run's model section.
+        weights_only: whether the state of the optimizer stays unread.
+
+    Raises:
+        CheckpointError: on every rank alike, if a file is missing or damaged.
+    """
+    found: list[SavedRun | str] = [""]
+    if dist.get_rank() == 0:
+        try:
+            check_files(directory, info, model, weights_only=weights_only)
+            found = [_weights_alone() if weights_only else _read(directory, info)]
+        except CheckpointError as error:
+            found = [str(error)]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], str):
+        raise CheckpointError(found[0])
+    return found[0]
+
+
+def write_index(directory: Path, places: Iterable[tuple[str, Place]]) -> None:
+    """Write where the state of each parameter lies.
+
+    Args:
+        directory: of the checkpoint.
+        places: by name what each rank saved, stage by stage and replica by replica.
+    """
+    (directory / INDEX_FILE).write_text(json.dumps(_joined(places)))
+
+
+def load_file(path: Path) -> Mapping[str, Any]:
+    """What one rank saved. Tensors are mapped into memory, and read only where they are used."""
+    # DeepSpeed saves objects of its own.
+    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+
+
+def _weights_alone() -> SavedRun:
+    return SavedRun(places={}, counters={})
+
+
+def _read(directory: Path, info: CheckpointInfo) -> SavedRun:
+    first = optimizer_files(0, 0, info.tensor_parallel_size, 1)[0]
+    prefix = BF16_PREFIX if (directory / f"{BF16_PREFIX}{first}").exists() else ""
+    path = directory / INDEX_FILE
+    try:
+        saved = load_file(directory / state_file(0, 0, info.tensor_parallel_size))
+        if path.exists():
+            places = json.loads(path.read_text())
+        else:
+            looks = _looked_up(directory, info, prefix) if info.partitioned else _listed(directory, info)
+            places = _joined(looks)
+        return SavedRun(
+            places={
+                name: Place(stage, tuple(Fragment(*fragment) for fragment in fragments))
+                for name, (stage, fragments) in places.items()
+            },
+            prefix=prefix,
+            counters={name: saved[name] for name in ("global_steps", "skipped_steps")},
+            loss_scaler=load_file(directory / f"{prefix}{first}")["optimizer_state_dict"].get("loss_scaler")
+            if info.partitioned
+            else None,
+        )
+    except Exception as error:  # On a damaged file an unpickler may raise anything.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"checkpoint {directory} cannot be read ({reason}): load another, or the weights alone with --no-load-optim"
+        ) from error
+
+
+def _joined(places: Iterable[tuple[str, Place]]) -> dict[str, Place]:
+    """The fragments of each parameter put together, of the first stage that has it: tied weights are on several."""
+    joined: dict[str, Place] = {}
+    for name, place in places:
+        known = joined.setdefault(name, Place(place.stage))
+        if place.stage == known.stage:
+            joined[name] = Place(known.stage, known.fragments + place.fragments)
+    return joined
+
+
+def _listed(directory: Path, info: CheckpointInfo) -> Iterator[tuple[str, Place]]:
+    """What each stage saved in one piece."""
+    for stage in range(info.num_stages):
+        groups = load_file(directory / state_file(stage, 0, info.tensor_parallel_size))[PARAMETER_NAMES]
+        yield from ((name, Place(stage)) for names in groups for name in names)
+
+
+def _looked_up(directory: Path, info: CheckpointInfo, prefix: str) -> Iterator[tuple[str, Place]]:
+    """What each stage and replica saved in fragments."""
+    for stage in range(info.num_stages):
+        names = optimizer_files(stage, 0, info.tensor_parallel_size, info.num_replicas)
+        for replica, name in enumerate(names):
+            partition = load_file(directory / f"{prefix}{name}")["optimizer_state_dict"]
+            for addresses in partition["param_slice_mappings"]:
+                for parameter, address in addresses.items():
+                    yield parameter, Place(stage, (Fragment(replica, address.numel),))
