@@ -1,13 +1,14 @@
 """Documents that lie one after the other in a sequence, and attention that keeps them apart."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel, Gradients
+from deepspeed_ext.runtime.batch import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +19,24 @@ class Documents:
         starts: for each row, the positions at which a document begins, ascending; the first is 0.
         attend_apart: tokens see their own document alone.
         positions_restart: positions count from the start of the document.
+        whole: positions [B, T] of whole sequences, once they are on the device of the layers.
     """
 
     starts: tuple[tuple[int, ...], ...]
     attend_apart: bool = True
     positions_restart: bool = True
+    whole: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def on(self, device: torch.device, seq_length: int) -> "Documents":
+        """The same documents, the positions of their tokens computed and moved to a device for all token slices."""
+        if not self.positions_restart:
+            return self
+        return replace(self, whole=to_device(self.positions(0, seq_length), device))
 
     def positions(self, start: int, length: int) -> Tensor:
         """Positions [B, N] of the tokens start .. start + N in their documents."""
+        if self.whole is not None:
+            return self.whole[:, start : start + length]
         tokens = torch.arange(start, start + length)
         rows = []
         for row in self.starts:
