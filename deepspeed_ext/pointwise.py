@@ -1,8 +1,8 @@
 """Pointwise functions that `torch.compile` makes one kernel of, where that pays.
 
-On an accelerator every operation is a launch, and a chain of pointwise operations reads and writes its tensors once per
-link. Compiled, a chain is one kernel or two. On CPUs a launch costs nothing, and compiling costs seconds of every start,
-so functions run there as they are written. Both ways compute the same formula: it is written once.
+On an accelerator every operation is a launch, and a chain of pointwise operations reads and writes its tensors once
+per link. Compiled, a chain is one kernel or two. On CPUs a launch costs little, and compiling costs seconds of every
+start, so functions run there as they are written. Both ways compute the same formula: it is written once.
 
     TERAPIPE_COMPILE_POINTWISE     where functions are compiled
     auto (default)                 on accelerators that have triton
@@ -30,9 +30,9 @@ CHOICES = ("auto", "always", "never")
 class Pointwise:
     """A function of tensors, compiled on the devices where that pays.
 
-    The function must not depend on the values of its tensors, nor keep what they require of autograd: it is called inside
-    the forward and the backward of an `autograd.Function`. Sizes may change from call to call: the second size that is
-    seen is compiled for all that follow.
+    The function must not depend on the values of its tensors, and autograd does not see into it: it is called inside
+    the forward and the backward of an `autograd.Function`. Sizes may change from call to call: it is compiled for the
+    first that it sees, at the second for any.
 
     Args:
         function: the function, whose first argument is a tensor on the device of all.

@@ -53,6 +53,8 @@ class TokenSlicePipelineModule(PipelineModule):
             attention and positions; every stage then reads the data. None if every row is one document.
         activation_spec: what passes between stages, so that shapes need never be sent; None to send them once.
         activation_checkpoint_interval: recompute activations in backward, this many layers at a time; 0 for never.
+        preserve_rng_state: recompute with the state of random generators as it was, which accelerators must be waited
+            for; needed where layers draw from one.
         dynamic_shape: shapes between stages may change from one micro-batch to the next, and are sent with each.
         base_seed: layer i initialises with seed `base_seed + i`, whatever stage it is on.
 
@@ -77,6 +79,7 @@ class TokenSlicePipelineModule(PipelineModule):
         documents: Callable[[Any], Documents] | None = None,
         activation_spec: ActivationSpec | None = None,
         activation_checkpoint_interval: int = 0,
+        preserve_rng_state: bool = True,
         dynamic_shape: bool = False,
         base_seed: int = 1234,
     ) -> None:
@@ -132,6 +135,7 @@ class TokenSlicePipelineModule(PipelineModule):
         self.split_batch = split_batch
         self.documents = documents
         self.activation_spec = activation_spec
+        self.preserve_rng_state = preserve_rng_state
         self.around_layers: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Entered around layers whenever they compute, when recomputed too."""
         self._takes_past = [takes_past(function) for function in self.forward_funcs]
@@ -273,7 +277,13 @@ class TokenSlicePipelineModule(PipelineModule):
             return run(inputs, positions)
         for start in range(0, len(positions), interval):
             # Not reentrant: a reentrant checkpoint drops the gradient of layers whose input needs none, as embeddings'.
-            inputs = checkpoint(run, inputs, positions[start : start + interval], use_reentrant=False)
+            inputs = checkpoint(
+                run,
+                inputs,
+                positions[start : start + interval],
+                use_reentrant=False,
+                preserve_rng_state=self.preserve_rng_state,
+            )
         return inputs
 
 

@@ -125,6 +125,7 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.training", "megatron_terapipe.training.*"),
         (
+            "deepspeed_ext.pointwise",
             *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
             "megatron_terapipe.checkpoint",
             "megatron_terapipe.tensor_parallel",
