@@ -63,7 +63,8 @@ class TrainingConfig:
 
     compile_pointwise: Literal["auto", "always", "never"] = "auto"
     """Where chains of pointwise operations (rotations, norms, gates, dropout with its residual) are compiled into one
-    kernel: `auto` on accelerators that have triton, `always` on CPUs too, which takes seconds of every start, `never`."""
+    kernel: `auto` on accelerators that have triton; `always` on CPUs, too, where it takes seconds of every start;
+    `never`."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""

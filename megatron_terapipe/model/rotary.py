@@ -9,8 +9,8 @@ from deepspeed_ext.pointwise import Pointwise
 class RotaryTable:
     """Cosines and sines of all positions: channel c turns with channel c + R/2, by position * base^(-2c/R).
 
-    All layers of a rank share one table. It is computed where it is used, at its first use, and again only if positions,
-    device or type outgrow it.
+    All layers of a rank share one table. It is computed on the device that uses it, when it is first used, and again
+    only if positions, device or type ask for another.
 
     Args:
         channels: channels R of each head that turn, the first ones.

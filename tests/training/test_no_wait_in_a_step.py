@@ -59,9 +59,11 @@ class _Copies(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
     ) -> Any:
-        name, given = function._schema.name, [arguments, keywords or {}]
-        devices = {each.device.type for each in tree_leaves(given) if isinstance(each, Tensor)}
-        if name in LOOKS and DEVICE.type in devices:
+        name = function._schema.name
+        tensors = [each for each in tree_leaves([arguments, keywords or {}]) if isinstance(each, Tensor)]
+        devices = {each.device.type for each in tensors}
+        by_mask = name == "aten::index" and any(each.dtype is torch.bool for each in tensors[1:])
+        if (name in LOOKS or by_mask) and DEVICE.type in devices:
             self._seen(f"{name} waits")
         if name in ("aten::_to_copy", "aten::copy_"):
             target = (keywords or {}).get("device")
