@@ -148,9 +148,31 @@ def attention_keep_mask(
         num_keys: keys E.
         probability: that one does not stay.
     """
-    heads = torch.arange(first_head, first_head + num_heads, dtype=torch.int32, device=rows.device)
-    keys = torch.arange(first_key, first_key + num_keys, dtype=torch.int32, device=rows.device)
-    return _kept_of_heads(rows, heads, keys, probability)
+    return keep_mask(head_rows(rows, first_head, num_heads), first_key, num_keys, probability)
+
+
+def head_rows(rows: Tensor, first_head: int, num_heads: int) -> Tensor:
+    """Random int32 [B, H, N] of queries by head, from those [B, N] of their tokens.
+
+    Args:
+        rows: random int32, [B, N].
+        first_head: number of the first head.
+        num_heads: heads H.
+    """
+    return _head_rows(rows, torch.arange(first_head, first_head + num_heads, dtype=torch.int32, device=rows.device))
+
+
+def scaled_mask(rows: Tensor, columns: Tensor, probability: float, like: Tensor) -> Tensor:
+    """What each of some elements [..., C] is multiplied by: 0, or 1 / (1 - probability).
+
+    Args:
+        rows: random int32; as many as `like` has rows.
+        columns: random int32 [C].
+        probability: of zero.
+        like: gives the shape and the type.
+    """
+    kept = _mix(rows.unsqueeze(-1) ^ columns) >= _threshold(probability)
+    return kept.reshape(like.shape).to(like.dtype).mul_(1 / (1 - probability))
 
 
 class _Dropout(torch.autograd.Function):
@@ -212,21 +234,18 @@ def _kept(rows: Tensor, columns: Tensor, probability: float) -> Tensor:
 
 
 @Pointwise
-def _kept_of_heads(rows: Tensor, heads: Tensor, keys: Tensor, probability: float) -> Tensor:
-    rows = _mix(rows.unsqueeze(1) ^ _mix(~heads)[:, None])
-    return _mix(rows.unsqueeze(-1) ^ _mix(keys)) >= _threshold(probability)
+def _head_rows(rows: Tensor, heads: Tensor) -> Tensor:
+    return _mix(rows.unsqueeze(1) ^ _mix(~heads)[:, None])
 
 
 @Pointwise
 def _dropped(inputs: Tensor, rows: Tensor, columns: Tensor, probability: float) -> Tensor:
-    kept = _mix(rows.unsqueeze(-1) ^ columns) >= _threshold(probability)
-    return inputs * kept.to(inputs.dtype).mul_(1 / (1 - probability))
+    return inputs * scaled_mask(rows, columns, probability, inputs)
 
 
 @Pointwise
 def _dropped_onto(inputs: Tensor, rows: Tensor, columns: Tensor, probability: float, residual: Tensor) -> Tensor:
-    kept = _mix(rows.unsqueeze(-1) ^ columns) >= _threshold(probability)
-    return residual + inputs * kept.to(inputs.dtype).mul_(1 / (1 - probability))
+    return residual + inputs * scaled_mask(rows, columns, probability, inputs)
 
 
 def _threshold(probability: float) -> int:

@@ -25,4 +25,4 @@ def test_the_counter_tells_one_kernel_from_two() -> None:
 
     ones = torch.ones(8, 16)
     assert compiled_kernels(lambda each: (each * 2).exp() + 1, ones) == 1
-    assert compiled_kernels(lambda each: ((each * 2).sum(0), each.cumsum(1)), ones) == 2
+    assert compiled_kernels(lambda each: ((each * 2).sum(0), each.sum(1)), ones) == 2

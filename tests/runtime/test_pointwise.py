@@ -10,7 +10,7 @@ from torch import Tensor
 from deepspeed_ext import pointwise
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.pointwise import Pointwise, is_compiled
-from deepspeed_ext.runtime import positional_dropout
+from deepspeed_ext.runtime import attention_kernels, positional_dropout
 from megatron_terapipe.model import activation, norm, rotary
 
 
@@ -22,7 +22,8 @@ def bits(*shape: int) -> Tensor:
     return torch.randint(-(2**31), 2**31, shape, generator=torch.Generator().manual_seed(1), dtype=torch.int64).int()
 
 
-HEADS, TURNS = (2, 6, 2, 4, 8), (1, 6, 1, 4)
+HEADS, TURNS, SCORES = (2, 6, 2, 4, 8), (1, 6, 1, 4), (2, 2, 2, 6, 9)
+ROWS = numbers(*SCORES[:-1]) + 5, numbers(*SCORES), numbers(*SCORES[:-1])
 CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
     "swiglu": (activation._swiglu, lambda: (numbers(2, 6, 16),)),
     "swiglu_backward": (activation._swiglu_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16))),
@@ -37,7 +38,24 @@ CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
         lambda: (numbers(2, 6, 4, 8), numbers(2, 6, 2, 8), numbers(2, 6, 2, 8), numbers(*TURNS), numbers(*TURNS)),
     ),
     "rows": (positional_dropout._rows, lambda: (bits(2).long() * 12345678901, bits(6))),
-    "kept_of_heads": (positional_dropout._kept_of_heads, lambda: (bits(2, 6), bits(4), bits(9), 0.3)),
+    "head_rows": (positional_dropout._head_rows, lambda: (bits(2, 6), bits(4))),
+    "by_group": (attention_kernels._by_group, lambda: (numbers(2, 6, 4, 8), 2, torch.float64)),
+    "by_token": (
+        attention_kernels._by_token,
+        lambda: (numbers(4, 12, 8), torch.empty(2, 6, 4, 8), torch.float64),
+    ),
+    "row_sums": (
+        attention_kernels._row_sums,
+        lambda: (numbers(2, 6, 4, 8), numbers(2, 6, 4, 8), 2, torch.float64),
+    ),
+    "weights": (
+        attention_kernels._weights,
+        lambda: (numbers(*SCORES), 0.5, torch.float64, bits(2, 4, 6), bits(9), 0.3),
+    ),
+    "backward": (
+        attention_kernels._backward,
+        lambda: (numbers(*SCORES), 0.5, *ROWS, bits(2, 4, 6), bits(9), 0.3),
+    ),
     "dropped": (positional_dropout._dropped, lambda: (numbers(2, 6, 8), bits(2, 6), bits(8), 0.3)),
     "dropped_onto": (
         positional_dropout._dropped_onto,
