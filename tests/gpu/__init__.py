@@ -1,0 +1,1 @@
+"""What `make gpu` proves on one CUDA device; see docs/gpu.md."""
