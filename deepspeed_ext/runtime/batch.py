@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
@@ -21,7 +22,8 @@ class TokenSliceBatch:
     Attributes:
         inputs: tensor or tuple of tensors for the first layer, or a dict of what layers take by name.
         labels: second argument of the loss function, or a dict of what it takes by name.
-        loss_weight: this token slice's share of the micro-batch's loss; the shares of a micro-batch sum to 1.
+        loss_weight: this token slice's share of the micro-batch's loss; the shares of a micro-batch sum to 1. Best a
+            number, which no device has to be sent.
     """
 
     inputs: Any
@@ -105,8 +107,58 @@ def _cut(tensors: Any, seq_length: int, start: int, end: int) -> Any:
 
 
 def to_device(tensors: Any, device: torch.device) -> Any:
-    """Move a tensor, or a tuple or dict of such, where a stage computes."""
-    return _map(lambda entry: entry.to(device, non_blocking=True) if torch.is_tensor(entry) else entry, tensors)
+    """Move a tensor, or a tuple or dict of such, where a stage computes. The host does not wait for the copies."""
+    return _map(lambda entry: _moved(entry, device) if torch.is_tensor(entry) else entry, tensors)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device.type == "cpu" and device.type == get_accelerator().device_name() != "cpu":
+        # Copies from any other memory, and of tensors with gaps, make the host wait.
+        tensor = tensor.contiguous()
+        if not get_accelerator().is_pinned(tensor):
+            tensor = get_accelerator().pin_memory(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
+def parts_on_device(
+    parts: Sequence[TokenSliceBatch], device: torch.device, seq_length: int, *, inputs: bool, labels: bool
+) -> list[TokenSliceBatch]:
+    """Move what the token slices of a micro-batch read. What they were cut from goes in one copy for all of them.
+
+    Dicts stay where they are: their entries may be as wide as activations, and go to the device for one token slice at
+    a time.
+
+    Args:
+        parts: of each token slice.
+        device: where the stages compute.
+        seq_length: tokens of the whole sequence.
+        inputs: whether inputs are read here.
+        labels: whether labels and weights of the loss are read here.
+    """
+    wholes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def move(entry: Any) -> Any:
+        if not torch.is_tensor(entry) or entry.device == device:
+            return entry
+        whole = entry._base
+        if (
+            whole is None
+            or whole.shape != (*entry.shape[:1], seq_length, *entry.shape[2:])
+            or not whole.is_contiguous()
+        ):
+            return _moved(entry, device)
+        if id(whole) not in wholes:
+            wholes[id(whole)] = whole, _moved(whole, device)
+        start = (entry.storage_offset() - whole.storage_offset()) // whole.stride(1)
+        return wholes[id(whole)][1][:, start : start + entry.shape[1]]
+
+    def moved(tree: Any, wanted: bool) -> Any:
+        return _map(move, tree) if wanted and not isinstance(tree, Mapping) else tree
+
+    return [
+        TokenSliceBatch(moved(part.inputs, inputs), moved(part.labels, labels), moved(part.loss_weight, labels))
+        for part in parts
+    ]
 
 
 def detached(tensors: Any) -> Any:

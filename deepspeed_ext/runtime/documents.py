@@ -1,7 +1,7 @@
 """Documents that lie one after the other in a sequence, and attention that keeps them apart."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel, CudaFlashOfRuns, Gradients, Runs
+from deepspeed_ext.runtime.batch import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +21,24 @@ class Documents:
         starts: for each row, the positions at which a document begins, ascending; the first is 0.
         attend_apart: tokens see their own document alone.
         positions_restart: positions count from the start of the document.
+        whole: positions [B, T] of whole sequences, once they are on the device of the layers.
     """
 
     starts: tuple[tuple[int, ...], ...]
     attend_apart: bool = True
     positions_restart: bool = True
+    whole: Tensor | None = field(default=None, compare=False, repr=False)
+
+    def on(self, device: torch.device, seq_length: int) -> "Documents":
+        """The same documents, the positions of their tokens computed and moved to a device for all token slices."""
+        if not self.positions_restart:
+            return self
+        return replace(self, whole=to_device(self.positions(0, seq_length), device))
 
     def positions(self, start: int, length: int) -> Tensor:
         """Positions [B, N] of the tokens start .. start + N in their documents."""
+        if self.whole is not None:
+            return self.whole[:, start : start + length]
         tokens = torch.arange(start, start + length)
         rows = []
         for row in self.starts:
@@ -52,9 +63,7 @@ class Documents:
             found.append((first_key, [each - start for each in queries], [each - first_key for each in keys]))
         # One copy for all rows, which does not wait for the device.
         numbers = torch.tensor([each for _, *both in found for ends in both for each in ends], dtype=torch.int32)
-        if device.type == "cuda":
-            numbers = numbers.pin_memory().to(device, non_blocking=True)
-        cumulative = iter(numbers.to(device).split([len(ends) for _, *both in found for ends in both]))
+        cumulative = iter(to_device(numbers, device).split([len(ends) for _, *both in found for ends in both]))
         return tuple(
             SeenKeys(first_key, Runs(next(cumulative), next(cumulative), _longest(queries), _longest(keys)))
             for first_key, queries, keys in found

@@ -321,13 +321,17 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         if not (self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()):
             # The other optimizers of DeepSpeed compute the norm themselves.
-            norm = global_grad_norm(
+            self._global_grad_norm = global_grad_norm(
                 self.module.parameters(),
                 self.grid.get_model_parallel_group(),
                 tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
             )
-            self._global_grad_norm = norm.item()
         super()._exec_optimizer_step(lr_kwargs)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the gradients of the last step; the host waits for it only here."""
+        norm = super().get_global_grad_norm()
+        return norm.item() if torch.is_tensor(norm) else norm
 
     def clip_fp32_gradients(self) -> None:
         """Scale the gradients so that the norm of the whole model's is at most the configured one."""

@@ -18,7 +18,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs import Instruction
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.batch import detached, to_device
+from deepspeed_ext.runtime.batch import detached, parts_on_device, to_device
 from deepspeed_ext.runtime.gradient_reductions import GradientReductions
 from deepspeed_ext.runtime.live_batch import Buffer, LiveBatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
@@ -108,7 +108,7 @@ class Executor:
     # ------------------------------------------------------------------ data
 
     def load(self, step: Instruction) -> None:
-        """Take a micro-batch and cut it."""
+        """Take a micro-batch, cut it, and move what the stages read to their device: no op waits for the host then."""
         try:
             batch = self._next_batch()
         except StopIteration:
@@ -123,9 +123,16 @@ class Executor:
         if module.stage_id in module.cutting_ranks:
             parts = module.split_batch(batch, self.plan.token_slices)
             module.data_entries.check(parts[0].inputs, parts[0].labels, cutting_stages=self._cutting_stages)
-            self.live.parts[step.micro_batch] = parts
+            self.live.parts[step.micro_batch] = parts_on_device(
+                parts,
+                self._device,
+                self.plan.token_slices.seq_length,
+                inputs=0 in self._stages,
+                labels=self.plan.shape.last_stage in self._stages,
+            )
         if module.documents is not None:
-            self.live.documents[step.micro_batch] = module.documents(batch)
+            documents = module.documents(batch).on(self._device, self.plan.token_slices.seq_length)
+            self.live.documents[step.micro_batch] = documents
 
     # ------------------------------------------------------------------ ops
 
@@ -222,7 +229,7 @@ class Executor:
     def _inputs(self, op: Op, held: Buffer) -> Any:
         if op.stage == 0:
             inputs = self.live.parts[op.micro_batch][op.token_slice].inputs
-            return self._entries(op) if isinstance(inputs, Mapping) else to_device(inputs, self._device)
+            return self._entries(op) if isinstance(inputs, Mapping) else inputs
         held.inputs = self._read(op)
         return held.inputs[0] if len(held.inputs) == 1 else held.inputs
 
@@ -294,9 +301,8 @@ class Executor:
             labels = self._module.data_entries.given_to_loss(part.labels)
             loss = loss_fn(outputs, **to_device(labels, self._device))
         else:
-            loss = loss_fn(outputs, to_device(part.labels, self._device))
-        weight = part.loss_weight
-        loss = loss * (weight.to(loss.device) if torch.is_tensor(weight) else weight)
+            loss = loss_fn(outputs, part.labels)
+        loss = loss * part.loss_weight
         self.live.add_loss(op.micro_batch, loss)
         if self.plan.training and not loss.requires_grad:
             raise UserError(

@@ -22,8 +22,9 @@ def global_grad_norm(
         tensor_parallel_rank: this rank's place on the tensor axis.
 
     Returns:
-        A scalar, in at least fp32.
+        A scalar in fp64, on the device of the parameters.
     """
+    parameters = list(parameters)
     counted = [
         parameter.grad
         for parameter in parameters
@@ -36,19 +37,18 @@ def global_grad_norm(
         for gradient in counted
     ]
     # Every rank takes part in the sum, also one that owns none of the counted gradients; fp64 holds any of them.
-    squares = (
-        torch.stack([norm.double() ** 2 for norm in norms]).sum() if norms else torch.zeros((), dtype=torch.double)
-    )
-    device = next((gradient.device for gradient in counted), None)
-    squares = squares.to(device) if device is not None else squares
+    nothing = torch.zeros((), dtype=torch.double, device=parameters[0].device)
+    squares = torch.stack([norm.double() ** 2 for norm in norms]).sum() if norms else nothing
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scale gradients whose norm, that of the whole model, is above `max_norm` down to it."""
-    coefficient = max_norm / (norm + 1e-6)
-    if coefficient < 1:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(coefficient)
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients whose norm, that of the whole model, is above `max_norm` down to it.
+
+    The host does not look at the norm: gradients within it are multiplied by 1.
+    """
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(coefficient)

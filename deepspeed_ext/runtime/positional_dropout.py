@@ -11,12 +11,43 @@ again, and no mask is ever stored. The mixing steps are multiplications and xor-
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from deepspeed_ext.pointwise import Pointwise
+
 _WORD = (1 << 64) - 1
+
+
+class DrawnNumbers:
+    """Random numbers of a micro-batch on a stage, each drawn once and kept for all of its token slices.
+
+    One for each token and use of dropout, 4 bytes, and one for each channel.
+
+    Args:
+        length: tokens of the whole sequence.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._rows: dict[tuple[int, tuple[int, ...], torch.device], Tensor] = {}
+        self._columns: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def rows(self, stream: int, sequences: tuple[int, ...], device: torch.device) -> Tensor:
+        """Random int32 [B, length] of a use of dropout."""
+        key = stream, sequences, device
+        if key not in self._rows:
+            self._rows[key] = _drawn_rows(stream, sequences, 0, self._length, device)
+        return self._rows[key]
+
+    def columns(self, first: int, count: int, device: torch.device) -> Tensor:
+        """Random int32 [count] of columns."""
+        key = first, count, device
+        if key not in self._columns:
+            self._columns[key] = _drawn_columns(first, count, device)
+        return self._columns[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +58,24 @@ class DropoutPlace:
         stream: number of the seed, the layer and the use.
         sequences: number of each row's sequence, unlike that of any other sequence of the run.
         start: position of the first token.
+        drawn: what was drawn for the micro-batch before; None to draw everything where it is asked for.
     """
 
     stream: int
     sequences: tuple[int, ...]
     start: int
+    drawn: DrawnNumbers | None = field(default=None, compare=False)
 
     @classmethod
-    def at(cls, seed: int, layer: int, site: int, sequences: Sequence[int], start: int) -> "DropoutPlace":
+    def at(
+        cls,
+        seed: int,
+        layer: int,
+        site: int,
+        sequences: Sequence[int],
+        start: int,
+        drawn: DrawnNumbers | None = None,
+    ) -> "DropoutPlace":
         """The place of a use of dropout.
 
         Args:
@@ -43,21 +84,31 @@ class DropoutPlace:
             site: which of the layer's uses.
             sequences: number of each row's sequence.
             start: position of the first token.
+            drawn: what was drawn for the micro-batch before.
         """
-        return cls(_mixed(_mixed(_mixed(seed) ^ layer) ^ site), tuple(sequences), start)
+        return cls(_mixed(_mixed(_mixed(seed) ^ layer) ^ site), tuple(sequences), start, drawn)
 
     def rows(self, length: int, device: torch.device) -> Tensor:
         """Random int32 [B, N], one for each token."""
-        keys = [_mixed(self.stream ^ sequence) for sequence in self.sequences]
-        low, high = (
-            torch.tensor([_signed(key >> shift & 0xFFFFFFFF) for key in keys], dtype=torch.int32, device=device)
-            for shift in (0, 32)
-        )
-        positions = torch.arange(self.start, self.start + length, dtype=torch.int32, device=device)
-        return _mix(_mix(positions + low[:, None]) ^ high[:, None])
+        if self.drawn is None:
+            return _drawn_rows(self.stream, self.sequences, self.start, length, device)
+        return self.drawn.rows(self.stream, self.sequences, device)[:, self.start : self.start + length]
+
+    def columns(self, first: int, count: int, device: torch.device) -> Tensor:
+        """Random int32 [count], one for each of the columns from `first` on."""
+        if self.drawn is None:
+            return _drawn_columns(first, count, device)
+        return self.drawn.columns(first, count, device)
 
 
-def dropout(inputs: Tensor, probability: float, place: DropoutPlace, *, first_channel: int = 0) -> Tensor:
+def dropout(
+    inputs: Tensor,
+    probability: float,
+    place: DropoutPlace,
+    *,
+    first_channel: int = 0,
+    residual: Tensor | None = None,
+) -> Tensor:
     """Zero elements of `inputs` [B, N, C] with a probability, and scale the others up by 1 / (1 - probability).
 
     Args:
@@ -65,8 +116,11 @@ def dropout(inputs: Tensor, probability: float, place: DropoutPlace, *, first_ch
         probability: of zero.
         place: of the tokens.
         first_channel: channel of the first column, where a rank holds some of the channels.
+        residual: [B, N, C], what the result is added to; None for nothing.
     """
-    return _Dropout.apply(inputs, probability, place, first_channel) if probability else inputs
+    if not probability:
+        return inputs if residual is None else residual + inputs
+    return _Dropout.apply(inputs, residual, probability, place, first_channel)
 
 
 def keep_mask(rows: Tensor, first_column: int, num_columns: int, probability: float) -> Tensor:
@@ -78,8 +132,7 @@ def keep_mask(rows: Tensor, first_column: int, num_columns: int, probability: fl
         num_columns: columns C.
         probability: that an element does not stay.
     """
-    columns = torch.arange(first_column, first_column + num_columns, dtype=torch.int32, device=rows.device)
-    return _mix(rows.unsqueeze(-1) ^ _mix(columns)) >= _signed(min(int(probability * 2**32) + 2**31, 2**32 + 2**31 - 1))
+    return _kept(rows, _drawn_columns(first_column, num_columns, rows.device), probability)
 
 
 def attention_keep_mask(
@@ -95,26 +148,109 @@ def attention_keep_mask(
         num_keys: keys E.
         probability: that one does not stay.
     """
-    heads = torch.arange(first_head, first_head + num_heads, dtype=torch.int32, device=rows.device)
-    return keep_mask(_mix(rows.unsqueeze(1) ^ _mix(~heads)[:, None]), first_key, num_keys, probability)
+    return keep_mask(head_rows(rows, first_head, num_heads), first_key, num_keys, probability)
+
+
+def head_rows(rows: Tensor, first_head: int, num_heads: int) -> Tensor:
+    """Random int32 [B, H, N] of queries by head, from those [B, N] of their tokens.
+
+    Args:
+        rows: random int32, [B, N].
+        first_head: number of the first head.
+        num_heads: heads H.
+    """
+    return _head_rows(rows, torch.arange(first_head, first_head + num_heads, dtype=torch.int32, device=rows.device))
+
+
+def scaled_mask(rows: Tensor, columns: Tensor, probability: float, like: Tensor) -> Tensor:
+    """What each of some elements [..., C] is multiplied by: 0, or 1 / (1 - probability).
+
+    Args:
+        rows: random int32; as many as `like` has rows.
+        columns: random int32 [C].
+        probability: of zero.
+        like: gives the shape and the type.
+    """
+    kept = _mix(rows.unsqueeze(-1) ^ columns) >= _threshold(probability)
+    return kept.reshape(like.shape).to(like.dtype).mul_(1 / (1 - probability))
 
 
 class _Dropout(torch.autograd.Function):
     """Its graph keeps no tensor: the mask is drawn again."""
 
     @staticmethod
-    def forward(ctx, inputs, probability: float, place: DropoutPlace, first_channel: int):
+    def forward(ctx, inputs, residual, probability: float, place: DropoutPlace, first_channel: int):
         ctx.settings = probability, place, first_channel
-        return _dropped(inputs, probability, place, first_channel)
+        ctx.adds = residual is not None
+        numbers = _numbers(inputs, place, first_channel)
+        return (
+            _dropped(inputs, *numbers, probability)
+            if residual is None
+            else _dropped_onto(inputs, *numbers, probability, residual)
+        )
 
     @staticmethod
     def backward(ctx, output_gradient):
-        return _dropped(output_gradient, *ctx.settings), None, None, None
+        probability, place, first_channel = ctx.settings
+        of_inputs = _dropped(output_gradient, *_numbers(output_gradient, place, first_channel), probability)
+        return of_inputs, output_gradient if ctx.adds else None, None, None, None
 
 
-def _dropped(inputs: Tensor, probability: float, place: DropoutPlace, first_channel: int) -> Tensor:
-    kept = keep_mask(place.rows(inputs.shape[1], inputs.device), first_channel, inputs.shape[2], probability)
-    return inputs * kept.to(inputs.dtype).mul_(1 / (1 - probability))
+def _numbers(inputs: Tensor, place: DropoutPlace, first_channel: int) -> tuple[Tensor, Tensor]:
+    """The random rows [B, N] and columns [C] of [B, N, C]."""
+    rows = place.rows(inputs.shape[1], inputs.device)
+    return rows, place.columns(first_channel, inputs.shape[2], inputs.device)
+
+
+def _drawn_rows(stream: int, sequences: Sequence[int], start: int, length: int, device: torch.device) -> Tensor:
+    # Numbers go to the device as arguments of kernels: a tensor made of a list would be copied there, and waited for.
+    keys = [
+        torch.full((1,), _signed(_mixed(stream ^ sequence), 64), dtype=torch.int64, device=device)
+        for sequence in sequences
+    ]
+    positions = torch.arange(start, start + length, dtype=torch.int32, device=device)
+    return _rows(keys[0] if len(keys) == 1 else torch.cat(keys), positions)
+
+
+def _drawn_columns(first: int, count: int, device: torch.device) -> Tensor:
+    return _columns(torch.arange(first, first + count, dtype=torch.int32, device=device))
+
+
+@Pointwise
+def _rows(keys: Tensor, positions: Tensor) -> Tensor:
+    """Random int32 [B, N] from the key of each row, int64 [B], and the position of each token, int32 [N]."""
+    low, high = (half.to(torch.int32).unsqueeze(1) for half in (keys, keys >> 32))
+    return _mix(_mix(positions + low) ^ high)
+
+
+@Pointwise
+def _columns(numbers: Tensor) -> Tensor:
+    return _mix(numbers)
+
+
+@Pointwise
+def _kept(rows: Tensor, columns: Tensor, probability: float) -> Tensor:
+    return _mix(rows.unsqueeze(-1) ^ columns) >= _threshold(probability)
+
+
+@Pointwise
+def _head_rows(rows: Tensor, heads: Tensor) -> Tensor:
+    return _mix(rows.unsqueeze(1) ^ _mix(~heads)[:, None])
+
+
+@Pointwise
+def _dropped(inputs: Tensor, rows: Tensor, columns: Tensor, probability: float) -> Tensor:
+    return inputs * scaled_mask(rows, columns, probability, inputs)
+
+
+@Pointwise
+def _dropped_onto(inputs: Tensor, rows: Tensor, columns: Tensor, probability: float, residual: Tensor) -> Tensor:
+    return residual + inputs * scaled_mask(rows, columns, probability, inputs)
+
+
+def _threshold(probability: float) -> int:
+    """The int32 that a random one is below with a probability."""
+    return _signed(min(int(probability * 2**32) + 2**31, 2**32 + 2**31 - 1))
 
 
 def _mix(bits: Tensor) -> Tensor:
@@ -136,7 +272,7 @@ def _mixed(word: int) -> int:
     return word ^ word >> 31
 
 
-def _signed(word: int) -> int:
-    """The int32 with the low 32 bits of a number."""
-    word &= 0xFFFFFFFF
-    return word - (1 << 32) if word >> 31 else word
+def _signed(word: int, bits: int = 32) -> int:
+    """The signed integer with the low bits of a number."""
+    word &= (1 << bits) - 1
+    return word - (1 << bits) if word >> bits - 1 else word

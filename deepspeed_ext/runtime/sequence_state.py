@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.attention_kernels import (
     kernel_of_runs_for,
 )
 from deepspeed_ext.runtime.documents import DocumentAttention, Documents, DocumentsAtOnce
-from deepspeed_ext.runtime.positional_dropout import DropoutPlace
+from deepspeed_ext.runtime.positional_dropout import DrawnNumbers, DropoutPlace
 
 Made = TypeVar("Made")
 
@@ -50,6 +50,8 @@ class SequenceState:
         self._layers: dict[int, KeyValueState] = defaultdict(lambda: KeyValueState(token_slices.seq_length))
         self.shared: dict[tuple[int, str], Any] = {}
         """What layers share of a token slice, by its first position and a name; see `Past.once`."""
+        self.drawn = DrawnNumbers(token_slices.seq_length)
+        """Random numbers of dropout."""
 
     def past(self, layer: int, token_slice: int) -> "Past":
         """The state as one layer sees it while it computes one token slice."""
@@ -69,12 +71,23 @@ class Past:
     _sequence: SequenceState
     _keys_and_values: KeyValueState
 
-    def positions(self, length: int) -> Tensor:
-        """Positions of the N tokens of this token slice: [1, N], or [B, N] where they restart with documents."""
+    @property
+    def positions_restart(self) -> bool:
+        """Whether positions restart with documents; if not, they count on from `prefix_len`."""
         documents = self._sequence.documents
-        if documents is None or not documents.positions_restart:
-            return torch.arange(self.prefix_len, self.prefix_len + length).unsqueeze(0)
-        return documents.positions(self.prefix_len, length)
+        return documents is not None and documents.positions_restart
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Positions of the N tokens of this token slice: [1, N], or [B, N] where they restart with documents.
+
+        Args:
+            length: tokens N.
+            device: where they are needed; None for torch's default.
+        """
+        if not self.positions_restart:
+            return torch.arange(self.prefix_len, self.prefix_len + length, device=device).unsqueeze(0)
+        positions = self._sequence.documents.positions(self.prefix_len, length)
+        return positions if device is None else positions.to(device)
 
     def once(self, name: str, make: Callable[[], Made]) -> Made:
         """What all layers of this stage need of this token slice: made by the first that asks, given to the others.
@@ -122,7 +135,14 @@ class Past:
         )
 
     def dropout(
-        self, inputs: Tensor, probability: float, *, site: int, first_token: int = 0, first_channel: int = 0
+        self,
+        inputs: Tensor,
+        probability: float,
+        *,
+        site: int,
+        first_token: int = 0,
+        first_channel: int = 0,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Dropout whose mask depends on the place of each element alone.
 
@@ -132,12 +152,14 @@ class Past:
             site: a number, from 1, for each use of dropout in a layer.
             first_token: tokens of this token slice before those of `inputs`, where ranks share them.
             first_channel: channels before those of `inputs`, where ranks share them.
+            residual: [B, N, C], what the result is added to, in the same pass; None for nothing.
         """
         place = self._place(site, first_token, self._sequence.sequences)
-        return positional_dropout.dropout(inputs, probability, place, first_channel=first_channel)
+        return positional_dropout.dropout(inputs, probability, place, first_channel=first_channel, residual=residual)
 
     def _place(self, site: int, first_token: int, sequences: Sequence[int]) -> DropoutPlace:
-        return DropoutPlace.at(self._sequence.seed, self._layer, site, sequences, self.prefix_len + first_token)
+        start, drawn = self.prefix_len + first_token, self._sequence.drawn
+        return DropoutPlace.at(self._sequence.seed, self._layer, site, sequences, start, drawn)
 
     def _kernel(self, query: Tensor, dropout: float, first_head: int) -> AttentionKernel:
         documents, sequences = self._sequence.documents, self._sequence.sequences

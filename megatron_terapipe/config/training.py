@@ -61,6 +61,11 @@ class TrainingConfig:
     recompute_num_layers: int = option(1, aliases=("--checkpoint-num-layers",))
     """Layers between two activations that `full` keeps."""
 
+    compile_pointwise: Literal["auto", "always", "never"] = "auto"
+    """Where chains of pointwise operations (rotations, norms, gates, dropout with its residual) are compiled into one
+    kernel: `auto` on accelerators that have triton; `always` on CPUs, too, where it takes seconds of every start;
+    `never`."""
+
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_choices(self)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepspeed_ext.pointwise import Pointwise
+
 
 class Activation(nn.Module):
     """An activation by its name in the model section. It has no weights; a module so that it can be recomputed."""
@@ -31,18 +33,27 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs):
         ctx.save_for_backward(inputs)
-        gate, up = inputs.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return _swiglu(inputs)
 
     @staticmethod
     def backward(ctx, output_gradient):
-        (inputs,) = ctx.saved_tensors
-        gate, up = inputs.chunk(2, dim=-1)
-        gradient = torch.empty_like(inputs)
-        of_gate, of_up = gradient.chunk(2, dim=-1)
-        torch.mul(output_gradient, F.silu(gate), out=of_up)
-        of_gate.copy_(torch.ops.aten.silu_backward(output_gradient * up, gate))
-        return gradient
+        return _swiglu_backward(output_gradient, *ctx.saved_tensors)
+
+
+@Pointwise
+def _swiglu(inputs: Tensor) -> Tensor:
+    gate, up = inputs.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@Pointwise
+def _swiglu_backward(output_gradient: Tensor, inputs: Tensor) -> Tensor:
+    gate, up = inputs.chunk(2, dim=-1)
+    gradient = torch.empty_like(inputs)
+    of_gate, of_up = gradient.chunk(2, dim=-1)
+    of_up.copy_(F.silu(gate).mul_(output_gradient))
+    of_gate.copy_(torch.ops.aten.silu_backward(output_gradient * up, gate))
+    return gradient
 
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -17,9 +17,15 @@ class DropoutSite(IntEnum):
 
 
 def residual_dropout(
-    hidden: Tensor, probability: float, site: DropoutSite, past: Past, ranks: TensorParallelRanks
+    hidden: Tensor,
+    probability: float,
+    site: DropoutSite,
+    past: Past,
+    ranks: TensorParallelRanks,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """Dropout on [B, n, hidden] of the tokens this rank has between the matrices."""
+    """Dropout on [B, n, hidden] of the tokens this rank has between the matrices, then the residual added to it."""
     if not probability:
-        return hidden
-    return past.dropout(hidden, probability, site=site, first_token=ranks.first_token(hidden.shape[1]))
+        return hidden if residual is None else residual + hidden
+    first_token = ranks.first_token(hidden.shape[1])
+    return past.dropout(hidden, probability, site=site, first_token=first_token, residual=residual)

@@ -60,7 +60,7 @@ class PositionEmbedding(nn.Module):
         """[B, n, hidden] of the tokens this rank has between the matrices in, the same out."""
         if self.weight is not None:
             num_tokens = hidden.shape[1] * (self.ranks.size if self.ranks.sequence_parallel else 1)
-            positions = self.ranks.own_tokens(past.positions(num_tokens)).to(hidden.device)
+            positions = self.ranks.own_tokens(past.positions(num_tokens, hidden.device))
             hidden = hidden + F.embedding(positions, self.weight)
         return residual_dropout(hidden, self.dropout if self.training else 0.0, DropoutSite.EMBEDDING, past, self.ranks)
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.model.attention import rotary_table
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
 from megatron_terapipe.model.norm import NORMS
@@ -27,14 +28,15 @@ def gpt_layers(
         ranks: ranks that share each layer's matrices; None for one alone.
         recompute_cheap: compute the outputs of norms and activations again in the backward instead of keeping them.
     """
-    ranks = ranks or TensorParallelRanks()
+    ranks, rotary = ranks or TensorParallelRanks(), rotary_table(model)
     if model.untie_embeddings_and_output_weights:
         embedding, output = LayerSpec(WordEmbedding, model, ranks), LayerSpec(OutputLayer, model, ranks)
     else:
         embedding = TiedLayerSpec("embedding", WordEmbedding, model, ranks)
         output = TiedLayerSpec("embedding", WordEmbedding, model, ranks, forward_fn=tied_logits)
     blocks = [
-        LayerSpec(TransformerBlock, model, block, ranks, recompute_cheap=recompute_cheap) for block in model.blocks
+        LayerSpec(TransformerBlock, model, block, ranks, recompute_cheap=recompute_cheap, rotary=rotary)
+        for block in model.blocks
     ]
     final_norm = LayerSpec(NORMS[model.normalization], model, ranks)
     return [embedding, LayerSpec(PositionEmbedding, model, ranks), *blocks, final_norm, output]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ext import pointwise
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.runtime.channels import MessageSpec, TensorSpec
@@ -39,6 +40,8 @@ LAUNCHER_NOTICES_S = 5
 def process_group(run: Run) -> Iterator[None]:
     """Join the other ranks, each on its own device or cores; leave when done."""
     run.launch.export()
+    if run.config.training.compile_pointwise != "auto":
+        os.environ[pointwise.VARIABLE] = run.config.training.compile_pointwise
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         settle_on_cores(run.launch.local_rank, run.launch.local_size)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import torch
+
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batch import TokenSliceBatch
 from deepspeed_ext.runtime.documents import Documents
@@ -15,14 +17,16 @@ def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch
     A token slice's loss is the mean over its own loss-bearing tokens, so it weighs as much as it has of the
     micro-batch's: then the weighted sum is the mean over all of them, however they lie.
     """
-    loss_bearing = batch.loss_mask.sum().clamp(min=1)
+    # As numbers: the batch is still on the host, and the loss is on a device that would have to be sent tensors.
+    counts = [batch.loss_mask[:, start:end].sum(dtype=torch.float64).item() for start, end in token_slices.bounds()]
+    loss_bearing = max(sum(counts), 1.0)
     return [
         TokenSliceBatch(
             inputs=batch.tokens[:, start:end],
             labels=(batch.labels[:, start:end], batch.loss_mask[:, start:end]),
-            loss_weight=batch.loss_mask[:, start:end].sum() / loss_bearing,
+            loss_weight=count / loss_bearing,
         )
-        for start, end in token_slices.bounds()
+        for count, (start, end) in zip(counts, token_slices.bounds(), strict=True)
     ]
 
 

@@ -76,11 +76,19 @@ LAYERS = (
         (*PLAN, *CONFIG, "megatron_terapipe.command_parser"),
         ("yaml",),
     ),
-    Layer(("deepspeed_ext.runtime", "deepspeed_ext.runtime.*"), PLAN, ("torch", "deepspeed", "packaging")),
+    Layer(("deepspeed_ext.pointwise",), PLAN, ("torch", "deepspeed")),
+    Layer(
+        ("deepspeed_ext.runtime", "deepspeed_ext.runtime.*"),
+        (*PLAN, "deepspeed_ext.pointwise"),
+        ("torch", "deepspeed", "packaging"),
+    ),
     Layer(("megatron_terapipe.tensor_parallel", "megatron_terapipe.tensor_parallel.*"), packages=("torch",)),
     Layer(
         ("megatron_terapipe.model.*",),
-        (*PLAN, *CONFIG, "megatron_terapipe.model.flops", "megatron_terapipe.tensor_parallel"),
+        (
+            *(*PLAN, *CONFIG, "deepspeed_ext.pointwise", "megatron_terapipe.model.flops"),
+            "megatron_terapipe.tensor_parallel",
+        ),
         ("torch",),
     ),
     Layer(
@@ -117,6 +125,7 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.training", "megatron_terapipe.training.*"),
         (
+            "deepspeed_ext.pointwise",
             *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
             "megatron_terapipe.checkpoint",
             "megatron_terapipe.tensor_parallel",

@@ -143,11 +143,13 @@ class WholePast:
     sequences: tuple[int, ...]
     starts: tuple[tuple[int, ...], ...]
     layer: int = 0
+    prefix_len: int = 0
+    positions_restart: bool = True
 
     def past(self, layer: int, token_slice: int) -> "WholePast":
         return replace(self, layer=layer)
 
-    def positions(self, length: int) -> Tensor:
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
         return torch.stack([_positions(row, length) for row in self.starts])
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
@@ -167,9 +169,12 @@ class WholePast:
             weights = weights * attention_keep_mask(rows, 0, query.shape[2], 0, length, dropout) / (1 - dropout)
         return torch.einsum("bhqk,bkhd->bqhd", weights, value)
 
-    def dropout(self, inputs: Tensor, probability: float, *, site: int, first_token: int) -> Tensor:
+    def dropout(
+        self, inputs: Tensor, probability: float, *, site: int, first_token: int, residual: Tensor | None
+    ) -> Tensor:
         rows = DropoutPlace.at(self.seed, self.layer, site, self.sequences, 0).rows(inputs.shape[1], inputs.device)
-        return inputs * keep_mask(rows, 0, inputs.shape[2], probability) / (1 - probability)
+        dropped = inputs * keep_mask(rows, 0, inputs.shape[2], probability) / (1 - probability)
+        return dropped if residual is None else residual + dropped
 
 
 def _positions(starts: tuple[int, ...], length: int) -> Tensor:

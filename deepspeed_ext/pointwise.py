@@ -1,0 +1,90 @@
+"""Pointwise functions that `torch.compile` makes one kernel of, where that pays.
+
+On an accelerator every operation is a launch, and a chain of pointwise operations reads and writes its tensors once
+per link. Compiled, a chain is one kernel or two. On CPUs a launch costs little, and compiling costs seconds of every
+start, so functions run there as they are written. Both ways compute the same formula: it is written once.
+
+    TERAPIPE_COMPILE_POINTWISE     where functions are compiled
+    auto (default)                 on accelerators that have triton
+    always                         on CPUs, too
+    never                          nowhere
+"""
+
+import os
+from collections.abc import Callable
+from functools import cache, cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from deepspeed_ext.plan.errors import UserError
+
+VARIABLE = "TERAPIPE_COMPILE_POINTWISE"
+"""Variable of the environment that says where functions are compiled."""
+
+CHOICES = ("auto", "always", "never")
+"""Its values, the default first."""
+
+
+class Pointwise:
+    """A function of tensors, compiled on the devices where that pays.
+
+    The function must not depend on the values of its tensors, and autograd does not see into it: it is called inside
+    the forward and the backward of an `autograd.Function`. Sizes may change from call to call: it is compiled for the
+    first that it sees, at the second for any.
+
+    Args:
+        function: the function, whose first argument is a tensor on the device of all.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            UserError: if torch cannot compile it.
+        """
+        if not is_compiled(arguments[0].device.type, os.environ.get(VARIABLE, CHOICES[0])):
+            return self.function(*arguments)
+        try:
+            return self._compiled(*arguments)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"torch cannot compile {self.function.__name__} here ({reason}): set {VARIABLE}=never, or train with "
+                "--compile-pointwise never"
+            ) from error
+
+    @cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        # Not the whole graph or an error: with more shapes than torch compiles, a function runs as it is written.
+        return torch.compile(self.function)
+
+
+@cache
+def is_compiled(device_type: str, choice: str) -> bool:
+    """Whether functions are compiled on a device.
+
+    Args:
+        device_type: such as `cpu` or `cuda`.
+        choice: `auto`, `always` or `never`.
+
+    Raises:
+        UserError: if the choice is none of these.
+    """
+    if choice not in CHOICES:
+        raise UserError(f"{VARIABLE}={choice} is not known: set it to {', '.join(CHOICES[:-1])} or {CHOICES[-1]}")
+    if choice != "auto" or device_type in ("cpu", "meta"):
+        return choice == "always" and device_type != "meta"
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    return (
+        device_type == accelerator.device_name()
+        and accelerator.is_triton_supported()
+        and find_spec("triton") is not None
+    )

@@ -1,0 +1,50 @@
+"""A training step on CUDA in which torch refuses whatever makes the host wait for the device."""
+
+import pytest
+import torch
+
+from deepspeed_ext.runtime.engine import _METHODS
+from megatron_terapipe.training.engine import build_engine, process_group
+from tests.training.gpt_runs import Setup, batches, run_of
+
+CUT = "--num-token-slices 3 --token-slices 9,15,8"
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --num-key-value-heads 2"
+)
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+PACKED = "--reset-position-ids --reset-attention-mask"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{CUT} --bf16",
+        f"{CUT} --bf16 {LLAMA}",
+        f"{CUT} --bf16 {LLAMA} {PACKED} --recompute-activations",
+        f"{CUT} --bf16 {DROPOUT}",
+        f"{CUT} --bf16 {LLAMA} {DROPOUT} --recompute-granularity full",
+        f"{CUT} {LLAMA} --pipeline-schedule zero-bubble",
+    ],
+)
+def test_every_op_of_a_step_goes_without_waiting(flags: str) -> None:
+    setup = Setup(flags=flags)
+    run = run_of(setup)
+    with process_group(run):
+        engine = build_engine(run)
+        micro_batches = [batch.pin_memory() for batch in batches(setup, 0)]
+        # The first step compiles kernels, and allocates what the second finds.
+        engine.train_batch(iter(micro_batches))
+        schedule = engine._programs.training(setup.micro_batches)
+        engine.set_dataiterator(iter(micro_batches))
+        engine._begin(schedule, engine.module.token_slices, 2)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for instruction in schedule.program.instructions:
+                _METHODS[instruction.kind](engine._executor, instruction)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        losses = engine._executor.finish().losses.values()
+        assert all(loss.is_cuda and loss.isfinite() for loss in losses)

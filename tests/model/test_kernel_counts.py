@@ -1,0 +1,28 @@
+"""Kernels of a layer and token slice stay as few as they are."""
+
+import pytest
+
+from benchmarks.kernel_counts import MODELS, SIZES, compiled_kernels, kernels
+from megatron_terapipe.config import ModelConfig
+
+MOST = {
+    "GPT": (13, 25),
+    "Llama": (20, 30),
+    "GPT, dropout of hidden states": (13, 27),
+    "GPT, dropout of attention, too": (30, 45),
+}
+"""Forward, and backward where gradients add up in fp32."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_of_a_layer(name: str) -> None:
+    forward, backward = kernels(ModelConfig(**SIZES, **MODELS[name]), compiled=True, apart=True)
+    assert (forward.total() <= MOST[name][0], backward.total() <= MOST[name][1]) == (True, True), (forward, backward)
+
+
+def test_the_counter_tells_one_kernel_from_two() -> None:
+    import torch
+
+    ones = torch.ones(8, 16)
+    assert compiled_kernels(lambda each: (each * 2).exp() + 1, ones) == 1
+    assert compiled_kernels(lambda each: ((each * 2).sum(0), each.sum(1)), ones) == 2

@@ -1,0 +1,119 @@
+"""Pointwise functions: where they are compiled, and that compiled they compute the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_ext import pointwise
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.pointwise import Pointwise, is_compiled
+from deepspeed_ext.runtime import attention_kernels, positional_dropout
+from megatron_terapipe.model import activation, norm, rotary
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def bits(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape, generator=torch.Generator().manual_seed(1), dtype=torch.int64).int()
+
+
+HEADS, TURNS, SCORES = (2, 6, 2, 4, 8), (1, 6, 1, 4), (2, 2, 2, 6, 9)
+ROWS = numbers(*SCORES[:-1]) + 5, numbers(*SCORES), numbers(*SCORES[:-1])
+CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
+    "swiglu": (activation._swiglu, lambda: (numbers(2, 6, 16),)),
+    "swiglu_backward": (activation._swiglu_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16))),
+    "rms_norm": (norm._rms_norm, lambda: (numbers(2, 6, 16), numbers(16), 1e-5)),
+    "rms_norm_backward": (
+        norm._rms_norm_backward,
+        lambda: (numbers(2, 6, 16), numbers(2, 6, 16), numbers(16), numbers(2, 6, 1)),
+    ),
+    "turned": (rotary._turned, lambda: (numbers(*HEADS), numbers(*TURNS), numbers(*TURNS))),
+    "turned_back": (
+        rotary._turned_back,
+        lambda: (numbers(2, 6, 4, 8), numbers(2, 6, 2, 8), numbers(2, 6, 2, 8), numbers(*TURNS), numbers(*TURNS)),
+    ),
+    "rows": (positional_dropout._rows, lambda: (bits(2).long() * 12345678901, bits(6))),
+    "head_rows": (positional_dropout._head_rows, lambda: (bits(2, 6), bits(4))),
+    "by_group": (attention_kernels._by_group, lambda: (numbers(2, 6, 4, 8), 2, torch.float64)),
+    "by_token": (
+        attention_kernels._by_token,
+        lambda: (numbers(4, 12, 8), torch.empty(2, 6, 4, 8), torch.float64),
+    ),
+    "row_sums": (
+        attention_kernels._row_sums,
+        lambda: (numbers(2, 6, 4, 8), numbers(2, 6, 4, 8), 2, torch.float64),
+    ),
+    "weights": (
+        attention_kernels._weights,
+        lambda: (numbers(*SCORES), 0.5, torch.float64, bits(2, 4, 6), bits(9), 0.3),
+    ),
+    "backward": (
+        attention_kernels._backward,
+        lambda: (numbers(*SCORES), 0.5, *ROWS, bits(2, 4, 6), bits(9), 0.3),
+    ),
+    "dropped": (positional_dropout._dropped, lambda: (numbers(2, 6, 8), bits(2, 6), bits(8), 0.3)),
+    "dropped_onto": (
+        positional_dropout._dropped_onto,
+        lambda: (numbers(2, 6, 8), bits(2, 6), bits(8), 0.3, numbers(2, 6, 8)),
+    ),
+}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (found, expected)), strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_is_one_graph_that_computes_the_same(name: str) -> None:
+    """What the compiler makes of it, before code is generated: that takes seconds each."""
+    function, arguments = CALLS[name]
+    traced = torch.compile(function.function, fullgraph=True, backend="aot_eager_decomp_partition")
+    assert_same(traced(*arguments()), function.function(*arguments()))
+
+
+def test_on_cpus_functions_run_as_written_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(pointwise.VARIABLE, raising=False)
+    ran = []
+    function = Pointwise(lambda tensor: ran.append(torch.compiler.is_compiling()) or tensor + 1)
+    function(torch.ones(2))
+    assert ran == [False]
+    monkeypatch.setenv(pointwise.VARIABLE, "sometimes")
+    with pytest.raises(UserError, match=r"sometimes is not known: set it to auto, always or never"):
+        function(torch.ones(2))
+
+
+def test_where_functions_are_compiled() -> None:
+    assert [is_compiled("cpu", choice) for choice in pointwise.CHOICES] == [False, True, False]
+    assert not any(is_compiled("meta", choice) for choice in pointwise.CHOICES)
+    assert not is_compiled("cuda", "never")
+
+
+def test_compiled_masks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generated code for CPUs, which multiplies integers beyond their range."""
+    function, arguments = CALLS["dropped_onto"]
+    expected = function(*arguments())
+    monkeypatch.setenv(pointwise.VARIABLE, "always")
+    fresh = Pointwise(function.function)
+    assert_same(fresh(*arguments()), expected)
+    assert "_compiled" in fresh.__dict__
+
+
+def test_what_cannot_be_compiled_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stubborn(tensor: Tensor) -> Tensor:
+        return tensor + 1
+
+    def fail(*arguments: Any) -> Tensor:
+        raise torch._dynamo.exc.TorchDynamoException("no compiler\nand much more")
+
+    monkeypatch.setenv(pointwise.VARIABLE, "always")
+    function = Pointwise(stubborn)
+    function.__dict__["_compiled"] = fail
+    with pytest.raises(UserError, match=r"^torch cannot compile stubborn here \(no compiler\): set .*=never, or train"):
+        function(torch.ones(2))

@@ -1,0 +1,164 @@
+"""Nothing inside a training step makes the host wait for the device, or copies to it, but the loading of micro-batches.
+
+The meta device stands in for an accelerator, so that every crossing between host and device is seen: what a copy or a
+look at a value would be there, is one here.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deepspeed_ext.plan.programs import Instruction, InstructionKind
+from deepspeed_ext.runtime import sequence_state
+from deepspeed_ext.runtime.attention_kernels import CudaFlash
+from deepspeed_ext.runtime.engine import _METHODS
+from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.training.engine import build_engine
+from tests.distributed import run_distributed
+from tests.training.gpt_runs import Setup, batches, run_of
+
+DEVICE = torch.device("meta")
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --num-key-value-heads 2"
+)
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+PACKED = "--reset-position-ids --reset-attention-mask"
+CUT = "--num-token-slices 3 --token-slices 9,15,8"
+SETUPS = {
+    "gpt": Setup(flags=CUT),
+    "gpt, packed, dropout, zero-bubble": Setup(flags=f"{CUT} {PACKED} {DROPOUT} --pipeline-schedule zero-bubble"),
+    "llama, packed, recomputed": Setup(flags=f"{CUT} {LLAMA} {PACKED} --recompute-activations"),
+    "llama, dropout, layers recomputed": Setup(flags=f"{CUT} {LLAMA} {DROPOUT} --recompute-granularity full"),
+}
+
+LOOKS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2"}
+"""Operations that the host waits for: it needs a value, or the size of the result depends on values."""
+
+MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
+"""Functions that copy numbers of the host into a tensor, which no dispatch mode sees."""
+
+
+class _Copies(TorchDispatchMode):
+    """Writes down operations in which host and device meet."""
+
+    def __init__(self, seen: Callable[[str], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = function._schema.name
+        tensors = [each for each in tree_leaves([arguments, keywords or {}]) if isinstance(each, Tensor)]
+        devices = {each.device.type for each in tensors}
+        by_mask = name == "aten::index" and any(each.dtype is torch.bool for each in tensors[1:])
+        if (name in LOOKS or by_mask) and DEVICE.type in devices:
+            self._seen(f"{name} waits")
+        if name in ("aten::_to_copy", "aten::copy_"):
+            target = (keywords or {}).get("device")
+            if {"cpu", DEVICE.type} <= devices | ({target.type} if target else set()):
+                later = (keywords or {}).get("non_blocking")
+                self._seen(f"{name} from {', '.join(sorted(devices))}{'' if later else ' waits'}")
+        return function(*arguments, **(keywords or {}))
+
+
+class _Makers(TorchFunctionMode):
+    """Writes down tensors that are made of numbers of the host."""
+
+    def __init__(self, seen: Callable[[str], None]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        if function in MAKERS and result.device == DEVICE:
+            self._seen(f"{function.__name__} waits")
+        # A list of places becomes a tensor, too; slices and numbers do not.
+        if function is Tensor.__getitem__ and arguments[0].device == DEVICE:
+            if any(isinstance(each, int) for each in tree_leaves(arguments[1]) if isinstance(arguments[1], list)):
+                self._seen("a list as an index waits")
+        return result
+
+
+def loaded(batch: Batch) -> Batch:
+    """A micro-batch with tensors of its own, as the loader makes them."""
+    return replace(batch, tokens=batch.tokens.contiguous(), labels=batch.labels.contiguous())
+
+
+def crossings(setup: Setup) -> Counter[tuple[str, str]]:
+    """Where host and device meet in a step of an engine: kind of instruction, and what it did."""
+    engine = build_engine(run_of(setup))
+    schedule, token_slices = engine._programs.training(setup.micro_batches), engine.module.token_slices
+    engine.module.to(DEVICE)
+    engine._executor._device = engine._links.device = DEVICE
+    engine.set_dataiterator(iter(loaded(each) for each in batches(setup, 0)))
+    engine.module.train()
+    engine._begin(schedule, token_slices, 2)
+    found: Counter[tuple[str, str]] = Counter()
+    at: list[Instruction] = []
+
+    def seen(what: str) -> None:
+        found[at[-1].kind.value, what] += 1
+
+    kernel = patch.object(sequence_state, "kernel_for", lambda query: CudaFlash())
+    # Torch does not know of autocast on the meta device.
+    autocast = patch.object(torch, "is_autocast_enabled", lambda device_type: False)
+    with kernel, autocast, _Makers(seen), _Copies(seen):
+        for instruction in schedule.program.instructions:
+            at.append(instruction)
+            _METHODS[instruction.kind](engine._executor, instruction)
+    assert {loss.device for loss in engine._executor.live.losses.values()} == {DEVICE}
+    assert all(each.grad.device == DEVICE for each in engine.module.parameters())
+    return found
+
+
+def _crossings_of_all() -> dict[str, Counter[tuple[str, str]]]:
+    return {name: crossings(setup) for name, setup in SETUPS.items()}
+
+
+def test_only_loading_copies_to_the_device_and_nothing_waits() -> None:
+    (by_setup,) = run_distributed(_crossings_of_all, 1)
+    for name, found in by_setup.items():
+        setup = SETUPS[name]
+        # Tokens, labels, mask; and positions where documents restart them.
+        tensors = 3 + ("--reset-position-ids" in setup.flags)
+        loading = InstructionKind.LOAD_MICRO_BATCH.value, "aten::_to_copy from cpu"
+        assert found == {loading: tensors * setup.micro_batches}, name
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda host, device: torch.tensor([1, 2], device=DEVICE),
+        lambda host, device: device.new_tensor([1.0]),
+        lambda host, device: device[[0, 1]],
+        lambda host, device: host.to(DEVICE),
+        lambda host, device: device.copy_(host),
+        lambda host, device: device.sum().item(),
+        lambda host, device: bool(device.sum() > 0),
+        lambda host, device: device.cpu(),
+        lambda host, device: device.tolist(),
+        lambda host, device: device[device > 0],
+        lambda host, device: device.nonzero(),
+    ],
+)
+def test_whatever_waits_is_seen(waits: Callable[[Tensor, Tensor], Any]) -> None:
+    found: list[str] = []
+    host, device = torch.ones(3), torch.ones(3, device=DEVICE)
+    # The meta device has no values to give, and says so once it was asked.
+    with _Makers(found.append), _Copies(found.append), suppress(RuntimeError, NotImplementedError):
+        waits(host, device)
+    assert any(what.endswith("waits") for what in found)
