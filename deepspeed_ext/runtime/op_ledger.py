@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.plan.programs import COMPUTE, Instruction
+from deepspeed_ext.plan.programs import COMPUTES, Instruction
 from deepspeed_ext.plan.stall import Position
 
 Reached = Callable[[], bool]
@@ -30,9 +30,6 @@ Reached = Callable[[], bool]
 
 Mark = Callable[[], Reached]
 """Marks the place in the accelerator's queue at which the host is."""
-
-_OPS = frozenset(COMPUTE.values())
-"""Instructions that the accelerator spends time on."""
 
 
 class _State(NamedTuple):
@@ -64,7 +61,7 @@ class OpLedger:
     def done(self) -> None:
         """The instruction at hand is done."""
         said = self._said
-        is_op = said.done < len(said.program) and said.program[said.done].kind in _OPS
+        is_op = said.done < len(said.program) and said.program[said.done].kind in COMPUTES
         self._say(said._replace(done=said.done + 1), self._mark if is_op else None)
 
     @contextmanager
