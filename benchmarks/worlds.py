@@ -6,7 +6,8 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -139,11 +140,13 @@ def _serve(
             os.dup2(opened.fileno(), 1)
             os.dup2(opened.fileno(), 2)
     built: list[Any] = []
-    if _answer(pipe, lambda: built.append(build(*arguments))):
-        while True:
-            function, passed = pipe.recv()
-            _answer(pipe, lambda function=function, passed=passed: function(built[0], *passed))
-    pipe.recv()  # Other ranks may still need this one; the parent ends all.
+    # Whoever fails stays, because other ranks may still need it: the parent ends all, or is itself gone.
+    with suppress(EOFError):
+        if _answer(pipe, lambda: built.append(build(*arguments))):
+            while True:
+                function, passed = pipe.recv()
+                _answer(pipe, partial(function, built[0], *passed))
+        pipe.recv()
 
 
 def _answer(pipe: Connection, call: Callable[[], Any]) -> bool:
