@@ -179,11 +179,11 @@ def groups(scale: Scale) -> Figures:
         _join(scale)
         ends = [TiedLayerSpec("word", nn.Linear, 4, 4), TiedLayerSpec("word", nn.Linear, 4, 4, forward_fn=nn.Linear)]
         layers = [ends[0], *(LayerSpec(nn.Linear, 4, 4) for _ in range(scale.stages - 2)), ends[1]]
-        slices = TokenSlices((2,) * scale.token_slices)
+        token_slices = TokenSlices((2,) * scale.token_slices)
         with measured(figures, f"module and engine of tiny layers, {backend}"):
             tensor_group = topology.own_group(scale.layout.groups("tensor"))  # as the trainer does
             module = TokenSlicePipelineModule(
-                layers, layout=scale.layout, token_slices=slices, tensor_parallel_group=tensor_group
+                layers, layout=scale.layout, token_slices=token_slices, tensor_parallel_group=tensor_group
             )
             settings = {"train_micro_batch_size_per_gpu": 1}
             initialize(module, settings, optimizer=torch.optim.Adam(module.parameters()))
