@@ -66,12 +66,13 @@ class KeyValueState:
         assert due == start + own_len, "token slices must run backward last to first"
         owed = []
         for index, (own, prefix) in enumerate(zip(gradients.own, gradients.prefix, strict=True)):
-            at_least_fp32 = torch.promote_types(own.dtype, torch.float32)
+            at_least_fp32 = own.dtype if own.dtype.itemsize >= 4 else torch.float32
             if self._owed is not None:
                 # In place, since nobody else holds it; the sum is rounded once, from fp32.
                 own.add_(self._owed[index][:, start:])
                 of_prefix = self._owed[index][:, :start]
-                of_prefix[:, start - seen_len :] += prefix
+                if seen_len:
+                    of_prefix[:, start - seen_len :].add_(prefix)
             elif seen_len == start:
                 of_prefix = prefix.to(at_least_fp32)
             else:

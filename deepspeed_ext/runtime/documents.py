@@ -1,6 +1,6 @@
 """Documents that lie one after the other in a sequence, and attention that keeps them apart."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel, CudaFlashOfRuns, Gradients, Runs
 from deepspeed_ext.runtime.batch import to_device
 
@@ -22,18 +23,23 @@ class Documents:
         attend_apart: tokens see their own document alone.
         positions_restart: positions count from the start of the document.
         whole: positions [B, T] of whole sequences, once they are on the device of the layers.
+        seen_from: what token slices see, by their first token, where that is on a device already; see `on`.
     """
 
     starts: tuple[tuple[int, ...], ...]
     attend_apart: bool = True
     positions_restart: bool = True
     whole: Tensor | None = field(default=None, compare=False, repr=False)
+    seen_from: Mapping[int, tuple["SeenKeys", ...]] = field(default_factory=dict, compare=False, repr=False)
 
-    def on(self, device: torch.device, seq_length: int) -> "Documents":
-        """The same documents, the positions of their tokens computed and moved to a device for all token slices."""
-        if not self.positions_restart:
-            return self
-        return replace(self, whole=to_device(self.positions(0, seq_length), device))
+    def on(self, device: torch.device, token_slices: TokenSlices) -> "Documents":
+        """The same documents; what token slices need of them is computed and moved to a device, for all at once."""
+        whole, seen_from = self.whole, self.seen_from
+        if self.positions_restart:
+            whole = to_device(self.positions(0, token_slices.seq_length), device)
+        if self.attend_apart and device.type != "cpu":
+            seen_from = self._seen(token_slices.bounds(), device)
+        return replace(self, whole=whole, seen_from=seen_from)
 
     def positions(self, start: int, length: int) -> Tensor:
         """Positions [B, N] of the tokens start .. start + N in their documents."""
@@ -54,20 +60,37 @@ class Documents:
             end: where it ends.
             device: that attends.
         """
-        found = []
-        for row in self.starts:
-            first_key = max(each for each in row if each <= start)
-            inner = [each for each in row if start < each < end]
-            queries = [start, *inner, end]
-            keys = [first_key, *inner, end]
-            found.append((first_key, [each - start for each in queries], [each - first_key for each in keys]))
-        # One copy for all rows, which does not wait for the device.
-        numbers = torch.tensor([each for _, *both in found for ends in both for each in ends], dtype=torch.int32)
-        cumulative = iter(to_device(numbers, device).split([len(ends) for _, *both in found for ends in both]))
-        return tuple(
-            SeenKeys(first_key, Runs(next(cumulative), next(cumulative), _longest(queries), _longest(keys)))
-            for first_key, queries, keys in found
-        )
+        return self.seen_from.get(start) or self._seen([(start, end)], device)[start]
+
+    def _seen(self, bounds: Iterable[tuple[int, int]], device: torch.device) -> Mapping[int, tuple["SeenKeys", ...]]:
+        """What `seen` gives, by the first token of each token slice."""
+        cumulative = [[_cumulative(row, start, end) for row in self.starts] for start, end in bounds]
+        flat = [ends for rows in cumulative for row in rows for ends in (row.queries, row.keys)]
+        numbers = torch.tensor([each for ends in flat for each in ends], dtype=torch.int32)
+        # One copy for all of them, which nobody waits for.
+        tensors = iter(to_device(numbers, device).split([len(ends) for ends in flat]))
+
+        def on_device(row: _Cumulative) -> SeenKeys:
+            runs = Runs(next(tensors), next(tensors), _longest(row.queries), _longest(row.keys))
+            return SeenKeys(row.first_key, runs)
+
+        return {rows[0].start: tuple(map(on_device, rows)) for rows in cumulative}
+
+
+class _Cumulative(NamedTuple):
+    """Where documents begin in a token slice from `start` and in the keys from `first_key`, and where both end."""
+
+    start: int
+    first_key: int
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+def _cumulative(starts: Sequence[int], start: int, end: int) -> _Cumulative:
+    first_key = max(each for each in starts if each <= start)
+    inner = [each for each in starts if start < each < end]
+    queries, keys = (tuple(each - first for each in (first, *inner, end)) for first in (start, first_key))
+    return _Cumulative(start, first_key, queries, keys)
 
 
 class SeenKeys(NamedTuple):
@@ -86,7 +109,7 @@ class SeenKeys(NamedTuple):
     runs: Runs
 
 
-def _longest(cumulative: list[int]) -> int:
+def _longest(cumulative: Sequence[int]) -> int:
     return max(end - start for start, end in pairwise(cumulative))
 
 

@@ -131,7 +131,7 @@ class Executor:
                 labels=self.plan.shape.last_stage in self._stages,
             )
         if module.documents is not None:
-            documents = module.documents(batch).on(self._device, self.plan.token_slices.seq_length)
+            documents = module.documents(batch).on(self._device, self.plan.token_slices)
             self.live.documents[step.micro_batch] = documents
 
     # ------------------------------------------------------------------ ops

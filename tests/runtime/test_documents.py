@@ -129,3 +129,24 @@ def test_the_first_token_of_a_document_sees_others_only_if_it_may(apart: bool) -
     heads = torch.randn(1, 4, 2, SIZE)
     output = state.past(0, 0).attend(heads, heads, heads)
     assert torch.allclose(output[:, 2], heads[:, 2], atol=1e-6) is apart
+
+
+def test_what_all_token_slices_see_is_made_at_once() -> None:
+    """As on the way to a device; the meta device stands in for one."""
+    documents = Documents(((0, 3, 4), (0,)))
+    meta, host = torch.device("meta"), torch.device("cpu")
+    prepared = documents.on(meta, TokenSlices((5, 3)))
+    assert documents.on(host, TokenSlices((5, 3))).seen_from == {}
+    assert prepared.seen_from.keys() == {0, 5}
+    for start, end in ((0, 5), (5, 8)):
+        seen = documents.seen(start, end, host)
+        assert prepared.seen(start, end, meta) is prepared.seen_from[start]
+        for (first_key, runs), row in zip(prepared.seen_from[start], seen, strict=True):
+            assert (first_key, *runs[2:]) == (row.first_key, *row.runs[2:])
+            assert [each.shape for each in runs[:2]] == [each.shape for each in row.runs[:2]]
+    assert [
+        (row.first_key, row.runs.queries.tolist(), row.runs.keys.tolist()) for row in documents.seen(2, 6, host)
+    ] == [
+        (0, [0, 1, 2, 4], [0, 3, 4, 6]),
+        (0, [0, 4], [0, 6]),
+    ]
