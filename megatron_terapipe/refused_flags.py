@@ -40,10 +40,6 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     _each("pipeline-model-parallel-split-rank", "encoder-decoder models are out of scope: drop it"),
     _each("empty-unused-memory-level", "the allocator of torch decides this: drop it"),
     _each(
-        "overlap-param-gather",
-        "DeepSpeed's optimizers gather parameters at the end of their step: drop it",
-    ),
-    _each(
         "align-grad-reduce",
         "a stage starts its reductions when its last backward gets to them: drop it",
     ),

@@ -6,7 +6,7 @@ checkpoints, reductions over data-parallel ranks - is DeepSpeed's own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,13 @@ from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSched
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.op_clock import OpClock
 from deepspeed_ext.runtime.op_ledger import OpLedger, accelerator_mark
+from deepspeed_ext.runtime.parameter_gathers import parameter_gathers
 from deepspeed_ext.runtime.rank_links import RankLinks
 from deepspeed_ext.runtime.rank_programs import RankPrograms
 from deepspeed_ext.runtime.stall_watch import StallWatch
 
 SEQUENCES_PER_STEP = 1 << 32
 """More than any step has, so that every sequence of a run has a number of its own."""
-
 
 _METHODS = {
     InstructionKind.LOAD_MICRO_BATCH: Executor.load,
@@ -80,6 +80,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         timeout: how long a transfer between stages may take.
         ledger_directory: where ranks write what they have done, if the pipeline stands still.
         overlap_grad_reduce: sum gradients over replicas layer by layer, while the last backwards run.
+        overlap_param_gather: gather weights that replicas stepped in parts while the next forward runs.
 
     Other arguments are those of `PipelineEngine`.
     """
@@ -91,6 +92,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         timeout: timedelta,
         ledger_directory: Path,
         overlap_grad_reduce: bool = True,
+        overlap_param_gather: bool = False,
         **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
@@ -125,6 +127,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             )
             finalize(self, self._watch.end)
         self._reductions = gradient_reductions(self) if overlap_grad_reduce else None
+        self._gathers = parameter_gathers(self) if overlap_param_gather else None
         self._executor = Executor(
             self.module,
             self._links,
@@ -134,6 +137,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             around=self._around,
             ledger=self._ledger,
             reductions=self._reductions,
+            gathers=self._gathers,
         )
         self._accumulated: OptimizerGradients | None = None
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
@@ -241,6 +245,11 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """Read from another iterator, on the ranks that read any."""
         self.data_iterator = iterator if self.reads_data else None
 
+    def complete_weights(self) -> None:
+        """Wait for weights that are still gathered; to be called before they are read outside a batch or state dict."""
+        if self._gathers is not None:
+            self._gathers.finish()
+
     def reset_activation_shape(self) -> None:
         """Let the next batch have other shapes; call it on every rank."""
         super().reset_activation_shape()
@@ -313,9 +322,8 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def _exec_reduce_grads(self) -> None:
         if self._reductions is not None:
             self._reductions.finish(self.module.parameters())
-            return
         # DeepSpeed would copy every gradient even where there is no other replica to reduce with.
-        if self.is_data_parallel or self.zero_optimization():
+        elif self.is_data_parallel or self.zero_optimization():
             super()._exec_reduce_grads()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -326,7 +334,8 @@ class TokenSlicePipelineEngine(PipelineEngine):
                 self.grid.get_model_parallel_group(),
                 tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
             )
-        super()._exec_optimizer_step(lr_kwargs)
+        with nullcontext() if self._gathers is None else self._gathers.deferred():
+            super()._exec_optimizer_step(lr_kwargs)
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the gradients of the last step; the host waits for it only here."""
@@ -372,17 +381,10 @@ class TokenSlicePipelineEngine(PipelineEngine):
                 surroundings.callback(timer.stop)
             if self._clock is not None:
                 surroundings.enter_context(self._clock.measure(op))
-            if op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT):
-                # What is put off adds up by itself.
-                surroundings.enter_context(self._accumulation())
             yield
-
-    @contextmanager
-    def _accumulation(self) -> Iterator[None]:
-        """Around a backward: move the bf16 gradients that it leaves to the sums that `BF16_Optimizer` keeps."""
-        yield
-        if self._accumulated is not None:
-            self._accumulated.collect()
+            # What is put off adds up by itself.
+            if self._accumulated is not None and op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT):
+                self._accumulated.collect()
 
     # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
     _INSTRUCTION_MAP = {  # noqa: RUF012

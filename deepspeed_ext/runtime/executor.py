@@ -19,10 +19,11 @@ from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs import Instruction
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batch import detached, parts_on_device, to_device
-from deepspeed_ext.runtime.gradient_reductions import GradientReductions
+from deepspeed_ext.runtime.gradient_reductions import Entering, GradientReductions
 from deepspeed_ext.runtime.live_batch import Buffer, LiveBatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.op_ledger import OpLedger
+from deepspeed_ext.runtime.parameter_gathers import ParameterGathers
 from deepspeed_ext.runtime.rank_links import RankLinks
 from deepspeed_ext.runtime.sequence_state import SequenceState
 from deepspeed_ext.runtime.weight_gradients import WeightGradients, compute
@@ -66,6 +67,7 @@ class Executor:
         around: surrounds the computing of each op.
         ledger: is told of waits.
         reductions: of gradients over replicas, which start as ops complete them; None to leave them to the step.
+        gathers: of weights that replicas have stepped in parts, which layers wait for; None if the step has them all.
     """
 
     def __init__(
@@ -79,10 +81,11 @@ class Executor:
         around: Around,
         ledger: OpLedger,
         reductions: GradientReductions | None = None,
+        gathers: ParameterGathers | None = None,
     ) -> None:
         self._module, self._links, self._device = module, links, device
         self._next_batch, self._loss_scale, self._around = next_batch, loss_scale, around
-        self._ledger, self._reductions = ledger, reductions
+        self._ledger, self._reductions, self._gathers = ledger, reductions, gathers
         self._stages = list(module.pipeline.stages_of(module.stage_id))
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
         self._weight_gradients, self._attached = WeightGradients(), False
@@ -141,11 +144,8 @@ class Executor:
         op, held = step.op, self.live.buffers[step.buffer]
         inputs = self._inputs(op, held)
         entries = self._entries(op) if op.stage else {}
-        entering = None
-        if self._reductions is not None and self.plan.training:
-            entering = self._reductions.entering(op, self._put_off)
         with self._around(op):
-            outputs = self._module(inputs, self._state(op), op.token_slice, op.stage, entries, entering)
+            outputs = self._module(inputs, self._state(op), op.token_slice, op.stage, entries, self._entering(op))
             if op.stage == self.plan.shape.last_stage:
                 held.roots = self._loss(outputs, op)
             else:
@@ -239,6 +239,19 @@ class Executor:
         if parts is None or not isinstance(inputs := parts[op.token_slice].inputs, Mapping):
             return {}
         return to_device(self._module.data_entries.given_to_stage(op.stage, inputs), self._device)
+
+    def _entering(self, op: Op) -> Entering | None:
+        """Whom a forward tells of the layers it enters; None if nobody wants to know."""
+        told = [self._gathers.entering] if self._gathers is not None and self._gathers.pending else []
+        if self._reductions is not None and self.plan.training:
+            reduced = self._reductions.entering(op, self._put_off)
+            told += [reduced] if reduced is not None else []
+
+        def entering(layer: int, inputs: Any) -> None:
+            for tell in told:
+                tell(layer, inputs)
+
+        return entering if told else None
 
     def _put_off(self, action: Callable[[], None]) -> bool:
         """Do something behind the products that are being put off; False if none are."""

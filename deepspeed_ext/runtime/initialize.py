@@ -29,6 +29,7 @@ def initialize(
     timeout: timedelta = timedelta(minutes=30),
     ledger_directory: str | Path = "stalled_pipeline",
     overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = False,
     **keywords: Any,
 ) -> tuple[TokenSlicePipelineEngine, Any, Any, Any]:
     """Make the engine of a model, as `deepspeed.initialize` does.
@@ -43,6 +44,8 @@ def initialize(
         overlap_grad_reduce: start to sum gradients over data-parallel ranks as soon as the last backward of the step
             has passed a layer; else after the last op. Settings of `config` that only DeepSpeed's own reductions
             know, such as ZeRO's `contiguous_gradients` and `overlap_comm`, turn it off.
+        overlap_param_gather: under ZeRO 1 and in bf16, gather the weights that other ranks stepped while the next
+            forward runs. Code that reads weights itself between two batches must call `engine.complete_weights()`.
         **keywords: others of `deepspeed.initialize`, such as `optimizer`, `model_parameters` or `lr_scheduler`.
 
     Returns:
@@ -63,6 +66,7 @@ def initialize(
         timeout=timeout,
         ledger_directory=Path(ledger_directory),
         overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
     )
     with _engine_class(engine_class):
         engine, *others = deepspeed.initialize(model=model, config=config, **keywords)

@@ -66,6 +66,9 @@ class ParallelConfig:
     no_overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks after the last op, not layer by layer while it runs."""
 
+    overlap_param_gather: bool = False
+    """Under ZeRO 1, and in bf16, gather weights that other data-parallel ranks stepped while the next forward runs."""
+
     no_pipeline_parallel: bool = False
     """Say that there is no pipeline; the pipeline-parallel size must then be 1."""
 

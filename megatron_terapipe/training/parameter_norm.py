@@ -14,6 +14,7 @@ def parameter_norm(engine: TokenSlicePipelineEngine) -> float:
     """
     first_of_tensor_parallel = engine.grid.get_slice_parallel_rank() == 0
     squares = torch.zeros((), dtype=torch.float64, device=engine.device)
+    engine.complete_weights()
     with torch.no_grad():
         for parameter in engine.module.parameters():
             replicated = getattr(parameter, "ds_pipe_replicated", False)

@@ -1,0 +1,143 @@
+"""Gathers stepped weights over the replicas while the next forward runs, instead of at the end of the step.
+
+Under ZeRO 1, and in bf16, each replica steps its partition of a flat group of weights and gathers the others'. A layer
+needs its weights when the next forward enters it, so the gathering goes on under the layers before it:
+
+    step | [gather piece 0][piece 1][piece 2]
+         |           [F: layer 0 | layer 1   | layer 2]        each layer waits for the pieces that it lies in
+
+Until then weights are those of the step before, or of this one, or both. Whoever reads them otherwise waits for all.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+PIECE_BYTES = 1 << 23
+"""Of one replica's partition, what is gathered at a time."""
+
+_NAME = "all_gather_dp_groups"
+"""What DeepSpeed's optimizers call at the end of their step, each by the name in its own module."""
+
+
+class _Piece(NamedTuple):
+    """A part of every partition of a flat group, on its way.
+
+    Attributes:
+        work: the collective.
+        flat: the group.
+        partition: numbers of each partition.
+        start, stop: of each partition, the numbers that are gathered.
+    """
+
+    work: dist.Work
+    flat: Tensor
+    partition: int
+    start: int
+    stop: int
+
+    def has_of(self, weight: Tensor) -> bool:
+        """Whether some numbers of a weight are among them."""
+        if weight.untyped_storage().data_ptr() != self.flat.untyped_storage().data_ptr():
+            return False
+        first = weight.storage_offset() - self.flat.storage_offset()
+        end = first + weight.numel()
+        partitions = range(first // self.partition, (end - 1) // self.partition + 1)
+        starts = (each * self.partition + self.start for each in partitions)
+        return any(start < end and first < start + self.stop - self.start for start in starts)
+
+
+class ParameterGathers:
+    """The gathers of one rank.
+
+    Args:
+        optimizer: of DeepSpeed, one that deals partitions.
+        layers: parameters of each layer, by its place among this rank's.
+        others: parameters that no layer holds.
+    """
+
+    def __init__(
+        self, optimizer: Any, layers: Mapping[int, Sequence[nn.Parameter]], others: Sequence[nn.Parameter]
+    ) -> None:
+        self._home = sys.modules[type(optimizer).__module__]
+        self._layers, self._others = layers, others
+        self._pieces: list[_Piece] = []
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Around a step: its gathers are started, and not waited for."""
+        self.finish()
+        gather = getattr(self._home, _NAME)
+        setattr(self._home, _NAME, self._start)
+        try:
+            yield
+        finally:
+            setattr(self._home, _NAME, gather)
+
+    @property
+    def pending(self) -> bool:
+        """Whether weights are on their way."""
+        return bool(self._pieces)
+
+    def entering(self, layer: int, _: Any) -> None:
+        """Wait for the weights of a layer that is about to run."""
+        if self._pieces:
+            self._wait([*self._layers[layer], *self._others])
+
+    def finish(self) -> None:
+        """Wait for all weights."""
+        for piece in self._pieces:
+            piece.work.wait()
+        self._pieces = []
+
+    def _start(
+        self,
+        groups_flat: Sequence[Tensor],
+        partitioned_param_groups: Sequence[Sequence[Tensor]],
+        dp_process_group: Sequence[dist.ProcessGroup],
+        **_: Any,
+    ) -> None:
+        # Small groups, such as norms, have something of every layer.
+        for number in sorted(range(len(groups_flat)), key=lambda number: groups_flat[number].numel()):
+            flat, partitions, group = (
+                each[number] for each in (groups_flat, partitioned_param_groups, dp_process_group)
+            )
+            rank, size = dist.get_rank(group), partitions[0].numel()
+            step = max(PIECE_BYTES // flat.element_size(), 1)
+            for start in range(0, size, step):
+                stop = min(start + step, size)
+                views = [partition.detach()[start:stop] for partition in partitions]
+                work = dist.all_gather(views, views[rank], group=group, async_op=True)
+                self._pieces.append(_Piece(work, flat, size, start, stop))
+
+    def _wait(self, parameters: Iterable[nn.Parameter]) -> None:
+        weights = [parameter.data for parameter in parameters]
+        waiting = []
+        for piece in self._pieces:
+            if any(piece.has_of(weight) for weight in weights if weight.numel()):
+                piece.work.wait()
+            else:
+                waiting.append(piece)
+        self._pieces = waiting
+
+
+def parameter_gathers(engine: Any) -> ParameterGathers | None:
+    """The gathers of an engine; None where every replica steps all weights."""
+    home = sys.modules[type(engine.optimizer).__module__]
+    if engine.dp_world_size == 1 or not hasattr(home, _NAME):
+        return None
+    module = engine.module
+    stages = module.pipeline.stages_of(module.stage_id)
+    layers = {place: held for stage in stages for place, held in module.layer_parameters(stage)}
+    of_layers = {parameter for held in layers.values() for parameter in held}
+    others = [parameter for parameter in module.parameters() if parameter not in of_layers]
+    gathers = ParameterGathers(engine.optimizer, layers, others)
+    # Checkpoints are saved and loaded layer by layer, so each layer is asked.
+    for layer in module.modules():
+        layer.register_state_dict_pre_hook(lambda *_: gathers.finish())
+        layer.register_load_state_dict_pre_hook(lambda *_: gathers.finish())
+    return gathers
