@@ -163,8 +163,11 @@ def test_a_weight_that_is_both_embedding_and_output_gets_both() -> None:
 class _WholeSequence:
     """Stands in for a sequence's state where there is but one token slice."""
 
-    def positions(self, length: int) -> Tensor:
-        return torch.arange(length).unsqueeze(0)
+    prefix_len = 0
+    positions_restart = False
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        return torch.arange(length, device=device).unsqueeze(0)
 
     def once(self, name: str, make: Callable[[], object]) -> object:
         return make()
