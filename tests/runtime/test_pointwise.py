@@ -10,7 +10,8 @@ from torch import Tensor
 from deepspeed_ext import pointwise
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.pointwise import Pointwise, is_compiled
-from deepspeed_ext.runtime import attention_kernels, positional_dropout
+from deepspeed_ext.runtime import positional_dropout
+from deepspeed_ext.runtime.attention_kernels import plain
 from megatron_terapipe.model import activation, norm, rotary
 
 
@@ -39,21 +40,21 @@ CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
     ),
     "rows": (positional_dropout._rows, lambda: (bits(2).long() * 12345678901, bits(6))),
     "head_rows": (positional_dropout._head_rows, lambda: (bits(2, 6), bits(4))),
-    "by_group": (attention_kernels._by_group, lambda: (numbers(2, 6, 4, 8), 2, torch.float64)),
+    "by_group": (plain._by_group, lambda: (numbers(2, 6, 4, 8), 2, torch.float64)),
     "by_token": (
-        attention_kernels._by_token,
+        plain._by_token,
         lambda: (numbers(4, 12, 8), torch.empty(2, 6, 4, 8), torch.float64),
     ),
     "row_sums": (
-        attention_kernels._row_sums,
+        plain._row_sums,
         lambda: (numbers(2, 6, 4, 8), numbers(2, 6, 4, 8), 2, torch.float64),
     ),
     "weights": (
-        attention_kernels._weights,
+        plain._weights,
         lambda: (numbers(*SCORES), 0.5, torch.float64, bits(2, 4, 6), bits(9), 0.3),
     ),
     "backward": (
-        attention_kernels._backward,
+        plain._backward,
         lambda: (numbers(*SCORES), 0.5, *ROWS, bits(2, 4, 6), bits(9), 0.3),
     ),
     "dropped": (positional_dropout._dropped, lambda: (numbers(2, 6, 8), bits(2, 6), bits(8), 0.3)),

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.plan.programs import Instruction, InstructionKind
 from deepspeed_ext.runtime import sequence_state
-from deepspeed_ext.runtime.attention_kernels import CudaFlash
+from deepspeed_ext.runtime.attention_kernels import CudaFlash, CudaFlashOfRuns
 from deepspeed_ext.runtime.engine import _METHODS
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.training.engine import build_engine
@@ -113,10 +113,12 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
     def seen(what: str) -> None:
         found[at[-1].kind.value, what] += 1
 
-    kernel = patch.object(sequence_state, "kernel_for", lambda query: CudaFlash())
+    kernels = patch.multiple(
+        sequence_state, kernel_for=lambda query: CudaFlash(), kernel_of_runs_for=lambda query: CudaFlashOfRuns()
+    )
     # Torch does not know of autocast on the meta device.
     autocast = patch.object(torch, "is_autocast_enabled", lambda device_type: False)
-    with kernel, autocast, _Makers(seen), _Copies(seen):
+    with kernels, autocast, _Makers(seen), _Copies(seen):
         for instruction in schedule.program.instructions:
             at.append(instruction)
             _METHODS[instruction.kind](engine._executor, instruction)
@@ -133,8 +135,8 @@ def test_only_loading_copies_to_the_device_and_nothing_waits() -> None:
     (by_setup,) = run_distributed(_crossings_of_all, 1)
     for name, found in by_setup.items():
         setup = SETUPS[name]
-        # Tokens, labels, mask; and positions where documents restart them.
-        tensors = 3 + ("--reset-position-ids" in setup.flags)
+        # Tokens, labels, mask; and of packed documents, positions and where they begin and end.
+        tensors = 5 if PACKED in setup.flags else 3
         loading = InstructionKind.LOAD_MICRO_BATCH.value, "aten::_to_copy from cpu"
         assert found == {loading: tensors * setup.micro_batches}, name
 
