@@ -64,9 +64,12 @@ def join() -> None:
 class WholeSequence:
     """What a layer sees as its past when nothing is cut: torch's own causal attention."""
 
-    def positions(self, length: int) -> Tensor:
+    prefix_len = 0
+    positions_restart = False
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
         """Positions from 0."""
-        return torch.arange(length).unsqueeze(0)
+        return torch.arange(length, device=device).unsqueeze(0)
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """Nothing is shared: every layer makes its own."""
