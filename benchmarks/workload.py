@@ -67,7 +67,7 @@ class WholeSequence:
     prefix_len = 0
     positions_restart = False
 
-    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+    def positions(self, length: int, device: torch.device) -> Tensor:
         """Positions from 0."""
         return torch.arange(length, device=device).unsqueeze(0)
 

@@ -195,6 +195,9 @@ def _forms() -> dict[str, Any]:
     engine = build(setup, layers=ending_in_a_pair, loss_fn=_pair, optimizer=_still)
     _, (logits, means), labels = engine.train_batch(feed(engine, setup), return_output_label=True)
     by_micro_batch = engine.eval_batch(feed(engine, setup), return_logits=True)[1]
+    loss, _ = engine.eval_batch(feed(engine, setup), return_logits=True)
+    engine.module.output_fn = lambda outputs: outputs[0].argmax(-1)
+    same_loss, made = engine.eval_batch(feed(engine, setup), return_logits=True)
     named = [(tokens, {"targets": labels, "task": "words"}) for tokens, labels in batches_of(setup, 0)]
     dict_engine = build(setup, loss_fn=named_loss)
     _, _, labels_of_names = dict_engine.train_batch(iter(named), return_output_label=True)
@@ -202,6 +205,8 @@ def _forms() -> dict[str, Any]:
         "shapes": [tuple(each.shape) for each in (logits, means, labels)],
         "grad": logits.requires_grad or means.requires_grad,
         "means": torch.allclose(means[:, 0], logits[:, : CUT[0]].mean(dim=(1, 2)), atol=1e-6),
+        "made": [torch.equal(each, logits.argmax(-1)) for each, (logits, _) in zip(made, by_micro_batch, strict=True)],
+        "loss is of what the layer gave": torch.equal(loss, same_loss),
         "by micro-batch": [(type(each).__name__, *(tuple(part.shape) for part in each)) for each in by_micro_batch],
         "names": {name: tuple(each.shape) if torch.is_tensor(each) else each for name, each in labels_of_names.items()},
     }
@@ -213,6 +218,8 @@ def test_outputs_may_be_tuples_and_labels_dicts() -> None:
     assert found["shapes"] == [(rows, models.SEQ, models.VOCAB), (rows, len(CUT)), (rows, models.SEQ)]
     assert not found["grad"]
     assert found["means"]
+    assert found["made"] == [True, True], "what `output_fn` makes of the outputs is what is given"
+    assert found["loss is of what the layer gave"]
     assert found["by micro-batch"] == [("tuple", (ROWS, models.SEQ, models.VOCAB), (ROWS, len(CUT)))] * 2
     assert found["names"] == {"targets": (rows, models.SEQ), "task": "words"}
 
