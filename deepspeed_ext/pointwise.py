@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from functools import cache, cached_property
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ VARIABLE = "TERAPIPE_COMPILE_POINTWISE"
 
 CHOICES = ("auto", "always", "never")
 """Its values, the default first."""
+
+KINDS = 64
+"""Kinds of arguments that a function is compiled for at most."""
 
 
 class Pointwise:
@@ -51,7 +55,8 @@ class Pointwise:
         if not is_compiled(arguments[0].device.type, os.environ.get(VARIABLE, CHOICES[0])):
             return self.function(*arguments)
         try:
-            return self._compiled(*arguments)
+            # Whether a tensor requires gradients changes nothing here, and would be compiled for.
+            return self._compiled(*(each.detach() if isinstance(each, torch.Tensor) else each for each in arguments))
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(
@@ -61,8 +66,10 @@ class Pointwise:
 
     @cached_property
     def _compiled(self) -> Callable[..., Any]:
-        # Not the whole graph or an error: with more shapes than torch compiles, a function runs as it is written.
-        return torch.compile(self.function)
+        # Each type, one token and many, other strides are compiled for. Beyond the limit a function runs as it is
+        # written; releases of torch that take no limit have one of 8.
+        takes_limit = "recompile_limit" in signature(torch.compile).parameters
+        return torch.compile(self.function, **({"recompile_limit": KINDS} if takes_limit else {}))
 
 
 @cache
