@@ -21,6 +21,7 @@ posting it. ADR 22 has the sources of these assumptions.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from deepspeed_ext.plan.dependencies import prerequisites, reader_of, result
@@ -44,6 +45,16 @@ from deepspeed_ext.plan.programs import (
 COMPUTE_STREAM = 0
 
 
+class Drains(StrEnum):
+    """On which ranks a host may wait, at any instruction, until its device has run empty."""
+
+    NONE = "none"
+    ONE_RANK = "one rank"
+    """One rank, at one instruction."""
+    ALL_RANKS = "all ranks"
+    """Every rank at every op, as where each loads the kernels of its first step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """What runs the program of a rank.
@@ -56,13 +67,13 @@ class Device:
         warms_up: every connection is used once, in the order of `warm_up_order`, before the programs run. Without, the
             first message of a connection makes it.
         host_waits: the host waits for each op and completion: it computes itself, or copies block it.
-        drains: one rank waits at an instruction until its device has run empty, whichever instruction it is.
+        drains: ranks that may drain.
     """
 
     hardware_queues: int | None = None
     warms_up: bool = True
     host_waits: bool = True
-    drains: bool = True
+    drains: Drains = Drains.ONE_RANK
 
     def has_queues_for(self, shape: PipelineShape) -> bool:
         """Whether every stream of a rank has a hardware queue of its own."""
@@ -94,7 +105,7 @@ def check_programs(programs: Sequence[Program], shape: PipelineShape, device: De
     device = device or Device()
     events = Events(programs, shape, device)
     levels = events.levels()
-    if device.drains:
+    if device.drains is Drains.ONE_RANK:
         events.check_drains(levels)
 
 
@@ -132,6 +143,7 @@ class Events:
         self._messages: dict[Op, int] = {}
         self._connections: dict[Channel, tuple[int, int]] = {}  # what the hosts of source and target do at first use
         self._posted: list[tuple[int, int, int]] = []  # rank, position, message
+        self._under_way: dict[int, list[int]] = defaultdict(list)  # per rank, messages that no drain has waited for
         self._numbers = communicators(shape)
         self._reduction_stream = COMPUTE_STREAM + 1 + len(set(self._numbers.values()))
         self._connected: set[tuple[int, Channel]] = set()
@@ -186,6 +198,8 @@ class Events:
             here = self._shape.rank_of(needed.stage) == number
             self._needs[event].append(self._result(needed) if here else self._message(needed))
         self._needs[self._result(result(op))].append(event)
+        if self._device.drains is Drains.ALL_RANKS:
+            self._needs[event] += self._under_way.pop(number, [])
         self._enqueue(event, COMPUTE_STREAM, rank)
         return event
 
@@ -204,6 +218,7 @@ class Events:
         rank.messages[stream] = message
         self._needs[message].append(event)
         self._posted.append((number, position, message))
+        self._under_way[number].append(message)
         return event
 
     def _connect(self, number: int, channel: Channel, rank: _Rank, position: int) -> int:

@@ -27,7 +27,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.dependencies import reader_of, result
-from deepspeed_ext.plan.device import Device, check_programs
+from deepspeed_ext.plan.device import Device, Drains, check_programs
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.played import FEW_OPS, PlayedSchedule, lowering_costs, num_ops
@@ -58,6 +58,7 @@ def lower(
     *,
     loading_ranks: Container[int] | None = None,
     costs: OpCosts | None = None,
+    under_ops: bool = True,
     device: Device | None = None,
 ) -> list[Program]:
     """Lower a schedule to one program per pipeline rank, and check that they run to their end.
@@ -68,7 +69,8 @@ def lower(
         loading_ranks: ranks that take micro-batches from the data iterator; None for those of the first and the last
             stage, which read tokens and labels.
         costs: of the ops, which say where messages are best posted; None for `played.lowering_costs`.
-        device: on which they must end; None for the default of `Device`.
+        under_ops: messages may travel while ranks compute; False for steps in which all ranks may drain at any op.
+        device: on which they must end; None for the default of `Device`, with drains on one rank or on all.
 
     Raises:
         ScheduleDeadlock: if the schedule, or the placement of its transfers, would leave ranks waiting for each other.
@@ -77,8 +79,10 @@ def lower(
         loading_ranks = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
     spans = simulate(rank_orders(schedule, shape), shape, costs or lowering_costs(shape)).spans
     messages = {rank: RankMessages(rank, of_rank, shape) for rank, of_rank in enumerate(spans)}
-    programs = [lower_rank(rank, messages, shape, loads=rank in loading_ranks) for rank in messages]
-    check_programs(programs, shape, device)
+    programs = [
+        lower_rank(rank, messages, shape, loads=rank in loading_ranks, under_ops=under_ops) for rank in messages
+    ]
+    check_programs(programs, shape, device or Device(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS))
     return programs
 
 
@@ -111,7 +115,9 @@ def partners(rank: int, shape: PipelineShape) -> set[int]:
     return {rank, *(member for channel in channels(shape) if rank in channel[:2] for member in channel[:2])}
 
 
-def lower_rank(rank: int, messages: Mapping[int, RankMessages], shape: PipelineShape, *, loads: bool) -> Program:
+def lower_rank(
+    rank: int, messages: Mapping[int, RankMessages], shape: PipelineShape, *, loads: bool, under_ops: bool = True
+) -> Program:
     """Lower the ops of one rank.
 
     Args:
@@ -119,12 +125,13 @@ def lower_rank(rank: int, messages: Mapping[int, RankMessages], shape: PipelineS
         messages: those of its `partners`, on one simulated timeline.
         shape: of the pipeline.
         loads: whether the rank takes micro-batches from the data iterator.
+        under_ops: messages may travel while ranks compute.
     """
     sends, receives, completions = (defaultdict[int, list[Posting]](list) for _ in range(3))
     for channel in channels(shape):
         if rank not in channel[:2]:
             continue
-        for posting in postings(channel, messages[channel.source], messages[channel.target]):
+        for posting in postings(channel, messages[channel.source], messages[channel.target], under_ops=under_ops):
             if channel.source == rank:
                 sends[posting.send].append(posting)
                 completions[posting.complete].append(posting)

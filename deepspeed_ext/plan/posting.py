@@ -14,6 +14,10 @@ simulated timeline, in which an op that depends on another starts no earlier tha
                                                it, so the receive is posted behind it, at x.
 
 Holding an end back costs nothing on this timeline: the other end is not there earlier. ADR 22 has the proof.
+
+Where all ranks may drain at every op, as in a first step, in which each loads its kernels, no message may be under way
+while an op of its ranks runs. Then a receive is posted right in front of its reader, and a send where the op before
+that receive has ended. Ops by their start and messages by the end of that op have one order on all ranks.
 """
 
 from bisect import bisect_left
@@ -24,9 +28,12 @@ from math import inf
 from typing import NamedTuple
 
 from deepspeed_ext.plan.dependencies import reader_of, received, result
-from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs import Channel
 from deepspeed_ext.plan.timeline import Span
+
+_NOTHING = Span(Op(OpKind.FORWARD, 0, 0, 0), -inf, -inf)
+"""In front of the first op of a rank."""
 
 
 class Posting(NamedTuple):
@@ -37,7 +44,7 @@ class Posting(NamedTuple):
     send: int
     """Place on the sending rank."""
     expected: float
-    """Start of the op before the receive: messages that are sent at one place go in the order of these."""
+    """When the receiver is nearly there: messages that are sent at one place go in the order of these."""
     receive: int
     """Place on the receiving rank."""
     reader: int
@@ -74,13 +81,16 @@ class RankMessages:
                 self.readers[needed] = place
 
 
-def postings(channel: Channel, source: RankMessages, target: RankMessages) -> Iterator[Posting]:
+def postings(
+    channel: Channel, source: RankMessages, target: RankMessages, *, under_ops: bool = True
+) -> Iterator[Posting]:
     """Yield where the messages of a channel are posted, in their order.
 
     Args:
         channel: from one rank to another.
         source: messages of the rank that sends.
         target: messages of the rank that receives.
+        under_ops: messages may travel while their ranks compute.
     """
     # Without their backwards, as in an evaluation, some results have no reader.
     messages = [(message, place) for message, place in source.given[channel] if message in target.readers]
@@ -90,12 +100,18 @@ def postings(channel: Channel, source: RankMessages, target: RankMessages) -> It
     starts = [span.start for span in source.spans]
     for (message, producer), reader in zip(messages, due, strict=True):
         begins = source.spans[producer].start
-        receive = max(receive, reader - 1)
+        receive = max(receive, reader - under_ops)
         while target.spans[receive].end <= begins:
             receive += 1
-        expected = target.spans[receive - 1].start if receive else -inf
+        before = target.spans[receive - 1] if receive else _NOTHING
+        expected = before.start if under_ops else before.end
         send = max(send, producer + 1)
-        while send < len(source.spans) and source.spans[send].end <= expected:
+        while send < len(source.spans) and _is_over(source.spans[send], expected, under_ops):
             send += 1
         complete = max(send, bisect_left(starts, target.spans[target.readers[message]].end))
         yield Posting(message, send, expected, receive, reader, complete)
+
+
+def _is_over(span: Span, time: float, under_ops: bool) -> bool:
+    """Whether a message that is expected at a time need not be sent in front of an op."""
+    return span.end <= time if under_ops else span.start < time

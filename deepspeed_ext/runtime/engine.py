@@ -166,6 +166,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         schedule, token_slices = self._train_schedule(), self.module.token_slices
         self._begin(schedule, token_slices, self.micro_batch_size, keeps_outputs=return_output_label)
         loss = super().train_batch(data_iter)
+        self._programs.ran(schedule)
         live = self._executor.finish()
         return (loss, *live.outputs_and_labels(token_slices)) if return_output_label else loss
 
@@ -222,6 +223,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         finally:
             self.set_dataiterator(train_iterator)
 
+        self._programs.ran(schedule)
         live = self._executor.finish()
         losses = [loss for _, loss in sorted(live.losses.items())]
         result: Any = losses or None

@@ -3,6 +3,8 @@
 from collections.abc import Container
 from dataclasses import replace
 
+from deepspeed.accelerator import get_accelerator
+
 from deepspeed_ext.plan.lowering import lower_rank, partners
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.played import PlayedSchedule
@@ -19,14 +21,27 @@ class RankPrograms:
         rank: the pipeline rank.
         shape: of the pipeline, for any number of micro-batches and token slices.
         loading_ranks: ranks that read the data.
+        settles: the first program of an extent lets no message travel under an op, since on an accelerator every rank
+            then loads kernels, and may have to wait for its device (ADR 22). None where the accelerator runs behind
+            its host.
     """
 
-    def __init__(self, schedule: Schedule, *, rank: int, shape: PipelineShape, loading_ranks: Container[int]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        rank: int,
+        shape: PipelineShape,
+        loading_ranks: Container[int],
+        settles: bool | None = None,
+    ) -> None:
+        self._settles = not get_accelerator().is_synchronized_device() if settles is None else settles
+        self._settled: set[tuple[bool, PipelineShape]] = set()
         self._training = PlayedSchedule.of(schedule)
         self._evaluation = PlayedSchedule(forward_order, complete=False)
         self._rank, self._shape = rank, shape
         self._loads = rank in loading_ranks
-        self._lowered: dict[tuple[bool, PipelineShape], ProgramSchedule] = {}
+        self._lowered: dict[tuple[bool, PipelineShape, bool], ProgramSchedule] = {}
 
     def shape(self, num_micro_batches: int, num_token_slices: int | None = None) -> PipelineShape:
         """The pipeline, with so many micro-batches."""
@@ -41,11 +56,16 @@ class RankPrograms:
         """Forwards alone."""
         return self._program(self.shape(num_micro_batches, num_token_slices), training=False)
 
+    def ran(self, schedule: ProgramSchedule) -> None:
+        """Take note that a program has run to its end."""
+        self._settled.add((schedule.training, schedule.shape))
+
     def _program(self, shape: PipelineShape, *, training: bool) -> ProgramSchedule:
-        key = training, shape
+        under_ops = not self._settles or (training, shape) in self._settled
+        key = training, shape, under_ops
         if key not in self._lowered:
             spans = (self._training if training else self._evaluation).play(shape)
             messages = {rank: RankMessages(rank, spans(rank), shape) for rank in partners(self._rank, shape)}
-            program = lower_rank(self._rank, messages, shape, loads=self._loads)
+            program = lower_rank(self._rank, messages, shape, loads=self._loads, under_ops=under_ops)
             self._lowered[key] = ProgramSchedule(program, shape, training=training)
         return self._lowered[key]

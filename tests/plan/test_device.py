@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from deepspeed_ext.plan.dependencies import result
-from deepspeed_ext.plan.device import Device, Events, check_programs, num_streams
+from deepspeed_ext.plan.device import Device, Drains, Events, check_programs, num_streams
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import PipelineShape, Placement
@@ -18,7 +18,7 @@ from tests.strategies import random_orders
 
 SMALL = [(p, m, s) for p in (2, 3, 4) for m in (1, 2, 4, 8) for s in (1, 2, 4, 8) if p * m * s <= 32]
 HOST_FREE = Device(host_waits=False)
-HOST_FREE_COLD = Device(host_waits=False, drains=False, warms_up=False)
+HOST_FREE_COLD = Device(host_waits=False, drains=Drains.NONE, warms_up=False)
 
 
 def pipeline(name: str, ranks: int, micro_batches: int, token_slices: int, model_chunks: int = 2) -> PipelineShape:
@@ -69,7 +69,7 @@ def is_locked(programs: list[Program], shape: PipelineShape, device: Device) -> 
     [
         # A drain anywhere on one rank; connections made in mid-step while ops block their hosts, or do not.
         (Device(host_waits=False), {"gpipe": 33, "1f1b": 15, "zero-bubble": 15, "interleaved": 23}),
-        (Device(drains=False, warms_up=False), {"gpipe": 33, "1f1b": 15, "zero-bubble": 15, "interleaved": 21}),
+        (Device(drains=Drains.NONE, warms_up=False), {"gpipe": 33, "1f1b": 15, "zero-bubble": 15, "interleaved": 21}),
         (HOST_FREE_COLD, {"gpipe": 3, "1f1b": 3, "zero-bubble": 3, "interleaved": 3}),
     ],
     ids=["drain", "cold and blocking", "cold"],
@@ -146,6 +146,14 @@ def test_lowered_programs_end_on_any_device_or_the_setting_that_helps_is_named()
         except ScheduleDeadlock as deadlock:
             assert name in ("interleaved", "random")
             assert str(deadlock).endswith("set CUDA_DEVICE_MAX_CONNECTIONS=32")
+
+
+def test_programs_of_a_first_step_end_though_all_ranks_drain_at_every_op():
+    locked = 0
+    for _, orders, shape in drawn_pipelines():
+        lower(fixed(orders), shape, under_ops=False)
+        locked += is_locked(lower(fixed(orders), shape), shape, Device(drains=Drains.ALL_RANKS))
+    assert locked > 10
 
 
 def test_the_model_takes_as_long_as_the_simulator_says():
