@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from deepspeed_ext.plan.dependencies import prerequisites, reader_of, result
+from deepspeed_ext.plan.dependencies import prerequisites, reader_of, reading_stage, result
 from deepspeed_ext.plan.errors import ScheduleDeadlock
-from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs import (
     COMPLETES,
     COMPUTES,
@@ -36,7 +36,6 @@ from deepspeed_ext.plan.programs import (
     Instruction,
     InstructionKind,
     Program,
-    channel_of,
     communicators,
     message_of,
     warm_up_order,
@@ -144,6 +143,8 @@ class Events:
         self._connections: dict[Channel, tuple[int, int]] = {}  # what the hosts of source and target do at first use
         self._posted: list[tuple[int, int, int]] = []  # rank, position, message
         self._under_way: dict[int, list[int]] = defaultdict(list)  # per rank, messages that no drain has waited for
+        self._ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
+        self._channels: dict[tuple[OpKind, int], Channel] = {}  # by kind and stage of a message
         self._numbers = communicators(shape)
         self._reduction_stream = COMPUTE_STREAM + 1 + len(set(self._numbers.values()))
         self._connected: set[tuple[int, Channel]] = set()
@@ -160,7 +161,7 @@ class Events:
     def _result(self, op: Op) -> int:
         """The event that a result is there on its rank."""
         if op not in self._results:
-            self._results[op] = self._event(self._shape.rank_of(op.stage), -1)
+            self._results[op] = self._event(self._ranks[op.stage], -1)
         return self._results[op]
 
     def _message(self, op: Op) -> int:
@@ -195,7 +196,7 @@ class Events:
     def _add_op(self, number: int, position: int, op: Op, rank: _Rank) -> int:
         event = self._event(number, position, rank.host, rank.computed)
         for needed in prerequisites(op, self._shape):
-            here = self._shape.rank_of(needed.stage) == number
+            here = self._ranks[needed.stage] == number
             self._needs[event].append(self._result(needed) if here else self._message(needed))
         self._needs[self._result(result(op))].append(event)
         if self._device.drains is Drains.ALL_RANKS:
@@ -204,14 +205,11 @@ class Events:
         return event
 
     def _add_post(self, number: int, position: int, instruction: Instruction, rank: _Rank) -> int:
-        receives = instruction.kind in RECEIVES
-        reader = instruction.op if receives else reader_of(instruction.op, self._shape)
-        assert reader is not None, "a message has a reader"
-        channel = channel_of(reader, self._shape)
-        assert channel is not None, "a message takes a channel"
+        travels = message_of(instruction, self._shape) if instruction.kind in RECEIVES else instruction.op
+        channel = self._channel(travels)
         if (number, channel) not in self._connected:
             rank.host = self._connect(number, channel, rank, position)
-        message = self._message(message_of(instruction, self._shape) if receives else instruction.op)
+        message = self._message(travels)
         stream = self._numbers[channel]
         event = self._event(number, position, rank.host, rank.computed, rank.messages.get(stream))
         self._enqueue(event, COMPUTE_STREAM + 1 + stream, rank)
@@ -220,6 +218,14 @@ class Events:
         self._posted.append((number, position, message))
         self._under_way[number].append(message)
         return event
+
+    def _channel(self, message: Op) -> Channel:
+        way = message.kind, message.stage
+        if way not in self._channels:
+            reader = reading_stage(message, self._shape)
+            assert reader is not None, "a message has a reader"
+            self._channels[way] = Channel(self._ranks[message.stage], self._ranks[reader], message.kind)
+        return self._channels[way]
 
     def _connect(self, number: int, channel: Channel, rank: _Rank, position: int) -> int:
         """Let a host come to a connection. Returns the event that the other host has come too."""
