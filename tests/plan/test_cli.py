@@ -60,6 +60,15 @@ def test_the_command_refuses_bad_input_in_one_line():
     )
 
 
+def test_a_schedule_that_shared_hardware_queues_lock_is_not_free_of_deadlock(capsys):
+    words = "--schedule interleaved --stages 2 --model-chunks 2 --micro-batches 2 --token-slices 4 --hardware-queues"
+    assert main([*words.split(), "32"]) == 0
+    assert capsys.readouterr().out.endswith("deadlock free            yes\n")
+    assert main([*words.split(), "1"]) == 1
+    assert capsys.readouterr().out.endswith("7 streams share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32\n")
+    assert "--hardware-queues 0 is not a positive whole number: give 1 or more" in refused(capsys, *words.split(), "0")
+
+
 def test_the_command_needs_only_the_standard_library():
     program = (
         "import sys; from deepspeed_ext.plan.command import main; main(sys.argv[1:]);"

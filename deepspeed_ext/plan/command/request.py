@@ -121,7 +121,8 @@ def _schedule_file(name: str) -> Path:
 
 def _check(options: argparse.Namespace) -> None:
     """See that options are in range and go together."""
-    for name in ("stages", "micro_batches", "model_chunks", "seq_length", "min_token_slice", "layers"):
+    counts = ("stages", "micro_batches", "model_chunks", "seq_length", "min_token_slice", "layers", "hardware_queues")
+    for name in counts:
         if getattr(options, name) is not None and getattr(options, name) < 1:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} {getattr(options, name)} is not a positive whole number: give 1 or more")
