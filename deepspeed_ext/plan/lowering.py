@@ -87,7 +87,7 @@ def lower(
 
 
 def check_lowering(schedule: PlayedSchedule, shape: PipelineShape, device: Device | None = None) -> None:
-    """See that the programs that ranks will lower by themselves end.
+    """See that the programs that ranks will lower by themselves end. What was found once is not looked for again.
 
     Up to `FEW_OPS` ops the model of devices plays the programs of all ranks. For more, that the schedule plays is
     enough: the rules of `posting` see to the rest, where each stream has a hardware queue of its own.
@@ -101,13 +101,17 @@ def check_lowering(schedule: PlayedSchedule, shape: PipelineShape, device: Devic
         PlanError: if the schedule does not fit the shape, or misses ops.
         ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
     """
+    device = device or Device()
+    if (shape, device) in schedule.proven:
+        return
     schedule.play(shape)
     if num_ops(shape) <= FEW_OPS:
         lower(schedule, shape, costs=schedule.costs(shape), device=device)
-    elif device is not None and not device.has_queues_for(shape):
+    elif not device.has_queues_for(shape):
         raise ScheduleDeadlock(
             f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where {device.sharing(shape)}"
         )
+    schedule.proven.add((shape, device))
 
 
 def partners(rank: int, shape: PipelineShape) -> set[int]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.device import Device
 from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.simulate import check_complete, simulate
@@ -31,6 +32,8 @@ class PlayedSchedule:
         self.costs = costs or lowering_costs
         """Costs that the timeline of a shape has."""
         self._played: dict[PipelineShape, SpansOfRank] = {}
+        self.proven: set[tuple[PipelineShape, Device]] = set()
+        """Shapes and devices for which `lowering.check_lowering` has found that its programs end."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> "PlayedSchedule":

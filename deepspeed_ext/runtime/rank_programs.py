@@ -5,11 +5,13 @@ from dataclasses import replace
 
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.plan.lowering import lower_rank, partners
+from deepspeed_ext.plan.device import Device
+from deepspeed_ext.plan.lowering import check_lowering, lower_rank, partners
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.played import PlayedSchedule
 from deepspeed_ext.plan.posting import RankMessages
 from deepspeed_ext.plan.schedules import Schedule, forward_order
+from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.instructions import ProgramSchedule
 
 
@@ -36,6 +38,7 @@ class RankPrograms:
         settles: bool | None = None,
     ) -> None:
         self._settles = not get_accelerator().is_synchronized_device() if settles is None else settles
+        self._hardware_queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
         self._settled: set[tuple[bool, PipelineShape]] = set()
         self._training = PlayedSchedule.of(schedule)
         self._evaluation = PlayedSchedule(forward_order, complete=False)
@@ -64,6 +67,9 @@ class RankPrograms:
         under_ops = not self._settles or (training, shape) in self._settled
         key = training, shape, under_ops
         if key not in self._lowered:
+            if training:
+                # The trainer has done so before the process group was made.
+                check_lowering(self._training, shape, Device(hardware_queues=self._hardware_queues))
             spans = (self._training if training else self._evaluation).play(shape)
             messages = {rank: RankMessages(rank, spans(rank), shape) for rank in partners(self._rank, shape)}
             program = lower_rank(self._rank, messages, shape, loads=self._loads, under_ops=under_ops)

@@ -4,8 +4,9 @@ import pytest
 
 from deepspeed_ext.plan.device import check_programs
 from deepspeed_ext.plan.errors import ScheduleDeadlock
-from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.lowering import check_lowering, lower
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.played import PlayedSchedule
 from deepspeed_ext.plan.programs import Channel, InstructionKind, Program, channel_of, channels
 from deepspeed_ext.plan.schedules import (
     backward_order,
@@ -183,3 +184,10 @@ def test_programs_that_wait_for_each_other_are_found():
 def test_ops_of_a_program_name_their_stage():
     _, last = lower(one_f_one_b, SHAPE)
     assert next(last.ops()) == Op(OpKind.FORWARD, stage=1, micro_batch=0, token_slice=0)
+
+
+def test_what_was_proven_once_is_not_proven_again(monkeypatch):
+    played = PlayedSchedule(one_f_one_b)
+    check_lowering(played, SHAPE)
+    monkeypatch.setattr("deepspeed_ext.plan.lowering.lower", lambda *_, **__: pytest.fail("lowered again"))
+    check_lowering(PlayedSchedule.of(played), SHAPE)
