@@ -365,6 +365,8 @@ class Events:
                 yield rank, position, message
 
     def _remedy(self) -> str:
+        if not self._device.warms_up:
+            return "make all connections before the first step"
         return (
             "reorder these instructions"
             if self._device.has_queues_for(self._shape)
