@@ -49,7 +49,10 @@ class AccumulatedGradient:
             torch.addmm(total, left, inputs, total.dtype, out=total)
         else:
             # A product in fp32 would be more exact, and take several times as long where bf16 is multiplied natively.
-            total.add_(left @ inputs)
+            # A part at a time, so that it is still in the cache when it is added.
+            rows = max(_SMALL * 4 // inputs.shape[1], 1)
+            for sums, part in zip(total.split(rows), left.split(rows), strict=True):
+                sums.add_((part @ inputs).to(sums.dtype))
 
     def add_rows(self, indices: Tensor, output_gradient: Tensor) -> None:
         """Add the gradient that a look-up gives its table: `total[indices[i]] += output_gradient[i]`.
