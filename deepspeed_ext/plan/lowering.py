@@ -30,7 +30,7 @@ from deepspeed_ext.plan.dependencies import reader_of, result
 from deepspeed_ext.plan.device import Device, Drains, check_programs
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.played import FEW_OPS, PlayedSchedule, lowering_costs, num_ops
+from deepspeed_ext.plan.played import FEW_OPS, PlayedSchedule, SpansOfRank, lowering_costs, num_ops
 from deepspeed_ext.plan.posting import Posting, RankMessages, postings
 from deepspeed_ext.plan.programs import (
     COMPLETE,
@@ -75,15 +75,19 @@ def lower(
     Raises:
         ScheduleDeadlock: if the schedule, or the placement of its transfers, would leave ranks waiting for each other.
     """
-    if loading_ranks is None:
-        loading_ranks = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
     spans = simulate(rank_orders(schedule, shape), shape, costs or lowering_costs(shape)).spans
-    messages = {rank: RankMessages(rank, of_rank, shape) for rank, of_rank in enumerate(spans)}
-    programs = [
-        lower_rank(rank, messages, shape, loads=rank in loading_ranks, under_ops=under_ops) for rank in messages
-    ]
+    programs = _lower_all(spans.__getitem__, shape, loading_ranks, under_ops=under_ops)
     check_programs(programs, shape, device or Device(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS))
     return programs
+
+
+def _lower_all(
+    spans: SpansOfRank, shape: PipelineShape, loading_ranks: Container[int] | None = None, *, under_ops: bool = True
+) -> list[Program]:
+    if loading_ranks is None:
+        loading_ranks = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
+    messages = {rank: RankMessages(rank, spans(rank), shape) for rank in range(shape.num_ranks)}
+    return [lower_rank(rank, messages, shape, loads=rank in loading_ranks, under_ops=under_ops) for rank in messages]
 
 
 def check_lowering(schedule: PlayedSchedule, shape: PipelineShape, device: Device | None = None) -> None:
@@ -104,9 +108,9 @@ def check_lowering(schedule: PlayedSchedule, shape: PipelineShape, device: Devic
     device = device or Device()
     if (shape, device) in schedule.proven:
         return
-    schedule.play(shape)
+    spans = schedule.play(shape)
     if num_ops(shape) <= FEW_OPS:
-        lower(schedule, shape, costs=schedule.costs(shape), device=device)
+        check_programs(_lower_all(spans, shape), shape, device)
     elif not device.has_queues_for(shape):
         raise ScheduleDeadlock(
             f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where {device.sharing(shape)}"
