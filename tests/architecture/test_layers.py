@@ -11,11 +11,12 @@ from tests.architecture.sources import imported_when_importing, imports_of, modu
 
 PLAN = ("deepspeed_ext.plan",)
 CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
-SEARCH_INPUTS = (
-    *(*PLAN, *CONFIG, "megatron_terapipe.strategy"),
-    *(f"megatron_terapipe.search.{part}" for part in ("reading", "workload", "cluster", "software", "prediction")),
-)
-SEARCH_PRICES = tuple(f"megatron_terapipe.search.{part}" for part in ("cost", "memory", "profile"))
+
+
+def search(*folders: str) -> tuple[str, ...]:
+    """What a folder of the search may import, where it may import other folders of it."""
+    below = ("megatron_terapipe.strategy", "megatron_terapipe.model.flops")
+    return (*PLAN, *CONFIG, *below, *(f"megatron_terapipe.search.{folder}" for folder in folders))
 
 
 @dataclass(frozen=True)
@@ -134,84 +135,38 @@ LAYERS = (
     ),
     # The search, bottom first. scipy, rich, yaml and pyarrow are imported within functions: it must start at once.
     Layer(("megatron_terapipe.search",)),
-    Layer(("megatron_terapipe.search.reading", "megatron_terapipe.search.reading.*"), (*PLAN, *CONFIG), ("yaml",)),
     Layer(
-        ("megatron_terapipe.search.workload", "megatron_terapipe.search.workload.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.model.flops", "megatron_terapipe.search.reading"),
+        ("megatron_terapipe.search.inputs", "megatron_terapipe.search.inputs.*"),
+        (*PLAN, *CONFIG, "megatron_terapipe.model.flops"),
         ("yaml",),
     ),
     Layer(
-        ("megatron_terapipe.search.cluster", "megatron_terapipe.search.cluster.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.search.reading"),
-        ("numpy", "yaml"),
+        ("megatron_terapipe.search.op_times", "megatron_terapipe.search.op_times.*"),
+        search("inputs"),
+        ("numpy", "scipy", "pyarrow", "aiconfigurator_core"),
     ),
     Layer(
-        ("megatron_terapipe.search.software", "megatron_terapipe.search.prediction"),
-        (*PLAN, "megatron_terapipe.model.flops"),
+        ("megatron_terapipe.search.cost", "megatron_terapipe.search.cost.*"), search("inputs", "op_times"), ("numpy",)
     ),
     Layer(
-        ("megatron_terapipe.search.cost", "megatron_terapipe.search.cost.*"),
-        (*SEARCH_INPUTS, "megatron_terapipe.model.flops"),
-        ("numpy", "pyarrow", "aiconfigurator_core"),
-    ),
-    Layer(
-        ("megatron_terapipe.search.memory", "megatron_terapipe.search.memory.*"),
-        (*SEARCH_INPUTS, "megatron_terapipe.model.flops"),
+        ("megatron_terapipe.search.space", "megatron_terapipe.search.space.*"),
+        search("inputs", "op_times", "cost"),
         ("numpy",),
     ),
     Layer(
-        ("megatron_terapipe.search.profile", "megatron_terapipe.search.profile.*"),
-        (*SEARCH_INPUTS, "megatron_terapipe.search.cost"),
-        ("numpy", "scipy"),
-    ),
-    Layer(
-        ("megatron_terapipe.search.trials", "megatron_terapipe.search.trials.*"),
-        SEARCH_INPUTS,
-        ("numpy",),
-    ),
-    Layer(
-        ("megatron_terapipe.search.calibrate", "megatron_terapipe.search.calibrate.*"),
-        (*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.trials"),
-        ("numpy", "scipy"),
-    ),
-    Layer(
-        ("megatron_terapipe.search.pricing",),
-        (*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.calibrate"),
-        ("numpy",),
-    ),
-    Layer(
-        ("megatron_terapipe.search.solve", "megatron_terapipe.search.solve.*"),
-        (*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing"),
+        ("megatron_terapipe.search.rank", "megatron_terapipe.search.rank.*"),
+        search("inputs", "op_times", "cost", "space"),
         ("numpy", "numba"),
     ),
     Layer(
-        (
-            "megatron_terapipe.search.space",
-            "megatron_terapipe.search.space.*",
-            "megatron_terapipe.search.ranking",
-            "megatron_terapipe.search.ranking.*",
-        ),
-        (
-            *(*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing", "megatron_terapipe.search.solve"),
-            "megatron_terapipe.search.calibrate",
-        ),
-        ("numpy", "tqdm"),
-    ),
-    Layer(
         ("megatron_terapipe.search.report", "megatron_terapipe.search.report.*"),
-        (
-            *(*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing", "megatron_terapipe.search.ranking"),
-            "megatron_terapipe.search.space",
-        ),
+        search("inputs", "op_times", "cost", "space", "rank"),
         ("numpy", "rich"),
     ),
     Layer(
-        ("megatron_terapipe.search.validation", "megatron_terapipe.search.validation.*"),
-        (
-            *(*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing", "megatron_terapipe.search.trials"),
-            *("megatron_terapipe.search.calibrate", "megatron_terapipe.model.flops"),
-        ),
-        ("numpy", "rich"),
+        ("megatron_terapipe.search.trials", "megatron_terapipe.search.trials.*"),
+        search("inputs", "op_times", "cost", "space", "rank", "report"),
+        ("numpy", "scipy", "rich"),
     ),
     # Commands put the parts together: they may import anything of ours, and nobody imports them.
     Layer(
@@ -224,8 +179,6 @@ LAYERS = (
             "megatron_terapipe.search.command",
             "megatron_terapipe.search.command.*",
             "megatron_terapipe.search.measure*",
-            "megatron_terapipe.search.trial",
-            "megatron_terapipe.search.trial_*",
         ),
         ("deepspeed_ext", "megatron_terapipe"),
         ("torch", "deepspeed", "numpy", "tqdm", "rich", "yaml"),

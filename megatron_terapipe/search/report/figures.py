@@ -1,8 +1,8 @@
 """Figures that follow from a prediction, and how times, sizes and speeds are written."""
 
-from megatron_terapipe.search.cluster import Cluster
-from megatron_terapipe.search.prediction import Prediction
-from megatron_terapipe.search.workload import Workload
+from megatron_terapipe.search.cost.prediction import Prediction
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.strategy import Strategy
 
 GIGABYTE = 1e9

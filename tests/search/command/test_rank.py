@@ -7,7 +7,7 @@ import pytest
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.command.strategies import read_strategies
+from megatron_terapipe.search.command.shared_flags import read_strategies
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import small_model
 

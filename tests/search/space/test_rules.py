@@ -6,10 +6,10 @@ import pytest
 
 from megatron_terapipe.config.precision import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.space import all_choices
+from megatron_terapipe.search.space.choices import all_choices
 from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
+from megatron_terapipe.search.space.legal_grids import broken_rule
 from megatron_terapipe.search.space.rules import TRAINER_RULES
-from megatron_terapipe.search.space.walk import broken_rule
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import drawn, small_cluster, small_problem
 
