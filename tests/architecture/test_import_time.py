@@ -14,7 +14,7 @@ LIGHT = (
     "megatron_terapipe.config",
     "megatron_terapipe.strategy",
     "megatron_terapipe.arguments",
-    "megatron_terapipe.model.flops",
+    "megatron_terapipe.planning",
     "megatron_terapipe.training.launch_environment",
     "megatron_terapipe.generate",
     "megatron_terapipe.convert",

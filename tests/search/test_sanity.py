@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_terapipe.planning.planned_run import check_trainable
 from megatron_terapipe.search.cluster import Cluster, Node
 from megatron_terapipe.search.pricing import Pricing
 from megatron_terapipe.search.ranking.ranked import Ranked, ranked_in_order
@@ -131,4 +132,4 @@ def test_what_is_called_feasible_is_trainable() -> None:
     choices = all_choices(problem)
     result = search(problem, choices, lambda nodes: Pricing(problem.workload, nodes), top=8)
     for entry in result.entries:
-        entry.strategy.check_trainable(problem.workload.config)
+        check_trainable(entry.strategy, problem.workload.config)

@@ -122,6 +122,7 @@ def _strategies(
     """What to run, the most promising first."""
     from dataclasses import replace
 
+    from megatron_terapipe.planning.planned_run import check_trainable
     from megatron_terapipe.search.command.progress import progress_bar
     from megatron_terapipe.search.command.strategies import read_strategies
     from megatron_terapipe.search.ranking.search import search
@@ -143,7 +144,7 @@ def _strategies(
                     f"{cluster.num_devices}: leave it out"
                 )
             assert workload.config is not None
-            each.check_trainable(workload.config)
+            check_trainable(each, workload.config)
         return found
     problem = Problem(workload=workload, cluster=cluster, global_batch_size=batch, precision=precision)
     with progress_bar() as progress:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_terapipe.model.flops import BACKWARD_PER_FORWARD, FLASH_BACKWARD_PER_FORWARD, logits_computed_again
+from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD, FLASH_BACKWARD_PER_FORWARD, logits_computed_again
 from megatron_terapipe.search.cluster import Device
 from megatron_terapipe.search.cost.kernel_tables import KernelTables
 from megatron_terapipe.search.cost.op_times import Grid, LayerTimes

@@ -2,9 +2,8 @@ from math import inf
 
 import pytest
 
-from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model import flops
-from megatron_terapipe.model.flops import LOGITS_AT_ONCE
+from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.memory.activations import TokenMemory, logit_limits, token_memory
 from megatron_terapipe.search.software import MEGATRON, TERAPIPE, Software
 from megatron_terapipe.search.workload import Layer

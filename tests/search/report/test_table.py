@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import rich.console
 
-from megatron_terapipe.model.flops import iteration_flops
+from megatron_terapipe.config.flops import iteration_flops
 from megatron_terapipe.search.cluster.files import parse_cluster
 from megatron_terapipe.search.report.answer import answer_json
 from megatron_terapipe.search.report.comparison import compare
