@@ -15,8 +15,13 @@ CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
 
 def search(*folders: str) -> tuple[str, ...]:
     """What a folder of the search may import, where it may import other folders of it."""
-    below = ("megatron_terapipe.strategy", "megatron_terapipe.model.flops")
-    return (*PLAN, *CONFIG, *below, *(f"megatron_terapipe.search.{folder}" for folder in folders))
+    return (
+        *PLAN,
+        *CONFIG,
+        "megatron_terapipe.strategy",
+        "megatron_terapipe.planning",
+        *(f"megatron_terapipe.search.{folder}" for folder in folders),
+    )
 
 
 @dataclass(frozen=True)
@@ -38,19 +43,14 @@ LAYERS = (
     Layer(("deepspeed_ext", "megatron_terapipe")),
     Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy", "numba")),
     Layer(("megatron_terapipe.errors",), PLAN),
-    Layer(("megatron_terapipe.refused_flags", "megatron_terapipe.accepted_flags")),
     Layer(("megatron_terapipe.command_parser",), ("megatron_terapipe.errors",)),
-    # The arrow to the configuration is for types alone: the configuration counts FLOPs, so the other way is taken.
+    Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors")),
+    Layer(("megatron_terapipe.strategy",), (*PLAN, *CONFIG)),
     Layer(
-        ("megatron_terapipe.model", "megatron_terapipe.model.flops"),
-        ("megatron_terapipe.config.model", "megatron_terapipe.config.block_shape"),
-    ),
-    Layer(
-        ("megatron_terapipe.config", "megatron_terapipe.config.*"),
-        (*PLAN, "megatron_terapipe.errors", "megatron_terapipe.model.flops"),
+        ("megatron_terapipe.planning", "megatron_terapipe.planning.*"),
+        (*PLAN, *CONFIG, "megatron_terapipe.strategy"),
         ("numpy",),
     ),
-    Layer(("megatron_terapipe.strategy",), (*PLAN, *CONFIG)),
     Layer(
         (
             "megatron_terapipe.checkpoint",
@@ -68,8 +68,6 @@ LAYERS = (
             "megatron_terapipe.checkpoint.info",
             "megatron_terapipe.checkpoint.directories",
             "megatron_terapipe.strategy",
-            "megatron_terapipe.refused_flags",
-            "megatron_terapipe.accepted_flags",
         ),
     ),
     Layer(
@@ -85,11 +83,8 @@ LAYERS = (
     ),
     Layer(("megatron_terapipe.tensor_parallel", "megatron_terapipe.tensor_parallel.*"), packages=("torch",)),
     Layer(
-        ("megatron_terapipe.model.*",),
-        (
-            *(*PLAN, *CONFIG, "deepspeed_ext.pointwise", "megatron_terapipe.model.flops"),
-            "megatron_terapipe.tensor_parallel",
-        ),
+        ("megatron_terapipe.model", "megatron_terapipe.model.*"),
+        (*(*PLAN, *CONFIG, "deepspeed_ext.pointwise", "megatron_terapipe.tensor_parallel"),),
         ("torch",),
     ),
     Layer(
@@ -130,6 +125,7 @@ LAYERS = (
             *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
             "megatron_terapipe.checkpoint",
             "megatron_terapipe.tensor_parallel",
+            "megatron_terapipe.planning",
         ),
         ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
     ),
@@ -137,7 +133,7 @@ LAYERS = (
     Layer(("megatron_terapipe.search",)),
     Layer(
         ("megatron_terapipe.search.inputs", "megatron_terapipe.search.inputs.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.model.flops"),
+        (*PLAN, *CONFIG),
         ("yaml",),
     ),
     Layer(
@@ -233,9 +229,9 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
 
 
 def test_the_walk_sees_what_it_should() -> None:
-    assert "megatron_terapipe.model.flops" in imported_when_importing("megatron_terapipe.config.balance")
+    assert "megatron_terapipe.config.flops" in imported_when_importing("megatron_terapipe.config.balance")
     # For types alone, and within a function.
-    assert not imported_when_importing("megatron_terapipe.model.flops")
+    assert "deepspeed_ext.plan.optimise" not in imported_when_importing("megatron_terapipe.planning.pipeline_plan")
     assert "megatron_terapipe.training.trainer" not in imported_when_importing("pretrain_gpt")
     assert any(each.target == "megatron_terapipe.training.trainer" for each in imports_of(modules()["pretrain_gpt"]))
     # A package runs before what is in it.
@@ -249,7 +245,8 @@ def test_the_walk_sees_what_it_should() -> None:
         ("deepspeed_ext.plan.ops", "torch", False),
         ("deepspeed_ext.plan.ops", "deepspeed_ext.runtime.batch", False),
         ("deepspeed_ext.runtime.engine", "megatron_terapipe.errors", False),
-        ("megatron_terapipe.config.config", "megatron_terapipe.model.flops", True),
+        ("megatron_terapipe.config.config", "megatron_terapipe.config.flops", True),
+        ("megatron_terapipe.config.config", "megatron_terapipe.planning.planned_run", False),
         ("megatron_terapipe.config.config", "megatron_terapipe.model.gpt", False),
         ("megatron_terapipe.model.block", "deepspeed.pipe", False),
         ("megatron_terapipe.model.gpt", "deepspeed.pipe", True),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_terapipe.planning.planned_run import check_trainable
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster, Node
 from megatron_terapipe.search.rank.placement import better_order, kind_key, node_orders, placement_of
@@ -132,4 +133,4 @@ def test_what_is_called_feasible_is_trainable() -> None:
     choices = all_choices(problem)
     result = search(problem, choices, lambda nodes: Pricing(problem.workload, nodes), top=8)
     for entry in result.entries:
-        entry.strategy.check_trainable(problem.workload.config)
+        check_trainable(entry.strategy, problem.workload.config)

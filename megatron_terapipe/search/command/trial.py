@@ -121,6 +121,7 @@ def _strategies(
     """What to run, the most promising first."""
     from dataclasses import replace
 
+    from megatron_terapipe.planning.planned_run import check_trainable
     from megatron_terapipe.search.command.shared_flags import progress_bar, read_strategies
     from megatron_terapipe.search.rank.search import search
     from megatron_terapipe.search.space.choices import all_choices
@@ -142,7 +143,7 @@ def _strategies(
                     f"{cluster.num_devices}: leave it out"
                 )
             assert workload.config is not None
-            each.check_trainable(workload.config)
+            check_trainable(each, workload.config)
         return found
     problem = Problem(workload=workload, cluster=cluster, global_batch_size=batch, precision=precision)
     with progress_bar() as progress:

@@ -8,7 +8,7 @@ Korthikanti et al. (arXiv 2205.05198), s tokens, b sequences, h wide, a heads, t
     section 5    sbh/t 34                       and selective: scores, probabilities and their masks are computed again
     section 5    2sbh                           full: the input of the layer alone
 
-Those count masks of dropout, and a trainer that stores the s x s scores. Ours stores neither (`model.flops`,
+Those count masks of dropout, and a trainer that stores the s x s scores. Ours stores neither (`config.flops`,
 `block_activation_bytes_per_token`), cuts sequences into token slices, and keeps keys and values of whole sequences.
 The formulas here are the same ones by the shapes of any layer, and broadcast over arrays.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.model.flops import LOG_SUM_EXP_BYTES
+from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.op_times.software import Software
 

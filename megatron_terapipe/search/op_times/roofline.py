@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_terapipe.model.flops import BACKWARD_PER_FORWARD, FLASH_BACKWARD_PER_FORWARD, logits_computed_again
+from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD, FLASH_BACKWARD_PER_FORWARD, logits_computed_again
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer, Product
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from megatron_terapipe.model.flops import LOGITS_AT_ONCE
+from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

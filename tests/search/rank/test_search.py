@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_terapipe.planning.planned_run import check_trainable
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.search import search
@@ -84,7 +85,7 @@ def test_refining_keeps_to_the_pins_and_to_the_trainer() -> None:
         strategy = entry.strategy
         assert strategy.num_token_slices in (2, 3, 4) and strategy.schedule in ("1f1b", "gpipe")
         assert broken_rule(strategy, problem) is None
-        strategy.check_trainable(problem.workload.config)
+        check_trainable(strategy, problem.workload.config)
 
 
 def test_pinned_lengths_stay() -> None:

@@ -9,11 +9,8 @@ FLOPs count a multiplication and an addition as two, and only matrix products, a
 twice its forward. Bytes and FLOPs are of the whole model, before any parallelism divides them.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # The configuration calls this module, so at run time the arrow must not go back.
-    from megatron_terapipe.config.block_shape import BlockShape
-    from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.block_shape import BlockShape
+from megatron_terapipe.config.model import ModelConfig
 
 BACKWARD_PER_FORWARD = 2
 """A backward computes the gradient of the input and of the weight: two products for each of the forward."""
@@ -33,7 +30,7 @@ read and written once for each time, 8 bytes a weight: at 2,048 tokens that is a
 device that does 165 FLOPs a byte."""
 
 
-def block_weights(model: "ModelConfig", block: "BlockShape") -> int:
+def block_weights(model: ModelConfig, block: BlockShape) -> int:
     """Count the entries of the weight matrices of a block: query, key, value, projection, and the MLP's."""
     query_size = model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
     key_value_size = 2 * block.num_key_value_heads * model.kv_channels
@@ -41,7 +38,7 @@ def block_weights(model: "ModelConfig", block: "BlockShape") -> int:
     return attention + (2 + model.gated) * model.hidden_size * block.ffn_hidden_size
 
 
-def block_parameters(model: "ModelConfig", block: "BlockShape") -> int:
+def block_parameters(model: ModelConfig, block: BlockShape) -> int:
     """Count the parameters of a block: matrices, their biases, and two norms (SC'21 equation 2: 12h^2 + 13h)."""
     biases = 0
     if block.num_key_value_heads:
@@ -54,56 +51,56 @@ def block_parameters(model: "ModelConfig", block: "BlockShape") -> int:
     return block_weights(model, block) + with_biases + norms * norm_parameters(model)
 
 
-def norm_parameters(model: "ModelConfig") -> int:
+def norm_parameters(model: ModelConfig) -> int:
     """Count the parameters of one norm: a weight, and in LayerNorm a bias."""
     return (1 + (model.normalization == "layernorm")) * model.hidden_size
 
 
-def embedding_parameters(model: "ModelConfig") -> int:
+def embedding_parameters(model: ModelConfig) -> int:
     """Count the word embedding, padded, and the learned positions (SC'21 equation 2: (V + s)h)."""
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
     return (model.padded_vocab_size() + positions) * model.hidden_size
 
 
-def output_parameters(model: "ModelConfig") -> int:
+def output_parameters(model: ModelConfig) -> int:
     """Count the parameters that only the output layer has: none while it is tied to the word embedding."""
     tied = not model.untie_embeddings_and_output_weights
     return 0 if tied else model.padded_vocab_size() * model.hidden_size
 
 
-def model_parameters(model: "ModelConfig") -> int:
+def model_parameters(model: ModelConfig) -> int:
     """Count all parameters, tied ones once."""
     blocks = sum(block_parameters(model, block) for block in model.blocks)
     return embedding_parameters(model) + blocks + norm_parameters(model) + output_parameters(model)
 
 
-def linear_flops_per_token(model: "ModelConfig", block: "BlockShape") -> int:
+def linear_flops_per_token(model: ModelConfig, block: BlockShape) -> int:
     """Forward FLOPs of a token in the matrix products of one block, the same at every position."""
     return 2 * block_weights(model, block)
 
 
-def attention_flops_per_position(model: "ModelConfig", block: "BlockShape") -> int:
+def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:
     """Forward FLOPs of a token in one block for each position that it attends to: one score and one weighted value."""
     return 4 * model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
 
 
-def model_linear_flops_per_token(model: "ModelConfig") -> int:
+def model_linear_flops_per_token(model: ModelConfig) -> int:
     """`linear_flops_per_token` of all blocks together."""
     return sum(linear_flops_per_token(model, block) for block in model.blocks)
 
 
-def model_attention_flops_per_position(model: "ModelConfig") -> int:
+def model_attention_flops_per_position(model: ModelConfig) -> int:
     """`attention_flops_per_position` of all blocks together."""
     return sum(attention_flops_per_position(model, block) for block in model.blocks)
 
 
-def token_forward_flops(model: "ModelConfig", block: "BlockShape", prefix_len: int) -> int:
+def token_forward_flops(model: ModelConfig, block: BlockShape, prefix_len: int) -> int:
     """Forward FLOPs in one block of a token with `prefix_len` tokens before it; it attends to them and itself."""
     positions = prefix_len + 1
     return linear_flops_per_token(model, block) + attention_flops_per_position(model, block) * positions
 
 
-def block_forward_flops(model: "ModelConfig", block: "BlockShape", num_tokens: int, prefix_len: int = 0) -> int:
+def block_forward_flops(model: ModelConfig, block: BlockShape, num_tokens: int, prefix_len: int = 0) -> int:
     """Forward FLOPs in one block of a token slice, causal attention counted exactly.
 
     The sum of `token_forward_flops` over its tokens.
@@ -119,7 +116,7 @@ def block_forward_flops(model: "ModelConfig", block: "BlockShape", num_tokens: i
     return linear + attention_flops_per_position(model, block) * positions
 
 
-def logits_flops_per_token(model: "ModelConfig") -> int:
+def logits_flops_per_token(model: ModelConfig) -> int:
     """Forward FLOPs of a token in the output layer."""
     return 2 * model.hidden_size * model.padded_vocab_size()
 
@@ -135,7 +132,7 @@ def logits_computed_again(num_logits: float, at_once: float = LOGITS_AT_ONCE) ->
     return (over + abs(over)) / 2 / num_logits
 
 
-def iteration_flops(model: "ModelConfig", num_sequences: int, *, causal: bool = False, recompute: bool = False) -> int:
+def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = False, recompute: bool = False) -> int:
     """FLOPs of one optimizer step: forward and backward of `num_sequences` sequences.
 
     Without options these are the model FLOPs of Korthikanti appendix A, 72BLsh^2(1 + s/6h + V/12hL): every token
@@ -158,13 +155,13 @@ def iteration_flops(model: "ModelConfig", num_sequences: int, *, causal: bool = 
     return num_sequences * (blocks + passes * seq_length * logits_flops_per_token(model))
 
 
-def key_value_bytes_per_token(model: "ModelConfig", block: "BlockShape", element_bytes: int) -> int:
+def key_value_bytes_per_token(model: ModelConfig, block: BlockShape, element_bytes: int) -> int:
     """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed."""
     return 2 * block.num_key_value_heads * model.kv_channels * element_bytes
 
 
 def block_activation_bytes_per_token(
-    model: "ModelConfig", block: "BlockShape", element_bytes: int, recompute: str = "none"
+    model: ModelConfig, block: BlockShape, element_bytes: int, recompute: str = "none"
 ) -> int:
     """Bytes that one block keeps of a token from its forward to its backward.
 

@@ -20,9 +20,9 @@ from deepspeed_ext.plan.schedules import SCHEDULES, Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.config.config import Config
-from megatron_terapipe.config.op_costs import op_costs, stage_terms
 from megatron_terapipe.config.parallel import AUTO, OPTIMISED, ParallelConfig
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning.op_costs import op_costs, stage_terms
 
 if TYPE_CHECKING:  # The solvers compile their kernels, and not every run needs one.
     from deepspeed_ext.plan.optimise import OptimisedSchedule

@@ -1,11 +1,14 @@
 """A configuration on so many ranks: all rules that hold without files, devices or other ranks."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.config.config import Config
-from megatron_terapipe.config.parallel import AUTO
-from megatron_terapipe.config.pipeline_plan import check_schedule, pipeline_schedule, with_found_token_slices
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.parallel import AUTO, OPTIMISED
+from megatron_terapipe.planning.pipeline_plan import check_schedule, pipeline_schedule, with_found_token_slices
+from megatron_terapipe.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,19 @@ def plan_run(config: Config, world_size: int) -> PlannedRun:
     return PlannedRun(config, config.parallel.layout(world_size), found_token_slices=True, found_stages=finds_stages)
 
 
-def check_run(config: Config, world_size: int) -> None:
-    """Check all that can be checked without files, devices or other ranks, the order of the ops included.
+def check_trainable(strategy: Strategy, model: ModelConfig, **more: Any) -> None:
+    """Check all that the trainer checks of a strategy without files, devices or other ranks.
 
-    An `optimised` schedule is looked for, which takes seconds; all others take milliseconds.
+    The order of the ops is checked, too. An `optimised` schedule is not searched: if all else is right, there is one.
+
+    Args:
+        strategy: the strategy.
+        model: the model section.
+        **more: sections that are not to be the defaults, by their names in `Config`.
 
     Raises:
-        UserError: if the configuration cannot run on so many ranks; one line with what is wrong and the remedy.
+        UserError: if it could not be trained; one line with what is wrong and the remedy.
     """
-    planned = plan_run(config, world_size)
-    check_schedule(pipeline_schedule(planned.config), planned.config, planned.numbers_of_micro_batches)
+    planned = plan_run(strategy.config(model, **more), strategy.world_size)
+    if strategy.schedule != OPTIMISED:
+        check_schedule(pipeline_schedule(planned.config), planned.config, planned.numbers_of_micro_batches)

@@ -21,8 +21,8 @@ from typing import NamedTuple
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config import flops
 from megatron_terapipe.config.config import Config
-from megatron_terapipe.model import flops
 
 ROWS_LOST_PER_OP = 64
 """Rows that the products of an op lose, not measured but assumed: kernels compute tiles of 128 rows, and what is left
