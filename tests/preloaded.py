@@ -16,6 +16,7 @@ import torch._dynamo
 import torch._refs
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
 
 import deepspeed_ext.runtime.initialize  # noqa: F401
 import megatron_terapipe.training.engine  # noqa: F401
