@@ -1,16 +1,48 @@
 """Settings that all tests share."""
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
+
+from tests.marks import marks_of
+from tests.pairs import covering_pairs
 
 # A property is about values, not about how busy the machine is.
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
 
 LONGEST = ("test_gpt_equivalence.py", "test_reshape.py", "test_engine_equivalence.py", "test_bitwise.py")
-"""Files that take minutes. They go first, so that at the end no worker is left alone with one."""
+"""Files that take longest. They go first, so that at the end no worker is left alone with one."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of the complete tests."""
+    parser.addoption("--all-setups", action="store_true", help="run every setup, not only enough to cover every pair")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test marked `setups(table, axes)` its argument `setup`: enough to cover every pair of values, or all."""
+    marker = metafunc.definition.get_closest_marker("setups")
+    if marker:
+        table, axes = marker.args
+        chosen = range(len(table))
+        if not metafunc.config.getoption("all_setups"):
+            chosen = covering_pairs([axes(setup) for setup in table])
+        metafunc.parametrize("setup", [table[index] for index in chosen], ids=str)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring the longest files to the front; the order within a file stays."""
+    """Mark each test after what it uses, and bring the longest files to the front; the order within a file stays."""
+    for item in items:
+        if isinstance(item, pytest.Function):
+            for mark in sorted(marks_of(item)):
+                item.add_marker(mark)
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+@pytest.fixture(scope="module")
+def setups(request: pytest.FixtureRequest) -> list[Any]:
+    """Every `setup` that a test of this file is about to run with, once: what ranks have to be asked for."""
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return list(dict.fromkeys(item.callspec.params["setup"] for item in here if "setup" in item.callspec.params))

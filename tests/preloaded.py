@@ -1,8 +1,22 @@
-"""Imported once by the server that test ranks are forked from. Nothing here may start threads or touch a device."""
+"""Imported once by the server that test ranks are forked from. Nothing here may start threads or touch a device.
+
+What the first engine of a process imports takes three seconds of it, which every rank of every test would spend again:
+torch imports its compiler as soon as a module is built on the meta device.
+"""
 
 import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis.strategies  # noqa: F401
+import numpy.testing  # noqa: F401
+import pytest  # noqa: F401
+import torch._dynamo
+import torch._refs
+import torch.distributed.fsdp
+import torch.distributed.tensor  # noqa: F401
+from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
+
 import deepspeed_ext.runtime.initialize  # noqa: F401
+import megatron_terapipe.training.engine  # noqa: F401

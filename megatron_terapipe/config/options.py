@@ -9,6 +9,7 @@ import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -69,10 +70,16 @@ def option_of(declared: Field[Any]) -> Option:
 
 def choices_of(section: type[Any], declared: Field[Any]) -> tuple[str | int, ...]:
     """Return the values that a field accepts; empty if any of its type."""
-    hint = get_type_hints(section)[declared.name]
+    hint = _type_hints(section)[declared.name]
     literals = [hint, *get_args(hint)] if get_origin(hint) is not Literal else [hint]
     listed = [value for part in literals if get_origin(part) is Literal for value in get_args(part)]
     return option_of(declared).choices or tuple(listed)
+
+
+@cache
+def _type_hints(section: type[Any]) -> dict[str, Any]:
+    """Return the types of a section's fields, which take longer to resolve than all else in reading flags."""
+    return get_type_hints(section)
 
 
 def field_help(section: type[Any]) -> dict[str, str]:

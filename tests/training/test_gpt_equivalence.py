@@ -4,6 +4,7 @@ Each setup trains one step through the trainer's own engine, and is held against
 on one process, whose attention is torch's. An error is the norm of a tensor's difference over the norm of the tensor.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -196,21 +197,46 @@ def expected_gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
     return loss.item(), {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
 
 
-@cache
-def _trained(world_size: int) -> dict[Setup, list[Step]]:
-    """Per setup of a world size, what each rank found. One launch serves them all."""
-    setups = [setup for setup in SETUPS if setup.world_size == world_size]
-    by_rank = run_distributed(gradients_of_all, world_size, setups)
-    return dict(zip(setups, zip(*by_rank, strict=True), strict=True))
+def axes(setup: Setup) -> dict[str, object]:
+    """The value of a setup on each axis: its flags, how the sequence is cut, and what the launch adds."""
+    given: dict[str, str] = {}
+    for word in setup.flags.split():
+        if word.startswith("--"):
+            flag = word
+        given[flag] = given.get(flag, "") + word.removeprefix(flag)
+    cut = given.pop("--token-slices", "even" if given.pop("--num-token-slices", "1") != "1" else "whole")
+    pipeline, tensor = (int(given.get(f"--{axis}-model-parallel-size", 1)) for axis in ("pipeline", "tensor"))
+    return {flag: given.get(flag) for flag in FLAGS} | {
+        "cut": "uneven" if cut[0].isdigit() else cut,
+        "data": setup.world_size // pipeline // tensor,
+        "fewer micro-batches than stages": setup.micro_batches < pipeline,
+        "precision": setup.dtype,
+    }
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_loss_and_every_gradient_equal_plain_autograd(setup: Setup) -> None:
+FLAGS = sorted(set(re.findall(r"--[a-z-]+", " ".join(setup.flags for setup in SETUPS))) - {"--num-token-slices"})
+
+
+@pytest.fixture(scope="module")
+def trained(setups: list[Setup]) -> Callable[[Setup], list[Step]]:
+    """What each rank found with a setup. One launch serves all setups of a world size."""
+
+    @cache
+    def by_setup(world_size: int) -> dict[Setup, list[Step]]:
+        launched = [setup for setup in setups if setup.world_size == world_size]
+        by_rank = run_distributed(gradients_of_all, world_size, launched)
+        return dict(zip(launched, zip(*by_rank, strict=True), strict=True))
+
+    return lambda setup: by_setup(setup.world_size)[setup]
+
+
+@pytest.mark.setups(SETUPS, axes)
+def test_loss_and_every_gradient_equal_plain_autograd(setup: Setup, trained: Callable[[Setup], list[Step]]) -> None:
     expected_loss, expected = expected_gradients(setup)
     size = parse_arguments(setup.argv()).parallel.tensor_model_parallel_size
     seen = set()
     expected_norm = np.sqrt(sum(np.square(gradient).sum() for gradient in expected.values()))
-    for rank, (loss, norm, found) in enumerate(_trained(setup.world_size)[setup]):
+    for rank, (loss, norm, found) in enumerate(trained(setup)):
         assert loss == pytest.approx(expected_loss, rel=LOSS_TOLERANCE[setup.dtype])
         assert norm == pytest.approx(expected_norm, rel=max(1e-6, LOSS_TOLERANCE[setup.dtype]))
         for (name, share, cut), gradient in found.items():
@@ -237,11 +263,13 @@ def test_the_loss_mask_matters_to_the_reference() -> None:
     [(SETUPS[7], [2, 2]), (SETUPS[11], [1, 3]), (SETUPS[17], [1, 1, 1, 1])],
     ids=["uniform", "given", "four_stages"],
 )
-def test_each_stage_holds_the_layers_it_was_dealt(setup: Setup, blocks: list[int]) -> None:
+def test_each_stage_holds_the_layers_it_was_dealt(
+    setup: Setup, blocks: list[int], trained: Callable[[Setup], list[Step]]
+) -> None:
     """Layers 0 and 1 are the embeddings, the blocks follow, then the final norm, and the tied embedding again."""
     ends = [2 + sum(blocks[: stage + 1]) for stage in range(len(blocks))]
     starts = [0, *ends[:-1]]
-    for stage, (_, _, found) in enumerate(_trained(setup.world_size)[setup]):
+    for stage, (_, _, found) in enumerate(trained(setup)):
         expected = set(range(starts[stage], ends[stage]))
         expected |= {6, 0} if stage == len(blocks) - 1 else set()
         assert {int(name.split(".")[1]) for name, *_ in found} == expected

@@ -1,0 +1,80 @@
+"""Marks that follow from what a test uses, so that nobody has to remember them.
+
+A test bears the mark of what it reaches: through the functions and classes of the tests' own modules, through its
+fixtures and its parameters. What the project's code starts by itself is not seen.
+"""
+
+import multiprocessing
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ext.pointwise import Pointwise
+from tests.distributed import run_distributed
+
+REACHING = {
+    "ranks": (run_distributed, multiprocessing.get_context, multiprocessing.Process),
+    "launches": (subprocess.run, subprocess.Popen, subprocess.check_output),
+    "compiles": (torch.compile, Pointwise),
+}
+"""Per mark, what a test must reach to bear it."""
+
+
+def marks_of(item: pytest.Function) -> set[str]:
+    """Marks that a collected test bears for what it uses.
+
+    Args:
+        item: the test, with its fixtures and parameters.
+    """
+    fixtures = [each.func for found in item._fixtureinfo.name2fixturedefs.values() for each in found[-1:]]
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return set().union(*(_marks(each) for each in (item.function, *fixtures, *parameters) if _is_followed(each)))
+
+
+@cache
+def _marks(start: Any) -> frozenset[str]:
+    reached, left = {}, [start]
+    while left:
+        each = left.pop()
+        if id(each) not in reached:
+            reached[id(each)] = each
+            if _is_followed(each):
+                left += _used_by(each)
+    return frozenset(mark for mark, signs in REACHING.items() if any(id(sign) in reached for sign in signs))
+
+
+def _is_followed(value: Any) -> bool:
+    """Whether to look into something: functions and classes of the tests, whatever decorates them."""
+    return callable(value) and str(getattr(value, "__module__", "")).startswith("tests.") and value.__hash__ is not None
+
+
+def _used_by(value: Any) -> Iterator[Any]:
+    """What a function or class of the tests names, as far as it is found without running it."""
+    value = (getattr(value, "hypothesis", None) and value.hypothesis.inner_test) or value
+    value = getattr(value, "__wrapped__", value)
+    if isinstance(value, type):
+        yield from value.__mro__[1:]
+        for member in vars(value).values():
+            yield getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
+    elif isinstance(value, FunctionType):
+        names = set(_names(value.__code__))
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != type(cell)()]
+        for found in [*cells, *(value.__globals__[name] for name in names if name in value.__globals__)]:
+            yield found
+            if isinstance(found, ModuleType):
+                yield from (vars(found)[name] for name in names if name in vars(found))
+            elif isinstance(found, dict | list | tuple):
+                yield from found.values() if isinstance(found, dict) else found
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names that a function reads, and those of functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
