@@ -10,13 +10,13 @@ from megatron_terapipe.config.pipeline_plan import check_schedule, pipeline_sche
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What follows from a configuration and the number of ranks.
+    """A configuration for a known number of ranks, with its layout and its plan.
 
     Attributes:
-        config: the configuration, its token slices and stages found.
+        config: the configuration, with token slices and stages found.
         layout: the parallel axes over the ranks.
-        found_token_slices: whether the token slices were found, and not given.
-        found_stages: whether the layers of the stages were, too.
+        found_token_slices: whether the token slices were found by a search, and not given.
+        found_stages: whether the layers of the stages were found by a search, too.
     """
 
     config: Config
@@ -54,7 +54,11 @@ def plan_run(config: Config, world_size: int) -> PlannedRun:
 def check_run(config: Config, world_size: int) -> None:
     """Check all that can be checked without files, devices or other ranks, the order of the ops included.
 
-    An `optimised` schedule is looked for, which takes seconds; all others take milliseconds.
+    An `optimised` schedule is searched for, which takes seconds; all others take milliseconds.
+
+    Args:
+        config: the configuration.
+        world_size: number of ranks.
 
     Raises:
         UserError: if the configuration cannot run on so many ranks; one line with what is wrong and the remedy.

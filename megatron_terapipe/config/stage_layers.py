@@ -47,7 +47,11 @@ def check_ends(parallel: "ParallelConfig") -> None:
 
 
 def uniform_stages(parallel: "ParallelConfig", num_layers: int) -> StagePartition:
-    """The transformer layers of each stage, as even as can be but for the ends that flags give.
+    """Return the transformer layers of each stage, as even as possible except at the ends that flags set.
+
+    Args:
+        parallel: the parallel section.
+        num_layers: transformer layers of the model.
 
     Raises:
         ConfigError: if the ends leave too few layers for the stages between.
