@@ -1,4 +1,4 @@
-"""What a field of a section tells its flag, and the checks that sections share.
+"""Facts that a field of a section gives to its flag, and the checks that sections share.
 
 A section is a frozen dataclass. The name of a field is its flag, its type is the type of the flag, and the docstring
 under it is the help text. `option` adds the little that these cannot say.
@@ -18,7 +18,7 @@ from megatron_terapipe.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """What a flag needs beyond the name, type, default and docstring of its field."""
+    """Facts about a flag that the name, type, default and docstring of its field do not say."""
 
     derived: str = ""
     """How the default follows from other fields; empty if it does not."""
@@ -69,7 +69,12 @@ def option_of(declared: Field[Any]) -> Option:
 
 
 def choices_of(section: type[Any], declared: Field[Any]) -> tuple[str | int, ...]:
-    """Return the values that a field accepts; empty if any of its type."""
+    """Return the values that a field accepts; empty if it accepts any value of its type.
+
+    Args:
+        section: class of the section.
+        declared: the field.
+    """
     hint = _type_hints(section)[declared.name]
     literals = [hint, *get_args(hint)] if get_origin(hint) is not Literal else [hint]
     listed = [value for part in literals if get_origin(part) is Literal for value in get_args(part)]
@@ -103,7 +108,13 @@ def flag(name: str) -> str:
 
 
 def resolve(section: Any, name: str, value: object) -> None:
-    """Give a derived field its value, unless it has one; only for `__post_init__` of a frozen section."""
+    """Give a derived field its value, unless it has one; only for `__post_init__` of a frozen section.
+
+    Args:
+        section: the section.
+        name: name of the field.
+        value: value of the field where none is set.
+    """
     if getattr(section, name) is None:
         object.__setattr__(section, name, value)
 
