@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.search.cost.live_memory import Held
 from megatron_terapipe.search.cost.prediction import RankMemory
 from megatron_terapipe.search.inputs.cluster import Cluster
 
@@ -79,12 +80,21 @@ class Counted(NamedTuple):
     gradients: ScalarOrArray
     optimizer: ScalarOrArray
     step: ScalarOrArray
-    activations: ScalarOrArray
-    key_values: ScalarOrArray
-    logits: ScalarOrArray
-    working: ScalarOrArray
-    buffers: ScalarOrArray
-    communicators: ScalarOrArray
+    activations: ScalarOrArray = 0.0
+    key_values: ScalarOrArray = 0.0
+    logits: ScalarOrArray = 0.0
+    working: ScalarOrArray = 0.0
+    buffers: ScalarOrArray = 0.0
+    communicators: ScalarOrArray = 0.0
+
+    def holding(self, held: Held, messages: ScalarOrArray) -> "Counted":
+        """Add what comes and goes.
+
+        Args:
+            held: bytes at the moment of the peak.
+            messages: bytes of messages between stages.
+        """
+        return self._replace(**held._asdict(), buffers=self.buffers + messages)
 
 
 def total_bytes(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import LayerTimes, OpTimes, ScalarOrArray
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, OpTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,30 +66,9 @@ class ScaledTimes:
         """As the measured ones say."""
         return self.op_times.includes_collectives
 
-    def __call__(
-        self,
-        layer: Layer,
-        device: Device,
-        *,
-        tensor_parallel_size: ScalarOrArray,
-        micro_batch_size: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-        recompute: str = "none",
-        sequence_parallel: bool = False,
-    ) -> LayerTimes:
+    def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
-        times = self.op_times(
-            layer,
-            device,
-            tensor_parallel_size=tensor_parallel_size,
-            micro_batch_size=micro_batch_size,
-            start=start,
-            end=end,
-            recompute=recompute,
-            sequence_parallel=sequence_parallel,
-        )
-        return LayerTimes(*(np.multiply(part, self.factor) for part in times))
+        return LayerTimes(*(np.multiply(part, self.factor) for part in self.op_times(query)))
 
 
 class RememberedTimes:
@@ -110,37 +88,17 @@ class RememberedTimes:
         """As the others say."""
         return self._op_times.includes_collectives
 
-    def __call__(
-        self,
-        layer: Layer,
-        device: Device,
-        *,
-        tensor_parallel_size: ScalarOrArray,
-        micro_batch_size: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-        recompute: str = "none",
-        sequence_parallel: bool = False,
-    ) -> LayerTimes:
+    def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
-        grids = [np.asarray(each, dtype=float) for each in (tensor_parallel_size, micro_batch_size, start, end)]
+        sizes = query.tensor_parallel_size, query.micro_batch_size, query.start, query.end
+        grids = [np.asarray(each, dtype=float) for each in sizes]
         key = (
-            id(layer),
-            device,
-            recompute,
-            sequence_parallel,
+            id(query.layer),
+            query.device,
+            query.recompute,
+            query.sequence_parallel,
             *((each.shape, each.tobytes()) for each in grids),
         )
         if key not in self._known:
-            times = self._op_times(
-                layer,
-                device,
-                tensor_parallel_size=tensor_parallel_size,
-                micro_batch_size=micro_batch_size,
-                start=start,
-                end=end,
-                recompute=recompute,
-                sequence_parallel=sequence_parallel,
-            )
-            self._known[key] = layer, times
+            self._known[key] = query.layer, self._op_times(query)
         return self._known[key][1]

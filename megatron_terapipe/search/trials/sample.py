@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.batch import Batch, batch_key
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.cost.simulated_time import Orders
+from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.trials.trial import Trial
 from megatron_terapipe.strategy import Strategy
@@ -30,7 +30,7 @@ class Sample:
 
     trials: tuple[Trial, ...]
     models: tuple[CostModel, ...]
-    batches: tuple[tuple[Batch, NDArray[np.int64]], ...]
+    batches: tuple[tuple[StrategyBatch, NDArray[np.int64]], ...]
     measured: Floats
     cut_off: NDArray[np.bool_]
 
@@ -50,7 +50,10 @@ class Sample:
             models.append(shared[key])
             places.setdefault(batch_key(shared[key], one.strategy), []).append(index)
         batches = tuple(
-            (Batch.of([models[index] for index in rows], [known[index].strategy for index in rows]), np.array(rows))
+            (
+                StrategyBatch.of([models[index] for index in rows], [known[index].strategy for index in rows]),
+                np.array(rows),
+            )
             for rows in places.values()
         )
         measured = np.array([one.iteration_time_s or one.longer_than_s or 0.0 for one in known])
@@ -117,7 +120,7 @@ def strategy_sensitivities(
         places.setdefault(batch_key(model, strategy), []).append(index)
     slopes = np.empty((len(strategies), len(names)))
     for rows in places.values():
-        batch = Batch.of([model] * len(rows), [strategies[index] for index in rows])
+        batch = StrategyBatch.of([model] * len(rows), [strategies[index] for index in rows])
         for column, name in enumerate(names):
             above, below = (batch.times(_moved(efficiency, name, sign * STEP)) for sign in (1, -1))
             slopes[rows, column] = np.log(above / below) / (2 * STEP)

@@ -13,6 +13,7 @@ from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cluster
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.workload_files import read_workload
+from megatron_terapipe.search.op_times.layer_times import LayerQuery
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
@@ -155,9 +156,10 @@ def test_models_that_the_profile_does_not_cover_are_left_out() -> None:
 def test_scaled_times_are_all_scaled() -> None:
     arguments = {"tensor_parallel_size": 2, "micro_batch_size": np.array([1, 2]), "start": 8, "end": 24}
     plain = MeasuredProfile(PROFILE)
-    one = plain(WORKLOAD.layers[1], CLUSTER.nodes[0].device, recompute="full", **arguments)  # type: ignore[arg-type]
+    query = LayerQuery(WORKLOAD.layers[1], CLUSTER.nodes[0].device, recompute="full", **arguments)  # type: ignore[arg-type]
+    one = plain(query)  # type: ignore[arg-type]
     scaled = ScaledTimes(plain, 1.5)
-    two = scaled(WORKLOAD.layers[1], CLUSTER.nodes[0].device, recompute="full", **arguments)  # type: ignore[arg-type]
+    two = scaled(query)  # type: ignore[arg-type]
     assert not scaled.includes_collectives
     for first, second in zip(one, two, strict=True):
         assert np.asarray(second) == pytest.approx(1.5 * np.asarray(first))

@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_terapipe.search.inputs.workload import parameters_per_rank
-from megatron_terapipe.search.rank.stage_counts import stage_counts
+from megatron_terapipe.search.cost.layer_counts import LayerCounter
+from megatron_terapipe.search.inputs.workload import Workload
 from tests.search.cost.machines import GPT
 
 EMBEDDING = GPT.layers[0].shared_parameters
 
 
-def held(num_stages: int, num_ranks: int, tensor: int = 1) -> tuple[list[float], list[float]]:
-    return parameters_per_rank(GPT, GPT.stages(GPT.partition("uniform", num_stages)), num_ranks, tensor)
+def held(num_stages: int, num_ranks: int, tensor: int = 1, workload: Workload = GPT) -> tuple[list[float], list[float]]:
+    counts = LayerCounter(workload).count(workload.partition("uniform", num_stages), num_ranks, tensor)
+    return counts.parameters.tolist(), counts.shared_parameters.tolist()
 
 
 @pytest.mark.parametrize("model_chunks", [1, 2])
@@ -37,13 +38,18 @@ def test_tensor_parallel_ranks_divide_it() -> None:
 
 def test_an_untied_head_is_its_own() -> None:
     layers = tuple(replace(layer, shared_weight=None, shared_parameters=0) for layer in GPT.layers)
-    total, shared = parameters_per_rank(replace(GPT, layers=layers), [range(len(layers))], 1, 1)
+    total, shared = held(1, 1, workload=replace(GPT, layers=layers))
     assert total == [GPT.parameters + EMBEDDING]
     assert shared == [0.0]
 
 
-def test_a_whole_space_counts_the_same() -> None:
-    kinds = {id(layer): index for index, layer in enumerate(dict.fromkeys(GPT.layers))}
-    partition = GPT.partition("uniform", 1)
-    counts = stage_counts(GPT, partition, 1, 2, kinds)
-    assert counts.parameters.tolist() == held(1, 1, tensor=2)[0]
+def test_layers_are_counted_by_kind() -> None:
+    counter = LayerCounter(GPT)
+    counts = counter.count(GPT.partition("uniform", 8), 4, 1)
+    assert counts.per_stage.sum() == counts.per_rank.sum() == len(GPT.layers)
+    for stage, layers in enumerate(GPT.stages(GPT.partition("uniform", 8))):
+        kinds = [GPT.layers[index] for index in layers]
+        expected = [sum(each is kind for each in kinds) for kind in counter.kinds]
+        assert counts.per_stage[stage].tolist() == expected
+        if stage < 7:
+            assert counts.last_layers[stage] == layers[-1]
