@@ -1,6 +1,10 @@
 """Settings that all tests share."""
 
+import os
 from typing import Any
+
+# Workers and ranks share the cores. Threads of torch that wait for a core make a product take milliseconds.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
