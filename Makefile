@@ -35,8 +35,8 @@ test: $(VENV)/installed ## all tests
 check: $(VENV)/installed ## style and types
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/mypy --strict deepspeed_ext/plan megatron_terapipe/config megatron_terapipe/strategy.py megatron_terapipe/arguments \
-		megatron_terapipe/search
+	$(BIN)/mypy --strict deepspeed_ext/plan megatron_terapipe/config megatron_terapipe/strategy.py megatron_terapipe/planning \
+		megatron_terapipe/arguments megatron_terapipe/search
 
 format: $(VENV)/installed ## bring the code into style
 	$(BIN)/ruff format $(SOURCES)

@@ -31,6 +31,8 @@ setup(
         "rich>=13",
         # Calibration of the search.
         "scipy>=1.11",
+        # Byte pair encoding of GPT-2 and of Hugging Face.
+        "tokenizers>=0.20",
         "tqdm",
     ],
     extras_require={
@@ -38,12 +40,12 @@ setup(
         "test": ["hypothesis", "pytest", "pytest-xdist"],
         "dev": [
             *("hypothesis", "mypy", "pre-commit", "pytest", "pytest-xdist", "ruff"),
-            *("sentencepiece", "tensorboard", "tokenizers", "wandb", "zstandard"),
+            *("sentencepiece", "tensorboard", "wandb", "zstandard"),
             # Hugging Face's own models, to hold converted ones against.
             *("safetensors", "transformers"),
         ],
-        # Tokenizers of Hugging Face and SentencePiece.
-        "tokenizers": ["sentencepiece>=0.2", "tokenizers>=0.20"],
+        # Tokenizers of SentencePiece.
+        "tokenizers": ["sentencepiece>=0.2"],
         # Curves: --tensorboard-dir, --wandb-project.
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],

@@ -20,9 +20,9 @@ import numpy as np
 
 from examples.amp.experiments import EXPERIMENTS
 from examples.amp.partitions import amp_partition
+from examples.amp.published_profile import read_profile
 from examples.amp.run import load_player
 from examples.amp.search import search
-from megatron_terapipe.search.profile.amp import read_profile
 from megatron_terapipe.strategy import Strategy
 
 AMP_SECONDS = {"homogeneous": 280.7, "het_cluster": 271.7, "het_model": 147.0}

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.calibrate.design import propose
-from megatron_terapipe.search.calibrate.fit import NOISE, fit
-from megatron_terapipe.search.calibrate.intervals import uncalibrated
-from megatron_terapipe.search.calibrate.sample import Sample
-from megatron_terapipe.search.calibrate.sensitivities import sample_sensitivities
-from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.trials import read_trials
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.trials.design import propose
+from megatron_terapipe.search.trials.fit import NOISE, fit
+from megatron_terapipe.search.trials.intervals import uncalibrated
+from megatron_terapipe.search.trials.read import read_trials
+from megatron_terapipe.search.trials.sample import Sample, sample_sensitivities
 
 RANDOM_PICKS = 3
 """Random choices in each round."""
@@ -32,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     trials = [one for one in read_trials(options.path) if one.iteration_time_s is not None]
     sample, prior = Sample.of(trials), uncalibrated()
-    ratio = sample.simulated_ratio(Physics())
-    slopes = sample_sensitivities(sample, Physics(), prior.parameter_names)
+    ratio = sample.simulated_ratio(HardwareEfficiency())
+    slopes = sample_sensitivities(sample, HardwareEfficiency(), prior.parameter_names)
 
     def mape(rows: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:
-        physics = fit([trials[row] for row in rows]).physics
-        return float(np.abs(np.expm1(sample.errors(physics, ratio)[held_out])).mean())
+        efficiency = fit([trials[row] for row in rows]).efficiency
+        return float(np.abs(np.expm1(sample.errors(efficiency, ratio)[held_out])).mean())
 
     found: dict[str, list[float]] = {"designed": [], "random": []}
     for round_number in range(options.rounds):

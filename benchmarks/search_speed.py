@@ -14,14 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_terapipe.search.cluster import Cluster
-from megatron_terapipe.search.cluster.files import read_cluster
-from megatron_terapipe.search.pricing import Pricing
-from megatron_terapipe.search.ranking.search import search
-from megatron_terapipe.search.ranking.space_prices import price_space
-from megatron_terapipe.search.solve.placement import node_orders
-from megatron_terapipe.search.space import Funnel, Problem, all_choices
-from megatron_terapipe.search.workload.files import read_workload
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.cluster_files import read_cluster
+from megatron_terapipe.search.inputs.workload_files import read_workload
+from megatron_terapipe.search.rank.grid_prices import price_space
+from megatron_terapipe.search.rank.placement import node_orders
+from megatron_terapipe.search.rank.search import search
+from megatron_terapipe.search.space.choices import all_choices
+from megatron_terapipe.search.space.legal_grids import Funnel
+from megatron_terapipe.search.space.problem import Problem
 
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 
@@ -87,7 +89,7 @@ def closed_form() -> None:
             pricings = [_pricing(problem, order) for order in orders]
             funnel = Funnel()
             start = time.process_time()
-            timed = sum(len(block.places) for block in price_space(problem, all_choices(problem), pricings, funnel))
+            timed = sum(len(grid.places) for grid in price_space(problem, all_choices(problem), pricings, funnel))
             best = min(best, time.process_time() - start)
         priced = funnel.priced * len(orders)
         print(

@@ -23,7 +23,6 @@ from megatron_terapipe.config import (
 )
 from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.parallel import OPTIMISED
-from megatron_terapipe.config.planned_run import check_run, plan_run
 from megatron_terapipe.errors import ConfigError
 
 SETTINGS = {
@@ -226,20 +225,6 @@ class Strategy:
             "deepspeed": DeepSpeedConfig(),
         }
         return Config(model=model, **(sections | more))
-
-    def check_trainable(self, model: ModelConfig, **more: Any) -> None:
-        """Check what the trainer checks of a strategy: `--dry-run` without a process, torch, or files.
-
-        An `optimised` schedule is not looked for: where all else is right, there is one.
-
-        Raises:
-            UserError: if it could not be trained; one line with what is wrong and the remedy.
-        """
-        config = self.config(model, **more)
-        if self.schedule == OPTIMISED:
-            plan_run(config, self.world_size)
-        else:
-            check_run(config, self.world_size)
 
     def _check_supported(self, name: str, supported: tuple[object, ...]) -> None:
         value = getattr(self, name)

@@ -7,13 +7,13 @@ passes 50 Gbit/s (AMP, section 5.1).
 
 from dataclasses import replace
 
-from megatron_terapipe.search.cluster import Cluster, Device, Link, Node
-from megatron_terapipe.search.cluster.library import device, machine
+from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
+from megatron_terapipe.search.inputs.library import device, machine
 
 GIGABIT = 1e9 / 8
 T4_HALF_FLOPS = 24e12 / 0.75
 """cuBLAS goes on at 24 TFLOP/s under the power limit (forums.developer.nvidia.com/t/about-gpu-peak-performance/264462);
-written so that the usual share of a peak (`Physics.gemm_efficiency`) gives that."""
+written so that the usual share of a peak (`HardwareEfficiency.gemm_efficiency`) gives that."""
 
 
 def t4() -> Device:

@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
-from megatron_terapipe.search.cluster import Device
-from megatron_terapipe.search.cluster.rank_groups import RankGroups
 from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_s
-from megatron_terapipe.search.cost.model import CostModel, TimePrediction, pipeline_shape, span_at
-from megatron_terapipe.search.cost.playing import Orders
+from megatron_terapipe.search.cost.cost_model import CostModel, TimePrediction, pipeline_shape, topology_at
+from megatron_terapipe.search.cost.prediction import TimeBreakdown
+from megatron_terapipe.search.cost.rank_groups import RankGroups
+from megatron_terapipe.search.cost.simulated_time import Orders
 from megatron_terapipe.search.cost.step_costs import StepCosts, step_costs
-from megatron_terapipe.search.prediction import TimeBreakdown
-from megatron_terapipe.search.software import MEGATRON
-from megatron_terapipe.search.workload.held import held_parameters
+from megatron_terapipe.search.inputs.cluster import Device
+from megatron_terapipe.search.inputs.workload import parameters_per_rank
+from megatron_terapipe.search.op_times.software import MEGATRON
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
@@ -92,7 +92,7 @@ class DeepSpeedCosts(CostModel):
             gradient_reduction_s=max(float(step.gradient_reduction) for step in steps),
             shared_weight_s=max(float(step.shared_weight) for step in steps),
             optimizer_s=max(float(step.optimizer) for step in steps),
-            fixed_s=self.physics.iteration_s,
+            fixed_s=self.efficiency.iteration_s,
         )
         return TimePrediction(
             iteration_time_s=breakdown.total_s,
@@ -144,7 +144,7 @@ class DeepSpeedCosts(CostModel):
         crosses_nodes = groups.pipe.crosses_nodes[boundaries]
 
         def sent(num_bytes: Floats) -> Floats:
-            return np.asarray(transfer_s(num_bytes, bandwidth, latency_s, crosses_nodes, self.physics))
+            return np.asarray(transfer_s(num_bytes, bandwidth, latency_s, crosses_nodes, self.efficiency))
 
         back = sent(activation / tensor)
         there = back + np.where(mask > 0, sent(mask), 0.0)
@@ -157,9 +157,9 @@ class DeepSpeedCosts(CostModel):
             sent(np.maximum(activation / tensor - BUFFERED_BYTES, 0.0)) - over,
         )
         if tensor > 1:
-            spans = {span_at(groups.tensor, rank): rank for rank in range(ranks)}
-            gathered = {span: all_gather_s(activation, span, self.physics) for span in spans}
-            rows = [gathered[span_at(groups.tensor, rank)] for rank in range(ranks - 1)]
+            topologies = {topology_at(groups.tensor, rank): rank for rank in range(ranks)}
+            gathered = {topology: all_gather_s(activation, topology, self.efficiency) for topology in topologies}
+            rows = [gathered[topology_at(groups.tensor, rank)] for rank in range(ranks - 1)]
             received = np.array(rows).reshape(there.shape)
             messages = messages._replace(there=there + received, back=back + received)
         self._messages_of[key] = messages
@@ -215,19 +215,21 @@ class DeepSpeedCosts(CostModel):
     def steps(self, strategy: Strategy, stages: list[range]) -> list[StepCosts]:
         """Per stage, what ends the iteration."""
         groups = self.groups(strategy)
-        held = held_parameters(self.workload, stages, strategy.pipeline_parallel_size, strategy.tensor_parallel_size)
+        held = parameters_per_rank(
+            self.workload, stages, strategy.pipeline_parallel_size, strategy.tensor_parallel_size
+        )
         steps = []
         for rank, (parameters, shared) in enumerate(zip(*held, strict=True)):
             step = step_costs(
                 parameters,
                 shared,
-                span_at(groups.data, rank),
-                span_at(groups.ends, 0),
+                topology_at(groups.data, rank),
+                topology_at(groups.ends, 0),
                 min(device.memory_bandwidth for device in groups.devices[rank]),
                 zero_stage=strategy.zero_stage,
                 precision=self.precision,
                 software=self.software,
-                physics=self.physics,
+                efficiency=self.efficiency,
             )
             share = SHARED_WEIGHT_BYTES / REDUCTION_BYTES
             steps.append(step._replace(shared_weight=step.shared_weight * share))

@@ -15,20 +15,20 @@ from types import MappingProxyType
 
 from examples.amp import clusters, models
 from examples.amp.deepspeed_costs import AMP_DEEPSPEED, DeepSpeedCosts
-from megatron_terapipe.search.cluster import Cluster, Node
+from examples.amp.published_profile import read_profile
 from megatron_terapipe.search.cost.measured_layers import MeasuredDevice, MeasuredLayers
-from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.cost.roofline import Roofline
-from megatron_terapipe.search.pricing import Pricing
-from megatron_terapipe.search.profile.amp import read_profile
-from megatron_terapipe.search.software import Software
-from megatron_terapipe.search.workload import Workload
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.cluster import Cluster, Node
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.op_times.software import Software
 
 PRECISION = "fp16"
 TENSOR_PARALLEL_SIZES = (1, 2, 4)
 
 _REACHED = replace(
-    Physics(),
+    HardwareEfficiency(),
     gemm_efficiency=0.75,
     gemm_depth=0.0,
     gemm_area=0.0,
@@ -60,7 +60,7 @@ class Experiment:
         cluster: makes the cluster.
         global_batch_size: sequences of one iteration.
         profiles: name of AMP's profile, and the node that it was measured on.
-        physics: what of the hardware is reached.
+        efficiency: what of the hardware is reached.
         software: what trained it.
     """
 
@@ -69,7 +69,7 @@ class Experiment:
     cluster: Callable[[], Cluster]
     global_batch_size: int
     profiles: Mapping[str, Node]
-    physics: Physics
+    efficiency: HardwareEfficiency
     software: Software = AMP_DEEPSPEED
 
     def pricing(self, repository: Path) -> Pricing:
@@ -86,17 +86,19 @@ class Experiment:
         measured = {
             node.device.name: MeasuredDevice(
                 device=node.device,
-                roofline=Roofline(self.physics, self.software, PRECISION),
+                roofline=Roofline(self.efficiency, self.software, PRECISION),
                 inside=node.inside,
                 forward_s=dict(zip(names, read_profile(repository, profile), strict=True)),
             )
             for profile, node in self.profiles.items()
         }
         op_times = MeasuredLayers(workload=workload, devices=measured)
-        software, physics = self.software, self.physics
-        pricing = Pricing(workload, cluster, software=software, physics=physics, op_times=op_times, precision=PRECISION)
+        software, efficiency = self.software, self.efficiency
+        pricing = Pricing(
+            workload, cluster, software=software, efficiency=efficiency, op_times=op_times, precision=PRECISION
+        )
         pricing.cost_model = DeepSpeedCosts(
-            workload, cluster, software=software, physics=physics, op_times=op_times, precision=PRECISION
+            workload, cluster, software=software, efficiency=efficiency, op_times=op_times, precision=PRECISION
         )
         return pricing
 
@@ -112,7 +114,7 @@ EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
             cluster=clusters.homogeneous,
             global_batch_size=32,
             profiles=_GPT2_PROFILES,
-            physics=FAST_NETWORK,
+            efficiency=FAST_NETWORK,
         ),
         "het_cluster": Experiment(
             name="het_cluster",
@@ -120,7 +122,7 @@ EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
             cluster=clusters.het_cluster,
             global_batch_size=32,
             profiles=_GPT2_PROFILES,
-            physics=SLOW_NETWORK,
+            efficiency=SLOW_NETWORK,
         ),
         "het_model": Experiment(
             name="het_model",
@@ -128,7 +130,7 @@ EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
             cluster=clusters.het_model,
             global_batch_size=64,
             profiles=MappingProxyType({"transgan_P3": clusters.p3(0)}),
-            physics=SLOW_NETWORK,
+            efficiency=SLOW_NETWORK,
             # That its generator drops nothing is an assumption; peaks of memory then agree with which trials ran.
             software=replace(AMP_DEEPSPEED, residual_dropout=False, attention_dropout=False),
         ),

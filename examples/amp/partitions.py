@@ -7,8 +7,14 @@ import numpy as np
 from deepspeed_ext.plan.partition import StagePartition
 from examples.amp.deepspeed_costs import DeepSpeedCosts
 from megatron_terapipe.search.cost.measured_layers import MeasuredLayers
-from megatron_terapipe.search.solve.stages import SolvedPartition, best_partition, solve
-from megatron_terapipe.search.solve.stages_times import Numbers, StageTimes, stage_times
+from megatron_terapipe.search.rank.stage_partition import (
+    Numbers,
+    SolvedPartition,
+    StageTimes,
+    best_partition,
+    solve,
+    stage_times,
+)
 from megatron_terapipe.strategy import Strategy
 
 CAPS = 4

@@ -9,8 +9,8 @@ from examples.amp.deepspeed_costs import DeepSpeedCosts
 from examples.amp.experiments import TENSOR_PARALLEL_SIZES, Experiment
 from examples.amp.partitions import candidate_partitions, partition_of_amp
 from megatron_terapipe.errors import ConfigError, DataError
-from megatron_terapipe.search.prediction import Prediction
-from megatron_terapipe.search.pricing import Pricing
+from megatron_terapipe.search.cost.prediction import Prediction
+from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.strategy import Strategy
 
 

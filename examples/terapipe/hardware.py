@@ -22,15 +22,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from examples.terapipe.published import Setting
-from megatron_terapipe.search.cluster import Cluster, Device, Node
-from megatron_terapipe.search.cluster.library import device, machine
-from megatron_terapipe.search.cost.model import CostModel
-from megatron_terapipe.search.cost.op_times import Grid, LayerTimes
-from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.cost.roofline import ACCUMULATION_BYTES, Roofline
-from megatron_terapipe.search.software import MEGATRON
-from megatron_terapipe.search.workload import Workload
-from megatron_terapipe.search.workload.layer import Attention, Layer, Product
+from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.inputs.cluster import Cluster, Device, Node
+from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
+from megatron_terapipe.search.inputs.library import device, machine
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import LayerTimes, ScalarOrArray
+from megatron_terapipe.search.op_times.roofline import ACCUMULATION_BYTES, Roofline
+from megatron_terapipe.search.op_times.software import MEGATRON
 from megatron_terapipe.strategy import Strategy
 
 LAYER_LAUNCH_S = 1.45e-3
@@ -41,7 +41,7 @@ ADDING_BYTES = 6
 written. That the product writes the gradient is part of the product."""
 
 PHYSICS = replace(
-    Physics(),
+    HardwareEfficiency(),
     gemm_efficiency=97.4 / 125,
     gemm_area=80 * 128 * 128 / 2,
     transfer_network_efficiency=4e9 / 1.4 / (25e9 / 8),
@@ -80,10 +80,10 @@ class LaunchedLayers:
         layer: Layer,
         device: Device,
         *,
-        tensor_parallel_size: Grid,
-        micro_batch_size: Grid,
-        start: Grid,
-        end: Grid,
+        tensor_parallel_size: ScalarOrArray,
+        micro_batch_size: ScalarOrArray,
+        start: ScalarOrArray,
+        end: ScalarOrArray,
         recompute: str = "none",
         sequence_parallel: bool = False,
     ) -> LayerTimes:
@@ -99,7 +99,7 @@ class LaunchedLayers:
             sequence_parallel=sequence_parallel,
         )
         weights = sum(product.weights for product in layer.products) / tensor_parallel_size
-        reached = device.memory_bandwidth * self.roofline.physics.memory_efficiency
+        reached = device.memory_bandwidth * self.roofline.efficiency.memory_efficiency
         weight_gradient = times.weight_gradient - (ACCUMULATION_BYTES - ADDING_BYTES) * weights / reached
         half = LAYER_LAUNCH_S / 2
         return LayerTimes(times.forward, times.input_gradient, weight_gradient, LAYER_LAUNCH_S, half, half)
@@ -172,7 +172,7 @@ def cost_model_of(setting: Setting) -> CostModel:
         workload_of(setting),
         cluster_of(setting),
         software=CODE,
-        physics=PHYSICS,
+        efficiency=PHYSICS,
         op_times=LaunchedLayers(Roofline(PHYSICS, CODE, "fp16")),
         precision="fp16",
     )

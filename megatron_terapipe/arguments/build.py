@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
-from megatron_terapipe.accepted_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.flags import flags
 from megatron_terapipe.arguments.parser import CommandLine, read_command_line
 from megatron_terapipe.checkpoint.directories import existing_checkpoint

@@ -7,12 +7,12 @@ from dataclasses import MISSING, dataclass, field
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_type_hints
 
-from megatron_terapipe.accepted_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.flags import Flag, flags, title_of
+from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import flag, one_of
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.refused_flags import REFUSED_FLAGS
 
 PROGRAM = "pretrain_gpt.py"
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from megatron_terapipe.accepted_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.flags import flags, title_of
 from megatron_terapipe.arguments.parser import spellings
+from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
-from megatron_terapipe.refused_flags import REFUSED_FLAGS
 
 
 def markdown() -> str:

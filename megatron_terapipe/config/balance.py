@@ -3,8 +3,8 @@
 from math import lcm
 
 from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config import flops
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.model import flops
 
 TILE = 16
 """Tokens that lengths are rounded to: kernels work in tiles, and an odd length costs a whole one."""

@@ -10,7 +10,6 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config import stage_layers
 from megatron_terapipe.config.options import (
     check_choices,
     check_positive,
@@ -18,6 +17,7 @@ from megatron_terapipe.config.options import (
     option,
     resolve,
 )
+from megatron_terapipe.config.stage_layers import listed_stages, uniform_stages
 from megatron_terapipe.errors import ConfigError
 
 OPTIMISED = "optimised"
@@ -162,7 +162,7 @@ class ParallelConfig:
         if self.num_layers_per_virtual_pipeline_stage is None:
             resolve(self, "num_model_chunks", 1)
             self._resolve_schedule()
-            stage_layers.check_ends(self)
+            self._check_ends()
             self.stage_bounds()
             if self.stage_partition == AUTO and self.token_slices != AUTO:
                 raise ConfigError(
@@ -217,6 +217,35 @@ class ParallelConfig:
                 f"--num-layers-per-virtual-pipeline-stage {each} and --stage-partition {self.stage_partition} both "
                 "deal layers to stages: drop the former, and give --num-model-chunks"
             )
+
+    def _check_ends(self) -> None:
+        ends = {
+            "--decoder-first-pipeline-num-layers": self.decoder_first_pipeline_num_layers,
+            "--decoder-last-pipeline-num-layers": self.decoder_last_pipeline_num_layers,
+        }
+        given = {name: number for name, number in ends.items() if number is not None}
+        words = [f"{name} {number}" for name, number in given.items()]
+        if words and self.stage_partition != "uniform":
+            raise ConfigError(
+                f"{words[0]} and --stage-partition {self.stage_partition} both deal layers to stages: drop one of them"
+            )
+        if len(words) > self.pipeline_model_parallel_size - 1:
+            raise ConfigError(
+                f"{' and '.join(words)} leave no other stage for the rest of the layers: raise "
+                "--pipeline-model-parallel-size, or drop it"
+            )
+        model_chunks = self.num_model_chunks
+        if words and model_chunks > 1 and self.model_chunk_placement != "looped":
+            raise ConfigError(
+                f"{words[0]} with --model-chunk-placement {self.model_chunk_placement}, where one rank has the first "
+                "and the last stage, does not say which of them it means: use --stage-partition with a list"
+            )
+        for name, number in given.items():
+            if number % model_chunks:
+                raise ConfigError(
+                    f"{name} {number} cannot be dealt to {model_chunks} model chunks: give a multiple of "
+                    f"{model_chunks}, or use --stage-partition with a list"
+                )
 
     def _resolve_schedule(self) -> None:
         resolve(self, "pipeline_schedule", "interleaved" if self.num_model_chunks > 1 else "1f1b")
@@ -290,7 +319,13 @@ class ParallelConfig:
         Raises:
             ConfigError: if the ends leave too few layers for the stages between.
         """
-        return stage_layers.uniform_stages(self, num_layers)
+        return uniform_stages(
+            num_layers,
+            self.pipeline_model_parallel_size,
+            self.num_model_chunks,
+            first=self.decoder_first_pipeline_num_layers,
+            last=self.decoder_last_pipeline_num_layers,
+        )
 
     def stage_bounds(self) -> StagePartition | None:
         """Return the transformer layers of each stage; None if a rule deals them.
@@ -298,7 +333,9 @@ class ParallelConfig:
         Raises:
             ConfigError: if the bounds do not give every stage a layer.
         """
-        return None if self.stage_partition == AUTO else stage_layers.stage_bounds(self)
+        if self.stage_partition == AUTO:
+            return None
+        return listed_stages(self.stage_partition, self.pipeline_model_parallel_size, self.num_model_chunks)
 
     @property
     def least_world_size(self) -> int:

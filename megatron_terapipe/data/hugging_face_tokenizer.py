@@ -1,15 +1,14 @@
-"""Tokenizers of Hugging Face, from their `tokenizer.json`."""
+"""Tokenizers of the package `tokenizers`, and those that Hugging Face writes into a `tokenizer.json`."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from megatron_terapipe.data.token_ids import check_in_vocabulary, without_lone_surrogates
 from megatron_terapipe.errors import DataError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -17,7 +16,40 @@ ENDS_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Tokens that end a document where no `tokenizer_config.json` names one, the first of them that there is."""
 
 
-class HuggingFaceTokenizer:
+class PackageTokenizer:
+    """Text to ids and back by a tokenizer of the package `tokenizers`.
+
+    Attributes:
+        vocab_size: number of ids, gaps between them included: the model needs a row for the highest.
+        eod: id that ends a document.
+    """
+
+    eod: int
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Take the package's tokenizer, set up to add nothing to a text and to cut nothing off."""
+        self._tokenizer = tokenizer
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
+        # The fast form leaves out which characters each token came from: a quarter less time.
+        (encoding,) = self._tokenizer.encode_batch_fast([without_lone_surrogates(text)], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, special tokens spelled out, bytes that are no UTF-8 replaced.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        check_in_vocabulary(ids, self.vocab_size)
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+class HuggingFaceTokenizer(PackageTokenizer):
     """Any tokenizer that the package `tokenizers` reads, without what it adds around a text.
 
     Text that spells a special token, as `<|endoftext|>`, is encoded as that text; only `eod` ends a document.
@@ -34,33 +66,15 @@ class HuggingFaceTokenizer:
                 token ends a document.
 
         Raises:
-            DataError: the package is not installed, the file is missing or malformed, or no token ends a document.
+            DataError: the file is missing or malformed, or no token ends a document.
         """
         file = path / TOKENIZER_FILE if path.is_dir() else path
-        self._tokenizer = _read(file)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
-        # Ids may have gaps, and the model needs a row for the highest.
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        tokenizer = _read(file)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        super().__init__(tokenizer)
         self.eod = self._find_end(file)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
-        # The fast form leaves out which characters each token came from: a quarter less time.
-        (encoding,) = self._tokenizer.encode_batch_fast([without_lone_surrogates(text)], add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, special tokens spelled out.
-
-        Raises:
-            DataError: an id is outside the vocabulary.
-        """
-        check_in_vocabulary(ids, self.vocab_size)
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
 
     def _find_end(self, file: Path) -> int:
         named = _end_named_by(file.with_name(CONFIG_FILE))
@@ -75,13 +89,7 @@ class HuggingFaceTokenizer:
         )
 
 
-def _read(file: Path) -> "Tokenizer":
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise DataError(
-            "HuggingFaceTokenizer needs the package tokenizers, which is not installed: pip install tokenizers"
-        ) from None
+def _read(file: Path) -> Tokenizer:
     if not file.is_file():
         raise DataError(
             f"--tokenizer-model {file} is no file: give a {TOKENIZER_FILE} on this machine, or the directory of one"

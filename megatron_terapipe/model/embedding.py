@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.dropout import DropoutSite, residual_dropout
-from megatron_terapipe.model.flops import LOGITS_AT_ONCE
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.tensor_parallel import products
 from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear

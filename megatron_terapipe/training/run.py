@@ -20,12 +20,12 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.batch_sizes import BatchSizes
 from megatron_terapipe.config.data import DEFAULT_SPLIT
-from megatron_terapipe.config.pipeline_plan import FoundSchedule, check_schedule, pipeline_schedule
-from megatron_terapipe.config.planned_run import plan_run
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets, mock_datasets
 from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron_terapipe.errors import ConfigError, DataError
+from megatron_terapipe.planning.pipeline_plan import FoundSchedule, check_schedule, pipeline_schedule
+from megatron_terapipe.planning.planned_run import plan_run
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.progress import Progress

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments import flags, parse_arguments
+from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.parser import spellings
-from megatron_terapipe.refused_flags import REFUSED_FLAGS
+from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
 from tests.architecture.sources import BESIDE, CODE, ROOT, documents, python_files, tree_of, where
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))

@@ -7,14 +7,14 @@ import pytest
 
 from tests.architecture.sources import ROOT, modules
 
-HEAVY = {"torch", "deepspeed", "numpy", "numba", "regex", "tqdm", "packaging", "yaml"}
+HEAVY = {"torch", "deepspeed", "numpy", "numba", "regex", "tokenizers", "tqdm", "packaging", "yaml"}
 LIGHT = (
     "deepspeed_ext.plan",
     "deepspeed_ext.runtime.cuda_environment",
     "megatron_terapipe.config",
     "megatron_terapipe.strategy",
     "megatron_terapipe.arguments",
-    "megatron_terapipe.model.flops",
+    "megatron_terapipe.planning",
     "megatron_terapipe.training.launch_environment",
     "megatron_terapipe.generate",
     "megatron_terapipe.convert",

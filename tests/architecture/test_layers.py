@@ -11,11 +11,17 @@ from tests.architecture.sources import imported_when_importing, imports_of, modu
 
 PLAN = ("deepspeed_ext.plan",)
 CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
-SEARCH_INPUTS = (
-    *(*PLAN, *CONFIG, "megatron_terapipe.strategy"),
-    *(f"megatron_terapipe.search.{part}" for part in ("reading", "workload", "cluster", "software", "prediction")),
-)
-SEARCH_PRICES = tuple(f"megatron_terapipe.search.{part}" for part in ("cost", "memory", "profile"))
+
+
+def search(*folders: str) -> tuple[str, ...]:
+    """What a folder of the search may import, where it may import other folders of it."""
+    return (
+        *PLAN,
+        *CONFIG,
+        "megatron_terapipe.strategy",
+        "megatron_terapipe.planning",
+        *(f"megatron_terapipe.search.{folder}" for folder in folders),
+    )
 
 
 @dataclass(frozen=True)
@@ -37,19 +43,14 @@ LAYERS = (
     Layer(("deepspeed_ext", "megatron_terapipe")),
     Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy", "numba")),
     Layer(("megatron_terapipe.errors",), PLAN),
-    Layer(("megatron_terapipe.refused_flags", "megatron_terapipe.accepted_flags")),
     Layer(("megatron_terapipe.command_parser",), ("megatron_terapipe.errors",)),
-    # The arrow to the configuration is for types alone: the configuration counts FLOPs, so the other way is taken.
+    Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors")),
+    Layer(("megatron_terapipe.strategy",), (*PLAN, *CONFIG)),
     Layer(
-        ("megatron_terapipe.model", "megatron_terapipe.model.flops"),
-        ("megatron_terapipe.config.model", "megatron_terapipe.config.block_shape"),
-    ),
-    Layer(
-        ("megatron_terapipe.config", "megatron_terapipe.config.*"),
-        (*PLAN, "megatron_terapipe.errors", "megatron_terapipe.model.flops"),
+        ("megatron_terapipe.planning", "megatron_terapipe.planning.*"),
+        (*PLAN, *CONFIG, "megatron_terapipe.strategy"),
         ("numpy",),
     ),
-    Layer(("megatron_terapipe.strategy",), (*PLAN, *CONFIG)),
     Layer(
         (
             "megatron_terapipe.checkpoint",
@@ -67,8 +68,6 @@ LAYERS = (
             "megatron_terapipe.checkpoint.info",
             "megatron_terapipe.checkpoint.directories",
             "megatron_terapipe.strategy",
-            "megatron_terapipe.refused_flags",
-            "megatron_terapipe.accepted_flags",
         ),
     ),
     Layer(
@@ -84,11 +83,8 @@ LAYERS = (
     ),
     Layer(("megatron_terapipe.tensor_parallel", "megatron_terapipe.tensor_parallel.*"), packages=("torch",)),
     Layer(
-        ("megatron_terapipe.model.*",),
-        (
-            *(*PLAN, *CONFIG, "deepspeed_ext.pointwise", "megatron_terapipe.model.flops"),
-            "megatron_terapipe.tensor_parallel",
-        ),
+        ("megatron_terapipe.model", "megatron_terapipe.model.*"),
+        (*(*PLAN, *CONFIG, "deepspeed_ext.pointwise", "megatron_terapipe.tensor_parallel"),),
         ("torch",),
     ),
     Layer(
@@ -129,89 +125,44 @@ LAYERS = (
             *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
             "megatron_terapipe.checkpoint",
             "megatron_terapipe.tensor_parallel",
+            "megatron_terapipe.planning",
         ),
         ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
     ),
     # The search, bottom first. scipy, rich, yaml and pyarrow are imported within functions: it must start at once.
     Layer(("megatron_terapipe.search",)),
-    Layer(("megatron_terapipe.search.reading", "megatron_terapipe.search.reading.*"), (*PLAN, *CONFIG), ("yaml",)),
     Layer(
-        ("megatron_terapipe.search.workload", "megatron_terapipe.search.workload.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.model.flops", "megatron_terapipe.search.reading"),
+        ("megatron_terapipe.search.inputs", "megatron_terapipe.search.inputs.*"),
+        (*PLAN, *CONFIG),
         ("yaml",),
     ),
     Layer(
-        ("megatron_terapipe.search.cluster", "megatron_terapipe.search.cluster.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.search.reading"),
-        ("numpy", "yaml"),
+        ("megatron_terapipe.search.op_times", "megatron_terapipe.search.op_times.*"),
+        search("inputs"),
+        ("numpy", "scipy", "pyarrow", "aiconfigurator_core"),
     ),
     Layer(
-        ("megatron_terapipe.search.software", "megatron_terapipe.search.prediction"),
-        (*PLAN, "megatron_terapipe.model.flops"),
+        ("megatron_terapipe.search.cost", "megatron_terapipe.search.cost.*"), search("inputs", "op_times"), ("numpy",)
     ),
     Layer(
-        ("megatron_terapipe.search.cost", "megatron_terapipe.search.cost.*"),
-        (*SEARCH_INPUTS, "megatron_terapipe.model.flops"),
-        ("numpy", "pyarrow", "aiconfigurator_core"),
-    ),
-    Layer(
-        ("megatron_terapipe.search.memory", "megatron_terapipe.search.memory.*"),
-        (*SEARCH_INPUTS, "megatron_terapipe.model.flops"),
+        ("megatron_terapipe.search.space", "megatron_terapipe.search.space.*"),
+        search("inputs", "op_times", "cost"),
         ("numpy",),
     ),
     Layer(
-        ("megatron_terapipe.search.profile", "megatron_terapipe.search.profile.*"),
-        (*SEARCH_INPUTS, "megatron_terapipe.search.cost"),
-        ("numpy", "scipy"),
-    ),
-    Layer(
-        ("megatron_terapipe.search.trials", "megatron_terapipe.search.trials.*"),
-        SEARCH_INPUTS,
-        ("numpy",),
-    ),
-    Layer(
-        ("megatron_terapipe.search.calibrate", "megatron_terapipe.search.calibrate.*"),
-        (*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.trials"),
-        ("numpy", "scipy"),
-    ),
-    Layer(
-        ("megatron_terapipe.search.pricing",),
-        (*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.calibrate"),
-        ("numpy",),
-    ),
-    Layer(
-        ("megatron_terapipe.search.solve", "megatron_terapipe.search.solve.*"),
-        (*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing"),
+        ("megatron_terapipe.search.rank", "megatron_terapipe.search.rank.*"),
+        search("inputs", "op_times", "cost", "space"),
         ("numpy", "numba"),
     ),
     Layer(
-        (
-            "megatron_terapipe.search.space",
-            "megatron_terapipe.search.space.*",
-            "megatron_terapipe.search.ranking",
-            "megatron_terapipe.search.ranking.*",
-        ),
-        (
-            *(*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing", "megatron_terapipe.search.solve"),
-            "megatron_terapipe.search.calibrate",
-        ),
-        ("numpy", "tqdm"),
-    ),
-    Layer(
         ("megatron_terapipe.search.report", "megatron_terapipe.search.report.*"),
-        (
-            *(*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing", "megatron_terapipe.search.ranking"),
-            "megatron_terapipe.search.space",
-        ),
+        search("inputs", "op_times", "cost", "space", "rank"),
         ("numpy", "rich"),
     ),
     Layer(
-        ("megatron_terapipe.search.validation", "megatron_terapipe.search.validation.*"),
-        (
-            *(*SEARCH_INPUTS, *SEARCH_PRICES, "megatron_terapipe.search.pricing", "megatron_terapipe.search.trials"),
-            *("megatron_terapipe.search.calibrate", "megatron_terapipe.model.flops"),
-        ),
-        ("numpy", "rich"),
+        ("megatron_terapipe.search.trials", "megatron_terapipe.search.trials.*"),
+        search("inputs", "op_times", "cost", "space", "rank", "report"),
+        ("numpy", "scipy", "rich"),
     ),
     # Commands put the parts together: they may import anything of ours, and nobody imports them.
     Layer(
@@ -224,8 +175,6 @@ LAYERS = (
             "megatron_terapipe.search.command",
             "megatron_terapipe.search.command.*",
             "megatron_terapipe.search.measure*",
-            "megatron_terapipe.search.trial",
-            "megatron_terapipe.search.trial_*",
         ),
         ("deepspeed_ext", "megatron_terapipe"),
         ("torch", "deepspeed", "numpy", "tqdm", "rich", "yaml"),
@@ -284,9 +233,9 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
 
 
 def test_the_walk_sees_what_it_should() -> None:
-    assert "megatron_terapipe.model.flops" in imported_when_importing("megatron_terapipe.config.balance")
+    assert "megatron_terapipe.config.flops" in imported_when_importing("megatron_terapipe.config.balance")
     # For types alone, and within a function.
-    assert not imported_when_importing("megatron_terapipe.model.flops")
+    assert "deepspeed_ext.plan.optimise" not in imported_when_importing("megatron_terapipe.planning.pipeline_plan")
     assert "megatron_terapipe.training.trainer" not in imported_when_importing("pretrain_gpt")
     assert any(each.target == "megatron_terapipe.training.trainer" for each in imports_of(modules()["pretrain_gpt"]))
     # A package runs before what is in it.
@@ -300,7 +249,8 @@ def test_the_walk_sees_what_it_should() -> None:
         ("deepspeed_ext.plan.ops", "torch", False),
         ("deepspeed_ext.plan.ops", "deepspeed_ext.runtime.batch", False),
         ("deepspeed_ext.runtime.engine", "megatron_terapipe.errors", False),
-        ("megatron_terapipe.config.config", "megatron_terapipe.model.flops", True),
+        ("megatron_terapipe.config.config", "megatron_terapipe.config.flops", True),
+        ("megatron_terapipe.config.config", "megatron_terapipe.planning.planned_run", False),
         ("megatron_terapipe.config.config", "megatron_terapipe.model.gpt", False),
         ("megatron_terapipe.model.block", "deepspeed.pipe", False),
         ("megatron_terapipe.model.gpt", "deepspeed.pipe", True),

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import build_config
-from megatron_terapipe.config import Config, ModelConfig
+from megatron_terapipe.config import Config, ModelConfig, flops
 from megatron_terapipe.config.balance import TILE, balanced_token_slices
-from megatron_terapipe.model import flops
 
 
 def config(tensor_parallel_size: int, seq_length: int, **settings: Any) -> Config:

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments import flags, parse_arguments
+from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.parser import spellings
+from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.refused_flags import REFUSED_FLAGS
 from pretrain_gpt import main
 
 REQUIRED = (

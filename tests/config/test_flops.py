@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.block_shape import BlockShape
-from megatron_terapipe.model import flops
 
 
 def gpt(

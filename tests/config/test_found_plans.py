@@ -10,15 +10,15 @@ from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.op_costs import op_costs
-from megatron_terapipe.config.pipeline_plan import (
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning.op_costs import op_costs
+from megatron_terapipe.planning.pipeline_plan import (
     FoundSchedule,
     check_schedule,
     memory_of_1f1b,
     pipeline_schedule,
     with_found_token_slices,
 )
-from megatron_terapipe.errors import ConfigError
 
 REQUIRED = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 2048 --vocab-size 257 --micro-batch-size 1 "

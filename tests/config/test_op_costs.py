@@ -4,14 +4,14 @@ import pytest
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.op_costs import ROWS_LOST_PER_OP, blocks_of_stages, op_costs, stage_terms
-from megatron_terapipe.model.flops import (
+from megatron_terapipe.config.flops import (
     LOGITS_AT_ONCE,
     attention_flops_per_position,
     block_forward_flops,
     linear_flops_per_token,
     logits_flops_per_token,
 )
+from megatron_terapipe.planning.op_costs import ROWS_LOST_PER_OP, blocks_of_stages, op_costs, stage_terms
 
 REQUIRED = (
     "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 257 --micro-batch-size 2 "

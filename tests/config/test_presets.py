@@ -3,10 +3,9 @@
 import pytest
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.config import Config, ModelConfig
+from megatron_terapipe.config import Config, ModelConfig, flops
 from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.model import flops
 
 REST = "--micro-batch-size 1 --train-iters 10 --lr 1e-3 --data-path corpus "
 

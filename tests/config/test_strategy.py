@@ -9,6 +9,7 @@ from hypothesis import strategies as draw
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning.planned_run import check_trainable
 from megatron_terapipe.strategy import SETTINGS, Strategy
 
 FIELDS = [
@@ -154,13 +155,13 @@ MODEL = ModelConfig(num_layers=4, hidden_size=32, num_attention_heads=4, seq_len
 )
 def test_what_the_trainer_would_refuse_is_refused_without_it(strategy: Strategy, line: str) -> None:
     with pytest.raises(UserError) as caught:
-        strategy.check_trainable(MODEL)
+        check_trainable(strategy, MODEL)
     assert str(caught.value).startswith(line)
 
 
 def test_what_can_be_trained_passes_the_check() -> None:
-    Strategy(data_parallel_size=3, pipeline_parallel_size=4, num_token_slices=5, global_batch_size=6).check_trainable(
-        MODEL
+    check_trainable(
+        Strategy(data_parallel_size=3, pipeline_parallel_size=4, num_token_slices=5, global_batch_size=6), MODEL
     )
 
 

@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 TEXTS = [
     "Hello world, hello pipelines",
@@ -15,7 +16,6 @@ TEXTS = [
 
 def train_hugging_face(folder: Path, eod: str = "<|endoftext|>") -> Path:
     """Write a byte-level `tokenizer.json` that asks for truncation and for a token around each text."""
-    tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

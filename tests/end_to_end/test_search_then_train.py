@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.search.trials import read_trials
+from megatron_terapipe.search.trials.read import read_trials
 from tests.end_to_end.launching import DEEPSPEED, ROOT, TIMEOUT_S, environment, free_port, read_metrics
 
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 260}

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.config import Config
+from megatron_terapipe.config import Config, flops
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.model import flops
 from megatron_terapipe.neox.conversion import Conversion, Effect
 from megatron_terapipe.neox.convert import convert
 from megatron_terapipe.neox.keys import FIXED, HARMLESS, SWITCHES, VALUES

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.search.cluster import Cluster, Device, Link, Node
-from megatron_terapipe.search.space import Choices, Funnel, Problem, all_choices, legal_blocks
-from megatron_terapipe.search.space.choices import SOLVED
-from megatron_terapipe.search.workload.gpt import gpt_workload
+from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.space.choices import SOLVED, Choices, all_choices
+from megatron_terapipe.search.space.legal_grids import Funnel, legal_grids
+from megatron_terapipe.search.space.problem import Problem
 from megatron_terapipe.strategy import Strategy
 
 FAST = Device(name="fast", memory_bytes=40e9, memory_bandwidth=1.5e12, half_flops=300e12, single_flops=20e12)
@@ -51,11 +52,11 @@ def small_problem(cluster: Cluster | None = None, global_batch_size: int = 8, **
 def drawn(problem: Problem, number: int, seed: int, choices: Choices | None = None) -> Iterator[Strategy]:
     """Legal strategies of a space, without those whose stages are yet to be solved."""
     rng = random.Random(seed)
-    blocks = list(legal_blocks(problem, choices or all_choices(problem), Funnel()))
+    grids = list(legal_grids(problem, choices or all_choices(problem), Funnel()))
     for _ in range(number):
-        legal = rng.choice(blocks)
+        legal = rng.choice(grids)
         places = np.flatnonzero(legal.legal)
-        place = np.unravel_index(rng.choice(places.tolist()), legal.block.shape)
-        if legal.block.partition[int(place[1])] == SOLVED:
+        place = np.unravel_index(rng.choice(places.tolist()), legal.grid.shape)
+        if legal.grid.partition[int(place[1])] == SOLVED:
             place = (place[0], 0, *place[2:])
-        yield legal.block.strategy([int(each) for each in place], problem)
+        yield legal.grid.strategy([int(each) for each in place], problem)

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.search.cluster import Cluster, Node
-from megatron_terapipe.search.pricing import Pricing
-from megatron_terapipe.search.ranking.ranked import Ranked, ranked_in_order
-from megatron_terapipe.search.ranking.search import SearchResult, search
-from megatron_terapipe.search.solve.placement import better_order, kind_key, node_orders, placement_of
-from megatron_terapipe.search.space import Problem, all_choices
+from megatron_terapipe.planning.planned_run import check_trainable
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.cluster import Cluster, Node
+from megatron_terapipe.search.rank.placement import better_order, kind_key, node_orders, placement_of
+from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order
+from megatron_terapipe.search.rank.search import SearchResult, search
+from megatron_terapipe.search.space.choices import all_choices
+from megatron_terapipe.search.space.problem import Problem
 from tests.search.problems import drawn, mixed_cluster, small_cluster, small_problem
 
 FEW = settings(max_examples=6)
@@ -131,4 +133,4 @@ def test_what_is_called_feasible_is_trainable() -> None:
     choices = all_choices(problem)
     result = search(problem, choices, lambda nodes: Pricing(problem.workload, nodes), top=8)
     for entry in result.entries:
-        entry.strategy.check_trainable(problem.workload.config)
+        check_trainable(entry.strategy, problem.workload.config)

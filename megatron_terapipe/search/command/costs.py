@@ -1,31 +1,81 @@
 """What prices strategies, as the flags of `inputs.add_cost_flags` say: data sheets, a profile, trials."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron_terapipe.search.calibrate.calibration import Calibration, calibrate, no_calibration
-from megatron_terapipe.search.calibrate.files import calibrated
-from megatron_terapipe.search.calibrate.on_profile import calibrate_on_profile
-from megatron_terapipe.search.calibrate.slopes import calibrated_slopes
-from megatron_terapipe.search.cluster import Cluster
-from megatron_terapipe.search.command.tables import TablesByDevice, tables_of
-from megatron_terapipe.search.cost.op_times import OpTimes
-from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.memory.physics import default_physics
-from megatron_terapipe.search.prediction import Prediction
-from megatron_terapipe.search.pricing import Pricing
-from megatron_terapipe.search.profile import (
-    MeasuredProfile,
-    Profile,
-    ProfileFactors,
-    ScaledTimes,
-    measured_physics,
-    read_profile,
-)
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.cost.memory_overheads import default_overheads
+from megatron_terapipe.search.cost.prediction import Prediction
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.cluster import Cluster, Device
+from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.aiconfigurator import measured_tables, why_no_tables
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import LayerTimes, OpTimes
+from megatron_terapipe.search.op_times.profile import Profile
+from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
+from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
+from megatron_terapipe.search.op_times.profile_files import read_profile
+from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
+from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.op_times.software import TERAPIPE
+from megatron_terapipe.search.trials.calibration import Calibration, calibrate, no_calibration
+from megatron_terapipe.search.trials.calibration_files import calibrated
+from megatron_terapipe.search.trials.cluster_calibrations import calibrated_slopes
+from megatron_terapipe.search.trials.profile_calibration import calibrate_on_profile
 from megatron_terapipe.search.trials.trial import Trial
-from megatron_terapipe.search.workload import Workload
 from megatron_terapipe.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class TablesByDevice:
+    """Op times of several kinds of devices; an `OpTimes`.
+
+    Attributes:
+        by_name: of each kind, by the name of the device.
+    """
+
+    by_name: Mapping[str, OpTimes]
+
+    @property
+    def includes_collectives(self) -> bool:
+        """Reductions are priced elsewhere, by the links that they cross."""
+        return False
+
+    def __call__(self, layer: Layer, device: Device, **sizes: Any) -> LayerTimes:
+        """Times of one layer; see `OpTimes`."""
+        return self.by_name[device.name](layer, device, **sizes)
+
+
+def tables_of(
+    cluster: Cluster, precision: str, efficiency: HardwareEfficiency | None
+) -> tuple[TablesByDevice, tuple[str, ...]]:
+    """Read the tables of all devices of a cluster; kinds without any keep the formulas, and a note says so.
+
+    Args:
+        cluster: whose devices.
+        precision: of matrix products.
+        efficiency: of all that is not in the tables; None = the defaults.
+
+    Raises:
+        ConfigError: if there are tables of none of the devices.
+    """
+    if precision == "fp32":
+        raise ConfigError("--tables hold products in half precision alone: drop it, or give --precision bf16")
+    efficiency = efficiency or HardwareEfficiency()
+    by_name: dict[str, OpTimes] = {}
+    missing = []
+    for name in sorted({node.device.name for node in cluster.nodes}):
+        found = measured_tables(name, efficiency=efficiency)
+        if found is None:
+            missing.append(why_no_tables(name))
+        by_name[name] = found or Roofline(efficiency, TERAPIPE, precision)
+    if len(missing) == len(by_name):
+        raise ConfigError(f"--tables: {missing[0]} without the flag")
+    return TablesByDevice(by_name), tuple(missing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +103,8 @@ class Costs:
         return Pricing(
             self.workload,
             cluster,
-            physics=self._physics(cluster),
-            memory_physics=self.calibration.memory_physics or default_physics(cluster),
+            efficiency=self._physics(cluster),
+            memory_overheads=self.calibration.memory_overheads or default_overheads(cluster),
             op_times=self._op_times(),
             precision=self.precision,
         )
@@ -84,12 +134,12 @@ class Costs:
         found = calibrate(trials) if self.profile is None else calibrate_on_profile(trials, self.profile)
         return replace(self, calibration=found)
 
-    def _physics(self, cluster: Cluster) -> Physics | None:
-        physics, factors = self.calibration.physics, self.calibration.factors
+    def _physics(self, cluster: Cluster) -> HardwareEfficiency | None:
+        efficiency, factors = self.calibration.efficiency, self.calibration.factors
         if self.profile is None:
-            return physics
-        measured = measured_physics(self.profile, cluster, physics)
-        return measured if factors is None else factors.physics(measured)
+            return efficiency
+        measured = measured_efficiency(self.profile, cluster, efficiency)
+        return measured if factors is None else factors.efficiency(measured)
 
     def _op_times(self) -> OpTimes | None:
         if self.profile is None:
@@ -119,7 +169,7 @@ def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, 
         notes += [f"{path}: {note}" for note in calibration.notes]
     tables = None
     if options.tables:
-        tables, missing = tables_of(cluster, precision, calibration.physics)
+        tables, missing = tables_of(cluster, precision, calibration.efficiency)
         notes += ["matrix products and attention are those of the package aiconfigurator-core", *missing]
     return Costs(
         workload=workload,

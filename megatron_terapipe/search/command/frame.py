@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.reading import suggestion
+from megatron_terapipe.search.inputs.documents import suggestion
 
 PROGRAM = "python -m megatron_terapipe.search"
 

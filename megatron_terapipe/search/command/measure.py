@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.command.inputs import PRECISIONS, add_model_flags, model_of
+from megatron_terapipe.search.command.shared_flags import PRECISIONS, add_model_flags, model_of
 
 if TYPE_CHECKING:
     from megatron_terapipe.config.model import ModelConfig
-    from megatron_terapipe.search.profile import Profile
+    from megatron_terapipe.search.op_times.profile import Profile
 
 NAME = "measure"
 HELP = (
@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--budget-s {options.budget_s:g} is not above 0: give seconds")
     from megatron_terapipe.search.measure.machine import default_num_processes, measure_machine, on_cpu
     from megatron_terapipe.search.measure.sizes import MeasuredSizes, default_numbers_of_token_slices
-    from megatron_terapipe.search.profile import Profile, write_profile
+    from megatron_terapipe.search.op_times.profile import Profile
+    from megatron_terapipe.search.op_times.profile_files import write_profile
 
     num_processes = options.num_processes or default_num_processes()
     listed = options.tensor_parallel_size
@@ -97,8 +98,8 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
 
 def summary(profile: "Profile") -> Iterable[str]:
     """What was measured, in a few lines."""
-    from megatron_terapipe.search.profile.physics import message_line
-    from megatron_terapipe.search.profile.shapes import shape_in_words
+    from megatron_terapipe.search.op_times.profile import shape_in_words
+    from megatron_terapipe.search.op_times.profile_efficiency import message_line
 
     yield f"{profile.num_devices} x {profile.device}, {profile.precision}"
     for layer in profile.layers:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.costs import costs_of
-from megatron_terapipe.search.command.inputs import (
+from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
     add_cost_flags,
     add_json_flag,
@@ -13,15 +13,14 @@ from megatron_terapipe.search.command.inputs import (
     cluster_of,
     model_of,
     precision_of,
+    progress_bar,
+    read_strategies,
 )
-from megatron_terapipe.search.command.progress import progress_bar
-from megatron_terapipe.search.command.strategies import read_strategies
-from megatron_terapipe.search.ranking.judged import judged
-from megatron_terapipe.search.ranking.ranked import ranked_in_order
+from megatron_terapipe.search.rank.ranked import predict_one, ranked_in_order
 from megatron_terapipe.search.report.answer import Answer, entry_json
 from megatron_terapipe.search.report.files import write_json
 from megatron_terapipe.search.report.table import print_table
-from megatron_terapipe.search.space import Problem
+from megatron_terapipe.search.space.problem import Problem
 from megatron_terapipe.strategy import Strategy
 
 NAME = "predict"
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         for index, strategy in enumerate(strategies):
             if progress is not None:
                 progress(index, len(strategies), "priced")
-            entry = judged(strategy, problem, pricing, index)
+            entry = predict_one(strategy, problem, pricing, index)
             if entry.feasible and entry.prediction is not None:
                 priced = costs.with_interval(strategy, entry.prediction, pricing)
                 entry = replace(entry, prediction=priced)

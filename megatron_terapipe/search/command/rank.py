@@ -1,6 +1,7 @@
 """Command `rank`: the best strategies of a model on a cluster, and why."""
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -8,30 +9,172 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cluster import Cluster
+from megatron_terapipe.search.command.constraints import add_constraint_flags, constraints_of
 from megatron_terapipe.search.command.costs import Costs, costs_of
-from megatron_terapipe.search.command.doubts import memory_note, smaller_cluster_note
-from megatron_terapipe.search.command.explanations import explain_space, explain_strategy
-from megatron_terapipe.search.command.inputs import (
+from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
     add_cost_flags,
     add_model_flags,
     cluster_of,
     model_of,
     precision_of,
+    progress_bar,
+    read_one_strategy,
 )
-from megatron_terapipe.search.command.outputs import add_output_flags, show_answer
-from megatron_terapipe.search.command.pins import add_pin_flags, pins_of
-from megatron_terapipe.search.command.progress import progress_bar
-from megatron_terapipe.search.command.proposals import write_proposals
-from megatron_terapipe.search.command.strategies import read_one_strategy
-from megatron_terapipe.search.ranking.ranked import Ranked
-from megatron_terapipe.search.ranking.search import SearchResult, search
-from megatron_terapipe.search.ranking.space_prices import FITS
-from megatron_terapipe.search.report.answer import Answer
-from megatron_terapipe.search.report.files import TERMINAL
-from megatron_terapipe.search.space import Problem, all_choices
+from megatron_terapipe.search.command.warnings import memory_note, smaller_cluster_note
+from megatron_terapipe.search.cost.prediction import Prediction
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.rank.grid_prices import FITS, Progress
+from megatron_terapipe.search.rank.ranked import Ranked, predict_one
+from megatron_terapipe.search.rank.search import SearchResult, search
+from megatron_terapipe.search.report.answer import Answer, answer_json
+from megatron_terapipe.search.report.comparison import compare
+from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
+from megatron_terapipe.search.report.files import (
+    TERMINAL,
+    OpCostsOf,
+    winner_launch,
+    write_answer,
+    write_json,
+    write_page,
+)
+from megatron_terapipe.search.report.launch import write_text
+from megatron_terapipe.search.report.table import print_table
+from megatron_terapipe.search.space.choices import Choices, all_choices
 from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
+from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.trials.design import propose_strategies
+from megatron_terapipe.strategy import Strategy
+
+
+def explain_space(result: SearchResult) -> list[str]:
+    """How many strategies each rule rejected."""
+    rows = [(name, f"{number:,}") for name, number in result.funnel.lines()]
+    wide = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{wide}}  {number:>14}" for name, number in rows]
+    lines += [f"  {strategy_text(entry.strategy)}: {entry.reason}" for entry in result.refused[:3]]
+    return lines
+
+
+def explain_strategy(strategy: Strategy, problem: Problem, result: SearchResult, costs: Costs) -> list[str]:
+    """Why a strategy did not win.
+
+    Args:
+        strategy: which; without a global batch size it takes the problem's.
+        problem: what was asked.
+        result: what was answered.
+        costs: prices it as all the others were priced.
+    """
+    if strategy.global_batch_size is None and not problem.global_batch_size % (
+        strategy.micro_batch_size * strategy.data_parallel_size
+    ):
+        strategy = replace(strategy, global_batch_size=problem.global_batch_size)
+    entry = predict_one(strategy, problem, costs.pricing_on(problem.cluster))
+    title = f"why not {strategy_text(strategy)}?"
+    if not entry.feasible or entry.prediction is None:
+        return [title, f"  It cannot run: {entry.reason}."]
+    lines = [title, f"  It takes {time_text(entry.prediction.iteration_time_s)} and {_peak(entry.prediction)}."]
+    if strategy.global_batch_size != problem.global_batch_size:
+        lines.append(f"  Its batch of {strategy.global_batch_size} sequences is not the one that was searched for.")
+    if not result.entries:
+        return lines
+    winner = result.entries[0]
+    assert winner.prediction is not None
+    if problem.precision == "bf16" and strategy.zero_stage < winner.strategy.zero_stage:
+        lines.append("  ZeRO 0 adds bf16 gradients up in bf16, with few digits: pin --zero-stage 0 to search it.")
+    if entry.prediction.iteration_time_s <= winner.prediction.iteration_time_s:
+        return [*lines, "  It is as fast as the winner."]
+    comparison = compare(winner, entry)
+    lines += [f"  {words}: {value} wins over {other}" for words, value, other in comparison.changes]
+    return [*lines, *(f"  The winner: {sentence}" for sentence in comparison.sentences)]
+
+
+def _peak(prediction: Prediction) -> str:
+    return f"{bytes_text(prediction.peak_memory_bytes)} on the fullest rank"
+
+
+CANDIDATES = 100
+"""Best strategies among which trials are chosen: those far behind would teach what nobody asks."""
+
+NUM_TRIALS = 8
+"""How many are proposed; as many as `benchmarks.few_trials` held against chosen at random."""
+
+
+def write_proposals(path: str, problem: Problem, choices: Choices, costs: Costs, progress: Progress | None) -> str:
+    """Choose trials, write them a line each as `trial --strategies` reads them, and say so.
+
+    Args:
+        path: of the file.
+        problem: what is to be trained on what.
+        choices: strategies that may be proposed.
+        costs: what is known so far, and how surely.
+        progress: shows how far the search of candidates is.
+
+    Returns:
+        A note for the answer.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    found = search(problem, choices, costs.pricing_on, top=CANDIDATES, progress=progress)
+    candidates = [entry.strategy for entry in found.entries]
+    model = costs.pricing_on(problem.cluster).cost_model
+    chosen = propose_strategies(model, candidates, costs.calibration, NUM_TRIALS)
+    write_text(path, "".join(json.dumps(strategy.to_json()) + "\n" for strategy in chosen))
+    return (
+        f"{path} has {len(chosen)} of the {len(candidates)} best strategies, the trials of which would teach most, the "
+        f"most telling first: run them with `trial --strategies {path}`, then `rank --calibrate`"
+    )
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of an answer."""
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", metavar="FILE", help="write the ranking as JSON; - is the terminal, instead of a table"
+    )
+    group.add_argument("--html", metavar="FILE", help="write a report that opens in any browser")
+    group.add_argument(
+        "--output",
+        metavar="DIR",
+        help="write everything: ranking.json, report.html, and strategy.json, hostfile, ds_config.json and launch.sh "
+        "for the winner",
+    )
+
+
+def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf, *, top: int | None = None) -> None:
+    """Print an answer and write what was asked for.
+
+    Args:
+        options: with the flags of `add_output_flags`.
+        answer: what was found.
+        op_costs: times of the ops of a strategy, for timelines.
+        top: lines of the table at most.
+
+    Raises:
+        ConfigError: if a file cannot be written.
+    """
+    if options.json is not None:
+        write_json(options.json, answer_json(answer.entries))
+    launch, why_not = winner_launch(answer)
+    command = "" if launch is None else launch.command(options.output or "DIR")
+    if options.html is not None:
+        # A page alone has no files beside it that its command could name.
+        hint = "" if options.output else "# with --output DIR, which writes the files:\n"
+        write_page(options.html, answer, op_costs, command=command and hint + command)
+    paths = () if options.output is None else write_answer(options.output, answer, op_costs).paths
+    if options.json == TERMINAL:
+        return
+    print_table(answer, top=top)
+    if paths:
+        print(f"\nwritten: {', '.join(paths)}")
+    if launch is None:
+        print(f"\nno command to launch it: {why_not}")
+    elif paths:
+        print(f"\nto run the winner:\n  {command}")
+    else:
+        print("\nto run the winner: add --output DIR, which writes the files and prints the command")
+
 
 NAME = "rank"
 HELP = "The best strategies of a model on a cluster: searched, priced on their schedules, and ranked."
@@ -68,7 +211,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.jsonl",
         help="write the few strategies whose trials would make predictions surest, for trial --strategies",
     )
-    add_pin_flags(parser)
+    add_constraint_flags(parser)
     add_output_flags(parser)
 
 
@@ -81,7 +224,7 @@ def run(options: argparse.Namespace) -> int:
     problem = Problem(
         workload=workload, cluster=cluster, global_batch_size=options.global_batch_size, precision=precision
     )
-    pins = pins_of(options)
+    pins = constraints_of(options)
     choices = all_choices(problem).pinned(pins)
     costs = costs_of(options, workload, cluster, precision)
     asked = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.command.inputs import (
+from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
     add_cost_flags,
     add_json_flag,
@@ -14,13 +14,13 @@ from megatron_terapipe.search.command.inputs import (
     cluster_of,
     model_of,
     precision_of,
+    read_one_strategy,
 )
-from megatron_terapipe.search.command.strategies import read_one_strategy
 from megatron_terapipe.strategy import Strategy
 
 if TYPE_CHECKING:
-    from megatron_terapipe.search.pricing import Pricing
-    from megatron_terapipe.search.solve.token_slices import SolvedCut
+    from megatron_terapipe.search.cost.pricing import Pricing
+    from megatron_terapipe.search.rank.token_slices import SolvedCut
 
 NAME = __name__.rpartition(".")[2]
 HELP = (
@@ -58,8 +58,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Find the cut and print it, with the curve over the number of token slices."""
     from deepspeed_ext.plan.errors import PlanError
+    from megatron_terapipe.search.rank.token_slices import solve_cut
     from megatron_terapipe.search.report.files import write_json
-    from megatron_terapipe.search.solve.token_slices import solve_cut
 
     strategy = read_one_strategy(options.strategy)
     pricing, notes = _pricing(options, strategy)
@@ -142,8 +142,8 @@ def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[Pricing,
         ConfigError: if a file cannot be read, or the strategy does not fit the model and the cluster.
     """
     from megatron_terapipe.search.command.costs import costs_of
+    from megatron_terapipe.search.space.legal_grids import broken_rule
     from megatron_terapipe.search.space.problem import Problem
-    from megatron_terapipe.search.space.walk import broken_rule
 
     workload = model_of(options)
     cluster, notes = cluster_of(options)

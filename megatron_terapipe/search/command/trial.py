@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.command.inputs import (
+from megatron_terapipe.search.command.constraints import add_constraint_flags, constraints_of
+from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
     add_cost_flags,
     add_model_flags,
@@ -15,17 +16,15 @@ from megatron_terapipe.search.command.inputs import (
     model_of,
     precision_of,
 )
-from megatron_terapipe.search.command.pins import add_pin_flags, pins_of
 
 if TYPE_CHECKING:
-    from megatron_terapipe.search.cluster import Cluster
     from megatron_terapipe.search.command.costs import Costs
-    from megatron_terapipe.search.pricing import Pricing
-    from megatron_terapipe.search.trial_runs.journal import Journal
-    from megatron_terapipe.search.trial_runs.outcome import Outcome
-    from megatron_terapipe.search.trial_runs.run import TrialSettings
-    from megatron_terapipe.search.trials import Trial
-    from megatron_terapipe.search.workload import Workload
+    from megatron_terapipe.search.cost.pricing import Pricing
+    from megatron_terapipe.search.inputs.cluster import Cluster
+    from megatron_terapipe.search.inputs.workload import Workload
+    from megatron_terapipe.search.trials.journal import Journal
+    from megatron_terapipe.search.trials.run import Outcome, TrialSettings
+    from megatron_terapipe.search.trials.trial import Trial
     from megatron_terapipe.strategy import Strategy
 
 NAME = "trial"
@@ -60,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="",
         help="more flags for it in one text, such as '--data-path PREFIX'; without data, tokens are random",
     )
-    add_pin_flags(parser)
+    add_constraint_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,8 +68,8 @@ def run(options: argparse.Namespace) -> int:
     import shlex
 
     from megatron_terapipe.search.command.costs import costs_of
-    from megatron_terapipe.search.trial_runs.journal import Journal
-    from megatron_terapipe.search.trial_runs.run import TrialSettings, default_trainer
+    from megatron_terapipe.search.trials.journal import Journal
+    from megatron_terapipe.search.trials.run import TrialSettings, default_trainer
 
     workload = model_of(options)
     if workload.config is None:
@@ -122,10 +121,11 @@ def _strategies(
     """What to run, the most promising first."""
     from dataclasses import replace
 
-    from megatron_terapipe.search.command.progress import progress_bar
-    from megatron_terapipe.search.command.strategies import read_strategies
-    from megatron_terapipe.search.ranking.search import search
-    from megatron_terapipe.search.space import Problem, all_choices
+    from megatron_terapipe.planning.planned_run import check_trainable
+    from megatron_terapipe.search.command.shared_flags import progress_bar, read_strategies
+    from megatron_terapipe.search.rank.search import search
+    from megatron_terapipe.search.space.choices import all_choices
+    from megatron_terapipe.search.space.problem import Problem
 
     batch = options.global_batch_size
     if options.strategies:
@@ -143,12 +143,16 @@ def _strategies(
                     f"{cluster.num_devices}: leave it out"
                 )
             assert workload.config is not None
-            each.check_trainable(workload.config)
+            check_trainable(each, workload.config)
         return found
     problem = Problem(workload=workload, cluster=cluster, global_batch_size=batch, precision=precision)
     with progress_bar() as progress:
         result = search(
-            problem, all_choices(problem).pinned(pins_of(options)), costs.pricing_on, top=options.top, progress=progress
+            problem,
+            all_choices(problem).pinned(constraints_of(options)),
+            costs.pricing_on,
+            top=options.top,
+            progress=progress,
         )
     if not result.entries:
         raise ConfigError("no strategy can run: `rank --explain` with the same flags says why")
@@ -156,7 +160,7 @@ def _strategies(
 
 
 def _run_all(wanted: "Sequence[Strategy]", journal: "Journal", settings: "TrialSettings", costs: "Costs") -> None:
-    from megatron_terapipe.search.trial_runs.run import run_strategy
+    from megatron_terapipe.search.trials.run import run_strategy
 
     assert journal.workload.config is not None
     pricing = costs.pricing_on(journal.cluster)
@@ -207,7 +211,7 @@ def _figures(pricing: "Pricing", trials: "Sequence[Trial]") -> str:
     """Mean error, rank correlation, and how much slower than the best the one is that was predicted best."""
     import numpy as np
 
-    from megatron_terapipe.search.validation import scores
+    from megatron_terapipe.search.trials import scores
 
     measured = np.array([trial.iteration_time_s for trial in trials], dtype=float)
     predicted = np.array([_predicted(pricing, trial) for trial in trials])

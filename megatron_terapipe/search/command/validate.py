@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.command.inputs import add_json_flag
+from megatron_terapipe.search.command.shared_flags import add_json_flag
 
 if TYPE_CHECKING:
-    from megatron_terapipe.search.trials import Trial
-    from megatron_terapipe.search.validation.predicted import Predicted
+    from megatron_terapipe.search.trials.predicted import Predicted
+    from megatron_terapipe.search.trials.trial import Trial
 
 NAME = "validate"
 HELP = (
@@ -52,9 +52,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     from rich.console import Console
 
-    from megatron_terapipe.search.trials import read_trials
-    from megatron_terapipe.search.validation.document import validation_document
-    from megatron_terapipe.search.validation.table import print_validation
+    from megatron_terapipe.search.trials.read import read_trials
+    from megatron_terapipe.search.trials.validation import print_validation, validation_document
 
     trials = [one for path in options.trials for one in read_trials(path)]
     calibrating = [one for path in options.calibrate for one in read_trials(path)]
@@ -95,11 +94,10 @@ def _predicted(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from megatron_terapipe.search.calibrate.clusters import Calibrations
-    from megatron_terapipe.search.calibrate.files import read_calibrations, write_calibrations
-    from megatron_terapipe.search.profile import read_profile
-    from megatron_terapipe.search.validation.folds import predict_in_folds
-    from megatron_terapipe.search.validation.predicted import predict_trials
+    from megatron_terapipe.search.op_times.profile_files import read_profile
+    from megatron_terapipe.search.trials.calibration_files import read_calibrations, write_calibrations
+    from megatron_terapipe.search.trials.cluster_calibrations import Calibrations
+    from megatron_terapipe.search.trials.predicted import predict_in_folds, predict_trials
 
     profile = read_profile(options.profile) if options.profile else None
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} of {task.total} trials"))

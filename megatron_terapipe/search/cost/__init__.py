@@ -1,1 +1,1 @@
-"""What a strategy costs in time: ops, collectives and transfers, and the iteration they make."""
+"""What a strategy costs: seconds of an iteration, and bytes on each pipeline rank."""

@@ -1,7 +1,7 @@
-"""Times of many strategies of one kind at once, in closed form: their numbers are arrays, and physics may change.
+"""Times of many strategies of one kind at once, in closed form: their numbers are arrays, and constants may change.
 
 Strategies of a batch have one workload, one kind of device, and all that is no number (recompute, software, ...) in
-common. What their layouts make of the cluster is looked up once; each new `Physics` then costs a few array operations.
+common. What their layouts make of the cluster is looked up once; other constants then cost a few array operations.
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cluster import Device
 from megatron_terapipe.search.cost.closed_form import pipeline_time, total_s
-from megatron_terapipe.search.cost.collectives import Span, all_gather_s, transfer_s
-from megatron_terapipe.search.cost.model import SPLIT_SCHEDULES, CostModel, span_at
-from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.cost.roofline import Roofline
+from megatron_terapipe.search.cost.collectives import GroupTopology, all_gather_s, transfer_s
+from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel, topology_at
 from megatron_terapipe.search.cost.stage_ops import StageOps, layer_ops
 from megatron_terapipe.search.cost.step_costs import shown_reduction_s, step_costs
-from megatron_terapipe.search.workload import Layer
+from megatron_terapipe.search.inputs.cluster import Device
+from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.roofline import Roofline
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
@@ -61,9 +61,9 @@ class Batch:
         counts: [n, stages, U] of each in each stage; stages that a strategy does not have hold none.
         rank_of_stage: [n, stages] pipeline rank.
         numbers: [n] by name.
-        tensor_span: links of tensor-parallel ranks, of arrays [n].
-        data_span: of data-parallel ranks.
-        ends_span: of the first and the last pipeline rank.
+        tensor_topology: links of tensor-parallel ranks, of arrays [n].
+        data_topology: of data-parallel ranks.
+        ends_topology: of the first and the last pipeline rank.
         parameters: [n, ranks] that a rank holds.
         shared: [n, ranks] of them those of a weight that two ranks hold.
         message: [n, stages] bytes that a stage sends to the next in one micro-batch; 0 = nothing to send.
@@ -79,9 +79,9 @@ class Batch:
     counts: Floats
     rank_of_stage: NDArray[np.int64]
     numbers: dict[str, Floats]
-    tensor_span: Span
-    data_span: Span
-    ends_span: Span
+    tensor_topology: GroupTopology
+    data_topology: GroupTopology
+    ends_topology: GroupTopology
     parameters: Floats
     shared: Floats
     message: Floats
@@ -108,7 +108,7 @@ class Batch:
         parameters, shared = np.zeros((num, ranks)), np.zeros((num, ranks))
         message, latency = np.zeros((num, stages)), np.zeros((num, stages))
         bandwidth, crosses = np.ones((num, stages)), np.zeros((num, stages), dtype=bool)
-        spans: dict[str, list[Span]] = {"tensor": [], "data": [], "ends": []}
+        topologies: dict[str, list[GroupTopology]] = {"tensor": [], "data": [], "ends": []}
         for row, (model, one) in enumerate(zip(models, strategies, strict=True)):
             groups = model.groups(one)
             for stage, layers in enumerate(model.stage_layers(one)):
@@ -124,11 +124,11 @@ class Batch:
                 message[row, :boundaries] = sent.num_bytes.sum(axis=1)
                 bandwidth[row, :boundaries], latency[row, :boundaries] = sent.bandwidth, sent.latency_s
                 crosses[row, :boundaries] = sent.crosses_nodes
-            spans["tensor"].append(span_at(groups.tensor, 0))
-            spans["data"].append(span_at(groups.data, 0))
-            spans["ends"].append(span_at(groups.ends, 0))
+            topologies["tensor"].append(topology_at(groups.tensor, 0))
+            topologies["data"].append(topology_at(groups.data, 0))
+            topologies["ends"].append(topology_at(groups.ends, 0))
         numbers = {name: np.array([getattr(one, name) for one in strategies], dtype=float) for name in NUMBERS}
-        joined = {name: Span(*map(np.array, zip(*rows, strict=True))) for name, rows in spans.items()}
+        joined = {name: GroupTopology(*map(np.array, zip(*rows, strict=True))) for name, rows in topologies.items()}
         return cls(
             models[0],
             strategies[0],
@@ -148,10 +148,10 @@ class Batch:
             crosses,
         )
 
-    def times(self, physics: Physics) -> Floats:
+    def times(self, efficiency: HardwareEfficiency) -> Floats:
         """[n] seconds of one iteration of each strategy, in closed form."""
         numbers = self.numbers
-        per_stage, first = self._stage_ops(physics)
+        per_stage, first = self._stage_ops(efficiency)
         ranks = self.parameters.shape[1]
         per_rank = [self._by_rank(np.asarray(part), ranks) for part in per_stage]
         schedule = self.strategy.schedule
@@ -168,14 +168,16 @@ class Batch:
             others=others,
         )
         last_op_s = first.weight_gradient if schedule in SPLIT_SCHEDULES else first.backward
-        return np.asarray(makespan + self._step_s(physics, last_op_s[:, :ranks]) + physics.iteration_s, dtype=float)
+        return np.asarray(
+            makespan + self._step_s(efficiency, last_op_s[:, :ranks]) + efficiency.iteration_s, dtype=float
+        )
 
     def _by_rank(self, per_stage: Floats, ranks: int) -> Floats:
         out = np.zeros((len(per_stage), ranks))
         np.add.at(out, (np.arange(len(per_stage))[:, None], self.rank_of_stage), per_stage)
         return out
 
-    def _stage_ops(self, physics: Physics) -> tuple[StageOps, StageOps]:
+    def _stage_ops(self, efficiency: HardwareEfficiency) -> tuple[StageOps, StageOps]:
         """[n, stages] seconds of the ops of a whole micro-batch, messages in them where they block.
 
         Then those of its first token slice, whose backward is the last, without messages.
@@ -183,7 +185,7 @@ class Batch:
         model, numbers = self.model, self.numbers
         op_times = model.op_times
         if isinstance(op_times, Roofline):
-            op_times = replace(op_times, physics=physics)
+            op_times = replace(op_times, efficiency=efficiency)
         lengths = self.strategy.cut(model.workload.seq_length).lengths
         bounds = np.cumsum([0, *lengths]) / model.workload.seq_length
         num, stages = self.counts.shape[:2]
@@ -194,8 +196,8 @@ class Batch:
                     layer,
                     self.device,
                     op_times,
-                    physics,
-                    self.tensor_span,
+                    efficiency,
+                    self.tensor_topology,
                     tensor_parallel_size=numbers["tensor_parallel_size"],
                     micro_batch_size=numbers["micro_batch_size"],
                     start=start * layer.tokens,
@@ -209,7 +211,7 @@ class Batch:
                 first = first if start else first + of_layers
         if model.software.overlaps_transfers:
             return total, first
-        sending = self._sending_s(physics)
+        sending = self._sending_s(efficiency)
         arriving = np.roll(sending, 1, axis=1)
         blocked = total._replace(
             forward=total.forward + sending,
@@ -218,19 +220,22 @@ class Batch:
         )
         return blocked, first
 
-    def _sending_s(self, physics: Physics) -> Floats:
+    def _sending_s(self, efficiency: HardwareEfficiency) -> Floats:
         tensor = self.numbers["tensor_parallel_size"][:, None]
         shared = self.model.software.shares_transfers and not self.strategy.sequence_parallel
         part = self.message / tensor if shared else self.message
-        sending = transfer_s(part, self.bandwidth, self.latency, self.crosses_nodes, physics)
+        sending = transfer_s(part, self.bandwidth, self.latency, self.crosses_nodes, efficiency)
         if shared:
-            span = Span(*(np.reshape(part, (-1, 1)) for part in self.tensor_span))
-            sending = sending + all_gather_s(self.message, span, physics)
+            topology = GroupTopology(*(np.reshape(part, (-1, 1)) for part in self.tensor_topology))
+            sending = sending + all_gather_s(self.message, topology, efficiency)
         return np.where(self.message > 0, sending, 0.0)
 
-    def _step_s(self, physics: Physics, last_op_s: Floats) -> Floats:
+    def _step_s(self, efficiency: HardwareEfficiency, last_op_s: Floats) -> Floats:
         """[n] seconds behind the last op, of [n, ranks] the op that completes each rank's gradients."""
-        column = [Span(*(np.reshape(part, (-1, 1)) for part in span)) for span in (self.data_span, self.ends_span)]
+        column = [
+            GroupTopology(*(np.reshape(part, (-1, 1)) for part in topology))
+            for topology in (self.data_topology, self.ends_topology)
+        ]
         step = step_costs(
             self.parameters,
             self.shared,
@@ -240,7 +245,7 @@ class Batch:
             zero_stage=self.strategy.zero_stage,
             precision=self.model.precision,
             software=self.model.software,
-            physics=physics,
+            efficiency=efficiency,
         )
         reduction = step.gradient_reduction
         if self.model.software.overlaps_gradient_reduction:

@@ -12,21 +12,21 @@ its drain with weight gradients: of each other rank F + BI - BW remain (arXiv 24
 
 import numpy as np
 
-from megatron_terapipe.search.cost.op_times import Grid
 from megatron_terapipe.search.cost.stage_ops import StageOps
+from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
 
 
 def pipeline_time(
     schedule: str,
     *,
-    num_micro_batches: Grid,
-    num_token_slices: Grid,
-    num_model_chunks: Grid,
+    num_micro_batches: ScalarOrArray,
+    num_token_slices: ScalarOrArray,
+    num_model_chunks: ScalarOrArray,
     slowest: StageOps,
     others: StageOps,
-    latency_s: Grid = 0.0,
-    activation_limit: Grid = 1.0,
-) -> Grid:
+    latency_s: ScalarOrArray = 0.0,
+    activation_limit: ScalarOrArray = 1.0,
+) -> ScalarOrArray:
     """Seconds of one iteration's ops, in closed form.
 
     Args:
@@ -49,7 +49,7 @@ def pipeline_time(
     return num_micro_batches * total + waits / (num_token_slices * num_model_chunks) + latency_s
 
 
-def total_s(schedule: str, ops: StageOps) -> Grid:
+def total_s(schedule: str, ops: StageOps) -> ScalarOrArray:
     """Seconds of all ops of a rank as a schedule runs them: the backward in one op or in two."""
     backward = ops.input_gradient + ops.weight_gradient if schedule == "zero-bubble" else ops.backward
     return ops.forward + backward
@@ -58,11 +58,11 @@ def total_s(schedule: str, ops: StageOps) -> Grid:
 def lower_bound(
     schedule: str,
     *,
-    num_micro_batches: Grid,
+    num_micro_batches: ScalarOrArray,
     slowest: StageOps,
     last: StageOps,
     fill: StageOps,
-) -> Grid:
+) -> ScalarOrArray:
     """Seconds that no order of the ops goes below.
 
     Every rank runs all its ops. The last rank starts when the first token slice has passed the first stage of every

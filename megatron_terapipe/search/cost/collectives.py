@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.op_times import Grid
-from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
 
 Flags = NDArray[np.bool_]
 
 
-class Span(NamedTuple):
+class GroupTopology(NamedTuple):
     """What the ranks of a group have between them; numbers or arrays.
 
     Attributes:
@@ -30,53 +30,67 @@ class Span(NamedTuple):
         network_latency_s: of the network.
     """
 
-    size: Grid
-    num_nodes: Grid
-    inside_bandwidth: Grid
-    inside_latency_s: Grid
-    network_bandwidth: Grid
-    network_latency_s: Grid
+    size: ScalarOrArray
+    num_nodes: ScalarOrArray
+    inside_bandwidth: ScalarOrArray
+    inside_latency_s: ScalarOrArray
+    network_bandwidth: ScalarOrArray
+    network_latency_s: ScalarOrArray
 
 
-def _ring_s(num_bytes: Grid, span: Span, physics: Physics) -> Grid:
+def _ring_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
     """Seconds of one round: every rank gets its part of the sum, or every part gets to every rank."""
-    size = np.maximum(span.size, 1)
+    size = np.maximum(topology.size, 1)
     share = num_bytes * (size - 1) / size
-    inside = share / (span.inside_bandwidth * physics.inside_efficiency)
-    network = share / (span.network_bandwidth * physics.network_efficiency)
-    crosses = np.greater(span.num_nodes, 1)
-    in_a_node = size / span.num_nodes
-    steps_s = span.inside_latency_s * (in_a_node - 1) + np.where(
-        crosses, span.network_latency_s * np.log2(np.maximum(span.num_nodes, 1)), 0.0
+    inside = share / (topology.inside_bandwidth * efficiency.inside_efficiency)
+    network = share / (topology.network_bandwidth * efficiency.network_efficiency)
+    crosses = np.greater(topology.num_nodes, 1)
+    in_a_node = size / topology.num_nodes
+    steps_s = topology.inside_latency_s * (in_a_node - 1) + np.where(
+        crosses, topology.network_latency_s * np.log2(np.maximum(topology.num_nodes, 1)), 0.0
     )
     # Where each node holds one rank, nothing travels inside nodes.
     moving = np.maximum(np.where(in_a_node > 1, inside, 0.0), np.where(crosses, network, 0.0))
     return np.where(np.greater(size, 1), moving + steps_s, 0.0)
 
 
-def reduce_scatter_s(num_bytes: Grid, span: Span, physics: Physics) -> Grid:
+def reduce_scatter_s(
+    num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency
+) -> ScalarOrArray:
     """Seconds until each rank has its part of the sum of `num_bytes`."""
-    return np.where(np.greater(span.size, 1), _ring_s(num_bytes, span, physics) + physics.collective_s, 0.0)
+    return np.where(
+        np.greater(topology.size, 1), _ring_s(num_bytes, topology, efficiency) + efficiency.collective_s, 0.0
+    )
 
 
-def all_gather_s(num_bytes: Grid, span: Span, physics: Physics) -> Grid:
+def all_gather_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
     """Seconds until each rank has all `num_bytes`, of which each had a part."""
-    return reduce_scatter_s(num_bytes, span, physics)
+    return reduce_scatter_s(num_bytes, topology, efficiency)
 
 
-def all_reduce_s(num_bytes: Grid, span: Span, physics: Physics) -> Grid:
+def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
     """Seconds until each rank has the sum of `num_bytes`."""
-    return np.where(np.greater(span.size, 1), 2 * _ring_s(num_bytes, span, physics) + physics.collective_s, 0.0)
+    return np.where(
+        np.greater(topology.size, 1), 2 * _ring_s(num_bytes, topology, efficiency) + efficiency.collective_s, 0.0
+    )
 
 
-def transfer_bandwidth(bandwidth: Grid, crosses_nodes: Grid | Flags, physics: Physics) -> Grid:
+def transfer_bandwidth(
+    bandwidth: ScalarOrArray, crosses_nodes: ScalarOrArray | Flags, efficiency: HardwareEfficiency
+) -> ScalarOrArray:
     """Bytes per second that a message between stages reaches."""
-    return bandwidth * np.where(crosses_nodes, physics.transfer_network_efficiency, physics.transfer_inside_efficiency)
+    return bandwidth * np.where(
+        crosses_nodes, efficiency.transfer_network_efficiency, efficiency.transfer_inside_efficiency
+    )
 
 
 def transfer_s(
-    num_bytes: Grid, bandwidth: Grid, latency_s: Grid, crosses_nodes: Grid | Flags, physics: Physics
-) -> Grid:
+    num_bytes: ScalarOrArray,
+    bandwidth: ScalarOrArray,
+    latency_s: ScalarOrArray,
+    crosses_nodes: ScalarOrArray | Flags,
+    efficiency: HardwareEfficiency,
+) -> ScalarOrArray:
     """Seconds of one message between stages.
 
     Args:
@@ -84,6 +98,6 @@ def transfer_s(
         bandwidth: bytes per second of its link, by the data sheet.
         latency_s: of its link.
         crosses_nodes: whether the link is a network, not one inside a node.
-        physics: what of them is reached.
+        efficiency: what of them is reached.
     """
-    return num_bytes / transfer_bandwidth(bandwidth, crosses_nodes, physics) + latency_s + physics.transfer_s
+    return num_bytes / transfer_bandwidth(bandwidth, crosses_nodes, efficiency) + latency_s + efficiency.transfer_s

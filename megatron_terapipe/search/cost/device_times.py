@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_terapipe.search.cluster import Device
-from megatron_terapipe.search.cost.op_times import Grid, LayerTimes
-from megatron_terapipe.search.cost.roofline import Roofline
-from megatron_terapipe.search.workload import Layer
+from megatron_terapipe.search.inputs.cluster import Device
+from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.op_times.layer_times import LayerTimes, ScalarOrArray
+from megatron_terapipe.search.op_times.roofline import Roofline
 
 MOVING_BACKWARD = 1.4
 """Memory traffic of the backward of element-wise work in that of its forward.
@@ -31,12 +31,12 @@ class DeviceTimes(NamedTuple):
         loss_gradient: its gradient.
     """
 
-    products: Grid
-    moving: Grid
-    input_gradient: Grid
-    weight_gradient: Grid
-    loss_forward: Grid = 0.0
-    loss_gradient: Grid = 0.0
+    products: ScalarOrArray
+    moving: ScalarOrArray
+    input_gradient: ScalarOrArray
+    weight_gradient: ScalarOrArray
+    loss_forward: ScalarOrArray = 0.0
+    loss_gradient: ScalarOrArray = 0.0
 
 
 class Scale(NamedTuple):
@@ -77,10 +77,10 @@ def device_times(
     roofline: Roofline,
     layer: Layer,
     device: Device,
-    tensor_parallel_size: Grid,
-    micro_batch_size: Grid,
-    start: Grid,
-    end: Grid,
+    tensor_parallel_size: ScalarOrArray,
+    micro_batch_size: ScalarOrArray,
+    start: ScalarOrArray,
+    end: ScalarOrArray,
 ) -> DeviceTimes:
     """Times of one layer; arguments are those of `OpTimes`.
 

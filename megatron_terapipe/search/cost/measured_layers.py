@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_terapipe.errors import DataError
-from megatron_terapipe.search.cluster import Device, Link
-from megatron_terapipe.search.cost.collectives import Span, all_reduce_s
+from megatron_terapipe.search.cost.collectives import GroupTopology, all_reduce_s
 from megatron_terapipe.search.cost.device_times import MOVING_BACKWARD, DeviceTimes, Scale, device_times, is_divided
-from megatron_terapipe.search.cost.op_times import Grid, LayerTimes, Numbers
-from megatron_terapipe.search.cost.roofline import Roofline
 from megatron_terapipe.search.cost.stage_ops import reductions
-from megatron_terapipe.search.workload import Layer, Workload
+from megatron_terapipe.search.inputs.cluster import Device, Link
+from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.layer_times import LayerTimes, Numbers, ScalarOrArray
+from megatron_terapipe.search.op_times.roofline import Roofline
 
 CLEARLY = 1.2
 """How many times the launch limit a measurement must be for its device to be the reason: where both are alike, their
@@ -115,10 +116,10 @@ class MeasuredLayers:
         layer: Layer,
         device: Device,
         *,
-        tensor_parallel_size: Grid,
-        micro_batch_size: Grid,
-        start: Grid,
-        end: Grid,
+        tensor_parallel_size: ScalarOrArray,
+        micro_batch_size: ScalarOrArray,
+        start: ScalarOrArray,
+        end: ScalarOrArray,
         recompute: str = "none",
         sequence_parallel: bool = False,
     ) -> LayerTimes:
@@ -204,13 +205,21 @@ class MeasuredLayers:
         times = self._device_times(measured, layer, np.asarray(float(size)), 1.0, 0.0, float(layer.tokens))
         return float(times.products), float(times.moving)
 
-    def _one_reduction_s(self, measured: MeasuredDevice, layer: Layer, sizes: Numbers, rows: Grid) -> Grid:
+    def _one_reduction_s(
+        self, measured: MeasuredDevice, layer: Layer, sizes: Numbers, rows: ScalarOrArray
+    ) -> ScalarOrArray:
         """Seconds of one reduction between tensor-parallel ranks of one node."""
-        span = Span(sizes, 1.0, measured.inside.bandwidth, measured.inside.latency_s, 1.0, 0.0)
-        return all_reduce_s(self.element_bytes * rows * layer.hidden_size, span, measured.roofline.physics)
+        topology = GroupTopology(sizes, 1.0, measured.inside.bandwidth, measured.inside.latency_s, 1.0, 0.0)
+        return all_reduce_s(self.element_bytes * rows * layer.hidden_size, topology, measured.roofline.efficiency)
 
     def _device_times(
-        self, measured: MeasuredDevice, layer: Layer, sizes: Numbers, micro_batch_size: Grid, start: Grid, end: Grid
+        self,
+        measured: MeasuredDevice,
+        layer: Layer,
+        sizes: Numbers,
+        micro_batch_size: ScalarOrArray,
+        start: ScalarOrArray,
+        end: ScalarOrArray,
     ) -> DeviceTimes:
         """Of equal layers computed once."""
         grids = tuple(np.asarray(grid, dtype=float).tobytes() for grid in (sizes, micro_batch_size, start, end))
@@ -222,7 +231,7 @@ class MeasuredLayers:
         return times
 
 
-def hidden(device_s: Grid, launch_s: Grid) -> Grid:
+def hidden(device_s: ScalarOrArray, launch_s: ScalarOrArray) -> ScalarOrArray:
     """Seconds of work of a device that a host launches ahead of it: about the longer of the two."""
     longer, shorter = np.maximum(device_s, launch_s), np.minimum(device_s, launch_s)
     return longer * (1 + (shorter / np.maximum(longer, 1e-12)) ** HIDING) ** (1 / HIDING)
@@ -250,7 +259,7 @@ def _shapes(layer: Layer) -> tuple[object, ...]:
     return layer.kind, layer.products, layer.attention, *sizes
 
 
-def _at(by_size: Mapping[int, float], sizes: Numbers) -> Grid:
+def _at(by_size: Mapping[int, float], sizes: Numbers) -> ScalarOrArray:
     if sizes.ndim == 0:
         return by_size[int(sizes)]
     known = sorted(by_size)

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_terapipe.search.cluster import Device
-from megatron_terapipe.search.cost.collectives import Span, all_gather_s, all_reduce_s, reduce_scatter_s
-from megatron_terapipe.search.cost.op_times import Grid, OpTimes
-from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.workload import Layer
+from megatron_terapipe.search.cost.collectives import GroupTopology, all_gather_s, all_reduce_s, reduce_scatter_s
+from megatron_terapipe.search.inputs.cluster import Device
+from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import OpTimes, ScalarOrArray
 
 
 class StageOps(NamedTuple):
@@ -22,18 +22,18 @@ class StageOps(NamedTuple):
         tensor_parallel: how much of F and the whole backward is collectives between tensor-parallel ranks.
     """
 
-    forward: Grid
-    backward: Grid
-    input_gradient: Grid
-    weight_gradient: Grid
-    tensor_parallel: Grid
+    forward: ScalarOrArray
+    backward: ScalarOrArray
+    input_gradient: ScalarOrArray
+    weight_gradient: ScalarOrArray
+    tensor_parallel: ScalarOrArray
 
     def __add__(self, other: object) -> "StageOps":
         """Both, one after the other."""
         assert isinstance(other, StageOps)
         return StageOps(*map(np.add, self, other))
 
-    def times(self, count: Grid) -> "StageOps":
+    def times(self, count: ScalarOrArray) -> "StageOps":
         """As many of the same."""
         return StageOps(*(part * count for part in self))
 
@@ -42,13 +42,13 @@ def layer_ops(
     layer: Layer,
     device: Device,
     op_times: OpTimes,
-    physics: Physics,
-    tensor_span: Span,
+    efficiency: HardwareEfficiency,
+    tensor_topology: GroupTopology,
     *,
-    tensor_parallel_size: Grid,
-    micro_batch_size: Grid,
-    start: Grid,
-    end: Grid,
+    tensor_parallel_size: ScalarOrArray,
+    micro_batch_size: ScalarOrArray,
+    start: ScalarOrArray,
+    end: ScalarOrArray,
     recompute: str,
     sequence_parallel: bool,
     element_bytes: int = 2,
@@ -59,8 +59,8 @@ def layer_ops(
         layer: which.
         device: what computes.
         op_times: times of its kernels.
-        physics: of collectives.
-        tensor_span: links between its tensor-parallel ranks.
+        efficiency: of collectives.
+        tensor_topology: links between its tensor-parallel ranks.
         tensor_parallel_size: how many those are.
         micro_batch_size: sequences.
         start: first token of the token slice.
@@ -79,31 +79,31 @@ def layer_ops(
         recompute=recompute,
         sequence_parallel=sequence_parallel,
     )
-    forward_reduction: Grid = 0.0
-    backward_reduction: Grid = 0.0
+    forward_reduction: ScalarOrArray = 0.0
+    backward_reduction: ScalarOrArray = 0.0
     if not op_times.includes_collectives:
         num_bytes = element_bytes * micro_batch_size * (end - start) * layer.hidden_size
-        one = _reduction_s(num_bytes, tensor_span, physics, sequence_parallel)
+        one = _reduction_s(num_bytes, tensor_topology, efficiency, sequence_parallel)
         entering, leaving = reductions(layer)
         forward_reduction = leaving * one
         repeated = leaving if recompute == "full" and layer.kind in ("block", "other") else 0
         backward_reduction = (entering + repeated) * one
     # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
-    jitter = 1 + physics.launch_jitter * np.log2(tensor_parallel_size)
+    jitter = 1 + efficiency.launch_jitter * np.log2(tensor_parallel_size)
     launch_forward = kernels.launch_forward * jitter
     launch_input, launch_weight = kernels.launch_input_gradient * jitter, kernels.launch_weight_gradient * jitter
     launch_backward = launch_input + launch_weight
     backward = kernels.input_gradient + kernels.weight_gradient
-    whole_forward = hidden(kernels.forward + forward_reduction, launch_forward, physics.launch_exposed)
-    whole_backward = hidden(backward + backward_reduction, launch_backward, physics.launch_exposed)
-    alone = hidden(kernels.forward, launch_forward, physics.launch_exposed) + hidden(
-        backward, launch_backward, physics.launch_exposed
+    whole_forward = hidden(kernels.forward + forward_reduction, launch_forward, efficiency.launch_exposed)
+    whole_backward = hidden(backward + backward_reduction, launch_backward, efficiency.launch_exposed)
+    alone = hidden(kernels.forward, launch_forward, efficiency.launch_exposed) + hidden(
+        backward, launch_backward, efficiency.launch_exposed
     )
     return StageOps(
         whole_forward,
         whole_backward,
-        hidden(kernels.input_gradient + backward_reduction, launch_input, physics.launch_exposed),
-        hidden(kernels.weight_gradient, launch_weight, physics.launch_exposed),
+        hidden(kernels.input_gradient + backward_reduction, launch_input, efficiency.launch_exposed),
+        hidden(kernels.weight_gradient, launch_weight, efficiency.launch_exposed),
         np.maximum(whole_forward + whole_backward - alone, 0.0),
     )
 
@@ -120,7 +120,7 @@ def reductions(layer: Layer) -> tuple[int, int]:
     return entering, leaving + (layer.kind == "embedding")
 
 
-def hidden(device_s: Grid, launch_s: Grid, exposed: float) -> Grid:
+def hidden(device_s: ScalarOrArray, launch_s: ScalarOrArray, exposed: float) -> ScalarOrArray:
     """Seconds of work of a device that a host launches ahead of it.
 
     Args:
@@ -131,7 +131,9 @@ def hidden(device_s: Grid, launch_s: Grid, exposed: float) -> Grid:
     return np.maximum(device_s, launch_s) + exposed * np.minimum(device_s, launch_s)
 
 
-def _reduction_s(num_bytes: Grid, span: Span, physics: Physics, sequence_parallel: bool) -> Grid:
+def _reduction_s(
+    num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency, sequence_parallel: bool
+) -> ScalarOrArray:
     if sequence_parallel:
-        return reduce_scatter_s(num_bytes, span, physics) + all_gather_s(num_bytes, span, physics)
-    return all_reduce_s(num_bytes, span, physics)
+        return reduce_scatter_s(num_bytes, topology, efficiency) + all_gather_s(num_bytes, topology, efficiency)
+    return all_reduce_s(num_bytes, topology, efficiency)

@@ -4,19 +4,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_terapipe.search.cost.collectives import Span, all_gather_s, all_reduce_s, reduce_scatter_s
-from megatron_terapipe.search.cost.op_times import Grid
-from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.software import Software
+from megatron_terapipe.search.cost.collectives import GroupTopology, all_gather_s, all_reduce_s, reduce_scatter_s
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
+from megatron_terapipe.search.op_times.software import Software
 
 
 class StepCosts(NamedTuple):
     """Seconds of one pipeline rank after its last backward; numbers or arrays."""
 
-    gradient_reduction: Grid
-    shared_weight: Grid
-    optimizer: Grid
-    late: Grid = 0.0
+    gradient_reduction: ScalarOrArray
+    shared_weight: ScalarOrArray
+    optimizer: ScalarOrArray
+    late: ScalarOrArray = 0.0
     """Part of the gradient reduction that begins when all backwards are done: of weights that the ends sum first, and
     the gathering of stepped weights."""
 
@@ -56,51 +56,53 @@ def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTra
 
 
 def step_costs(
-    parameters: Grid,
-    shared_parameters: Grid,
-    data_span: Span,
-    ends_span: Span,
-    memory_bandwidth: Grid,
+    parameters: ScalarOrArray,
+    shared_parameters: ScalarOrArray,
+    data_topology: GroupTopology,
+    ends_topology: GroupTopology,
+    memory_bandwidth: ScalarOrArray,
     *,
     zero_stage: int,
     precision: str,
     software: Software,
-    physics: Physics,
+    efficiency: HardwareEfficiency,
 ) -> StepCosts:
     """Price the end of an iteration.
 
     Args:
         parameters: that a rank holds.
         shared_parameters: of them those of a weight that both ends of the pipeline hold; 0 if no two ranks share it.
-        data_span: links between data-parallel ranks.
-        ends_span: links between the first and the last pipeline rank.
+        data_topology: links between data-parallel ranks.
+        ends_topology: links between the first and the last pipeline rank.
         memory_bandwidth: of the device, bytes per second.
         zero_stage: 0 or 1.
         precision: `bf16`, `fp16` or `fp32`.
         software: bytes that it reduces and keeps.
-        physics: what links and memory reach.
+        efficiency: what links and memory reach.
     """
     traffic = step_traffic(software, precision, zero_stage)
     gradients = traffic.reduced_bytes * parameters
     kept = software.optimizer_bytes + software.gradient_bytes + software.weight_bytes
     reduce = all_reduce_s if traffic.reduces_to_all else reduce_scatter_s
-    reduction = reduce(gradients, data_span, physics)
+    reduction = reduce(gradients, data_topology, efficiency)
     late = reduction * shared_parameters / np.maximum(parameters, 1.0)
     stepped = parameters
     if traffic.divides_step:
-        gathering = all_gather_s(traffic.gathered_bytes * parameters, data_span, physics)
+        gathering = all_gather_s(traffic.gathered_bytes * parameters, data_topology, efficiency)
         reduction, late = reduction + gathering, late + gathering
-        stepped = parameters / data_span.size
+        stepped = parameters / data_topology.size
     shared = np.where(
         np.greater(shared_parameters, 0),
-        all_reduce_s(traffic.reduced_bytes * shared_parameters, ends_span, physics),
+        all_reduce_s(traffic.reduced_bytes * shared_parameters, ends_topology, efficiency),
         0.0,
     )
-    reached = memory_bandwidth * physics.memory_efficiency
-    return StepCosts(reduction, shared, physics.optimizer_passes * kept * stepped / reached, late)
+    reached = memory_bandwidth * efficiency.memory_efficiency
+    return StepCosts(reduction, shared, efficiency.optimizer_passes * kept * stepped / reached, late)
 
 
-def shown_reduction_s(step: StepCosts, last_op_s: Grid, layers: Grid, cool_down_s: Grid = 0.0) -> Grid:
+def shown_reduction_s(
+    step: StepCosts, last_op_s: ScalarOrArray, layers: ScalarOrArray, cool_down_s: ScalarOrArray = 0.0
+) -> ScalarOrArray:
     """Seconds of a rank's gradient reduction that no op hides, where it starts as gradients are complete.
 
     The layers of the rank's stage finish one after the other in its last op, and their reductions run one after the

@@ -24,7 +24,7 @@ from megatron_terapipe.config import ModelConfig, PrecisionConfig
 from megatron_terapipe.config.optimizer import OptimizerConfig
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
-from megatron_terapipe.search.profile.profile import ProfiledEngine
+from megatron_terapipe.search.op_times.profile import ProfiledEngine
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.optimizer import build_optimizer

@@ -26,10 +26,9 @@ from deepspeed_ext.runtime.sequence_state import SequenceState
 from deepspeed_ext.runtime.weight_gradients import WeightGradients, compute
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.model.gpt import LAYERS_BEFORE_BLOCKS, gpt_layers, gpt_loss
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.measure.sizes import MeasuredRun
-from megatron_terapipe.search.profile.profile import OpPoint
-from megatron_terapipe.search.profile.shapes import Shape, shape_of
-from megatron_terapipe.search.workload.gpt import gpt_workload
+from megatron_terapipe.search.op_times.profile import OpPoint, Shape, shape_of
 from megatron_terapipe.tensor_parallel.ranks import Pending, TensorParallelRanks
 
 BLOCKS_TOGETHER = 3

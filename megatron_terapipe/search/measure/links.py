@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megatron_terapipe.search.measure.sizes import MESSAGE_BYTES
-from megatron_terapipe.search.profile.profile import ProfiledLink
+from megatron_terapipe.search.op_times.profile import ProfiledLink
 
 REPEATS = 15
 

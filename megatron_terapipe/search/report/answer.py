@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_terapipe.search.cluster import Cluster
-from megatron_terapipe.search.prediction import Prediction
-from megatron_terapipe.search.workload import Workload
+from megatron_terapipe.search.cost.prediction import Prediction
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.strategy import Strategy
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from megatron_terapipe.search.prediction import Prediction, TimeBreakdown
+from megatron_terapipe.search.cost.prediction import Prediction, TimeBreakdown
 from megatron_terapipe.search.report.answer import Entry
 from megatron_terapipe.search.report.figures import bytes_text, time_text
 

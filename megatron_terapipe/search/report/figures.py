@@ -1,8 +1,8 @@
 """Figures that follow from a prediction, and how times, sizes and speeds are written."""
 
-from megatron_terapipe.search.cluster import Cluster
-from megatron_terapipe.search.prediction import Prediction
-from megatron_terapipe.search.workload import Workload
+from megatron_terapipe.search.cost.prediction import Prediction
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.strategy import Strategy
 
 GIGABYTE = 1e9
@@ -22,7 +22,7 @@ def model_flops(workload: Workload) -> float:
     """FLOPs of the model for one sequence, forward and backward, as published utilizations count them.
 
     Every token counts as if it attended to the whole sequence, and nothing is recomputed (Korthikanti et al., arXiv
-    2205.05198 appendix A); the trainer's logs count so, too (`model.flops.iteration_flops`).
+    2205.05198 appendix A); the trainer's logs count so, too (`config.flops.iteration_flops`).
     """
     forward = sum(layer.tokens * layer.linear_flops_per_token for layer in workload.layers)
     for layer in workload.layers:

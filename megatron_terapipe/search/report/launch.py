@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cluster import Cluster, Node
-from megatron_terapipe.search.cluster.hostfile import hostfile_text
+from megatron_terapipe.search.inputs.cluster import Cluster, Node
+from megatron_terapipe.search.inputs.cluster_files import hostfile_text
 from megatron_terapipe.search.report.figures import sequences
 from megatron_terapipe.strategy import Strategy
 

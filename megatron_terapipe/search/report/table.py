@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.config.balance import granularity_of
-from megatron_terapipe.search.cluster.library import is_guess
+from megatron_terapipe.search.inputs.library import is_guess
 from megatron_terapipe.search.report.answer import Answer, Entry
 from megatron_terapipe.search.report.figures import (
     bytes_text,

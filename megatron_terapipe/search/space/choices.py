@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megatron_terapipe.config.pipeline_plan import COUNTS
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning.pipeline_plan import COUNTS
 from megatron_terapipe.search.space.problem import Problem
 
 SOLVED = "solved"

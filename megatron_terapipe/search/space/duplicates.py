@@ -5,77 +5,77 @@ A pinned value is never dropped for one that was not asked for.
 
 import numpy as np
 
-from megatron_terapipe.search.space.block import Block
 from megatron_terapipe.search.space.choices import SOLVED
 from megatron_terapipe.search.space.problem import Problem
 from megatron_terapipe.search.space.rules import Holds, Rule
+from megatron_terapipe.search.space.strategy_grid import StrategyGrid
 
 
-def _model_chunks(block: Block, problem: Problem) -> Holds:
+def _model_chunks(grid: StrategyGrid, problem: Problem) -> Holds:
     del problem
-    plain = {model_chunks for schedule, model_chunks in block.order if schedule == "1f1b"}
-    interleaved = {model_chunks for schedule, model_chunks in block.order if schedule == "interleaved"}
+    plain = {model_chunks for schedule, model_chunks in grid.order if schedule == "1f1b"}
+    interleaved = {model_chunks for schedule, model_chunks in grid.order if schedule == "interleaved"}
 
     def wanted(schedule: str, model_chunks: int) -> bool:
         if schedule == "interleaved":
             return model_chunks > 1 or 1 not in plain
         return model_chunks == 1 or model_chunks not in interleaved
 
-    return block.along("order", [wanted(*order) for order in block.order])
+    return grid.along("order", [wanted(*order) for order in grid.order])
 
 
-def _model_chunks_reason(block: Block, problem: Problem) -> str:
+def _model_chunks_reason(grid: StrategyGrid, problem: Problem) -> str:
     del problem
-    if block.order[0][0] == "interleaved":
+    if grid.order[0][0] == "interleaved":
         return "interleaved with one model chunk is 1f1b"
     return "gpipe with model chunks has interleaved's bubble and keeps more activations"
 
 
-def _one_rank(block: Block, problem: Problem) -> Holds:
+def _one_rank(grid: StrategyGrid, problem: Problem) -> Holds:
     """Without a pipeline the first schedule stands for all of the others, which keep as much or more."""
     del problem
-    first = block.order[0] if block.order else None
-    return block.along("order", [block.pipeline_parallel_size > 1 or order == first for order in block.order])
+    first = grid.order[0] if grid.order else None
+    return grid.along("order", [grid.pipeline_parallel_size > 1 or order == first for order in grid.order])
 
 
-def _one_rank_reason(block: Block, problem: Problem) -> str:
-    del block, problem
+def _one_rank_reason(grid: StrategyGrid, problem: Problem) -> str:
+    del grid, problem
     return "on one pipeline rank all schedules take the same time, and 1f1b keeps the fewest activations"
 
 
-def _zero(block: Block, problem: Problem) -> Holds:
+def _zero(grid: StrategyGrid, problem: Problem) -> Holds:
     del problem
-    alone = block.data_parallel_size == 1 and 1 in block.zero
-    return block.along("zero", [not alone or stage == 1 for stage in block.zero])
+    alone = grid.data_parallel_size == 1 and 1 in grid.zero
+    return grid.along("zero", [not alone or stage == 1 for stage in grid.zero])
 
 
-def _zero_reason(block: Block, problem: Problem) -> str:
-    del block, problem
+def _zero_reason(grid: StrategyGrid, problem: Problem) -> str:
+    del grid, problem
     return "on one data-parallel rank there is no optimizer state to spread: ZeRO stage 1 stands for 0"
 
 
-def _sequence_parallel(block: Block, problem: Problem) -> Holds:
+def _sequence_parallel(grid: StrategyGrid, problem: Problem) -> Holds:
     del problem
-    alone = block.tensor_parallel_size == 1 and False in block.sequence_parallel
-    return block.along("sequence_parallel", [not (alone and on) for on in block.sequence_parallel])
+    alone = grid.tensor_parallel_size == 1 and False in grid.sequence_parallel
+    return grid.along("sequence_parallel", [not (alone and on) for on in grid.sequence_parallel])
 
 
-def _sequence_parallel_reason(block: Block, problem: Problem) -> str:
-    del block, problem
+def _sequence_parallel_reason(grid: StrategyGrid, problem: Problem) -> str:
+    del grid, problem
     return "on one tensor-parallel rank there is no other to share tokens with"
 
 
-def _partition(block: Block, problem: Problem) -> Holds:
+def _partition(grid: StrategyGrid, problem: Problem) -> Holds:
     """Rules that deal the layers as one before them does."""
-    kept = np.ones((len(block.order), len(block.partition)), dtype=bool)
-    for row, (_, model_chunks) in enumerate(block.order):
-        num_stages = block.pipeline_parallel_size * model_chunks
+    kept = np.ones((len(grid.order), len(grid.partition)), dtype=bool)
+    for row, (_, model_chunks) in enumerate(grid.order):
+        num_stages = grid.pipeline_parallel_size * model_chunks
         seen: set[tuple[int, ...]] = set()
-        for column, partition in enumerate(block.partition):
+        for column, partition in enumerate(grid.partition):
             if partition == SOLVED:
                 # One stage, or one layer on each, can be dealt but one way.
                 kept[row, column] = num_stages not in (1, problem.workload.num_dealt_layers) or not seen
-            elif partition == "parameters" and problem.has_equal_layers and "uniform" in block.partition:
+            elif partition == "parameters" and problem.has_equal_layers and "uniform" in grid.partition:
                 kept[row, column] = False
             else:
                 # Bounds that are pinned may not fit these stages: the trainer's rules say so, not this one.
@@ -87,8 +87,8 @@ def _partition(block: Block, problem: Problem) -> Holds:
     return kept[:, :, None, None, None, None, None]
 
 
-def _partition_reason(block: Block, problem: Problem) -> str:
-    del block, problem
+def _partition_reason(grid: StrategyGrid, problem: Problem) -> str:
+    del grid, problem
     return "another rule deals the same layers to each stage"
 
 

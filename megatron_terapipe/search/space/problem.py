@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from deepspeed_ext.plan.partition import StagePartition
-from megatron_terapipe.search.cluster import Cluster
-from megatron_terapipe.search.software import TERAPIPE, Software
-from megatron_terapipe.search.workload import Workload
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.software import TERAPIPE, Software
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.space.block import Block
 from megatron_terapipe.search.space.choices import RECOMPUTE, SOLVED
 from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.strategy_grid import StrategyGrid
 
 Holds = NDArray[np.bool_]
 
@@ -35,17 +35,17 @@ class Rule:
     """
 
     name: str
-    holds: Callable[[Block, Problem], Holds]
-    reason: Callable[[Block, Problem], str]
+    holds: Callable[[StrategyGrid, Problem], Holds]
+    reason: Callable[[StrategyGrid, Problem], str]
 
 
-def _devices(block: Block, problem: Problem) -> Holds:
-    return _one(block.world_size <= problem.cluster.num_devices)
+def _devices(grid: StrategyGrid, problem: Problem) -> Holds:
+    return _one(grid.world_size <= problem.cluster.num_devices)
 
 
-def _devices_reason(block: Block, problem: Problem) -> str:
+def _devices_reason(grid: StrategyGrid, problem: Problem) -> str:
     return (
-        f"data x tensor x pipeline parallel size = {block.world_size} ranks, but the cluster has "
+        f"data x tensor x pipeline parallel size = {grid.world_size} ranks, but the cluster has "
         f"{problem.cluster.num_devices} devices"
     )
 
@@ -65,12 +65,12 @@ def _shared_numbers(problem: Problem) -> dict[str, set[int]]:
     return shared
 
 
-def _tensor_shares(block: Block, problem: Problem) -> Holds:
-    return _one(_unshared(block, problem) is None)
+def _tensor_shares(grid: StrategyGrid, problem: Problem) -> Holds:
+    return _one(_unshared(grid, problem) is None)
 
 
-def _unshared(block: Block, problem: Problem) -> tuple[str, int] | None:
-    size = block.tensor_parallel_size
+def _unshared(grid: StrategyGrid, problem: Problem) -> tuple[str, int] | None:
+    size = grid.tensor_parallel_size
     for name, numbers in _shared_numbers(problem).items():
         for number in sorted(numbers):
             if number % size:
@@ -78,37 +78,35 @@ def _unshared(block: Block, problem: Problem) -> tuple[str, int] | None:
     return None
 
 
-def _tensor_shares_reason(block: Block, problem: Problem) -> str:
-    found = _unshared(block, problem)
+def _tensor_shares_reason(grid: StrategyGrid, problem: Problem) -> str:
+    found = _unshared(grid, problem)
     assert found is not None
     name, number = found
     words = f"{number} {name}" if name != "columns" else f"a matrix of {number} columns"
-    return f"{words} cannot be shared by {block.tensor_parallel_size} tensor-parallel ranks"
+    return f"{words} cannot be shared by {grid.tensor_parallel_size} tensor-parallel ranks"
 
 
-def _measured(block: Block, problem: Problem) -> Holds:
+def _measured(grid: StrategyGrid, problem: Problem) -> Holds:
     times = [layer.forward_s for layer in problem.workload.layers if layer.forward_s is not None]
-    return _one(all(block.tensor_parallel_size in each for each in times))
+    return _one(all(grid.tensor_parallel_size in each for each in times))
 
 
-def _measured_reason(block: Block, problem: Problem) -> str:
-    return f"layers were not measured with tensor-parallel size {block.tensor_parallel_size}"
+def _measured_reason(grid: StrategyGrid, problem: Problem) -> str:
+    return f"layers were not measured with tensor-parallel size {grid.tensor_parallel_size}"
 
 
-def _layers(block: Block, problem: Problem) -> Holds:
-    return np.asarray(block.pipeline_parallel_size * block.model_chunks <= problem.workload.num_dealt_layers)
+def _layers(grid: StrategyGrid, problem: Problem) -> Holds:
+    return np.asarray(grid.pipeline_parallel_size * grid.model_chunks <= problem.workload.num_dealt_layers)
 
 
-def _layers_reason(block: Block, problem: Problem) -> str:
-    stages = block.pipeline_parallel_size * block.order[0][1]
+def _layers_reason(grid: StrategyGrid, problem: Problem) -> str:
+    stages = grid.pipeline_parallel_size * grid.order[0][1]
     return f"{stages} stages are more than the {problem.workload.num_dealt_layers} layers"
 
 
-def _schedule(block: Block, problem: Problem) -> Holds:
+def _schedule(grid: StrategyGrid, problem: Problem) -> Holds:
     del problem
-    return block.along(
-        "order", [_schedule_error(block.pipeline_parallel_size, *order) is None for order in block.order]
-    )
+    return grid.along("order", [_schedule_error(grid.pipeline_parallel_size, *order) is None for order in grid.order])
 
 
 def _schedule_error(pipeline_parallel_size: int, schedule: str, model_chunks: int) -> str | None:
@@ -122,72 +120,74 @@ def _schedule_error(pipeline_parallel_size: int, schedule: str, model_chunks: in
     return None
 
 
-def _schedule_reason(block: Block, problem: Problem) -> str:
+def _schedule_reason(grid: StrategyGrid, problem: Problem) -> str:
     del problem
-    return str(_schedule_error(block.pipeline_parallel_size, *block.order[0]))
+    return str(_schedule_error(grid.pipeline_parallel_size, *grid.order[0]))
 
 
-def _batch(block: Block, problem: Problem) -> Holds:
+def _batch(grid: StrategyGrid, problem: Problem) -> Holds:
     del problem
-    sequences = [block.global_batch_size % (size * block.data_parallel_size) == 0 for size in block.micro_batch]
-    return block.along("micro_batch", sequences)
+    sequences = [grid.global_batch_size % (size * grid.data_parallel_size) == 0 for size in grid.micro_batch]
+    return grid.along("micro_batch", sequences)
 
 
-def _batch_reason(block: Block, problem: Problem) -> str:
+def _batch_reason(grid: StrategyGrid, problem: Problem) -> str:
     del problem
     return (
-        f"global batch size {block.global_batch_size} is not a multiple of micro-batch size {block.micro_batch[0]} x "
-        f"data-parallel size {block.data_parallel_size}"
+        f"global batch size {grid.global_batch_size} is not a multiple of micro-batch size {grid.micro_batch[0]} x "
+        f"data-parallel size {grid.data_parallel_size}"
     )
 
 
-def _can_cut(block: Block, problem: Problem) -> Holds:
+def _can_cut(grid: StrategyGrid, problem: Problem) -> Holds:
     can_cut = problem.workload.can_cut_tokens
-    return block.along("token_slices", [count == 1 or can_cut for count in block.token_slices])
+    return grid.along("token_slices", [count == 1 or can_cut for count in grid.token_slices])
 
 
-def _can_cut_reason(block: Block, problem: Problem) -> str:
-    del block, problem
+def _can_cut_reason(grid: StrategyGrid, problem: Problem) -> str:
+    del grid, problem
     return "a layer of the model sees other tokens than its neighbours, or later ones, so sequences cannot be cut"
 
 
-def _token_slices(block: Block, problem: Problem) -> Holds:
+def _token_slices(grid: StrategyGrid, problem: Problem) -> Holds:
     rows = [
-        [_cut_error(block, problem, count, parallel) is None for parallel in block.sequence_parallel]
-        for count in block.token_slices
+        [_cut_error(grid, problem, count, parallel) is None for parallel in grid.sequence_parallel]
+        for count in grid.token_slices
     ]
-    pairs = np.array(rows, dtype=bool).reshape(len(block.token_slices), len(block.sequence_parallel))
+    pairs = np.array(rows, dtype=bool).reshape(len(grid.token_slices), len(grid.sequence_parallel))
     return pairs[None, None, None, :, None, :, None]
 
 
-def _cut_error(block: Block, problem: Problem, count: int, sequence_parallel: bool) -> str | None:
-    seq_length, size = problem.workload.seq_length, block.tensor_parallel_size if sequence_parallel else 1
+def _cut_error(grid: StrategyGrid, problem: Problem, count: int, sequence_parallel: bool) -> str | None:
+    seq_length, size = problem.workload.seq_length, grid.tensor_parallel_size if sequence_parallel else 1
     if count * size > seq_length:
         each = f" of at least {size} tokens, one for each tensor-parallel rank," if size > 1 else ""
         return f"{count} token slices{each} are too many for {seq_length} tokens"
-    if block.lengths is not None and sum(block.lengths) != seq_length:
-        return f"token slices of {sum(block.lengths)} tokens do not cover sequences of {seq_length}"
-    lengths = block.lengths or (seq_length,)
+    if grid.lengths is not None and sum(grid.lengths) != seq_length:
+        return f"token slices of {sum(grid.lengths)} tokens do not cover sequences of {seq_length}"
+    lengths = grid.lengths or (seq_length,)
     if any(length % size for length in lengths):
         return f"sequence parallelism deals each token slice to {size} ranks, and one is no multiple of {size} tokens"
     return None
 
 
-def _token_slices_reason(block: Block, problem: Problem) -> str:
-    return str(_cut_error(block, problem, block.token_slices[0], block.sequence_parallel[0]))
+def _token_slices_reason(grid: StrategyGrid, problem: Problem) -> str:
+    return str(_cut_error(grid, problem, grid.token_slices[0], grid.sequence_parallel[0]))
 
 
-def _partition(block: Block, problem: Problem) -> Holds:
+def _partition(grid: StrategyGrid, problem: Problem) -> Holds:
     rows = [
-        [_partition_error(block, problem, model_chunks, rule) is None for rule in block.partition]
-        for _, model_chunks in block.order
+        [_partition_error(grid, problem, model_chunks, rule) is None for rule in grid.partition]
+        for _, model_chunks in grid.order
     ]
-    pairs = np.array(rows, dtype=bool).reshape(len(block.order), len(block.partition))
+    pairs = np.array(rows, dtype=bool).reshape(len(grid.order), len(grid.partition))
     return pairs[:, :, None, None, None, None, None]
 
 
-def _partition_error(block: Block, problem: Problem, model_chunks: int, partition: str | tuple[int, ...]) -> str | None:
-    num_stages = block.pipeline_parallel_size * model_chunks
+def _partition_error(
+    grid: StrategyGrid, problem: Problem, model_chunks: int, partition: str | tuple[int, ...]
+) -> str | None:
+    num_stages = grid.pipeline_parallel_size * model_chunks
     if isinstance(partition, str) and partition in ("uniform", "parameters", SOLVED):
         return None  # there is a layer for each stage: another rule
     try:
@@ -197,36 +197,36 @@ def _partition_error(block: Block, problem: Problem, model_chunks: int, partitio
     return None
 
 
-def _partition_reason(block: Block, problem: Problem) -> str:
-    return str(_partition_error(block, problem, block.order[0][1], block.partition[0]))
+def _partition_reason(grid: StrategyGrid, problem: Problem) -> str:
+    return str(_partition_error(grid, problem, grid.order[0][1], grid.partition[0]))
 
 
-def _recompute(block: Block, problem: Problem) -> Holds:
+def _recompute(grid: StrategyGrid, problem: Problem) -> Holds:
     del problem
-    return block.along("recompute", [mode in RECOMPUTE for mode in block.recompute])
+    return grid.along("recompute", [mode in RECOMPUTE for mode in grid.recompute])
 
 
-def _recompute_reason(block: Block, problem: Problem) -> str:
+def _recompute_reason(grid: StrategyGrid, problem: Problem) -> str:
     del problem
-    return f"recompute {block.recompute[0]!r} is not one of {', '.join(RECOMPUTE)}"
+    return f"recompute {grid.recompute[0]!r} is not one of {', '.join(RECOMPUTE)}"
 
 
-def _zero(block: Block, problem: Problem) -> Holds:
+def _zero(grid: StrategyGrid, problem: Problem) -> Holds:
     del problem
-    return block.along("zero", [stage in (0, 1) for stage in block.zero])
+    return grid.along("zero", [stage in (0, 1) for stage in grid.zero])
 
 
-def _zero_reason(block: Block, problem: Problem) -> str:
+def _zero_reason(grid: StrategyGrid, problem: Problem) -> str:
     del problem
-    return f"ZeRO stage {block.zero[0]} does not go with pipelines in DeepSpeed: use 0 or 1"
+    return f"ZeRO stage {grid.zero[0]} does not go with pipelines in DeepSpeed: use 0 or 1"
 
 
-def _loss_scale(block: Block, problem: Problem) -> Holds:
-    return block.along("zero", [problem.precision != "fp16" or stage != 0 for stage in block.zero])
+def _loss_scale(grid: StrategyGrid, problem: Problem) -> Holds:
+    return grid.along("zero", [problem.precision != "fp16" or stage != 0 for stage in grid.zero])
 
 
-def _loss_scale_reason(block: Block, problem: Problem) -> str:
-    del block, problem
+def _loss_scale_reason(grid: StrategyGrid, problem: Problem) -> str:
+    del grid, problem
     return "fp16 with ZeRO stage 0 would train on wrongly scaled gradients in DeepSpeed: use stage 1, or bf16"
 
 

@@ -1,12 +1,13 @@
-"""One measured training run."""
+"""One measured training run, and the line of a trials file that holds it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_terapipe.search.cluster import Cluster
-from megatron_terapipe.search.software import Software
-from megatron_terapipe.search.workload import Workload
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.software import Software
 from megatron_terapipe.strategy import Strategy
 
 GIBIBYTE = float(2**30)
@@ -65,3 +66,54 @@ class Trial:
     def device(self) -> str:
         """Kinds of devices of its cluster."""
         return "+".join(sorted({node.device.name for node in self.cluster.nodes}))
+
+
+def trial_line(
+    *,
+    source: str,
+    group: str,
+    model: Mapping[str, Any],
+    cluster: Mapping[str, Any],
+    strategy: Strategy,
+    software: str,
+    precision: str,
+    iteration_time_s: float | None,
+    peak_memory_bytes: float | None = None,
+    out_of_memory: bool | None = None,
+    trial_id: str = "",
+    more: Mapping[str, Any] | None = None,
+) -> str:
+    """One line, without its end.
+
+    Args:
+        source: who measured it.
+        group: trials of one model, devices, batch and day.
+        model: fields of the trainer's model section.
+        cluster: what `parse_cluster` reads.
+        strategy: what ran.
+        software: name of what ran it, in `software.SOFTWARE`.
+        precision: `fp16`, `bf16` or `fp32`.
+        iteration_time_s: seconds of one iteration; None = it failed.
+        peak_memory_bytes: of the fullest device; None = not measured.
+        out_of_memory: whether memory ran out; None = not known.
+        trial_id: name within the source.
+        more: other things that were measured.
+    """
+    measured: dict[str, Any] = {"iteration_time_s": iteration_time_s, **(more or {})}
+    if peak_memory_bytes is not None:
+        measured["peak_memory_bytes"] = peak_memory_bytes
+        measured["peak_memory_gb"] = round(peak_memory_bytes / GIBIBYTE, 3)
+    if out_of_memory is not None:
+        measured["out_of_memory"] = out_of_memory
+    document = {
+        "source": source,
+        **({"id": trial_id} if trial_id else {}),
+        "group": group,
+        "software": software,
+        "precision": precision,
+        "model": dict(model),
+        "cluster": dict(cluster),
+        "strategy": strategy.to_json(),
+        "measured": measured,
+    }
+    return json.dumps(document, allow_nan=False)

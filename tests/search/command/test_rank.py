@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.planning.planned_run import check_trainable
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.command.strategies import read_strategies
+from megatron_terapipe.search.command.shared_flags import read_strategies
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import small_model
 
@@ -49,7 +50,7 @@ def test_the_json_is_that_of_the_contract(files: list[str], tmp_path: Path) -> N
         assert entry["feasible"] is True and entry["reason"] is None
         low, high = entry["predicted"]["interval_s"]
         assert 0 < low < entry["predicted"]["iteration_time_s"] < high
-        Strategy.from_json(entry["strategy"]).check_trainable(small_model())
+        check_trainable(Strategy.from_json(entry["strategy"]), small_model())
     times = [entry["predicted"]["iteration_time_s"] for entry in entries]
     assert times == sorted(times)
 
@@ -79,7 +80,7 @@ def test_the_files_of_the_winner(files: list[str], tmp_path: Path) -> None:
     names = {path.name for path in directory.iterdir()}
     assert names >= {"strategy.json", "hostfile", "ds_config.json", "launch.sh", "report.html"}
     winner = Strategy.from_json(json.loads((directory / "strategy.json").read_text()))
-    winner.check_trainable(small_model())
+    check_trainable(winner, small_model())
 
 
 def test_the_same_question_has_the_same_answer(files: list[str], tmp_path: Path) -> None:
@@ -156,5 +157,5 @@ def test_trials_that_would_teach_most(files: list[str], tmp_path: Path, capsys: 
     assert len(proposed) == 8
     assert len({(one.tensor_parallel_size, one.pipeline_parallel_size) for one in proposed}) >= 3
     for one in proposed:
-        one.check_trainable(ModelConfig(**MODEL))
+        check_trainable(one, ModelConfig(**MODEL))
     assert read_strategies(str(out)) == proposed

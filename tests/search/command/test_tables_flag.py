@@ -1,20 +1,20 @@
 import pytest
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cluster import library
-from megatron_terapipe.search.cluster.files import parse_cluster
-from megatron_terapipe.search.command import tables
-from megatron_terapipe.search.command.tables import TablesByDevice, tables_of
-from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.cost.roofline import Roofline
-from megatron_terapipe.search.software import TERAPIPE
-from megatron_terapipe.search.workload.files import read_workload
+from megatron_terapipe.search.command import costs as tables
+from megatron_terapipe.search.command.costs import TablesByDevice, tables_of
+from megatron_terapipe.search.inputs import library
+from megatron_terapipe.search.inputs.cluster_files import parse_cluster
+from megatron_terapipe.search.inputs.workload_files import read_workload
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.op_times.software import TERAPIPE
 
 TWO_KINDS, _ = parse_cluster({"nodes": [{"device": "A100"}, {"device": "V100"}]}, "c.json")
 
 
 def test_each_device_has_its_own_times() -> None:
-    slow, fast = (Roofline(Physics(gemm_efficiency=share), TERAPIPE) for share in (0.1, 0.9))
+    slow, fast = (Roofline(HardwareEfficiency(gemm_efficiency=share), TERAPIPE) for share in (0.1, 0.9))
     times = TablesByDevice({"A100-SXM4-80GB": fast, "V100-SXM2-16GB": slow})
     layer = read_workload("gpt2").layers[1]
     sizes = {"tensor_parallel_size": 1.0, "micro_batch_size": 1.0, "start": 0.0, "end": 1024.0}
@@ -24,7 +24,7 @@ def test_each_device_has_its_own_times() -> None:
 
 
 def test_devices_without_tables_keep_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = Roofline(Physics(gemm_efficiency=0.5), TERAPIPE)
+    measured = Roofline(HardwareEfficiency(gemm_efficiency=0.5), TERAPIPE)
     monkeypatch.setattr(tables, "measured_tables", lambda name, **_: measured if name.startswith("A100") else None)
     monkeypatch.setattr(tables, "why_no_tables", lambda name: f"none of {name}")
     found, notes = tables_of(TWO_KINDS, "fp16", None)

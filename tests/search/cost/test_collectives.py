@@ -3,10 +3,16 @@
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.cost.collectives import Span, all_gather_s, all_reduce_s, reduce_scatter_s, transfer_s
-from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.cost.collectives import (
+    GroupTopology,
+    all_gather_s,
+    all_reduce_s,
+    reduce_scatter_s,
+    transfer_s,
+)
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 
-PERFECT = Physics(
+PERFECT = HardwareEfficiency(
     inside_efficiency=1.0,
     network_efficiency=1.0,
     transfer_network_efficiency=1.0,
@@ -14,7 +20,7 @@ PERFECT = Physics(
     collective_s=0.0,
     transfer_s=0.0,
 )
-INSIDE = Span(8, 1, 300e9, 0.0, 1.0, 0.0)
+INSIDE = GroupTopology(8, 1, 300e9, 0.0, 1.0, 0.0)
 
 
 def test_a_ring_sends_two_rounds_of_its_share() -> None:
@@ -25,27 +31,27 @@ def test_a_ring_sends_two_rounds_of_its_share() -> None:
 
 def test_one_rank_has_nothing_to_tell() -> None:
     alone = INSIDE._replace(size=1)
-    assert all_reduce_s(3e9, alone, Physics()) == 0
-    assert reduce_scatter_s(3e9, alone, Physics()) == 0
+    assert all_reduce_s(3e9, alone, HardwareEfficiency()) == 0
+    assert reduce_scatter_s(3e9, alone, HardwareEfficiency()) == 0
 
 
 def test_a_ring_over_nodes_is_as_fast_as_its_slowest_link() -> None:
-    across = Span(16, 2, 300e9, 0.0, 100e9, 0.0)
+    across = GroupTopology(16, 2, 300e9, 0.0, 100e9, 0.0)
     assert all_reduce_s(1e9, across, PERFECT) == pytest.approx(2 * 15 / 16 * 1e9 / 100e9)
     # One rank a node: nothing travels inside nodes, however slow they are.
-    thin = Span(2, 2, 1.0, 0.0, 100e9, 0.0)
+    thin = GroupTopology(2, 2, 1.0, 0.0, 100e9, 0.0)
     assert all_reduce_s(1e9, thin, PERFECT) == pytest.approx(2 * 1 / 2 * 1e9 / 100e9)
 
 
 def test_small_messages_wait_for_latencies() -> None:
-    span = Span(16, 2, 300e9, 1e-6, 100e9, 10e-6)
-    assert all_reduce_s(0.0, span, PERFECT) == pytest.approx(2 * (7e-6 + 10e-6))
+    topology = GroupTopology(16, 2, 300e9, 1e-6, 100e9, 10e-6)
+    assert all_reduce_s(0.0, topology, PERFECT) == pytest.approx(2 * (7e-6 + 10e-6))
 
 
 def test_grids_broadcast() -> None:
     sizes = np.array([1.0, 2.0, 8.0])
-    span = Span(sizes, np.ones(3), 300e9, 0.0, 1.0, 0.0)
-    assert all_reduce_s(np.array([[1e9], [2e9]]), span, Physics()).shape == (2, 3)
+    topology = GroupTopology(sizes, np.ones(3), 300e9, 0.0, 1.0, 0.0)
+    assert all_reduce_s(np.array([[1e9], [2e9]]), topology, HardwareEfficiency()).shape == (2, 3)
 
 
 def test_a_message_inside_a_node_reaches_less_of_its_link() -> None:

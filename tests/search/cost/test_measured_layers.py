@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.errors import DataError
-from megatron_terapipe.search.cluster import Device, Link
 from megatron_terapipe.search.cost.measured_layers import MeasuredDevice, MeasuredLayers, hidden, without
-from megatron_terapipe.search.cost.physics import Physics
-from megatron_terapipe.search.cost.roofline import Roofline
-from megatron_terapipe.search.software import MEGATRON
-from megatron_terapipe.search.workload import Attention, Layer, Product, Workload
+from megatron_terapipe.search.inputs.cluster import Device, Link
+from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.op_times.software import MEGATRON
 
 FAST = Device(name="fast", memory_bytes=16e9, memory_bandwidth=900e9, half_flops=125e12, single_flops=15e12)
 SLOW = Device(name="slow", memory_bytes=16e9, memory_bandwidth=200e9, half_flops=20e12, single_flops=8e12)
@@ -51,7 +52,7 @@ def measured(layers, **forward_s):
     devices = {
         name: MeasuredDevice(
             device=FAST if name == "fast" else SLOW,
-            roofline=Roofline(replace(Physics(), gemm_area=0.0, gemm_depth=0.0), MEGATRON, "fp16"),
+            roofline=Roofline(replace(HardwareEfficiency(), gemm_area=0.0, gemm_depth=0.0), MEGATRON, "fp16"),
             inside=LINK,
             forward_s={layer.name: {size: times(layer.name, size) for size in (1, 2)} for layer in layers},
         )
@@ -116,7 +117,7 @@ def test_reductions_grow_with_the_micro_batch_and_launches_do_not():
     op_times = measured((layer,), fast=lambda name, tp: 2e-3)
     num_bytes = 2 * 1000 * TOKENS * 512
     # One reduction in the forward, of 1,000 sequences over a slow link: 2 (n - 1)/n of the bytes.
-    reduced = num_bytes / (LINK.bandwidth * Physics().inside_efficiency)
+    reduced = num_bytes / (LINK.bandwidth * HardwareEfficiency().inside_efficiency)
     assert forward(op_times, layer, FAST, 1000.0, 2.0)[0] > reduced
 
 

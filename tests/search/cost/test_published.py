@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.search.cost.model import CostModel
+from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.trials.read import read_trials
 
 ROOT = Path(__file__).resolve().parents[3]

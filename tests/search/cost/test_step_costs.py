@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.reductions import reductions
-from megatron_terapipe.search.cost.collectives import Span
-from megatron_terapipe.search.cost.physics import Physics
+from megatron_terapipe.search.cost.collectives import GroupTopology
 from megatron_terapipe.search.cost.step_costs import StepCosts, shown_reduction_s, step_costs
-from megatron_terapipe.search.software import MEGATRON, TERAPIPE, Software
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.software import MEGATRON, TERAPIPE, Software
 
-FREE = Physics(collective_s=0.0, inside_efficiency=1.0, memory_efficiency=1.0, optimizer_passes=1.0)
-FOUR = Span(4, 1, 1e9, 0.0, 1e9, 0.0)
+FREE = HardwareEfficiency(collective_s=0.0, inside_efficiency=1.0, memory_efficiency=1.0, optimizer_passes=1.0)
+FOUR = GroupTopology(4, 1, 1e9, 0.0, 1e9, 0.0)
 TWO = FOUR._replace(size=2)
 GATHERED_S = 3 / 4 * 1e6 / 1e9
 """One million bytes, each of four ranks having a part, at 1 GB/s."""
@@ -20,7 +20,7 @@ GATHERED_S = 3 / 4 * 1e6 / 1e9
 
 def step(precision: str, zero_stage: int, software: Software = TERAPIPE, shared: float = 0.0) -> StepCosts:
     return step_costs(
-        1e6, shared, FOUR, TWO, 1e12, zero_stage=zero_stage, precision=precision, software=software, physics=FREE
+        1e6, shared, FOUR, TWO, 1e12, zero_stage=zero_stage, precision=precision, software=software, efficiency=FREE
     )
 
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from megatron_terapipe.search.cluster.files import parse_cluster
-from megatron_terapipe.search.prediction import Prediction, RankMemory, TimeBreakdown
+from megatron_terapipe.search.cost.prediction import Prediction, RankMemory, TimeBreakdown
+from megatron_terapipe.search.inputs.cluster_files import parse_cluster
+from megatron_terapipe.search.inputs.workload_files import parse_workload
 from megatron_terapipe.search.report.answer import Answer
-from megatron_terapipe.search.workload.files import parse_workload
 from megatron_terapipe.strategy import Strategy
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "key_values", "logits", "buffers", "framework")

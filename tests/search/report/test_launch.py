@@ -10,9 +10,9 @@ import pytest
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cluster.files import parse_cluster
+from megatron_terapipe.search.inputs.cluster_files import parse_cluster
+from megatron_terapipe.search.inputs.workload_files import read_workload
 from megatron_terapipe.search.report.launch import launch_of, model_flags, nodes_in_order
-from megatron_terapipe.search.workload.files import read_workload
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from tests.search.report.answers import answer

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import rich.console
 
-from megatron_terapipe.model.flops import iteration_flops
-from megatron_terapipe.search.cluster.files import parse_cluster
+from megatron_terapipe.config.flops import iteration_flops
+from megatron_terapipe.search.inputs.cluster_files import parse_cluster
+from megatron_terapipe.search.inputs.workload_files import read_workload
 from megatron_terapipe.search.report.answer import answer_json
 from megatron_terapipe.search.report.comparison import compare
 from megatron_terapipe.search.report.figures import (
@@ -18,7 +19,6 @@ from megatron_terapipe.search.report.figures import (
     tokens_per_s,
 )
 from megatron_terapipe.search.report.table import print_table, rows_of
-from megatron_terapipe.search.workload.files import read_workload
 from megatron_terapipe.strategy import Strategy
 from tests.search.report.answers import answer
 

@@ -6,17 +6,18 @@ import pytest
 
 from megatron_terapipe.config.precision import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.space import all_choices
+from megatron_terapipe.planning.planned_run import check_trainable
+from megatron_terapipe.search.space.choices import all_choices
 from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
+from megatron_terapipe.search.space.legal_grids import broken_rule
 from megatron_terapipe.search.space.rules import TRAINER_RULES
-from megatron_terapipe.search.space.walk import broken_rule
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import drawn, small_cluster, small_problem
 
 
 def trains(strategy: Strategy, problem, **sections) -> bool:
     try:
-        strategy.check_trainable(problem.workload.config, **sections)
+        check_trainable(strategy, problem.workload.config, **sections)
     except ConfigError:
         return False
     return True
@@ -29,7 +30,7 @@ def test_the_trainer_takes_what_is_legal(seed: int) -> None:
     choices = all_choices(problem).pinned({"num_token_slices": (1, 2, 3, 5)})
     for strategy in drawn(problem, 70, seed, choices):
         assert broken_rule(strategy, problem) is None
-        strategy.check_trainable(problem.workload.config)
+        check_trainable(strategy, problem.workload.config)
 
 
 REFUSED = {

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.trials import Trial, read_trials, trial_line
+from megatron_terapipe.search.trials.read import read_trials
+from megatron_terapipe.search.trials.trial import Trial, trial_line
 from tests.architecture.sources import ROOT
 
 TRIALS = ROOT.parent / "shared" / "reference" / "trials"

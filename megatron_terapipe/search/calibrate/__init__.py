@@ -1,1 +1,0 @@
-"""What measured runs say about the constants of the cost model."""

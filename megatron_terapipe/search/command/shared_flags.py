@@ -1,0 +1,211 @@
+"""Flags that several commands have, and what they name: the model, the cluster, where costs come from, strategies."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_terapipe.config.json_files import read_json
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.options import field_help
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.cluster_files import read_cluster_with_notes
+from megatron_terapipe.search.inputs.library import needs_fp16
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
+from megatron_terapipe.strategy import Strategy
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.rank.grid_prices import Progress
+
+CHANGES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("seq_length", "vocab_size"),
+)
+"""Fields of the model section that flags of the search may change."""
+
+FLAGS_ALONE = "-"
+"""MODEL that is no file and no preset: flags say all of it."""
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and the flags that change it."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "model",
+        metavar="MODEL",
+        help="JSON or YAML file, or the name of a preset such as gpt3-13b (docs/arguments.md); - is nothing but flags",
+    )
+    meanings = field_help(ModelConfig)
+    for name in CHANGES:
+        meaning = meanings[name].partition(". ")[0].rstrip(".")
+        group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{meaning} (default: MODEL's)")
+
+
+def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
+    """Add CLUSTER and the device of a hostfile."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument("cluster", metavar="CLUSTER", help="JSON or YAML file of nodes, or a hostfile with --device")
+    group.add_argument(
+        "--device", metavar="NAME", help="device or machine of the library that every host of the hostfile has"
+    )
+
+
+def add_cost_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what costs are made of."""
+    group = parser.add_argument_group("costs")
+    group.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="of matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
+    )
+    times = group.add_mutually_exclusive_group()
+    times.add_argument("--profile", metavar="FILE", help="op times and links that the command measure has measured")
+    times.add_argument(
+        "--tables",
+        action="store_true",
+        help="kernels measured by others: of the package aiconfigurator-core, if installed",
+    )
+    calibration = group.add_mutually_exclusive_group()
+    calibration.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="trials of this cluster, a JSON object a line (.jsonl), to fit the constants of the cost model to",
+    )
+    calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration once wrote")
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for results that programs read."""
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - is the terminal")
+
+
+def model_of(options: argparse.Namespace) -> Workload:
+    """Read the model that the flags name."""
+    changes: dict[str, Any] = {name: value for name in CHANGES if (value := getattr(options, name, None)) is not None}
+    if options.model == FLAGS_ALONE:
+        return parse_workload({}, "MODEL -", changes)
+    return read_workload(options.model, changes)
+
+
+def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
+    """Read the cluster that the flags name, and what had to be assumed of it."""
+    return read_cluster_with_notes(options.cluster, device=options.device)
+
+
+def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
+    """The precision that was asked for, or the one that all devices can do best."""
+    if options.precision is not None:
+        return str(options.precision)
+    devices = {node.device for node in cluster.nodes}
+    if any(not device.is_gpu for device in devices):
+        return "fp32"
+    return "fp16" if any(needs_fp16(device.name) for device in devices) else "bf16"
+
+
+@contextmanager
+def progress_bar(wanted: bool | None = None) -> "Iterator[Progress | None]":
+    """Give what shows the progress of a search; None where nobody would see it.
+
+    Args:
+        wanted: whether to show it; None = if standard error is a terminal.
+    """
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield None
+        return
+    from tqdm import tqdm
+
+    bars: dict[str, Any] = {}
+
+    def show(done: int, total: int, what: str) -> None:
+        if what not in bars:
+            for bar in bars.values():
+                bar.close()
+            bars[what] = tqdm(total=total, desc=what, file=sys.stderr, leave=False)
+        bars[what].update(done + 1 - bars[what].n)
+
+    try:
+        yield show
+    finally:
+        for bar in bars.values():
+            bar.close()
+
+
+def read_one_strategy(path: str) -> Strategy:
+    """Read a strategy file, or an entry of a ranking, which has one under `strategy`.
+
+    Raises:
+        ConfigError: if it cannot be read, or is no strategy.
+    """
+    try:
+        return _strategy(read_json(path, "STRATEGY.json"))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def read_strategies(path: str) -> list[Strategy]:
+    """Read a file with a strategy on each line; or one strategy, or a list of them, over as many lines as it takes.
+
+    Empty lines are nothing. So the files that `rank` writes can be read, `strategy.json` and `ranking.json`.
+
+    Raises:
+        ConfigError: if it cannot be read, or a line is no strategy; it names the line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--strategies {path} cannot be read ({error.strerror}): give a file that can") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--strategies {path} is not text ({error}): give JSON lines") from None
+    whole = _whole(text)
+    if whole is not None:
+        return _strategies_of(whole, path)
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_strategy(json.loads(line)))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path} line {number} is not JSON ({error}): write one object a line") from None
+        except ConfigError as error:
+            raise ConfigError(f"{path} line {number}: {error}") from None
+    if not found:
+        raise ConfigError(f"--strategies {path} holds no strategy: write one JSON object a line")
+    return found
+
+
+def _whole(text: str) -> object:
+    """The document, if the text is one over several lines; None if it is a document a line."""
+    if text.lstrip()[:1] not in ("{", "[") or len(text.strip().splitlines()) == 1:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _strategies_of(document: object, path: str) -> list[Strategy]:
+    if not isinstance(document, list):
+        document = [document]
+    found = []
+    for number, each in enumerate(document, start=1):
+        try:
+            found.append(_strategy(each))
+        except ConfigError as error:
+            raise ConfigError(f"{path} entry {number}: {error}") from None
+    if not found:
+        raise ConfigError(f"--strategies {path} holds no strategy: write one JSON object a line")
+    return found
+
+
+def _strategy(document: object) -> Strategy:
+    if isinstance(document, Mapping) and isinstance(document.get("strategy"), Mapping):
+        document = document["strategy"]
+    return Strategy.from_json(document)

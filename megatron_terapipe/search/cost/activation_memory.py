@@ -1,0 +1,197 @@
+"""Bytes that a layer keeps of a token from its forward to its backward, on one tensor-parallel rank.
+
+Korthikanti et al. (arXiv 2205.05198), s tokens, b sequences, h wide, a heads, t tensor-parallel ranks, 2-byte numbers:
+
+    equation 1   sbh (34 + 5as/h)               one rank
+    equation 2   sbh (10 + 24/t + 5as/(ht))     tensor parallel
+    equation 4   sbh/t (34 + 5as/h)             and sequence parallel
+    section 5    sbh/t 34                       and selective: scores, probabilities and their masks are computed again
+    section 5    2sbh                           full: the input of the layer alone
+
+Those count masks of dropout, and a trainer that stores the s x s scores. Ours stores neither (`config.flops`,
+`block_activation_bytes_per_token`), cuts sequences into token slices, and keeps keys and values of whole sequences.
+The formulas here are the same ones by the shapes of any layer, and broadcast over arrays.
+"""
+
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
+from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.op_times.software import Software
+
+ScalarOrArray = NDArray[np.float64] | float
+
+LOSS_BYTES = 4
+"""Bytes that the loss keeps of each logit: it computes in fp32 (Korthikanti section 4.3: 4sbv)."""
+
+
+class TokenMemory(NamedTuple):
+    """Bytes of one token of one sequence in one layer.
+
+    Attributes:
+        activations: kept from forward to backward; in a layer whose keys and values are kept for whole sequences,
+            without those.
+        key_values: keys and values, kept for whole sequences while one of their token slices is live.
+        key_value_gradients: sums of their gradients, for all token slices but the last of a sequence.
+        logits: what head and loss keep, held to a limit where software has one (`logit_limits`).
+        working: what the backward of the layer holds more while it runs: what it computes again, and gradients.
+        freed_by_input_gradient: how much less than `activations` waits for the weight gradients, where the backward is
+            in two parts: the inputs of products, and the gradients of their outputs (docs/adr/0017). Below zero where
+            that is more.
+    """
+
+    activations: ScalarOrArray
+    key_values: ScalarOrArray
+    key_value_gradients: ScalarOrArray
+    logits: ScalarOrArray
+    working: ScalarOrArray
+    freed_by_input_gradient: ScalarOrArray
+
+
+def token_memory(
+    layer: Layer,
+    software: Software,
+    *,
+    element_bytes: int,
+    tensor_parallel_size: ScalarOrArray,
+    recompute: str,
+    sequence_parallel: bool,
+    activation_is_read_off_output: bool = False,
+) -> TokenMemory:
+    """What a layer keeps of a token.
+
+    Args:
+        layer: which.
+        software: what trains.
+        element_bytes: bytes of an activation.
+        tensor_parallel_size: ranks that share the layer.
+        recompute: `none`, `selective` or `full`.
+        sequence_parallel: whether tensor-parallel ranks share tokens where each would hold them all.
+        activation_is_read_off_output: whether the gradient of the activation function needs its output only (ReLU).
+    """
+    size = np.asarray(tensor_parallel_size, dtype=float)
+    if layer.kind in ("block", "other") and not layer.is_divided:
+        size = np.ones_like(size)
+    whole = 1 / size if sequence_parallel else np.ones_like(size)
+    nothing = np.zeros_like(size)
+    if layer.kind == "embedding":
+        masks = layer.hidden_size * whole if software.residual_dropout else nothing
+        return TokenMemory(masks, nothing, nothing, nothing, nothing, nothing)
+    kept = _Kept(layer, software, element_bytes, size, whole, activation_is_read_off_output)
+    if layer.kind == "norm":
+        return TokenMemory(kept.norm(1), nothing, nothing, nothing, nothing, kept.norm(1))
+    if layer.kind == "head":
+        logits = sum(product.outputs for product in layer.products) / size
+        inputs = element_bytes * layer.hidden_size * whole
+        limited = software.logits_at_once is not None
+        return TokenMemory(
+            inputs,
+            nothing,
+            nothing,
+            (element_bytes if limited else LOSS_BYTES) * logits,
+            (_loss_working_bytes(element_bytes) if limited else LOSS_BYTES + element_bytes) * logits,
+            inputs if limited else -element_bytes * logits,
+        )
+    return kept.block(recompute)
+
+
+class LogitLimits(NamedTuple):
+    """Bytes that logits take at most on a rank: kept, and in the working of the head."""
+
+    kept: float
+    working: float
+
+
+def logit_limits(software: Software, element_bytes: int) -> LogitLimits:
+    """The limits of a trainer; infinite if it has none."""
+    if software.logits_at_once is None:
+        return LogitLimits(inf, inf)
+    return LogitLimits(
+        float(software.logits_at_once * element_bytes),
+        float(software.logits_at_once * _loss_working_bytes(element_bytes)),
+    )
+
+
+def _loss_working_bytes(element_bytes: int) -> int:
+    """Bytes of a logit, beside itself, while its gradient is computed: a probability in fp32; a copy in fp32 too."""
+    return LOSS_BYTES if element_bytes == LOSS_BYTES else 2 * LOSS_BYTES
+
+
+class _Kept:
+    """The parts of a block, in bytes of one token."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        software: Software,
+        element_bytes: int,
+        size: ScalarOrArray,
+        whole: ScalarOrArray,
+        reads_output: bool,
+    ) -> None:
+        self.layer, self.software, self.element_bytes = layer, software, element_bytes
+        self.size, self.whole = size, whole
+        self.reads_output = reads_output
+
+    def norm(self, count: int) -> ScalarOrArray:
+        """Inputs of norms."""
+        return count * self.element_bytes * self.layer.hidden_size * self.whole
+
+    def block(self, recompute: str) -> TokenMemory:
+        """A transformer layer."""
+        layer, size, whole, element = self.layer, self.size, self.whole, self.element_bytes
+        hidden = element * layer.hidden_size * whole
+        attention = layer.attention
+        mlp_width = element * layer.activation_width / size
+        query = key_value = scores = log_sums = 0.0 * size
+        if attention is not None:
+            query = element * attention.query_heads * attention.head_size / size
+            key_value = 2 * element * attention.key_value_heads * attention.head_size / size
+            log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
+            positions = attention.window or layer.tokens
+            # Probabilities before and after dropout, and its mask: 5as of equation 1.
+            copies = 2 * element + 1 if self.software.attention_dropout else element
+            scores = copies * attention.query_heads * positions / size
+        has_attention, has_mlp = attention is not None, layer.activation_width > 0
+        num_parts = has_attention + has_mlp
+        masks = num_parts * layer.hidden_size * whole if self.software.residual_dropout else 0.0 * size
+        # Norm inputs and outputs; query, the product of probabilities and values; the MLP's two widths, and its gate.
+        norms = max(layer.num_norms, num_parts) * hidden
+        inputs = num_parts * hidden
+        widths = (1 + layer.gated) * mlp_width
+        activated = 0.0 * size if self.reads_output else mlp_width
+        flash = self.software.attention == "flash"
+        core = log_sums if flash else scores
+        everything = norms + inputs + 2 * query + core + widths + activated + masks + (0.0 if flash else key_value)
+        gradients = 2 * hidden + np.maximum(2 * mlp_width, query + key_value) + (0.0 if flash else 0.8 * scores)
+        kept, again = everything, 0.0 * size
+        if recompute == "full":
+            kept = hidden + 0.0 * size
+            again = everything - kept
+        elif recompute == "selective" and self.software.selective_recomputes == "attention":
+            kept, again = everything - core, core
+        elif recompute == "selective":
+            again = inputs + activated
+            kept = everything - again
+        owned = flash and has_attention
+        return TokenMemory(
+            activations=kept,
+            key_values=key_value if owned else 0.0 * size,
+            key_value_gradients=key_value * (4 / element) if owned else 0.0 * size,
+            logits=0.0 * size,
+            working=again + gradients,
+            freed_by_input_gradient=kept - self.operands(),
+        )
+
+    def operands(self) -> ScalarOrArray:
+        """Inputs of products and gradients of their outputs."""
+        total = 0.0 * self.size
+        for product in self.layer.products:
+            inputs = product.inputs / self.size if product.parallel == "row" else product.inputs * self.whole
+            outputs = product.outputs / self.size if product.parallel == "column" else product.outputs * self.whole
+            total = total + self.element_bytes * (inputs + outputs)
+        return total

@@ -1,0 +1,146 @@
+"""What a pipeline rank holds between the forwards and backwards of its schedule, and when it holds the most.
+
+The same accounting as `deepspeed_ext.plan.memory`, for the order of a rank instead of its times (between two ops of a
+rank nothing comes or goes), and with what an op holds while it runs.
+"""
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.ops import OpKind, PipelineShape
+from deepspeed_ext.plan.schedules import SCHEDULES
+from megatron_terapipe.search.cost.activation_memory import LogitLimits
+
+Numbers = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+
+class StageBytes(NamedTuple):
+    """What one token of a micro-batch costs, one number for each stage of the whole pipeline.
+
+    Attributes:
+        activations: kept from forward to backward.
+        key_values: of all its layers.
+        key_value_gradients: their gradients.
+        logits: what head and loss keep.
+        working: held more by a backward while it runs.
+        freed: how much a BI frees of `activations` where the backward is in two parts; below zero where it leaves more.
+        head_working: `working` of the head, which is apart because it has a limit.
+        limits: of logits and of `head_working` on a rank, in bytes.
+    """
+
+    activations: Numbers
+    key_values: Numbers
+    key_value_gradients: Numbers
+    logits: Numbers
+    working: Numbers
+    freed: Numbers
+    head_working: Numbers | float = 0.0
+    limits: LogitLimits = LogitLimits(inf, inf)
+
+
+class Held(NamedTuple):
+    """Bytes at the moment of the peak."""
+
+    activations: float
+    key_values: float
+    logits: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+class RankOrder(NamedTuple):
+    """The ops of one rank in order, a number each.
+
+    Attributes:
+        kind: `F`, `B`, `BI` or `BW`, as 0 to 3.
+        stage: of the whole pipeline.
+        micro_batch: index.
+        token_slice: index.
+    """
+
+    kind: Indices
+    stage: Indices
+    micro_batch: Indices
+    token_slice: Indices
+
+
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
+KINDS = {
+    OpKind.FORWARD: FORWARD,
+    OpKind.BACKWARD: BACKWARD,
+    OpKind.INPUT_GRADIENT: INPUT_GRADIENT,
+    OpKind.WEIGHT_GRADIENT: WEIGHT_GRADIENT,
+}
+
+
+def rank_order(schedule: str, shape: PipelineShape, rank: int) -> RankOrder:
+    """The ops of a rank as arrays."""
+    rows = [(KINDS[op.kind], op.stage, op.micro_batch, op.token_slice) for op in SCHEDULES[schedule](shape, rank)]
+    return RankOrder(*np.array(rows, dtype=np.int64).T)
+
+
+def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, num_micro_batches: int) -> int:
+    """The fewest micro-batches with which every rank reaches the peak that it has with `num_micro_batches`.
+
+    More of them only repeat the steady state; `gpipe`, which holds them all, has none.
+    """
+    if schedule == "gpipe":
+        return num_micro_batches
+    least = -(-num_ranks // num_token_slices)
+    if schedule != "interleaved":
+        return min(num_micro_batches, 2 * least + 2)
+    # Its groups of micro-batches are all of one length here, that of its longest group.
+    groups = max(num_micro_batches // least, 1)
+    longest = -(-num_micro_batches // groups)
+    enough = 4 * longest
+    return enough if enough < num_micro_batches and enough // least == 4 else num_micro_batches
+
+
+def peak_held(order: RankOrder, lengths: Sequence[int], of_stage: StageBytes) -> Held:
+    """The most that a rank holds, by what it is.
+
+    Args:
+        order: its ops.
+        lengths: tokens of each token slice.
+        of_stage: bytes of a token on each stage, micro-batch size included.
+    """
+    tokens = np.asarray(lengths, dtype=float)
+    own = tokens[order.token_slice]
+    is_forward, is_last = order.kind == FORWARD, order.kind != INPUT_GRADIENT
+    is_turn = (order.kind == BACKWARD) | (order.kind == INPUT_GRADIENT)
+    activations = own * of_stage.activations[order.stage]
+    freed = own * of_stage.freed[order.stage]
+    split = order.kind == WEIGHT_GRADIENT
+    # What comes as an op starts, and what is gone when it has ended.
+    comes = np.where(is_forward, activations, 0.0)
+    goes = np.where(is_forward, 0.0, np.where(is_last, activations - np.where(split, freed, 0.0), freed))
+    held_activations = _during(comes, goes)
+    logits = own * of_stage.logits[order.stage]
+    held_logits = _during(np.where(is_forward, logits, 0.0), np.where(is_turn, logits, 0.0))
+    held_logits = np.minimum(held_logits, of_stage.limits.kept)
+    first, last = order.token_slice == 0, order.token_slice == len(lengths) - 1
+    sequence = tokens.sum() * of_stage.key_values[order.stage]
+    gradients = tokens[:-1].sum() * of_stage.key_value_gradients[order.stage]
+    comes = np.where(is_forward & first, sequence, 0.0) + np.where(is_turn & last, gradients, 0.0)
+    held_key_values = _during(comes, np.where(is_turn & first, sequence + gradients, 0.0))
+    of_head = np.broadcast_to(of_stage.head_working, of_stage.working.shape)[order.stage]
+    working = np.maximum(own * of_stage.working[order.stage], np.minimum(own * of_head, of_stage.limits.working))
+    working = np.where(is_turn, working, 0.0)
+    at = int(np.argmax(held_activations + held_logits + held_key_values + working))
+    return Held(float(held_activations[at]), float(held_key_values[at]), float(held_logits[at]), float(working[at]))
+
+
+def _during(comes: Numbers, goes: Numbers) -> Numbers:
+    """What is held while each op runs."""
+    held = np.cumsum(comes)
+    held[1:] -= np.cumsum(goes)[:-1]
+    return held

@@ -1,0 +1,123 @@
+"""From bytes that are counted to bytes that are taken: where the constants of `MemoryOverheads` enter."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.cost.prediction import RankMemory
+from megatron_terapipe.search.inputs.cluster import Cluster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryOverheads:
+    """Constants of the memory model. None of them belongs to a strategy, a model or a row of a table.
+
+    Attributes:
+        framework_bytes: on each device: context, kernels, workspaces of libraries.
+        communicator_bytes: buffers of one communicator that a rank is in, whatever it sends.
+        state_factor: memory taken for a byte of weights, gradients and optimizer state.
+        activation_factor: memory taken for a byte of what comes and goes, with what the allocator cannot use.
+        working_factor: bytes that an op holds while it runs, in those that its formula counts.
+        usable_share: part of a device's memory that predictions may fill; above it, a strategy is said not to fit.
+    """
+
+    framework_bytes: float = 3.0e9
+    communicator_bytes: float = 0.5e9
+    state_factor: float = 1.02
+    activation_factor: float = 1.06
+    working_factor: float = 1.0
+    usable_share: float = 1.0
+
+
+ON_CPU = MemoryOverheads(
+    framework_bytes=0.5e9, communicator_bytes=20e6, state_factor=1.0, activation_factor=1.03, working_factor=1.0
+)
+"""Of ranks on CPUs: a process with PyTorch and DeepSpeed loaded, gloo, and malloc."""
+
+
+def default_overheads(cluster: Cluster) -> MemoryOverheads:
+    """Constants before anything was measured, by what a cluster is made of."""
+    return MemoryOverheads() if any(node.device.is_gpu for node in cluster.nodes) else ON_CPU
+
+
+PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
+    {
+        "framework_bytes": 0.7,
+        "communicator_bytes": 0.7,
+        "state_factor": 0.03,
+        "activation_factor": 0.08,
+        "working_factor": 0.5,
+    }
+)
+"""Fields that calibration may move, and the standard deviation of their logarithms before any trial was seen."""
+
+
+ScalarOrArray = NDArray[np.float64] | float
+
+
+class Counted(NamedTuple):
+    """Bytes of one pipeline rank by formulas alone; numbers, or arrays that broadcast against each other.
+
+    Attributes:
+        weights: what products read.
+        gradients: sums over micro-batches.
+        optimizer: copies in fp32, and moments.
+        step: more while the optimizer steps, when no activation is left.
+        activations: kept from forward to backward, at the peak.
+        key_values: of live token slices, with gradients.
+        logits: logits, and what the loss keeps.
+        working: what the op of the peak holds while it runs.
+        buffers: messages between stages, and ZeRO's buckets.
+        communicators: how many the rank is in.
+    """
+
+    weights: ScalarOrArray
+    gradients: ScalarOrArray
+    optimizer: ScalarOrArray
+    step: ScalarOrArray
+    activations: ScalarOrArray
+    key_values: ScalarOrArray
+    logits: ScalarOrArray
+    working: ScalarOrArray
+    buffers: ScalarOrArray
+    communicators: ScalarOrArray
+
+
+def total_bytes(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
+    """Peak of a rank; broadcasts."""
+    states = counted.weights + counted.gradients + counted.optimizer
+    fixed = overheads.framework_bytes + counted.communicators * overheads.communicator_bytes
+    return (
+        overheads.state_factor * states
+        + np.maximum(counted.step, _moving(counted, overheads))
+        + counted.buffers
+        + fixed
+    )
+
+
+def assemble(counted: Counted, overheads: MemoryOverheads) -> RankMemory:
+    """Peak of a rank, by what it is; they add up to `total_bytes`."""
+    # The optimizer steps when the last activation is gone: the peak is of the one or of the other.
+    steps = float(counted.step) > float(_moving(counted, overheads))
+    factor = 0.0 if steps else overheads.activation_factor
+    working = float(counted.step) if steps else factor * overheads.working_factor * float(counted.working)
+    return RankMemory(
+        weights=overheads.state_factor * float(counted.weights),
+        gradients=overheads.state_factor * float(counted.gradients),
+        optimizer=overheads.state_factor * float(counted.optimizer),
+        activations=factor * float(counted.activations),
+        key_values=factor * float(counted.key_values),
+        logits=factor * float(counted.logits),
+        buffers=working + float(counted.buffers),
+        framework=overheads.framework_bytes + float(counted.communicators) * overheads.communicator_bytes,
+    )
+
+
+def _moving(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
+    """What comes and goes within an iteration."""
+    kept = counted.activations + counted.key_values + counted.logits
+    return overheads.activation_factor * (kept + overheads.working_factor * counted.working)

@@ -1,0 +1,82 @@
+"""The price of one strategy: its time on the real schedule, and its memory."""
+
+from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.cost.memory_model import MemoryModel
+from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads, default_overheads
+from megatron_terapipe.search.cost.prediction import Prediction, RankMemory
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import OpTimes
+from megatron_terapipe.search.op_times.software import TERAPIPE, Software
+from megatron_terapipe.strategy import Strategy
+
+GIB = 2**30
+
+
+class Pricing:
+    """Prices strategies of one model on one cluster, time and memory."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        software: Software = TERAPIPE,
+        efficiency: HardwareEfficiency | None = None,
+        memory_overheads: MemoryOverheads | None = None,
+        op_times: OpTimes | None = None,
+        precision: str = "bf16",
+    ) -> None:
+        """Prepare.
+
+        Args:
+            workload: what is trained.
+            cluster: where.
+            software: what trains it.
+            efficiency: what is reached of data sheets; None = the defaults.
+            memory_overheads: what no count of tensors says; None = the defaults of its devices.
+            op_times: times of layers; None = the roofline.
+            precision: `bf16`, `fp16` or `fp32`.
+        """
+        self.workload = workload
+        self.cluster = cluster
+        self.cost_model = CostModel(
+            workload, cluster, software=software, efficiency=efficiency, op_times=op_times, precision=precision
+        )
+        self.memory_model = MemoryModel(
+            workload=workload,
+            cluster=cluster,
+            software=software,
+            precision=precision,
+            overheads=memory_overheads or default_overheads(cluster),
+        )
+
+    def predict(self, strategy: Strategy) -> Prediction:
+        """Price one strategy.
+
+        Raises:
+            ConfigError: if it does not fit the cluster or the model.
+            PlanError: if its schedule does not take its shape.
+        """
+        time = self.cost_model.predict_time(strategy)
+        return Prediction(
+            iteration_time_s=time.iteration_time_s,
+            bubble_ratio=time.bubble_ratio,
+            breakdown=time.breakdown,
+            memory=self.memory_model.predict(strategy),
+            notes=time.notes,
+        )
+
+    def why_it_does_not_fit(self, strategy: Strategy, memory: tuple[RankMemory, ...]) -> str | None:
+        """Say which pipeline rank needs more memory than its smallest device has; None if none does."""
+        usable_share = self.memory_model.overheads.usable_share
+        for rank, devices in enumerate(self.cost_model.groups(strategy).devices):
+            smallest = min(devices, key=lambda device: device.memory_bytes)
+            usable, needed = usable_share * smallest.memory_bytes, memory[rank].total
+            if needed > usable:
+                return (
+                    f"out of memory: pipeline rank {rank} needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} GiB "
+                    f"({smallest.name})"
+                )
+        return None

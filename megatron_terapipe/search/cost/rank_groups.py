@@ -1,0 +1,177 @@
+"""Which links the groups of a layout really cross, and who shares them.
+
+Ranks run over tensor fastest, then data, then pipe, and fill nodes in the order of the hostfile, or stand where a
+placement puts them. A node's network cards carry the traffic of every group that leaves it at the same time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.cluster import Cluster, Device
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLinks:
+    """Links of the groups of one axis, per pipeline rank; the slowest group's.
+
+    Attributes:
+        size: ranks of a group.
+        num_nodes: [P] nodes that it is on.
+        inside_bandwidth: [P] bytes per second inside the nodes.
+        inside_latency_s: [P].
+        network_bandwidth: [P] bytes per second that a group gets of a node's network cards.
+        network_latency_s: [P].
+    """
+
+    size: int
+    num_nodes: Floats
+    inside_bandwidth: Floats
+    inside_latency_s: Floats
+    network_bandwidth: Floats
+    network_latency_s: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryLinks:
+    """Links between a pipeline rank and the next, the slowest of the pairs that talk.
+
+    Attributes:
+        bandwidth: [P] bytes per second that one pair gets; entry P - 1 is from the last rank to the first.
+        latency_s: [P].
+        crosses_nodes: [P] whether it is the network.
+    """
+
+    bandwidth: Floats
+    latency_s: Floats
+    crosses_nodes: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups of a layout on a cluster.
+
+    Attributes:
+        cluster: where.
+        layout: sizes of the axes.
+        placement: device of the cluster for each rank; None = in the order of the hostfile.
+
+    Raises:
+        ConfigError: if the cluster is too small, or the placement names a device twice or one that is not there.
+    """
+
+    cluster: Cluster
+    layout: ParallelLayout
+    placement: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the placement."""
+        world, devices = self.layout.world_size, self.cluster.num_devices
+        if world > devices:
+            raise ConfigError(
+                f"strategy: data x tensor x pipeline parallel size is {world}, and the cluster has {devices} devices: "
+                "make one of them smaller"
+            )
+        if self.placement is not None:
+            places = set(self.placement)
+            if len(self.placement) != world or len(places) != world or not places <= set(range(devices)):
+                raise ConfigError(
+                    f"strategy: placement does not name {world} different devices of 0..{devices - 1}: "
+                    "give one for each rank, or null"
+                )
+
+    @cached_property
+    def nodes(self) -> Whole:
+        """[P, D, T] node of each rank."""
+        of_device = np.array(self.cluster.node_of_device)
+        placed = of_device[: self.layout.world_size] if self.placement is None else of_device[list(self.placement)]
+        layout = self.layout
+        return placed.reshape(layout.pipeline_parallel_size, layout.data_parallel_size, layout.tensor_parallel_size)
+
+    @cached_property
+    def devices(self) -> tuple[tuple[Device, ...], ...]:
+        """The different devices of each pipeline rank; all of them wait for the slowest."""
+        nodes = self.cluster.nodes
+        return tuple(
+            tuple(dict.fromkeys(nodes[index].device for index in np.unique(stage).tolist())) for stage in self.nodes
+        )
+
+    @cached_property
+    def tensor(self) -> GroupLinks:
+        """Tensor-parallel groups."""
+        size = self.layout.tensor_parallel_size
+        return self._links(self.nodes.reshape(-1, size))
+
+    @cached_property
+    def data(self) -> GroupLinks:
+        """Data-parallel groups."""
+        size = self.layout.data_parallel_size
+        return self._links(np.swapaxes(self.nodes, 1, 2).reshape(-1, size))
+
+    @cached_property
+    def ends(self) -> GroupLinks:
+        """The first and the last pipeline rank, where they share a weight; one entry."""
+        pairs = np.stack([self.nodes[0].reshape(-1), self.nodes[-1].reshape(-1)], axis=1)
+        return self._links(pairs, num_stages=1)
+
+    @cached_property
+    def pipe(self) -> BoundaryLinks:
+        """Neighbouring pipeline ranks."""
+        stages = self.layout.pipeline_parallel_size
+        here = self.nodes.reshape(stages, -1)
+        there = np.roll(here, -1, axis=0)
+        apart = here != there
+        inside, inside_latency = self._node_values("inside")
+        network, network_latency = self._node_values("network")
+        cards = np.array([node.num_network_cards for node in self.cluster.nodes])
+        bandwidth = np.where(apart, np.inf, np.minimum(inside[here], inside[there]))
+        latency = np.where(
+            apart,
+            np.maximum(network_latency[here], network_latency[there]),
+            np.maximum(inside_latency[here], inside_latency[there]),
+        )
+        for stage, across in enumerate(apart):
+            # Pairs that leave, or come to, the same node at once share its cards; no pair fills more than one.
+            for ends in (here[stage], there[stage]):
+                pairs = np.bincount(ends[across], minlength=len(cards))
+                share = network * np.minimum(cards / np.maximum(pairs, 1), 1.0)
+                bandwidth[stage] = np.minimum(bandwidth[stage], np.where(across, share[ends], np.inf))
+        return BoundaryLinks(bandwidth.min(axis=1), latency.max(axis=1), apart.any(axis=1))
+
+    def _node_values(self, name: str) -> tuple[Floats, Floats]:
+        links = [getattr(node, name) for node in self.cluster.nodes]
+        return np.array([link.bandwidth for link in links]), np.array([link.latency_s for link in links])
+
+    def _links(self, groups: Whole, num_stages: int | None = None) -> GroupLinks:
+        """Links of groups, given as [groups, members] nodes, those of one pipeline rank after those of another."""
+        num_stages = num_stages or self.layout.pipeline_parallel_size
+        num_groups, size = groups.shape
+        nodes = self.cluster.nodes
+        counts = np.zeros((num_groups, len(nodes)), np.int64)
+        np.add.at(counts, (np.arange(num_groups)[:, None], groups), 1)
+        present = counts > 0
+        spread = present.sum(axis=1)
+        inside, inside_latency = self._node_values("inside")
+        network, network_latency = self._node_values("network")
+        cards = np.array([node.num_network_cards for node in nodes])
+        # Groups that leave a node at once share its cards in equal parts, and no rank drives more than one card.
+        sharing = (present & (spread > 1)[:, None]).sum(axis=0)
+        parts = np.minimum(cards / np.maximum(sharing, 1), counts)
+        share = np.where(present, network * parts, np.inf).min(axis=1)
+        inner = np.where(present, inside, np.inf).min(axis=1)
+        columns = (
+            spread.reshape(num_stages, -1).max(axis=1),
+            inner.reshape(num_stages, -1).min(axis=1),
+            np.where(present, inside_latency, 0.0).max(axis=1).reshape(num_stages, -1).max(axis=1),
+            share.reshape(num_stages, -1).min(axis=1),
+            np.where(present, network_latency, 0.0).max(axis=1).reshape(num_stages, -1).max(axis=1),
+        )
+        return GroupLinks(size, *(column.astype(np.float64) for column in columns))

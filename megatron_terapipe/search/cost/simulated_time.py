@@ -1,0 +1,134 @@
+"""The makespan of a schedule: played op by op, or, where there are very many micro-batches, extrapolated from fewer."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import schedule_named
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from megatron_terapipe.search.cost.closed_form import pipeline_time, total_s
+from megatron_terapipe.search.cost.stage_ops import StageOps
+
+MOST_OPS = 8_000
+"""Ops that are played one by one: compiling their orders takes a few hundredths of a second, once per shape."""
+
+OPTIMISED = "optimised"
+"""Name of orders that are found for the costs at hand, not generated."""
+
+EFFORT = 0.02
+"""Effort of finding them: within a percent of what more effort finds, in a tenth of a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTime:
+    """How long the ops of an iteration take.
+
+    Attributes:
+        makespan: seconds.
+        makespan_without_transfers: seconds if messages took no time, ops being the same.
+        notes: what was extrapolated.
+    """
+
+    makespan: float
+    makespan_without_transfers: float
+    notes: tuple[str, ...] = ()
+
+
+class Orders:
+    """Plays schedules, and keeps the orders of every shape it has met."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
+
+    def play(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> SimulatedTime:
+        """Play a schedule.
+
+        Beyond `MOST_OPS` it is played for two smaller numbers of micro-batches, a period apart. Once the pipeline is
+        full every period takes the same time, that of the slowest rank, so the rest is a straight line.
+
+        Args:
+            schedule: its name, or `optimised`.
+            shape: of the pipeline.
+            costs: of its ops.
+
+        Raises:
+            PlanError: if there is no such schedule, or it does not take the shape.
+        """
+        if schedule == OPTIMISED:
+            return self._optimised(shape, costs)
+        without = replace(costs, transfer=0.0)
+        free = costs.transfer == 0.0
+        period = self._period(shape)
+        ops_each = 2 * shape.num_stages * shape.num_token_slices
+        # Long enough for the slowest rank to set the pace, whatever ran ahead of it.
+        least = 4 * period
+        count = max(least, (MOST_OPS // ops_each - period) // period * period) + shape.num_micro_batches % period
+        if shape.num_micro_batches <= count + period:
+            makespan = self._makespan(schedule, shape, costs)
+            return SimulatedTime(makespan, makespan if free else self._makespan(schedule, shape, without))
+        fewer = replace(shape, num_micro_batches=count)
+        more = replace(shape, num_micro_batches=count + period)
+        periods = (shape.num_micro_batches - count) / period
+
+        def line(each: OpCosts) -> float:
+            low, high = self._makespan(schedule, fewer, each), self._makespan(schedule, more, each)
+            return low + periods * (high - low)
+
+        makespan = line(costs)
+        note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
+        return SimulatedTime(makespan, makespan if free else line(without), (note,))
+
+    def _optimised(self, shape: PipelineShape, costs: OpCosts) -> SimulatedTime:
+        from deepspeed_ext.plan.optimise import optimise
+
+        period = shape.num_ranks
+        count = min(shape.num_micro_batches, 4 * period)
+        # The trainer's default: what 1F1B holds.
+        limit = float(min(shape.num_ranks, shape.num_micro_batches))
+        makespans = []
+        for fewer in (count, count + period):
+            smaller = replace(shape, num_micro_batches=fewer)
+            makespans.append(optimise(smaller, costs, memory_limit=limit, effort=EFFORT).makespan)
+            if fewer == shape.num_micro_batches:
+                return SimulatedTime(makespans[0], makespans[0])
+        periods = (shape.num_micro_batches - count) / period
+        makespan = makespans[0] + periods * (makespans[1] - makespans[0])
+        note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
+        return SimulatedTime(makespan, makespan, (note,))
+
+    def _period(self, shape: PipelineShape) -> int:
+        """Micro-batches after which the order of ops repeats itself: those that pass a model chunk together."""
+        return max(-(-shape.num_ranks // shape.num_token_slices), 1)
+
+    def _makespan(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> float:
+        key = schedule, shape
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = CompiledOrders.of_schedule(schedule_named(schedule), shape)
+            self._compiled[key] = compiled
+        return compiled.play(costs).makespan
+
+
+def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float) -> SimulatedTime:
+    """Zero-bubble under a limit of activations, in closed form."""
+    assert costs.weight_gradient is not None
+    tables = [np.sum(table, axis=1) for table in (costs.forward, costs.backward, costs.weight_gradient)]
+    per_rank = [np.sum(table.reshape(shape.num_model_chunks, shape.num_ranks), axis=0) for table in tables]
+    forward, input_gradient, weight_gradient = per_rank
+    parts = (forward, input_gradient + weight_gradient, input_gradient, weight_gradient, np.zeros_like(forward))
+    slowest = int(np.argmax(total_s("zero-bubble", StageOps(*parts))))
+    makespan = float(
+        pipeline_time(
+            "zero-bubble",
+            num_micro_batches=shape.num_micro_batches,
+            num_token_slices=shape.num_token_slices,
+            num_model_chunks=shape.num_model_chunks,
+            slowest=StageOps(*(part[slowest] for part in parts)),
+            others=StageOps(*(part.sum() - part[slowest] for part in parts)),
+            activation_limit=activation_limit,
+        )
+    )
+    return SimulatedTime(makespan, makespan, ("the order of ops is priced in closed form",))

@@ -1,0 +1,191 @@
+"""Clusters from files: JSON or YAML in our own form, the `cluster` object of published trials, or a hostfile.
+
+What a file leaves out, the library fills in by the machine or the device; notes say so.
+"""
+
+import re
+from collections.abc import Iterable
+from math import ceil
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
+from megatron_terapipe.search.inputs.documents import Fields, parse_text, read_text, short
+from megatron_terapipe.search.inputs.library import GIGABIT, GIGABYTE
+from megatron_terapipe.search.inputs.node_entries import (
+    MOST_DEVICES,
+    MOST_NODES,
+    NodeGroup,
+    assumed,
+    read_device,
+    read_groups,
+)
+
+# The `cluster` object of published trials: devices of one kind on equal nodes, in a few flat fields.
+#
+# `device`, `num_devices` (or `num_nodes`), `devices_per_node`, `intra_node_GBps` (from a device to another, in one
+# direction) and `inter_node_Gbps` (all network cards of a node together).
+#
+
+
+def is_trial_form(fields: Fields) -> bool:
+    """Whether an object describes a cluster by flat fields."""
+    return "nodes" not in fields.values and "device" in fields.values
+
+
+def read_trial_form(fields: Fields) -> tuple[Cluster, tuple[str, ...]]:
+    """Read such an object. Fields that mean nothing here are left to the caller: files of others have more.
+
+    A node has as many network cards as the line rate of those of the device's usual machine needs to make its sum.
+
+    Returns:
+        The cluster, and a line for each link that the library had to say.
+
+    Raises:
+        ConfigError: if a field is wrong.
+    """
+    device, machine = read_device(fields, "device")
+    per_node = fields.whole("devices_per_node", machine.num_devices, most=MOST_DEVICES)
+    if fields.has("num_nodes"):
+        num_devices = fields.whole("num_devices", fields.whole("num_nodes", most=MOST_NODES) * per_node)
+        if num_devices > fields.whole("num_nodes", most=MOST_NODES) * per_node:
+            raise fields.fault("num_devices", "is more than num_nodes x devices_per_node", "change one of them")
+    else:
+        num_devices = fields.whole("num_devices", most=MOST_NODES)
+    inside, network, cards = machine.inside, machine.network, machine.num_network_cards
+    missing = []
+    if fields.has("intra_node_GBps"):
+        inside = Link(bandwidth=fields.number("intra_node_GBps") * GIGABYTE, latency_s=inside.latency_s)
+    elif min(per_node, num_devices) > 1:
+        missing.append("links inside")
+    if fields.has("inter_node_Gbps"):
+        total = fields.number("inter_node_Gbps") * GIGABIT
+        cards = fields.whole("network_cards", max(1, ceil(total / network.bandwidth - 1e-9)))
+        network = Link(bandwidth=total / cards, latency_s=network.latency_s)
+    elif num_devices > per_node:
+        missing.append("network")
+    group = NodeGroup(
+        device=device,
+        num_devices=per_node,
+        inside=inside,
+        network=network,
+        num_network_cards=cards,
+        notes=(assumed(missing, device, machine),) if missing else (),
+    )
+    name = fields.text("name", f"{num_devices} x {device.name}")
+    sizes = [min(per_node, num_devices - first) for first in range(0, num_devices, per_node)]
+    nodes = tuple(group.node(f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
+    return Cluster(nodes=nodes, name=name), group.notes
+
+
+_LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
+
+
+def is_hostfile(text: str) -> bool:
+    """Whether the first line that says something is one of a hostfile."""
+    lines = [_without_comment(line) for line in text.splitlines()]
+    first = next((line for line in lines if line), "")
+    return _LINE.fullmatch(first) is not None
+
+
+def parse_hostfile(text: str, file: str) -> list[tuple[str, int]]:
+    """Read host names and slots, in the order of the file.
+
+    Raises:
+        ConfigError: if a line is not understood, a host stands twice or has no slots, or there is none.
+    """
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = _without_comment(line)
+        if not content:
+            continue
+        match = _LINE.fullmatch(content)
+        if match is None:
+            raise ConfigError(f"{file}: line {number} {short(content)} is not a line of a hostfile: write HOST slots=N")
+        if match[1] in hosts:
+            raise ConfigError(f"{file}: line {number} names host {match[1]} again: keep one of its lines")
+        if int(match[2]) < 1:
+            raise ConfigError(f"{file}: line {number} gives host {match[1]} no slots: give 1 or more, or drop the line")
+        hosts[match[1]] = int(match[2])
+    if not hosts:
+        raise ConfigError(f"{file} names no host: write a line HOST slots=N for each")
+    return list(hosts.items())
+
+
+def hostfile_text(nodes: Iterable[Node]) -> str:
+    """The hostfile of nodes, in their order."""
+    return "".join(f"{node.name} slots={node.num_devices}\n" for node in nodes)
+
+
+def _without_comment(line: str) -> str:
+    return line.partition("#")[0].strip()
+
+
+def read_cluster(path: str, *, device: str | None = None) -> Cluster:
+    """Read a cluster; see `read_cluster_with_notes`."""
+    return read_cluster_with_notes(path, device=device)[0]
+
+
+def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cluster, tuple[str, ...]]:
+    """Read a cluster, and what was assumed of it.
+
+    Args:
+        path: JSON, YAML (by the ending `.yaml` or `.yml`) or a hostfile.
+        device: device, or machine, of the library that the hosts of a hostfile have.
+
+    Returns:
+        The cluster, and a line for each assumption.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a field is wrong; it names file, field, value and remedy.
+    """
+    text = read_text(path)
+    if not text.strip():
+        raise ConfigError(f"{path} is empty: write nodes as docs/search.md shows, or lines of a hostfile, HOST slots=N")
+    if is_hostfile(text):
+        return _of_hostfile(text, path, device)
+    if device is not None:
+        raise ConfigError(f"--device {device} is for hostfiles, and {path} names its devices: drop the flag")
+    return parse_cluster(parse_text(text, path), path)
+
+
+def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...]]:
+    """Read a cluster from the object of a file.
+
+    Args:
+        document: in our form (`nodes`) or in that of trials (`num_devices` or `num_nodes`, `device`, ...).
+        where: what the object came from, for errors.
+
+    Raises:
+        ConfigError: if a field is wrong.
+    """
+    fields = Fields(document, where)
+    if is_trial_form(fields):
+        found = read_trial_form(fields)
+        fields.finish()
+        return found
+    name = fields.text("name", where.rpartition("/")[2].rpartition(".")[0])
+    groups = read_groups(fields)
+    fields.finish()
+    return _cluster(groups, name)
+
+
+def _of_hostfile(text: str, path: str, device: str | None) -> tuple[Cluster, tuple[str, ...]]:
+    if device is None:
+        raise ConfigError(f"{path} is a hostfile, which names no device: add --device NAME, such as --device A100-80GB")
+    hosts = parse_hostfile(text, path)
+    group = NodeGroup.of_library(device, "--device")
+    nodes = tuple(group.node(name, num_devices=slots) for name, slots in hosts)
+    return Cluster(nodes=nodes, name=path.rpartition("/")[2]), group.notes
+
+
+def _cluster(groups: list[NodeGroup], name: str) -> tuple[Cluster, tuple[str, ...]]:
+    nodes: list[Node] = []
+    for group in groups:
+        nodes += [group.node(host) for host in group.hosts]
+    seen: set[str] = set()
+    for node in nodes:
+        if node.name in seen:
+            raise ConfigError(f"cluster {name}: host {node.name} stands twice: give each node a name of its own")
+        seen.add(node.name)
+    notes = [note for each in groups for note in each.notes]
+    return Cluster(nodes=tuple(nodes), name=name), tuple(dict.fromkeys(notes))

@@ -1,0 +1,136 @@
+"""Accelerators by name, as their data sheets describe them: dense products, no sparsity, one direction of a link.
+
+Memory is what CUDA reports as the total of the device, within 1 %: less than the name says where error correction and
+the driver take their share. `half` and `single` are TFLOP/s of dense fp16 or bf16 products with fp32 sums, and of fp32
+without TF32, which PyTorch leaves off. Where a data sheet prints figures with sparsity, they are halved here. Sources:
+
+    P100       NVIDIA Tesla P100 data sheet (2016)
+    V100       NVIDIA V100 data sheet (2020), www.nvidia.com/en-us/data-center/v100
+    T4         NVIDIA T4 data sheet (2019), www.nvidia.com/en-us/data-center/tesla-t4
+    A10G       NVIDIA A10G data sheet for Amazon EC2 G5 (2022)
+    A40        NVIDIA A40 data sheet (2021)
+    L4, L40S   NVIDIA L4 and L40S data sheets (2023), www.nvidia.com/en-us/data-center/l4 and .../l40s
+    A100       NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4, 2021)
+    H100       NVIDIA H100 data sheet (2023), www.nvidia.com/en-us/data-center/h100
+    H200       NVIDIA H200 data sheet (2024), www.nvidia.com/en-us/data-center/h200
+    GH200      NVIDIA GH200 Grace Hopper Superchip data sheet (2023)
+    B200       NVIDIA DGX B200 data sheet (2024): an eighth of the system's figures
+    RTX 20     NVIDIA Turing GPU Architecture whitepaper WP-09183 (2018), appendices A to C, reference clocks
+    RTX 30     NVIDIA Ampere GA102 GPU Architecture whitepaper (2020), table 2
+    RTX 40     NVIDIA Ada GPU Architecture whitepaper (2022), appendix A
+    MI250X     AMD Instinct MI250X data sheet (2021): half of it, because PyTorch sees its two dies as two devices
+    MI300X     AMD Instinct MI300X data sheet (2023)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron_terapipe.search.inputs.cluster import Device
+
+MIB = 2**20
+
+GUESS = "a guess"
+"""Source of figures that have none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LibraryDevice:
+    """A device, its other names, and the machine it is usually in.
+
+    Attributes:
+        device: as the data sheet describes it.
+        source: row of the list above.
+        machine: name of the machine whose links are taken where a cluster does not say any.
+        aliases: other names, such as those of published measurements.
+    """
+
+    device: Device
+    source: str
+    machine: str
+    aliases: tuple[str, ...]
+
+
+def _entry(
+    name: str,
+    source: str,
+    machine: str,
+    *aliases: str,
+    memory_mib: int,
+    memory_gb_per_s: float,
+    half: float,
+    single: float,
+    is_gpu: bool = True,
+) -> LibraryDevice:
+    device = Device(
+        name=name,
+        memory_bytes=float(memory_mib * MIB),
+        memory_bandwidth=memory_gb_per_s * 1e9,
+        half_flops=half * 1e12,
+        single_flops=single * 1e12,
+        is_gpu=is_gpu,
+    )
+    return LibraryDevice(device=device, source=source, machine=machine, aliases=aliases)
+
+
+_ENTRIES = (
+    _entry("P100-SXM2-16GB", "P100", "dgx-1-p100", "P100", "P100-16GB", "Tesla-P100",
+           memory_mib=16276, memory_gb_per_s=732, half=21.2, single=10.6),
+    _entry("V100-SXM2-16GB", "V100", "p3.16xlarge", "V100", "V100-16GB", "V100-SXM2", "Tesla-V100",
+           memory_mib=16160, memory_gb_per_s=900, half=125, single=15.7),
+    _entry("V100-SXM2-32GB", "V100", "p3dn.24xlarge", "V100-32GB", "V100-SXM3-32GB",
+           memory_mib=32510, memory_gb_per_s=900, half=125, single=15.7),
+    _entry("V100-PCIe-16GB", "V100", "pcie-3", "V100-PCIe",
+           memory_mib=16160, memory_gb_per_s=900, half=112, single=14.0),
+    _entry("T4", "T4", "g4dn.12xlarge", "T4-16GB", "Tesla-T4",
+           memory_mib=15109, memory_gb_per_s=320, half=65, single=8.1),
+    _entry("RTX-2080", "RTX 20", "pcie-3", "GeForce-RTX-2080", "RTX2080",
+           memory_mib=7982, memory_gb_per_s=448, half=40.3, single=10.1),
+    _entry("RTX-2080-Ti", "RTX 20", "pcie-3", "GeForce-RTX-2080-Ti", "RTX2080Ti",
+           memory_mib=11019, memory_gb_per_s=616, half=53.8, single=13.4),
+    # The only Turing of these whose tensor cores sum in fp32 at full speed.
+    _entry("Titan-RTX", "RTX 20", "pcie-3", "TitanRTX",
+           memory_mib=24220, memory_gb_per_s=672, half=130.5, single=16.3),
+    _entry("A100-SXM4-40GB", "A100", "p4d.24xlarge", "A100-40GB", "A100-40", "A100-SXM-40GB",
+           memory_mib=40536, memory_gb_per_s=1555, half=312, single=19.5),
+    _entry("A100-SXM4-80GB", "A100", "dgx-a100", "A100", "A100-SXM4", "A100-80GB", "A100-80", "A100-SXM",
+           memory_mib=81251, memory_gb_per_s=2039, half=312, single=19.5),
+    _entry("A100-PCIe-40GB", "A100", "pcie-4", "A100-PCIe-40",
+           memory_mib=40536, memory_gb_per_s=1555, half=312, single=19.5),
+    _entry("A100-PCIe-80GB", "A100", "pcie-4", "A100-PCIe", "A100-PCIe-80",
+           memory_mib=81251, memory_gb_per_s=1935, half=312, single=19.5),
+    _entry("A10G", "A10G", "g5.48xlarge", "A10G-24GB",
+           memory_mib=22731, memory_gb_per_s=600, half=70, single=35),
+    _entry("A40", "A40", "pcie-4", "A40-48GB",
+           memory_mib=45634, memory_gb_per_s=696, half=149.7, single=37.4),
+    _entry("RTX-3090", "RTX 30", "pcie-4", "GeForce-RTX-3090", "RTX3090",
+           memory_mib=24268, memory_gb_per_s=936, half=71, single=35.6),
+    _entry("RTX-4090", "RTX 40", "pcie-4", "GeForce-RTX-4090", "RTX4090",
+           memory_mib=24217, memory_gb_per_s=1008, half=165.2, single=82.6),
+    _entry("L4", "L4, L40S", "g6.48xlarge", "L4-24GB",
+           memory_mib=22700, memory_gb_per_s=300, half=121, single=30.3),
+    _entry("L40S", "L4, L40S", "g6e.48xlarge", "L40S-48GB",
+           memory_mib=45776, memory_gb_per_s=864, half=362, single=91.6),
+    _entry("H100-SXM5-80GB", "H100", "dgx-h100", "H100", "H100-SXM", "H100-SXM5", "H100-80GB", "H100-80GB-HBM3",
+           memory_mib=81090, memory_gb_per_s=3350, half=989.4, single=67),
+    _entry("H100-PCIe-80GB", "H100", "pcie-5", "H100-PCIe",
+           memory_mib=81090, memory_gb_per_s=2000, half=756, single=51),
+    _entry("H200-SXM5-141GB", "H200", "dgx-h200", "H200", "H200-SXM", "H200-SXM5", "H200-141GB",
+           memory_mib=143167, memory_gb_per_s=4800, half=989.4, single=67),
+    _entry("GH200-96GB", "GH200", "quad-gh200", "GH200", "GH200-480GB",
+           memory_mib=96768, memory_gb_per_s=4000, half=989.4, single=67),
+    _entry("GH200-144GB", "GH200", "quad-gh200",
+           memory_mib=146000, memory_gb_per_s=4900, half=989.4, single=67),
+    _entry("B200-SXM-180GB", "B200", "dgx-b200", "B200", "B200-SXM", "B200-180GB", "B200-192GB",
+           memory_mib=182642, memory_gb_per_s=8000, half=2250, single=75),
+    _entry("MI250X-die", "MI250X", "quad-mi250x", "MI250X", "MI250X-GCD", "MI250X-64GB",
+           memory_mib=65520, memory_gb_per_s=1638, half=191.5, single=47.9),
+    _entry("MI300X", "MI300X", "octo-mi300x", "MI300X-192GB",
+           memory_mib=196592, memory_gb_per_s=5300, half=1307.4, single=163.4),
+    # Nobody's data sheet: a guess, so that a CPU can be searched before anything is measured. `search measure` does.
+    _entry("cpu-core", GUESS, "cpu", "CPU",
+           memory_mib=8192, memory_gb_per_s=10, half=0.03, single=0.03, is_gpu=False),
+)  # fmt: skip
+
+DEVICES: Mapping[str, LibraryDevice] = MappingProxyType({each.device.name: each for each in _ENTRIES})
+"""Every device by its name."""

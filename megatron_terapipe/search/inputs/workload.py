@@ -1,0 +1,135 @@
+"""How many parameters each pipeline rank holds, and which of them another one holds, too."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.partition import StagePartition
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.layer import Layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model by its layers.
+
+    A stage partition counts the layers from `first_dealt` to `last_dealt`. Of a GPT those are its transformer layers:
+    the embedding goes with the first stage, the last norm and the head with the last. Of other models they are all.
+
+    Attributes:
+        name: for tables.
+        layers: first to last.
+        seq_length: tokens of one training sequence.
+        first_dealt: first layer that a stage partition counts.
+        end_dealt: layer behind the last one that it counts.
+        config: the model section of the trainer; None = a model that the trainer cannot build.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    seq_length: int
+    first_dealt: int
+    end_dealt: int
+    config: ModelConfig | None = None
+
+    @property
+    def num_dealt_layers(self) -> int:
+        """Layers that a stage partition counts."""
+        return self.end_dealt - self.first_dealt
+
+    @cached_property
+    def parameters(self) -> int:
+        """All parameters; those of a shared weight once."""
+        total, seen = 0, set()
+        for layer in self.layers:
+            total += layer.parameters
+            if layer.shared_weight is not None:
+                if layer.shared_weight in seen:
+                    total -= layer.shared_parameters
+                seen.add(layer.shared_weight)
+        return total
+
+    @property
+    def can_cut_tokens(self) -> bool:
+        """Whether sequences can be cut into token slices: every layer sees the same tokens, and none a later one."""
+        return all(
+            layer.tokens == self.seq_length
+            and (layer.attention is None or (layer.attention.causal and layer.attention.window is None))
+            for layer in self.layers
+        )
+
+    def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
+        """The layers of each stage as a strategy says, in those that are dealt.
+
+        Raises:
+            ConfigError: if they do not fit the model or the stages.
+        """
+        try:
+            if isinstance(stage_partition, str):
+                if stage_partition in ("uniform", "auto"):
+                    return StagePartition.uniform(self.num_dealt_layers, num_stages)
+                if stage_partition == "parameters":
+                    weights = [layer.parameters for layer in self.layers[self.first_dealt : self.end_dealt]]
+                    return StagePartition.balanced(weights, num_stages)
+                parsed = StagePartition.parse(stage_partition)
+            else:
+                parsed = StagePartition(stage_partition)
+            return parsed.covering(self.num_dealt_layers, num_stages)
+        except PlanError as error:
+            raise ConfigError(f"strategy: stage_partition: {error}") from None
+
+    def stages(self, partition: StagePartition) -> list[range]:
+        """Indices of the layers of each stage, those at both ends included."""
+        bounds = [self.first_dealt + bound for bound in partition.bounds]
+        bounds[0], bounds[-1] = 0, len(self.layers)
+        return [range(*pair) for pair in pairwise(bounds)]
+
+
+class ParametersPerRank(NamedTuple):
+    """Parameters by pipeline rank, on one tensor-parallel rank.
+
+    Attributes:
+        total: [P] that a rank holds; a weight that two of its layers share is there once.
+        shared: [P] of them those of a weight that another pipeline rank holds, too (tied embedding).
+    """
+
+    total: list[float]
+    shared: list[float]
+
+
+def parameters_per_rank(
+    workload: Workload, stages: Sequence[range], num_ranks: int, tensor_parallel_size: int
+) -> ParametersPerRank:
+    """Count them.
+
+    Args:
+        workload: the layers.
+        stages: indices of the layers of each stage; stages are dealt round and round to pipeline ranks.
+        num_ranks: P.
+        tensor_parallel_size: ranks that divide a layer.
+    """
+    total, shared = [0.0] * num_ranks, [0.0] * num_ranks
+    each: dict[int, float] = {}  # blocks of a GPT are one object many times
+    holders: dict[str, dict[int, float]] = {}
+    for stage, indices in enumerate(stages):
+        rank = stage % num_ranks
+        for index in indices:
+            layer = workload.layers[index]
+            count = each.get(id(layer))
+            if count is None:
+                count = each[id(layer)] = layer.parameters_per_rank(tensor_parallel_size)
+            total[rank] += count
+            if layer.shared_weight is not None:
+                weight = layer.shared_parameters / tensor_parallel_size
+                if rank in holders.setdefault(layer.shared_weight, {}):
+                    total[rank] -= weight
+                holders[layer.shared_weight][rank] = weight
+    for places in holders.values():
+        if len(places) > 1:
+            for rank, weight in places.items():
+                shared[rank] += weight
+    return ParametersPerRank(total, shared)

@@ -1,0 +1,98 @@
+"""What of a data sheet is reached: efficiencies, latencies and overheads, which are the same for every strategy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareEfficiency:
+    """Constants of the cost model. None of them belongs to a strategy, a model or a row of a table.
+
+    Times are products of these with what `Device` and `Link` say. The defaults are of A100s with Megatron, rounded:
+
+    - from fits to published trials of A100s, rounded by hand, so nothing is "not fitted" on those trials:
+      `gemm_efficiency` (0.82 to 0.98 over three sources), `misaligned_efficiency` (BigScience's chronicles, tr11),
+      `memory_efficiency` (0.7 to 1.0), `launch_s`, `launch_jitter`, `launch_exposed`, `optimizer_passes` and
+      `iteration_s` (vTrain's runs on one node).
+    - `gemm_depth`, `gemm_area`: half a wave of 108 tiles of 128 x 256 is 1.8e6. Products of 1e10 FLOPs and more agree
+      within 15 % with the cuBLAS times that aiconfigurator-core has of an A100; with less than 512 inputs cuBLAS is
+      slower than this, by up to a half.
+    - `inside_efficiency`: 230 of 300 GB/s (github.com/NVIDIA/nccl-tests/issues/149).
+    - `transfer_inside_efficiency`: 80 of 450 GB/s on H100s, as NCCL sends by default (nccl-tests/issues/268).
+    - `flash_efficiency`: between forward and backward of FlashAttention-2 on A100 (arXiv 2307.08691 section 4.1).
+    - the rest are guesses with wide priors.
+
+    Attributes:
+        gemm_efficiency: share of the peak that large matrix products reach.
+        gemm_depth: inputs of a product at which half its time is prologue and epilogue of the tiles.
+        gemm_area: rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles.
+        attention_efficiency: share of the peak that batched products of scores and values reach.
+        flash_efficiency: share of the peak that a flash kernel reaches.
+        misaligned_efficiency: by how much attention is slower whose head size no tensor core can read (not a multiple
+            of 8 numbers of 2 bytes; NVIDIA, Deep Learning Performance Guide, Matrix Multiplication, section 2.1).
+        memory_efficiency: share of the memory bandwidth that element-wise work reaches.
+        launch_s: host time of one launch, its share of Python and of autograd included.
+        launch_jitter: by how much a host is later, as a share of its launches, for each doubling of the tensor-parallel
+            ranks that wait for each other.
+        launch_exposed: share of the shorter of launching and computing that the longer does not hide; 1 where the host
+            waits for each kernel (CUDA_LAUNCH_BLOCKING).
+        whole_loss_factor: memory traffic of the loss where one rank has the whole vocabulary, in that of ranks that
+            share it.
+        inside_efficiency: share of a link inside a node that collectives reach.
+        network_efficiency: share of a network card that collectives reach.
+        transfer_network_efficiency: share of a network card that one message between stages reaches.
+        transfer_inside_efficiency: share of a link inside a node that it reaches: it takes few of its lanes at once.
+        collective_s: start of a collective, beside the latency of its links.
+        transfer_s: start of a message between stages, beside the latency of its link.
+        optimizer_passes: how often the optimizer step reads or writes the bytes that it keeps of a parameter.
+        op_s: what a pipeline's executor needs between two ops of a rank.
+        iteration_s: what an iteration takes however small it is.
+    """
+
+    gemm_efficiency: float = 0.87
+    gemm_depth: float = 60.0
+    gemm_area: float = 1.0e6
+    attention_efficiency: float = 0.35
+    flash_efficiency: float = 0.45
+    misaligned_efficiency: float = 0.1
+    memory_efficiency: float = 0.85
+    launch_s: float = 30e-6
+    launch_jitter: float = 0.1
+    launch_exposed: float = 0.1
+    whole_loss_factor: float = 1.0
+    inside_efficiency: float = 0.77
+    network_efficiency: float = 0.65
+    transfer_inside_efficiency: float = 0.18
+    transfer_network_efficiency: float = 0.8
+    collective_s: float = 20e-6
+    transfer_s: float = 30e-6
+    optimizer_passes: float = 1.8
+    op_s: float = 0.0
+    iteration_s: float = 0.003
+
+
+PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
+    {
+        "gemm_efficiency": 0.15,
+        "gemm_area": 0.7,
+        "attention_efficiency": 0.4,
+        "misaligned_efficiency": 0.5,
+        "memory_efficiency": 0.25,
+        "launch_s": 0.7,
+        "launch_jitter": 0.7,
+        "launch_exposed": 1.0,
+        "whole_loss_factor": 0.7,
+        "inside_efficiency": 0.2,
+        "network_efficiency": 0.6,
+        "transfer_inside_efficiency": 0.5,
+        "transfer_network_efficiency": 0.3,
+        "collective_s": 0.7,
+        "optimizer_passes": 0.3,
+        "iteration_s": 1.0,
+    }
+)
+"""Fields that calibration may move, and the standard deviation of their logarithms before any trial was seen."""
+
+SHARES = ("launch_exposed", *(name for name in PRIOR_WIDTH if name.endswith("efficiency")))
+"""Of these, the ones that are shares of something, and so at most 1."""

@@ -1,0 +1,69 @@
+"""The seam between where op times come from (a roofline, op tables, measured profiles) and what is made of them."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.inputs.cluster import Device
+from megatron_terapipe.search.inputs.layer import Layer
+
+Numbers = NDArray[np.float64]
+ScalarOrArray = Numbers | float
+"""A number, or an array of them; arguments of one call broadcast against each other."""
+
+
+class LayerTimes(NamedTuple):
+    """Seconds of the ops of one layer for one token slice of one micro-batch on one tensor-parallel rank.
+
+    Attributes:
+        forward: F.
+        input_gradient: BI; with recomputation it includes the forward that runs again.
+        weight_gradient: BW.
+        launch_forward: time that the host needs to launch F; it is hidden where the device needs longer. 0 where the
+            times are measured ones, which have it in them.
+        launch_input_gradient: the same for BI.
+        launch_weight_gradient: the same for BW.
+    """
+
+    forward: ScalarOrArray
+    input_gradient: ScalarOrArray
+    weight_gradient: ScalarOrArray
+    launch_forward: ScalarOrArray = 0.0
+    launch_input_gradient: ScalarOrArray = 0.0
+    launch_weight_gradient: ScalarOrArray = 0.0
+
+
+class OpTimes(Protocol):
+    """Times of the ops of a layer, wherever they come from."""
+
+    @property
+    def includes_collectives(self) -> bool:
+        """Whether the reductions between tensor-parallel ranks are in the times."""
+        ...
+
+    def __call__(
+        self,
+        layer: Layer,
+        device: Device,
+        *,
+        tensor_parallel_size: ScalarOrArray,
+        micro_batch_size: ScalarOrArray,
+        start: ScalarOrArray,
+        end: ScalarOrArray,
+        recompute: str = "none",
+        sequence_parallel: bool = False,
+    ) -> LayerTimes:
+        """Times of one layer.
+
+        Args:
+            layer: which.
+            device: what computes.
+            tensor_parallel_size: ranks that share the layer.
+            micro_batch_size: sequences.
+            start: first token of the token slice.
+            end: token behind its last.
+            recompute: `none`, `selective` or `full`.
+            sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
+        """
+        ...

@@ -1,0 +1,175 @@
+"""What `measure` found out about a machine: times of ops, of messages, and of the engine around them."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from megatron_terapipe.search.inputs.documents import Fields
+from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
+from megatron_terapipe.search.op_times.surface import Point
+
+Shape = tuple[Any, ...]
+"""Comparable."""
+
+
+def shape_of(layer: Layer) -> Shape:
+    """The shape of a layer, apart from the length of the sequence and what it holds beside products."""
+    return (
+        layer.kind,
+        layer.hidden_size,
+        layer.products,
+        layer.attention,
+        layer.num_norms,
+        layer.activation_width,
+        layer.gated,
+    )
+
+
+def shape_to_json(shape: Shape) -> dict[str, Any]:
+    """The JSON object of a shape."""
+    kind, hidden_size, products, attention, num_norms, activation_width, gated = shape
+    return {
+        "kind": kind,
+        "hidden_size": hidden_size,
+        "products": [[each.inputs, each.outputs, each.parallel] for each in products],
+        "attention": attention and [attention.query_heads, attention.key_value_heads, attention.head_size],
+        "num_norms": num_norms,
+        "activation_width": activation_width,
+        "gated": gated,
+    }
+
+
+def shape_from_json(fields: Fields) -> Shape:
+    """Read the JSON object of a shape.
+
+    Raises:
+        ConfigError: naming the field that is wrong.
+    """
+    kind = fields.choice("kind", ("embedding", "block", "norm", "head"))
+    products = []
+    for each in fields.raw("products") or []:
+        if not isinstance(each, list) or len(each) != 3:
+            raise fields.fault("products", "is not a list of [inputs, outputs, parallel]", "measure again")
+        products.append(Product(*each))
+    heads = fields.raw("attention")
+    if heads is not None and (not isinstance(heads, list) or len(heads) != 3):
+        raise fields.fault("attention", "is not [query heads, key and value heads, head size]", "measure again")
+    shape = (
+        kind,
+        fields.whole("hidden_size"),
+        tuple(products),
+        None if heads is None else Attention(*heads),
+        fields.whole("num_norms", least=0),
+        fields.whole("activation_width", least=0),
+        fields.flag("gated"),
+    )
+    fields.finish()
+    return shape
+
+
+def shape_in_words(shape: Shape) -> str:
+    """For errors."""
+    kind, hidden_size, products, attention, *_ = shape
+    heads = f", {attention.query_heads} heads" if attention else ""
+    vocabulary = f", {products[0].outputs} outputs" if kind == "head" else ""
+    width = f", MLP of {shape[5]}" if kind == "block" else ""
+    return f"a {kind} of hidden size {hidden_size}{heads}{width}{vocabulary}"
+
+
+class OpPoint(NamedTuple):
+    """The measured ops of one token slice of one micro-batch, in one layer.
+
+    Attributes:
+        micro_batch_size: sequences.
+        start: first token of the token slice.
+        end: token behind its last.
+        forward_s: F.
+        input_gradient_s: BI.
+        weight_gradient_s: BW; both together are what the backward takes in one piece.
+    """
+
+    micro_batch_size: int
+    start: int
+    end: int
+    forward_s: float
+    input_gradient_s: float
+    weight_gradient_s: float
+
+    def point(self, op: Literal["forward_s", "input_gradient_s", "weight_gradient_s"]) -> Point:
+        """One of the ops."""
+        return Point(self.micro_batch_size, self.start, self.end, getattr(self, op))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfiledLayer:
+    """A layer as one tensor-parallel rank computes it; reductions between ranks are not in the times.
+
+    Attributes:
+        shape: of the whole layer.
+        tensor_parallel_size: ranks that share it.
+        recompute: `none`, or `selective`.
+        points: what was measured.
+    """
+
+    shape: Shape
+    tensor_parallel_size: int
+    recompute: Literal["none", "selective"]
+    points: tuple[OpPoint, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfiledLink:
+    """Messages of several sizes over one kind of link.
+
+    Attributes:
+        where: `inside` a node, or over its `network`.
+        what: `all_reduce` among ranks, or `transfer` from one to another.
+        num_ranks: that took part.
+        points: (bytes, seconds).
+    """
+
+    where: Literal["inside", "network"]
+    what: Literal["all_reduce", "transfer"]
+    num_ranks: int
+    points: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfiledEngine:
+    """What the engine takes beside the layers.
+
+    Attributes:
+        op_s: between two ops of a rank: programs, buffers, the executor.
+        optimizer_s_per_parameter: norm of the gradient and optimizer step.
+        iteration_s: an iteration, however small it is.
+    """
+
+    op_s: float
+    optimizer_s_per_parameter: float
+    iteration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A measured profile.
+
+    Attributes:
+        source: the file, for errors; empty if it was just measured.
+        device: name of the accelerator, or of the processor.
+        accelerator: what DeepSpeed calls it: cuda, cpu, ...
+        num_devices: ranks that computed at the same time, one on each.
+        precision: `fp32`, `fp16` or `bf16`.
+        software: versions of packages by name.
+        layers: times of ops.
+        links: times of messages.
+        engine: what else an iteration takes; None if it was not measured.
+    """
+
+    source: str = ""
+    device: str
+    accelerator: str
+    num_devices: int
+    precision: str
+    software: tuple[tuple[str, str], ...]
+    layers: tuple[ProfiledLayer, ...]
+    links: tuple[ProfiledLink, ...] = ()
+    engine: ProfiledEngine | None = None

@@ -1,0 +1,146 @@
+"""What training takes of what a profile has measured op by op: a few factors, the same for every strategy.
+
+A profile times one thing after the other. In training all ranks of a machine compute, send and step at the same time,
+share its memory and caches, and wait for each other, so everything of a kind may take longer than it did alone.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_terapipe.search.inputs.cluster import Device
+from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import LayerTimes, OpTimes, ScalarOrArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileFactors:
+    """Seconds in training per second of the profile.
+
+    Attributes:
+        ops: of what layers compute.
+        messages: of collectives and of messages between stages, beyond the latency of their links.
+        gaps: of what the executor needs between two ops of a rank.
+        step: of what comes once an iteration: the optimizer, and what an iteration takes however small it is.
+    """
+
+    ops: float = 1.0
+    messages: float = 1.0
+    gaps: float = 1.0
+    step: float = 1.0
+
+    def efficiency(self, measured: HardwareEfficiency) -> HardwareEfficiency:
+        """HardwareEfficiency of training.
+
+        Args:
+            measured: as the profile has it, from `measured_efficiency`.
+        """
+        return replace(
+            measured,
+            inside_efficiency=measured.inside_efficiency / self.messages,
+            network_efficiency=measured.network_efficiency / self.messages,
+            transfer_inside_efficiency=measured.transfer_inside_efficiency / self.messages,
+            transfer_network_efficiency=measured.transfer_network_efficiency / self.messages,
+            collective_s=measured.collective_s * self.messages,
+            transfer_s=measured.transfer_s * self.messages,
+            op_s=measured.op_s * self.gaps,
+            optimizer_passes=measured.optimizer_passes * self.step,
+            iteration_s=measured.iteration_s * self.step,
+        )
+
+
+@dataclass(frozen=True)
+class ScaledTimes:
+    """Op times of which every one takes longer by the same factor; an `OpTimes`.
+
+    Attributes:
+        op_times: measured.
+        factor: seconds per second of those.
+    """
+
+    op_times: OpTimes
+    factor: float
+
+    @property
+    def includes_collectives(self) -> bool:
+        """As the measured ones say."""
+        return self.op_times.includes_collectives
+
+    def __call__(
+        self,
+        layer: Layer,
+        device: Device,
+        *,
+        tensor_parallel_size: ScalarOrArray,
+        micro_batch_size: ScalarOrArray,
+        start: ScalarOrArray,
+        end: ScalarOrArray,
+        recompute: str = "none",
+        sequence_parallel: bool = False,
+    ) -> LayerTimes:
+        """Times of one layer; see `OpTimes`."""
+        times = self.op_times(
+            layer,
+            device,
+            tensor_parallel_size=tensor_parallel_size,
+            micro_batch_size=micro_batch_size,
+            start=start,
+            end=end,
+            recompute=recompute,
+            sequence_parallel=sequence_parallel,
+        )
+        return LayerTimes(*(np.multiply(part, self.factor) for part in times))
+
+
+class RememberedTimes:
+    """Op times that are looked up once, where the same few are asked for again and again; an `OpTimes`.
+
+    Args:
+        op_times: what they are.
+    """
+
+    def __init__(self, op_times: OpTimes) -> None:
+        self._op_times = op_times
+        # Layers are kept with their times: while one is, no other has its id.
+        self._known: dict[tuple[object, ...], tuple[Layer, LayerTimes]] = {}
+
+    @property
+    def includes_collectives(self) -> bool:
+        """As the others say."""
+        return self._op_times.includes_collectives
+
+    def __call__(
+        self,
+        layer: Layer,
+        device: Device,
+        *,
+        tensor_parallel_size: ScalarOrArray,
+        micro_batch_size: ScalarOrArray,
+        start: ScalarOrArray,
+        end: ScalarOrArray,
+        recompute: str = "none",
+        sequence_parallel: bool = False,
+    ) -> LayerTimes:
+        """Times of one layer; see `OpTimes`."""
+        grids = [np.asarray(each, dtype=float) for each in (tensor_parallel_size, micro_batch_size, start, end)]
+        key = (
+            id(layer),
+            device,
+            recompute,
+            sequence_parallel,
+            *((each.shape, each.tobytes()) for each in grids),
+        )
+        if key not in self._known:
+            times = self._op_times(
+                layer,
+                device,
+                tensor_parallel_size=tensor_parallel_size,
+                micro_batch_size=micro_batch_size,
+                start=start,
+                end=end,
+                recompute=recompute,
+                sequence_parallel=sequence_parallel,
+            )
+            self._known[key] = layer, times
+        return self._known[key][1]

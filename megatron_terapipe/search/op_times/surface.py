@@ -1,0 +1,190 @@
+"""Seconds of one op as a function of its micro-batch and token slice, through measured points.
+
+Between points the times follow the terms that an op has,
+
+    fixed + linear R + quadratic R (start + end + 1) / 2 + prefix B start        R = B (end - start) rows of B sequences
+
+whose coefficients, none below zero, are fitted to all points. What the points differ from the fit by is a factor, and
+the logarithm of that factor is interpolated: over the start of the token slice, then over its length, then over the
+micro-batch, each time by how far the logarithm of the fit has come from one point to the next. So the surface goes
+through the points, and where they grow from one to the next, so does it between them; beyond the last point the factor
+stays what it was.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.op_times.layer_times import Numbers, ScalarOrArray
+
+Whole = NDArray[np.int64]
+
+TINY_S = 1e-9
+"""Seconds below which an op takes no time: logarithms need a floor."""
+
+
+class Point(NamedTuple):
+    """One measured op.
+
+    Attributes:
+        micro_batch_size: sequences.
+        start: first token of the token slice.
+        end: token behind its last.
+        seconds: time that it took.
+    """
+
+    micro_batch_size: int
+    start: int
+    end: int
+    seconds: float
+
+
+def terms(micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray) -> tuple[ScalarOrArray, ...]:
+    """The terms of an op without their coefficients; arguments broadcast."""
+    rows = np.multiply(micro_batch_size, np.subtract(end, start))
+    positions = rows * (np.add(start, end) + 1) / 2
+    return np.ones_like(rows, dtype=float), rows, positions, micro_batch_size * np.asarray(start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """The points of one micro-batch size: their lengths, and for each its starts and factors."""
+
+    lengths: Numbers
+    starts: tuple[Numbers, ...]
+    log_factors: tuple[Numbers, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """Times of one op; see above.
+
+    Attributes:
+        coefficients: [4] of the fitted terms.
+        sizes: [M] micro-batch sizes that were measured.
+        by_size: what was measured of each.
+    """
+
+    coefficients: Numbers
+    sizes: Numbers
+    by_size: tuple[_Lengths, ...]
+
+    @classmethod
+    def through(cls, points: Sequence[Point]) -> "Surface":
+        """Fit a surface through points.
+
+        A point that took longer than one that is larger in every way is noise: both are moved to their mean first.
+        """
+        seconds = np.maximum(np.array([point.seconds for point in points], dtype=float), TINY_S)
+        sizes, starts, ends = (np.array([point[axis] for point in points]) for axis in range(3))
+        seconds = _growing(sizes, starts, ends - starts, seconds)
+        coefficients = _fit(np.stack(terms(sizes, starts, ends), axis=1), seconds)
+        log_factors = np.log(seconds / _fitted(coefficients, sizes, starts, ends))
+        found = []
+        for size in np.unique(sizes):
+            lengths = np.unique((ends - starts)[sizes == size])
+            rows = [np.flatnonzero((sizes == size) & (ends - starts == length)) for length in lengths]
+            rows = [row[np.argsort(starts[row])] for row in rows]
+            found.append(
+                _Lengths(
+                    lengths.astype(float),
+                    tuple(starts[row].astype(float) for row in rows),
+                    tuple(log_factors[row] for row in rows),
+                )
+            )
+        return cls(coefficients, np.unique(sizes).astype(float), tuple(found))
+
+    def __call__(
+        self, micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, *, parts: ScalarOrArray = 1.0
+    ) -> Numbers:
+        """Seconds; arguments broadcast.
+
+        Args:
+            micro_batch_size: sequences.
+            start: first token of the token slice.
+            end: token behind its last.
+            parts: into how many equal parts all but the fixed time is cut, for more ranks than were measured.
+        """
+        size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in (micro_batch_size, start, end)))
+        by_size = [
+            self._log_factor(each, held, begin, stop) for each, held in zip(self.sizes, self.by_size, strict=True)
+        ]
+        log_factor = _between(
+            self.sizes, size, np.stack(by_size), lambda each: _fitted(self.coefficients, each, begin, stop)
+        )
+        return _fitted(self.coefficients, size, begin, stop, parts) * np.exp(log_factor)
+
+    def _log_factor(self, size: float, held: _Lengths, start: Numbers, end: Numbers) -> Numbers:
+        """Of micro-batches of a measured size."""
+        length = end - start
+
+        def fitted(length: ScalarOrArray) -> Numbers:
+            return _fitted(self.coefficients, size, start, start + length)
+
+        of_lengths = [
+            np.interp(np.log(fitted(each)), np.log(_fitted(self.coefficients, size, known, known + each)), factors)
+            if len(known) > 1
+            else np.full(length.shape, factors[0])
+            for each, known, factors in zip(held.lengths, held.starts, held.log_factors, strict=True)
+        ]
+        return _between(held.lengths, length, np.stack(of_lengths), fitted)
+
+
+def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: Callable[[ScalarOrArray], Numbers]) -> Numbers:
+    """Interpolate `values` [K, ...], given at `knots` [K], by the logarithm of what is fitted there."""
+    above = np.clip(np.searchsorted(knots, wanted), 0, len(knots) - 1)
+    below = np.where(knots[above] <= wanted, above, np.maximum(above - 1, 0))
+    low, high = np.log(fitted(knots[below])), np.log(fitted(knots[above]))
+    here = np.log(fitted(np.clip(wanted, knots[0], knots[-1])))
+    # Where the fit does not grow at all, by the logarithm of the size itself.
+    flat = high - low < 1e-12
+    log_low, log_high = np.log(knots[below]), np.log(knots[above])
+    by_size = np.divide(
+        np.log(np.clip(wanted, knots[0], knots[-1])) - log_low,
+        log_high - log_low,
+        out=np.zeros_like(here),
+        where=log_high > log_low,
+    )
+    by_fit = np.divide(here - low, high - low, out=np.zeros_like(here), where=~flat)
+    weight = np.where(flat, by_size, by_fit)
+    first = np.take_along_axis(values, below[None], 0)[0]
+    second = np.take_along_axis(values, above[None], 0)[0]
+    return cast(Numbers, first + weight * (second - first))
+
+
+def _fitted(
+    coefficients: Numbers, size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, parts: ScalarOrArray = 1.0
+) -> Numbers:
+    fixed, *others = map(np.multiply, coefficients, terms(size, start, end))
+    return cast(Numbers, np.maximum(fixed + sum(others) / parts, TINY_S))
+
+
+def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:
+    """Coefficients, none below zero, that make relative errors small."""
+    from scipy.optimize import nnls
+
+    relative = features / seconds[:, None]
+    scale = np.maximum(relative.max(axis=0), TINY_S)
+    coefficients, _ = nnls(relative / scale, np.ones(len(seconds)))
+    found: Numbers = coefficients / scale
+    return found
+
+
+def _growing(sizes: Whole, starts: Whole, lengths: Whole, seconds: Numbers) -> Numbers:
+    """Times that never fall where a token slice begins later, is longer, or has more sequences."""
+    from scipy.optimize import isotonic_regression
+
+    logs = np.log(seconds)
+    axes = [(sizes, lengths, starts), (sizes, starts, lengths), (starts, lengths, sizes)]
+    for *same, along in axes:
+        lines: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index in range(len(logs)):
+            lines[tuple(int(axis[index]) for axis in same)].append(index)
+        for line in lines.values():
+            order = sorted(line, key=lambda index: int(along[index]))
+            logs[order] = isotonic_regression(logs[order]).x
+    return np.exp(logs)

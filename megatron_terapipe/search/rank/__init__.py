@@ -1,0 +1,1 @@
+"""The best strategies of a space: bounds, simulations, and solvers for what the space only samples."""

@@ -1,0 +1,210 @@
+"""Prices a space in closed form: about how many seconds, and how many at least, of all strategies that may fit."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.partition import StagePartition
+from megatron_terapipe.search.cost.rank_groups import RankGroups
+from megatron_terapipe.search.rank.balanced_partition import balanced_partition, layer_times
+from megatron_terapipe.search.rank.grid_memory import grid_fits
+from megatron_terapipe.search.rank.grid_times import grid_times
+from megatron_terapipe.search.rank.op_tables import OpTables
+from megatron_terapipe.search.rank.stage_counts import StageCounts, stage_counts
+from megatron_terapipe.search.space.choices import SOLVED, Choices
+from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
+from megatron_terapipe.search.space.legal_grids import Funnel, LegalGrid, layouts, legal_grids
+from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.strategy_grid import StrategyGrid
+from megatron_terapipe.strategy import Strategy
+
+if TYPE_CHECKING:
+    from megatron_terapipe.search.cost.pricing import Pricing
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+FITS = "memory of the devices"
+"""Name of the rejection of those that need more."""
+
+COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; pin stage 0 to have it)"
+"""Name of the rejection of those that buy time with digits; whoever pins ZeRO stage 0 gets them."""
+
+SAME_STAGES = DUPLICATE_RULES[-1].name
+
+Progress = Callable[[int, int, str], None]
+"""Called with steps done, steps in all, and what is being done."""
+
+
+@dataclass(frozen=True)
+class PricedGrid:
+    """The strategies of a grid that may win.
+
+    Attributes:
+        grid: the grid.
+        order: number of the node order.
+        partitions: bounds of stages by model chunks and place on the axis `partition`.
+        places: [n] flat index in the grid of each strategy.
+        estimate: [n] seconds in closed form.
+        bound: [n] seconds at least.
+    """
+
+    grid: StrategyGrid
+    order: int
+    partitions: dict[tuple[int, int], StagePartition]
+    places: NDArray[np.int64]
+    estimate: Floats
+    bound: Floats
+
+    def strategy(self, index: int, problem: Problem) -> Strategy:
+        """One of them, its stage partition set."""
+        place = tuple(int(each) for each in np.unravel_index(self.places[index], self.grid.shape))
+        strategy = self.grid.strategy(place, problem)
+        if self.grid.partition[place[1]] == SOLVED:
+            bounds = self.partitions[strategy.num_model_chunks, place[1]].bounds
+            strategy = replace(strategy, stage_partition=bounds)
+        return strategy
+
+
+def price_space(
+    problem: Problem,
+    choices: Choices,
+    pricings: "Sequence[Pricing]",
+    funnel: Funnel,
+    progress: Progress | None = None,
+) -> Iterator[PricedGrid]:
+    """Price every strategy that keeps the rules, on every node order.
+
+    Args:
+        problem: what is asked.
+        choices: values of each dimension.
+        pricings: one for each node order.
+        funnel: counts what is rejected, those that cannot fit the memory among them.
+        progress: told about layouts.
+    """
+    tables = _tables(pricings, choices)
+    total = len(layouts(choices, problem.cluster.num_devices))
+    for number, found in enumerate(legal_grids(problem, choices, funnel)):
+        if progress is not None:
+            progress(number, total, "closed form")
+        different, fitting = np.zeros(found.grid.shape, dtype=bool), np.zeros(found.grid.shape, dtype=bool)
+        for order, (pricing, table) in enumerate(zip(pricings, tables, strict=True)):
+            priced, legal, fits = _price(problem, found, order, pricing, table)
+            different |= legal
+            fitting |= fits
+            if len(priced.places):
+                yield priced
+        funnel.reject(SAME_STAGES, int((found.legal & ~different).sum()))
+        funnel.reject(FITS, int((different & ~fitting).sum()))
+        funnel.reject(COARSE_SUMS, int((fitting & ~keeps_digits(found.grid, problem.precision)).sum()))
+        funnel.priced += int(different.sum())
+
+
+def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
+    """[Z] whether gradients are added up as exactly as any value of the axis does it.
+
+    DeepSpeed adds up bf16 gradients in fp32 under ZeRO 1 alone (`training/deepspeed_config.py`).
+    """
+    coarse = precision == "bf16" and 1 in grid.zero
+    return np.array([not coarse or stage == 1 for stage in grid.zero])
+
+
+def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
+    """Prices of layers for every node order; orders whose prices are made of the same share them."""
+    tables: list[OpTables] = []
+    for pricing in pricings:
+        model = pricing.cost_model
+        same = (
+            found
+            for found, other in zip(tables, pricings, strict=False)
+            if (model.efficiency, model.op_times) == (other.cost_model.efficiency, other.cost_model.op_times)
+        )
+        tables.append(next(same, None) or OpTables(model, choices.micro_batch_size))
+    return tables
+
+
+def _price(
+    problem: Problem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables
+) -> tuple[PricedGrid, Flags, Flags]:
+    """Those of a grid that may win; which differ from each other; which of those may fit the memory."""
+    grid = found.grid
+    cost_model = pricing.cost_model
+    layout = ParallelLayout(
+        data_parallel_size=grid.data_parallel_size,
+        tensor_parallel_size=grid.tensor_parallel_size,
+        pipeline_parallel_size=grid.pipeline_parallel_size,
+    )
+    groups = RankGroups(cost_model.cluster, layout)
+    partitions = _partitions(problem, found, groups, tables)
+    kind_of = {id(layer): kind for kind, layer in enumerate(tables.layers)}
+    counts: dict[tuple[int, int], StageCounts] = {
+        key: stage_counts(problem.workload, partition, grid.pipeline_parallel_size, grid.tensor_parallel_size, kind_of)
+        for key, partition in partitions.items()
+    }
+    legal = found.legal & _priceable(grid, partitions)
+    fits: Flags = grid_fits(grid, groups, pricing.memory_model, tables.layers, counts) & legal
+    if not fits.any():
+        nothing = np.zeros(0)
+        return PricedGrid(grid, order, partitions, nothing.astype(np.int64), nothing, nothing), legal, fits
+    times = grid_times(grid, groups, cost_model, tables, counts, wanted=_pairs(fits))
+    places = np.flatnonzero(fits & keeps_digits(grid, problem.precision))
+    estimate, bound = times.estimate.ravel()[places], times.bound.ravel()[places]
+    return PricedGrid(grid, order, partitions, places, estimate, bound), legal, fits
+
+
+def _pairs(flags: Flags) -> Flags:
+    """[O, P] whether any strategy with a schedule and a partition is flagged."""
+    return np.asarray(flags.any(axis=(2, 3, 4, 5, 6)))
+
+
+def _priceable(grid: StrategyGrid, partitions: dict[tuple[int, int], StagePartition]) -> Flags:
+    """[O, P, 1, ...] pairs that have a stage partition of their own."""
+    pairs = [
+        [(model_chunks, place) in partitions for place in range(len(grid.partition))] for _, model_chunks in grid.order
+    ]
+    return np.array(pairs)[:, :, None, None, None, None, None]
+
+
+def _partitions(
+    problem: Problem, legal: LegalGrid, groups: RankGroups, tables: OpTables
+) -> dict[tuple[int, int], StagePartition]:
+    """The stages of every pair of model chunks and partition rule; pairs that no legal strategy has are left out."""
+    grid = legal.grid
+    ranks = grid.pipeline_parallel_size
+    pairs = _pairs(legal.legal)
+    found: dict[tuple[int, int], StagePartition] = {}
+    times: Floats | None = None
+    for model_chunks in dict.fromkeys(model_chunks for _, model_chunks in grid.order):
+        rows = [row for row, (_, its_model_chunks) in enumerate(grid.order) if its_model_chunks == model_chunks]
+        for place, rule in enumerate(grid.partition):
+            if not pairs[rows, place].any():
+                continue
+            if rule == SOLVED:
+                if times is None:
+                    times = layer_times(problem.workload, _first_values(grid), groups, tables)
+                micro_batches = int(grid.num_micro_batches.max())
+                partition = balanced_partition(problem, times, ranks, model_chunks, micro_batches)
+                if all(
+                    partition != other
+                    for (its_model_chunks, _), other in found.items()
+                    if its_model_chunks == model_chunks
+                ):
+                    found[model_chunks, place] = partition
+            else:
+                found[model_chunks, place] = problem.partition(rule, ranks * model_chunks)
+    return found
+
+
+def _first_values(grid: StrategyGrid) -> StrategyGrid:
+    """The grid of the first values of the axes that the times of layers depend on."""
+    return replace(
+        grid,
+        micro_batch=grid.micro_batch[:1],
+        token_slices=grid.token_slices[:1],
+        recompute=grid.recompute[:1],
+        sequence_parallel=grid.sequence_parallel[:1],
+    )

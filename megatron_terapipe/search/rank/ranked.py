@@ -1,0 +1,106 @@
+"""One strategy that somebody names: can it run, and what would it cost?"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deepspeed_ext.plan.errors import PlanError
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.cost.prediction import Prediction
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.space.legal_grids import broken_rule
+from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A strategy, its price and its place.
+
+    Attributes:
+        strategy: what would be run.
+        prediction: what it would cost; None where it cannot be priced.
+        feasible: whether it would run.
+        reason: why not; None if it would.
+        rank: 1 for the best; those that would not run come last.
+        cluster_in_order: the nodes in the order that the hostfile must have, so that ranks stand where `placement`
+            puts them; None = as the cluster has them.
+        index: place in what was asked for, from 0.
+    """
+
+    strategy: Strategy
+    prediction: Prediction | None
+    feasible: bool = True
+    reason: str | None = None
+    rank: int = 0
+    cluster_in_order: Cluster | None = None
+    index: int = 0
+
+    @property
+    def sort_key(self) -> tuple[Any, ...]:
+        """Feasible before infeasible, faster before slower; of equals the one that needs less, and is simpler."""
+        strategy, prediction = self.strategy, self.prediction
+        time_s = prediction.iteration_time_s if prediction is not None else float("inf")
+        peak_bytes = prediction.peak_memory_bytes if prediction is not None else float("inf")
+        # Differences that floating point makes are none: sums of the same terms in another order.
+        return (not self.feasible, prediction is None, float(f"{time_s:.10g}"), peak_bytes, simplicity(strategy))
+
+
+def simplicity(strategy: Strategy) -> tuple[Any, ...]:
+    """Where two strategies cost the same, the smaller of these is ranked first; no two strategies share it."""
+    partition = strategy.stage_partition
+    return (
+        strategy.num_token_slices,
+        strategy.num_model_chunks,
+        strategy.tensor_parallel_size,
+        strategy.pipeline_parallel_size,
+        strategy.data_parallel_size,
+        strategy.micro_batch_size,
+        strategy.global_batch_size or 0,
+        {"none": 0, "selective": 1, "full": 2}.get(strategy.recompute, 3),
+        strategy.sequence_parallel,
+        -strategy.zero_stage,
+        strategy.schedule,
+        () if isinstance(partition, str) else partition,
+        str(partition),
+        strategy.token_slices or (),
+        strategy.placement or (),
+    )
+
+
+def without_repetitions(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
+    """The best entry of each strategy, wherever its nodes stand and however its cut is written."""
+    best: dict[Strategy, Ranked] = {}
+    for entry in sorted(entries, key=lambda entry: entry.sort_key):
+        lengths = entry.strategy.cut(seq_length).lengths
+        same = replace(entry.strategy, placement=None, token_slices=lengths)
+        best.setdefault(same, entry)
+    return list(best.values())
+
+
+def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
+    """Number entries from 1, best first. The same entries in any order give the same ranking."""
+    ordered = sorted(entries, key=lambda entry: entry.sort_key)
+    return [replace(entry, rank=rank) for rank, entry in enumerate(ordered, start=1)]
+
+
+def predict_one(strategy: Strategy, problem: Problem, pricing: Pricing, index: int = 0) -> Ranked:
+    """Hold a strategy to all rules, and price it. What cannot run has a reason, and a price where there is one.
+
+    Args:
+        strategy: any.
+        problem: model and cluster; the batch is the strategy's own.
+        pricing: on the cluster of the problem.
+        index: place in what was asked for.
+    """
+    entry = Ranked(strategy=strategy, prediction=None, index=index)
+    try:
+        reason = broken_rule(strategy, problem)
+        if reason is not None:
+            return replace(entry, feasible=False, reason=reason)
+        prediction = pricing.predict(strategy)
+        reason = pricing.why_it_does_not_fit(strategy, prediction.memory)
+    except (ConfigError, PlanError) as error:
+        return replace(entry, feasible=False, reason=str(error).removeprefix("strategy: "))
+    return replace(entry, prediction=prediction, feasible=reason is None, reason=reason)

@@ -1,0 +1,185 @@
+"""The best strategies of a space.
+
+    all --rules--> legal --bytes at least--> may fit --seconds in closed form--> may win --simulated--> ranked
+
+Those that look fastest are simulated first. What cannot be faster than the last of the ranking, by a bound that no
+schedule beats, is never simulated. If the effort does not suffice for all others, the ranking says by how much the best
+of those could still win. Nothing depends on the time of day: the same question has the same answer.
+"""
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.ops import PipelineShape
+from megatron_terapipe.search.cost.cost_model import pipeline_shape
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.rank.finalists import refined
+from megatron_terapipe.search.rank.grid_prices import FITS, PricedGrid, Progress, price_space
+from megatron_terapipe.search.rank.placement import node_orders, placement_of
+from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order, without_repetitions
+from megatron_terapipe.search.space.choices import Choices
+from megatron_terapipe.search.space.legal_grids import Funnel
+from megatron_terapipe.search.space.problem import Problem
+
+Floats = NDArray[np.float64]
+
+MOST_STRATEGIES = 150
+"""Strategies that are simulated with effort 1."""
+
+MOST_OPS = 400_000
+"""Ops of new schedules that are generated with effort 1; one takes some microseconds."""
+
+OPS_OF_ONE = 8_000
+"""Ops of a schedule that are generated at most: `cost.playing` extrapolates the rest."""
+
+ROUNDING = 1e-9
+"""Relative difference below which two times are the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """The answer to a problem.
+
+    Attributes:
+        entries: the best strategies, best first.
+        funnel: how many were rejected, by reason.
+        proven: whether nothing that the space holds can be faster than the winner, under this model.
+        could_save: share of the winner's time that the most promising strategy left out could save at most.
+        refused: strategies that looked good in closed form and need too much memory on their schedule, a few.
+    """
+
+    entries: tuple[Ranked, ...]
+    funnel: Funnel
+    proven: bool
+    could_save: float
+    refused: tuple[Ranked, ...] = ()
+
+
+def search(
+    problem: Problem,
+    choices: Choices,
+    pricing_on: Callable[[Cluster], Pricing],
+    *,
+    top: int = 10,
+    effort: float = 1.0,
+    refine: bool = True,
+    progress: Progress | None = None,
+) -> SearchResult:
+    """Find the best strategies.
+
+    Args:
+        problem: what is asked.
+        choices: values of each dimension.
+        pricing_on: prices strategies on the cluster's nodes in another order.
+        top: how many strategies to return.
+        effort: how much is simulated, in some seconds of one core.
+        refine: whether token slices, stages and nodes of the best are solved for.
+        progress: told what is being done.
+    """
+    funnel = Funnel()
+    pricings = [pricing_on(cluster) for cluster in node_orders(problem.cluster)]
+    grids = list(price_space(problem, choices, pricings, funnel, progress))
+    contest = _Contest(problem, pricings, grids, funnel, top)
+    contest.simulate(effort, progress)
+    entries = contest.ranked
+    if refine and entries:
+        entries = [*entries, *refined(entries, problem, choices, pricing_on, top=top, effort=effort, progress=progress)]
+    ordered = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))[:top]
+    left = contest.lowest_bound_left
+    best_s = ordered[0].prediction.iteration_time_s if ordered and ordered[0].prediction else np.inf
+    could_save = max(0.0, 1 - left / best_s) if ordered and np.isfinite(left) else 0.0
+    return SearchResult(
+        entries=tuple(_in_hostfile_order(entry, problem.cluster) for entry in ordered),
+        funnel=funnel,
+        proven=could_save <= ROUNDING,
+        could_save=could_save,
+        refused=tuple(contest.refused),
+    )
+
+
+class _Contest:
+    """Simulates strategies until none that is left can be among the best."""
+
+    def __init__(
+        self, problem: Problem, pricings: list[Pricing], grids: list[PricedGrid], funnel: Funnel, top: int
+    ) -> None:
+        self._problem, self._pricings, self._blocks = problem, pricings, grids
+        self._funnel, self._top = funnel, top
+        self._shapes: set[tuple[str, PipelineShape]] = set()
+        self._ops_left = 0.0
+        self.ranked: list[Ranked] = []
+        self.refused: list[Ranked] = []
+        self._times_s: list[float] = []
+        self._to_beat_s = np.inf
+        """Seconds that a strategy must stay below to be among the best."""
+        self.lowest_bound_left = np.inf
+        """Seconds that no strategy left out goes below."""
+
+    def simulate(self, effort: float, progress: Progress | None) -> None:
+        """Simulate, those that look fastest first, as long as some may be among the best and effort is left."""
+        if not self._blocks:
+            return
+        estimate = np.concatenate([grid.estimate for grid in self._blocks])
+        bound = np.concatenate([grid.bound for grid in self._blocks])
+        owner = np.repeat(np.arange(len(self._blocks)), [len(grid.places) for grid in self._blocks])
+        first = np.cumsum([0, *(len(grid.places) for grid in self._blocks)])
+        most, self._ops_left = max(int(MOST_STRATEGIES * effort), self._top), MOST_OPS * effort
+        done = 0
+        for index in self._by_estimate(estimate).tolist():
+            if bound[index] >= self._to_beat_s * (1 - ROUNDING):
+                continue
+            if done >= most or (self._ops_left <= 0 and len(self.ranked) >= self._top):
+                self.lowest_bound_left = min(self.lowest_bound_left, float(bound[index]))
+                continue
+            if progress is not None:
+                progress(min(done, most), most, "simulated")
+            done += 1
+            self._play(self._blocks[owner[index]], int(index - first[owner[index]]))
+
+    def _by_estimate(self, estimate: Floats) -> NDArray[np.int64]:
+        """Indices, smallest first; equal ones in the order of the space."""
+        return np.argsort(np.round(estimate / estimate.min(), 10), kind="stable")
+
+    def _play(self, grid: PricedGrid, index: int) -> None:
+        strategy = grid.strategy(index, self._problem)
+        pricing = self._pricings[grid.order]
+        memory = pricing.memory_model.predict(strategy)
+        reason = pricing.why_it_does_not_fit(strategy, memory)
+        if reason is not None:
+            self._funnel.reject(FITS, 1)
+            if len(self.refused) < self._top:
+                self.refused.append(Ranked(strategy=strategy, prediction=None, feasible=False, reason=reason))
+            return
+        key = (strategy.schedule, pipeline_shape(strategy))
+        if key not in self._shapes:
+            self._shapes.add(key)
+            shape = key[1]
+            self._ops_left -= min(2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices, OPS_OF_ONE)
+        self._funnel.simulated += 1
+        prediction = pricing.predict(strategy)
+        self.ranked.append(
+            Ranked(
+                strategy=strategy,
+                prediction=prediction,
+                cluster_in_order=pricing.cluster,
+            )
+        )
+        insort(self._times_s, prediction.iteration_time_s)
+        if len(self._times_s) >= self._top:
+            self._to_beat_s = self._times_s[self._top - 1]
+
+
+def _in_hostfile_order(entry: Ranked, cluster: Cluster) -> Ranked:
+    """The same with its placement in the cluster that was asked about."""
+    ordered = entry.cluster_in_order
+    if ordered is None:
+        return entry
+    placement = placement_of(ordered, cluster, entry.strategy.world_size)
+    if placement is None:
+        return replace(entry, cluster_in_order=None)
+    return replace(entry, strategy=replace(entry.strategy, placement=placement))

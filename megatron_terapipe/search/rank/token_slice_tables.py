@@ -1,0 +1,139 @@
+"""Times of every token slice there can be, looked up in tables: solvers ask for thousands of cuts."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspeed_ext.plan.optimise.problem import Numbers
+from deepspeed_ext.plan.solve.grid import Grid
+from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel, topology_at
+from megatron_terapipe.search.cost.stage_ops import layer_ops
+from megatron_terapipe.strategy import Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class TabulatedCosts:
+    """Times of token slices whose bounds are points of a grid; a `TokenSliceCosts`. Make it with `of`.
+
+    Attributes:
+        table: [3, U, points, points] seconds of F, BI and BW of a stage of each of U kinds, from point to point.
+        kind_of_stage: [stages] which kind each stage is.
+        sending: [2, stages, 2] seconds by which messages make F and B longer: fixed, and by token.
+        index: [seq_length + 1] number of the point at each position.
+    """
+
+    table: Numbers
+    kind_of_stage: NDArray[np.int64]
+    sending: Numbers
+    index: NDArray[np.int64]
+
+    def __call__(self, stages: Sequence[int], starts: Numbers, ends: Numbers) -> Numbers:
+        """See `TokenSliceCosts`: [3, stages, *shape of starts]."""
+        which = np.asarray(stages, np.int64)
+        kinds = self.kind_of_stage[which].reshape(-1, *(1,) * np.ndim(starts))
+        times = self.table[:, kinds, self.index[starts], self.index[ends]]
+        fixed, by_token = np.moveaxis(self.sending[:, which], -1, 0).reshape(2, 2, -1, *(1,) * np.ndim(starts))
+        times[:2] += fixed + by_token * (np.asarray(ends) - starts)
+        return times
+
+    def busiest_and_others(self, num_ranks: int) -> "TabulatedCosts":
+        """Two stages that stand for a pipeline: that of its busiest rank, and the mean of all others.
+
+        A rank with several model chunks has the mean of their times.
+        """
+        of_rank = np.arange(len(self.kind_of_stage)) % num_ranks
+        model_chunks = len(of_rank) // num_ranks
+        shares = np.zeros((num_ranks, self.table.shape[1]))
+        np.add.at(shares, (of_rank, self.kind_of_stage), 1 / model_chunks)
+        sending = self.sending.reshape(2, model_chunks, num_ranks, 2).mean(axis=1)
+        whole = shares @ self.table[:, :, 0, -1].sum(axis=0) + (sending @ [1, len(self.index) - 1]).sum(axis=0)
+        busiest = np.arange(num_ranks) == whole.argmax()
+        others = ~busiest if num_ranks > 1 else busiest
+        weights = np.stack([shares[ranks].mean(axis=0) for ranks in (busiest, others)])
+        table = np.einsum("uk,tkse->tuse", weights, self.table)
+        joined = np.stack([sending[:, ranks].mean(axis=1) for ranks in (busiest, others)], axis=1)
+        return TabulatedCosts(table, np.arange(2), joined, self.index)
+
+    @classmethod
+    def of(cls, cost_model: CostModel, strategy: Strategy, grid: Grid) -> "TabulatedCosts":
+        """Ask a cost model for all times at once.
+
+        Raises:
+            ConfigError: if the strategy does not fit the cluster or the model.
+        """
+        points = grid.points
+        first, last = np.triu_indices(len(points), 1)
+        whole = cls._kinds(cost_model, strategy, points[first], points[last])
+        table = np.zeros((3, len(whole.times), len(points), len(points)))
+        table[:, :, first, last] = np.array(whole.times).swapaxes(0, 1)
+        index = np.searchsorted(points, np.arange(grid.seq_length + 1))
+        silent = np.zeros((2, len(whole.kind_of_stage), 2))
+        costs = cls(table, np.array(whole.kind_of_stage), silent, index)
+        if cost_model.software.overlaps_transfers or len(whole.kind_of_stage) == 1 or len(points) < 3:
+            return costs
+        return replace(costs, sending=_sending(cost_model, strategy, costs, points))
+
+    @staticmethod
+    def _kinds(cost_model: CostModel, strategy: Strategy, starts: Numbers, ends: Numbers) -> "_StageKinds":
+        """Times of each kind of stage: those with the same layers, devices and links have the same."""
+        workload, groups = cost_model.workload, cost_model.groups(strategy)
+        split = strategy.schedule in SPLIT_SCHEDULES
+        numbers: dict[object, int] = {}
+        found = _StageKinds([], [])
+        for stage, layers in enumerate(cost_model.stage_layers(strategy)):
+            rank = stage % strategy.pipeline_parallel_size
+            topology, devices = topology_at(groups.tensor, rank), tuple(dict.fromkeys(groups.devices[rank]))
+            by_id = {id(workload.layers[index]): workload.layers[index] for index in layers}
+            counts = Counter(id(workload.layers[index]) for index in layers)
+            key = (frozenset(counts.items()), topology, devices)
+            if key not in numbers:
+                numbers[key] = len(found.times)
+                per_device = []
+                for device in devices:
+                    times = np.zeros((3, len(starts)))
+                    for one, layer in by_id.items():
+                        ops = layer_ops(
+                            layer,
+                            device,
+                            cost_model.op_times,
+                            cost_model.efficiency,
+                            topology,
+                            tensor_parallel_size=float(strategy.tensor_parallel_size),
+                            micro_batch_size=float(strategy.micro_batch_size),
+                            start=starts * (layer.tokens / workload.seq_length),
+                            end=ends * (layer.tokens / workload.seq_length),
+                            recompute=strategy.recompute,
+                            sequence_parallel=strategy.sequence_parallel,
+                            element_bytes=cost_model.element_bytes,
+                        )
+                        times[0] += counts[one] * ops.forward
+                        times[1] += counts[one] * (ops.input_gradient if split else ops.backward)
+                        times[2] += counts[one] * ops.weight_gradient if split else 0.0
+                    per_device.append(times)
+                # Ranks of one stage wait for the slowest of them.
+                found.times.append(np.max(per_device, axis=0))
+            found.kind_of_stage.append(numbers[key])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _StageKinds:
+    """Times [3, token slices] of each kind of stage, and the kind of each stage."""
+
+    times: list[Numbers]
+    kind_of_stage: list[int]
+
+
+def _sending(cost_model: CostModel, strategy: Strategy, costs: TabulatedCosts, points: Numbers) -> Numbers:
+    """By how much messages that block make ops longer: a straight line in the tokens, which two lengths tell."""
+    longer = []
+    short, whole = int(points[1]), int(points[-1])
+    for cut in ((whole,), (short, whole - short)):
+        priced = cost_model.pipeline_costs(replace(strategy, num_token_slices=len(cut), token_slices=cut))
+        ops = costs(range(len(costs.kind_of_stage)), np.zeros(1, np.int64), np.array(cut[:1]))
+        longer.append(np.array([priced.forward, priced.backward])[..., 0] - ops[:2, :, 0])
+    by_token = (longer[0] - longer[1]) / (whole - short)
+    return np.stack([longer[1] - by_token * short, by_token], axis=-1)

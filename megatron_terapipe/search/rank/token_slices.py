@@ -1,0 +1,310 @@
+"""How many token slices, and how long: the split with the shortest predicted iteration under the schedule that runs.
+
+    all numbers --gpipe's formula--> a few --simulated--> the best two --searched--> all of the few --priced--> the best
+
+For each number of token slices balanced cuts and the formula of gpipe say about what it is worth. Of the most promising
+numbers gpipe's exact cut (`token_slices_joint`) is simulated with the schedule that runs, and the best of those are
+searched further: tokens move between token slices as long as the simulated step gets shorter
+(`plan.solve.token_slices`). What is found is priced by the cost model like any other strategy. The answer depends on
+the arguments alone, not on time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import Schedule, schedule_named
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.solve.evaluation import FixedSchedule
+from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
+from deepspeed_ext.plan.solve.token_slices import search_cuts
+from megatron_terapipe.config.balance import granularity_of
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.cost.cost_model import CostModel, pipeline_shape
+from megatron_terapipe.search.rank.joint_token_slices import JointCut, JointProblem
+from megatron_terapipe.search.rank.token_slice_tables import TabulatedCosts
+from megatron_terapipe.strategy import Strategy
+
+MOST_OPS = 4_000
+"""Ops that are played for each cut: less than a tenth of a millisecond."""
+
+
+class ExtrapolatedSchedule:
+    """Judges cuts by one schedule; a `plan.solve.evaluation.Evaluation`.
+
+    Once the pipeline is full each further round of micro-batches takes as long as the one before, so that the makespan
+    of many is on the straight line through those of two smaller numbers.
+
+    Attributes:
+        num_ops: ops that were played so far.
+    """
+
+    def __init__(
+        self, schedule: Schedule, shape: PipelineShape, costs: TokenSliceCosts, transfer: float | TransferCosts
+    ) -> None:
+        """Prepare.
+
+        Args:
+            schedule: that runs.
+            shape: of the pipeline.
+            costs: times of token slices.
+            transfer: as `OpCosts.transfer`.
+
+        Raises:
+            PlanError: if the schedule does not take the shape.
+        """
+        ranks, wanted = shape.num_ranks, shape.num_micro_batches
+        ops_each = 2 * shape.num_stages * shape.num_token_slices
+        fewest = max(2 * ranks, MOST_OPS // ops_each // ranks * ranks) + wanted % ranks
+        played = (wanted,) if wanted <= fewest + ranks else (fewest, fewest + ranks)
+        self.num_ops = 0
+        self._rest = (wanted - played[-1]) / ranks
+        self._parts = [
+            FixedSchedule(schedule, replace(shape, num_micro_batches=number), costs, transfer=transfer)
+            for number in played
+        ]
+
+    def __call__(self, cut: TokenSlices) -> float:
+        """Makespan with a cut, in seconds."""
+        first, *more = (part(cut) for part in self._parts)
+        self.num_ops = sum(part.num_ops for part in self._parts)
+        return first if not more else more[0] + self._rest * (more[0] - first)
+
+    def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
+        """Judge by other costs from now on."""
+        for part in self._parts:
+            part.change_costs(token_slice_costs)
+
+    def adapt(self, cut: TokenSlices) -> None:
+        """There is one order only."""
+
+
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128)
+"""Numbers of token slices that are tried where none are asked for."""
+
+MOST_POINTS = 256
+"""Places to cut at, at most: lengths are multiples of more tokens in longer sequences."""
+
+NUM_SIMULATED = 4
+"""Numbers of token slices, beside 1, that are simulated and priced where none are asked for."""
+
+NUM_SEARCHED = 2
+"""Numbers of token slices that are searched further; the others keep the better of two cuts."""
+
+EFFORT = 0.04
+"""Of each of those searches, in that of `plan.solve.token_slices`."""
+
+SKETCHED = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75)
+"""Shares of attention that cuts are balanced for, to see about what a number of token slices is worth."""
+
+TOLERANCE = 0.01
+"""How far gpipe's cut may be from the best for gpipe, relative: it is where the search begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class PricedCut:
+    """A cut and what an iteration takes with it.
+
+    Attributes:
+        token_slices: lengths in tokens.
+        iteration_time_s: seconds, predicted.
+    """
+
+    token_slices: tuple[int, ...]
+    iteration_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedCut:
+    """The best cut.
+
+    Attributes:
+        token_slices: lengths in tokens.
+        iteration_time_s: seconds, predicted.
+        alternatives: a good cut of each number of token slices that was priced, the fewest first; the best among them.
+    """
+
+    token_slices: tuple[int, ...]
+    iteration_time_s: float
+    alternatives: tuple[PricedCut, ...]
+
+
+def solve_cut(
+    cost_model: CostModel,
+    strategy: Strategy,
+    *,
+    counts: Sequence[int] | None = None,
+    granularity: int | None = None,
+) -> SolvedCut:
+    """Find the cut for a strategy; token slices that it has already do not matter.
+
+    Args:
+        cost_model: of the workload and the cluster.
+        strategy: all the rest of it.
+        counts: numbers of token slices to price, every one of them; None = 1, the most promising of `COUNTS`, and
+            those beside the best. Numbers that the sequence or the schedule has no room for are left out.
+        granularity: lengths are multiples of this; None = as the trainer's own cuts: of 16 tokens where token slices
+            are long, and of the tensor-parallel size if ranks share tokens.
+
+    Raises:
+        ConfigError: if no number of token slices is possible, or the strategy does not fit the model or the cluster.
+    """
+    solver = _Solver(cost_model, strategy, granularity)
+    wanted = COUNTS if counts is None else sorted(set(counts))
+    if not cost_model.workload.can_cut_tokens:
+        wanted = [count for count in wanted if count == 1]
+    if counts is None:
+        sketched = {count: time_s for count in wanted if (time_s := solver.sketched_s(count)) is not None}
+        wanted = sorted({1} | set(sorted(sketched, key=sketched.__getitem__)[:NUM_SIMULATED]))
+    found = solver.simulated(wanted)
+    if not found:
+        raise ConfigError(
+            f"strategy: a sequence of {cost_model.workload.seq_length} tokens cannot be cut into "
+            f"{' or '.join(map(str, wanted))} token slices with schedule {strategy.schedule!r}{solver.refusal}: "
+            "ask for another number"
+        )
+    for count in _most_promising(found)[:NUM_SEARCHED]:
+        found[count] = solver.searched(count, found[count])
+    if counts is None and (best := _most_promising(found)):
+        beside = [count for count in (best[0] - 1, best[0] + 1) if count > 1 and count not in found]
+        for count, predict_one in solver.simulated(beside).items():
+            found[count] = solver.searched(count, predict_one)
+    priced = [solver.priced(found[count].cut) for count in sorted(found)]
+    best_cut = min(priced, key=lambda cut: cut.iteration_time_s)
+    return SolvedCut(best_cut.token_slices, best_cut.iteration_time_s, tuple(priced))
+
+
+def solve_batch(
+    cost_model: CostModel,
+    strategy: Strategy,
+    *,
+    sizes: Sequence[int],
+    equal_sizes: bool = False,
+    granularity: int = 8,
+) -> JointCut:
+    """Run TeraPipe's joint program: micro-batches and token slices of one pipeline's batch, for gpipe.
+
+    Args:
+        cost_model: of the workload and the cluster.
+        strategy: all the rest of it.
+        sizes: of micro-batches to try.
+        equal_sizes: whether all micro-batches have one size, as the trainer runs them.
+        granularity: lengths are multiples of this.
+
+    Raises:
+        ConfigError: if the strategy does not fit the model or the cluster.
+        PlanError: if the sizes cannot fill the batch, or there are too many places to cut at.
+    """
+    grid = Grid(cost_model.workload.seq_length, granularity, granularity)
+    ranks = strategy.pipeline_parallel_size
+    costs = {}
+    for size in sizes:
+        of_size = replace(strategy, micro_batch_size=size, global_batch_size=None)
+        costs[size] = TabulatedCosts.of(cost_model, of_size, grid).busiest_and_others(ranks)
+    batch_size = strategy.num_micro_batches * strategy.micro_batch_size
+    return JointProblem.of(costs, grid, batch_size, 2, ranks - 1).solve(equal_sizes=equal_sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A cut and its makespan."""
+
+    cut: TokenSlices
+    makespan: float
+
+
+def _most_promising(found: Mapping[int, _Judged]) -> list[int]:
+    """Numbers of token slices that leave lengths to choose, the best first."""
+    return sorted((count for count in found if count > 1), key=lambda count: found[count].makespan)
+
+
+class _Solver:
+    """Cuts for one strategy; keeps tables of times."""
+
+    def __init__(self, cost_model: CostModel, strategy: Strategy, granularity: int | None) -> None:
+        self._cost_model, self._strategy = cost_model, strategy
+        self._granularity = granularity
+        self._schedule = schedule_named(strategy.schedule)
+        self._costs: dict[Grid, TabulatedCosts] = {}
+        self._problems: dict[Grid, JointProblem] = {}
+        self._evaluations: dict[int, ExtrapolatedSchedule] = {}
+        self.refusal = ""
+
+    def sketched_s(self, count: int) -> float | None:
+        """About the makespan of the best cut; None if so many token slices do not fit."""
+        grid = self._grid(count)
+        try:
+            cuts = {grid.balanced(count, attention) for attention in SKETCHED}
+        except PlanError as error:
+            self.refusal = f" ({error})"
+            return None
+        problem = self._problem(grid)
+        return min(problem.time_s(1, cut) for cut in cuts)
+
+    def simulated(self, counts: Sequence[int]) -> dict[int, _Judged]:
+        """The better of equal lengths and gpipe's best, for each number that the sequence and the schedule allow."""
+        found = {}
+        for count in counts:
+            grid = self._grid(count)
+            try:
+                cuts = {TokenSlices.uniform(grid.seq_length, count, granularity=grid.granularity)}
+                cuts.add(self._for_gpipe(count))
+                evaluation = self._evaluation(count)
+            except PlanError as error:
+                self.refusal = f" ({error})"
+                continue
+            predict_one = (_Judged(cut, evaluation(cut)) for cut in sorted(cuts, key=str))
+            found[count] = min(predict_one, key=lambda one: one.makespan)
+        return found
+
+    def searched(self, count: int, simulated: _Judged) -> _Judged:
+        """The best of a search; never worse than what is known."""
+        solved = search_cuts(self._grid(count), count, self._evaluation(count), EFFORT)
+        return min(simulated, _Judged(solved.cut, solved.makespan), key=lambda predict_one: predict_one.makespan)
+
+    def priced(self, cut: TokenSlices) -> PricedCut:
+        """With all that an iteration takes."""
+        strategy = replace(self._strategy, num_token_slices=len(cut), token_slices=cut.lengths)
+        return PricedCut(cut.lengths, self._cost_model.predict_time(strategy).iteration_time_s)
+
+    def _grid(self, count: int) -> Grid:
+        """Where the trainer cuts, or fewer places."""
+        seq_length, strategy = self._cost_model.workload.seq_length, self._strategy
+        needed = strategy.tensor_parallel_size if strategy.sequence_parallel else 1
+        step = self._granularity or granularity_of(seq_length, count, needed)
+        times = min(-(-seq_length // (step * MOST_POINTS)), seq_length // (4 * count * step))
+        step *= max(times, 1)
+        return Grid(seq_length, step, step)
+
+    def _evaluation(self, count: int) -> ExtrapolatedSchedule:
+        if count not in self._evaluations:
+            shape = pipeline_shape(replace(self._strategy, num_token_slices=count, token_slices=None))
+            whole = replace(self._strategy, num_token_slices=1, token_slices=None)
+            transfer = self._cost_model.pipeline_costs(whole).transfer
+            costs = self._tabulated(self._grid(count))
+            self._evaluations[count] = ExtrapolatedSchedule(self._schedule, shape, costs, transfer)
+        return self._evaluations[count]
+
+    def _tabulated(self, grid: Grid) -> TabulatedCosts:
+        if grid not in self._costs:
+            self._costs[grid] = TabulatedCosts.of(self._cost_model, self._strategy, grid)
+        return self._costs[grid]
+
+    def _problem(self, grid: Grid) -> JointProblem:
+        if grid not in self._problems:
+            strategy = self._strategy
+            # A rank with several model chunks passes every micro-batch as often.
+            passes = strategy.num_micro_batches * strategy.num_model_chunks
+            ranks = strategy.pipeline_parallel_size
+            costs = self._tabulated(grid).busiest_and_others(ranks)
+            self._problems[grid] = JointProblem.of({1: costs}, grid, passes, 2, ranks - 1)
+        return self._problems[grid]
+
+    def _for_gpipe(self, count: int) -> TokenSlices:
+        grid = self._grid(count)
+        grid.check_count(count)
+        solved = self._problem(grid).solve(count, equal_sizes=True, tolerance=TOLERANCE)
+        return solved.micro_batches[0][1]

@@ -1,1 +1,0 @@
-"""Solvers inside the search: layers of the stages, token slices, and the order of nodes."""

@@ -1,0 +1,144 @@
+"""Goes through the space, layout by layout, and leaves out what rules reject."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.space.choices import Choices
+from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
+from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.rules import TRAINER_RULES, Rule
+from megatron_terapipe.search.space.strategy_grid import AXES, StrategyGrid
+from megatron_terapipe.strategy import Strategy
+
+
+@dataclass
+class Funnel:
+    """Counts of a search, in the order in which strategies fall out of it.
+
+    Attributes:
+        total: strategies of the whole space.
+        rejected: how many each rule was the first to reject, by its name.
+        priced: strategies that kept all rules and were priced in closed form.
+        simulated: strategies that were priced on their schedule.
+    """
+
+    total: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    priced: int = 0
+    simulated: int = 0
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Say in which order rules are to be listed."""
+        for name in names:
+            self.rejected.setdefault(name, 0)
+
+    def reject(self, name: str, number: int) -> None:
+        """Count strategies that a rule rejects."""
+        if number:
+            self.rejected[name] += number
+
+    @property
+    def num_rejected(self) -> int:
+        """All that were rejected."""
+        return sum(self.rejected.values())
+
+    def lines(self) -> list[tuple[str, int]]:
+        """What to print: a label and a count a line."""
+        return [
+            ("strategies of the space", self.total),
+            *((f"  rejected: {name}", -number) for name, number in self.rejected.items() if number),
+            ("feasible", self.total - self.num_rejected),
+            ("priced on their schedule", self.simulated),
+        ]
+
+
+RULES: tuple[Rule, ...] = (*TRAINER_RULES, *DUPLICATE_RULES)
+
+USES_DEVICES = "parallel sizes multiply to the devices"
+
+
+@dataclass(frozen=True)
+class LegalGrid:
+    """A grid, and which of its strategies keep all rules.
+
+    Attributes:
+        grid: the grid; values that no strategy can have are gone from its axes.
+        legal: [grid] whether a strategy keeps the rules.
+    """
+
+    grid: StrategyGrid
+    legal: NDArray[np.bool_]
+
+
+def layouts(choices: Choices, num_devices: int) -> list[tuple[int, int, int]]:
+    """Data-, tensor- and pipeline-parallel sizes that use all devices; data-parallel size 0 where none does."""
+    found = []
+    for tensor in choices.tensor_parallel_size:
+        for pipeline in choices.pipeline_parallel_size:
+            data, rest = divmod(num_devices, tensor * pipeline)
+            found.append((0 if rest else data, tensor, pipeline))
+    if choices.data_parallel_size is not None:
+        found = [sizes for sizes in found if sizes[0] in choices.data_parallel_size]
+    return found
+
+
+def legal_grids(problem: Problem, choices: Choices, funnel: Funnel) -> Iterator[LegalGrid]:
+    """The strategies of the space that keep all rules, a grid for each layout.
+
+    Args:
+        problem: what is asked.
+        choices: values of each dimension.
+        funnel: counts what is rejected.
+    """
+    funnel.expect((USES_DEVICES, *(rule.name for rule in RULES)))
+    for sizes in layouts(choices, problem.cluster.num_devices):
+        funnel.total += choices.per_layout
+        if not sizes[0]:
+            funnel.reject(USES_DEVICES, choices.per_layout)
+            continue
+        found = _legal(StrategyGrid.of_choices(choices, sizes, problem.global_batch_size), problem, funnel)
+        if found is not None:
+            yield found
+
+
+def _legal(grid: StrategyGrid, problem: Problem, funnel: Funnel) -> LegalGrid | None:
+    """What is left of a grid."""
+    legal: NDArray[np.bool_] | None = None
+    for rule in RULES:
+        holds = rule.holds(grid, problem)
+        axes = [axis for axis, length in enumerate(holds.shape) if length > 1]
+        if legal is None and len(axes) <= 1:
+            # About one axis at most: drop its values, so that what follows is smaller.
+            axis = AXES[axes[0]] if axes else AXES[0]
+            kept = holds.ravel() if axes else np.full(grid.shape[0], holds.all())
+            smaller = grid.keep(axis, kept)
+            funnel.reject(rule.name, grid.size - smaller.size)
+            grid = smaller
+            if not grid.size:
+                return None
+            continue
+        before = np.ones(grid.shape, dtype=bool) if legal is None else legal
+        legal = before & holds
+        funnel.reject(rule.name, int(before.sum()) - int(legal.sum()))
+    if legal is None:
+        legal = np.ones(grid.shape, dtype=bool)
+    return LegalGrid(grid, legal) if legal.any() else None
+
+
+def broken_rule(strategy: Strategy, problem: Problem, rules: Sequence[Rule] = TRAINER_RULES) -> str | None:
+    """Why a strategy cannot be run; None if it can.
+
+    Args:
+        strategy: any.
+        problem: model and cluster; the batch is the strategy's own.
+        rules: rules to hold it to, in order.
+    """
+    grid = StrategyGrid.of_strategy(strategy)
+    for rule in rules:
+        if not rule.holds(grid, problem).all():
+            return rule.reason(grid, problem)
+    return None

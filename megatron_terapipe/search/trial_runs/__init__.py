@@ -1,1 +1,0 @@
-"""Runs strategies for real, a few iterations each, and keeps what came of them."""

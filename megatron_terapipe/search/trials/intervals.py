@@ -1,0 +1,188 @@
+"""How far off a prediction may be: intervals that hold a stated share of measurements, honestly.
+
+A prediction is uncertain for two reasons. The constants are known only so well: with slopes J of log(time) and the
+covariance C of their logarithms that is a variance J C J'. And right constants leave a residual. Both together are the
+scale of a strategy, larger the less it resembles what was measured.
+
+How many scales wide an interval must be, the trials themselves say (conformal prediction: Vovk, Gammerman and Shafer,
+Algorithmic Learning in a Random World, 2005, chapter 2; scaled residuals: Lei et al., arXiv 1604.04173 section 5.2):
+each group of trials is predicted by a fit that has not seen it, and the multiplier is the quantile of |error| / scale.
+The fit without a group is not run again but taken from the fit with it, which is exact for linear models:
+
+    r(-g) = (I - H_gg)^-1 r_g        H = J (J'J + s^2 W^-2)^-1 J'
+
+with the residuals r, their standard deviation s and the widths W of the prior.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, exp, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.op_times.hardware_efficiency import PRIOR_WIDTH
+from megatron_terapipe.search.trials.fit import NOISE, FittedEfficiency
+from megatron_terapipe.search.trials.sample import Sample, sample_sensitivities
+
+Floats = NDArray[np.float64]
+
+COVERAGE = 0.9
+"""Share of measurements that shall be inside."""
+
+PRIOR_RESIDUAL_SD = 0.12
+"""Standard deviation of log(measured / predicted) where nothing was calibrated, beside what the prior of the constants
+says: about what the default efficiency leaves on the published trials (docs/benchmarks)."""
+
+PRIOR_TRIALS = 4
+"""Trials that the expected residual of a fit weighs as much as: few trials may agree with a fit by chance."""
+
+NORMAL = 1.645
+"""Standard deviations of a normal distribution that hold 90 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """Intervals of predicted times.
+
+    Attributes:
+        coverage: share of measurements that shall be inside.
+        multiplier: half the width of an interval, in scales.
+        residual_sd: standard deviation of log(measured / predicted) that right constants leave.
+        covariance: [p, p] of the logarithms of the constants.
+        parameter_names: the p constants.
+    """
+
+    coverage: float
+    multiplier: float
+    residual_sd: float
+    covariance: Floats
+    parameter_names: tuple[str, ...]
+
+    def half_width(self, slopes: Floats) -> Floats:
+        """Half the width of log(time).
+
+        Args:
+            slopes: [n, p] of the strategies, from `sensitivities`.
+
+        Returns:
+            [n], so that time / exp(width) to time * exp(width) is the interval.
+        """
+        return self.multiplier * _scale(self.residual_sd, self.covariance, slopes)
+
+    def interval_s(self, time_s: float, slopes: Floats) -> tuple[float, float]:
+        """Shortest and longest seconds of one strategy, whose slopes are [1, p]."""
+        factor = exp(float(self.half_width(slopes)[0]))
+        return time_s / factor, time_s * factor
+
+
+def uncalibrated(prior_width: Mapping[str, float] = PRIOR_WIDTH) -> Intervals:
+    """Intervals before any trial was seen: as wide as the prior of the constants is."""
+    names = tuple(prior_width)
+    return Intervals(
+        coverage=COVERAGE,
+        multiplier=NORMAL,
+        residual_sd=PRIOR_RESIDUAL_SD,
+        covariance=np.diag([prior_width[name] ** 2 for name in names]),
+        parameter_names=names,
+    )
+
+
+def conformal(fitted: FittedEfficiency, sample: Sample, errors: Floats, coverage: float = COVERAGE) -> Intervals:
+    """Intervals from the trials that efficiency was fitted to.
+
+    Args:
+        fitted: the fit.
+        sample: its n trials.
+        errors: [n] log(predicted / measured) of the fit.
+        coverage: share of measurements that shall be inside.
+    """
+    names = fitted.parameter_names
+    seen = ~sample.cut_off
+    if not seen.any():
+        return uncalibrated()
+    slopes = sample_sensitivities(sample, fitted.efficiency, names)[seen]
+    groups = [(one.source, one.group) for one, used in zip(sample.trials, seen, strict=True) if used]
+    widths = np.array([PRIOR_WIDTH.get(name, 1.0) for name in names])
+    measured = len(slopes)
+    spread = sqrt((measured * fitted.residual_sd**2 + PRIOR_TRIALS * NOISE**2) / (measured + PRIOR_TRIALS))
+    unseen = errors_without_own_group(errors[seen], slopes, groups, spread, widths)
+    scores = np.abs(unseen) / _scale(spread, fitted.covariance, slopes)
+    return Intervals(
+        coverage=coverage,
+        multiplier=conformal_quantile(scores, coverage),
+        residual_sd=spread,
+        covariance=fitted.covariance,
+        parameter_names=names,
+    )
+
+
+def intervals_left_out(
+    errors: Floats, slopes: Floats, prior_width: Mapping[str, float], noise: float = NOISE, coverage: float = COVERAGE
+) -> Intervals:
+    """Intervals from a fit of n trials with a time, each predicted as if the fit had not seen it.
+
+    Args:
+        errors: [n] log(predicted / measured) of the fit.
+        slopes: [n, p].
+        prior_width: the p constants, and the standard deviation of their logarithms before.
+        noise: standard deviation of log(measured / predicted) that was expected.
+        coverage: share of measurements that shall be inside.
+    """
+    widths = np.array([*prior_width.values()])
+    count, prior = len(errors), np.diag(widths**-2.0)
+    # Of every constant the trials determine a part, and the prior the rest.
+    share = np.linalg.inv(slopes.T @ slopes / noise**2 + prior) @ prior
+    freedom = max(count - (len(widths) - float(np.trace(share))), 1.0)
+    spread = sqrt((count / freedom * float(np.sum(errors**2)) + PRIOR_TRIALS * noise**2) / (count + PRIOR_TRIALS))
+    covariance: Floats = np.linalg.inv(slopes.T @ slopes / spread**2 + prior).astype(np.float64)
+    unseen = errors_without_own_group(errors, slopes, range(count), spread, widths)
+    return Intervals(
+        coverage=coverage,
+        multiplier=conformal_quantile(np.abs(unseen) / _scale(spread, covariance, slopes), coverage),
+        residual_sd=spread,
+        covariance=covariance,
+        parameter_names=tuple(prior_width),
+    )
+
+
+def errors_without_own_group(
+    errors: Floats, slopes: Floats, groups: Sequence[object], residual_sd: float, widths: Floats
+) -> Floats:
+    """Errors that each trial would have, had the fit not seen its group: [n].
+
+    Args:
+        errors: [n] of the fit of all.
+        slopes: [n, p].
+        groups: of each trial.
+        residual_sd: s.
+        widths: [p] standard deviations of the prior.
+    """
+    precision = slopes.T @ slopes / residual_sd**2 + np.diag(widths**-2.0)
+    covariance = np.linalg.inv(precision)
+    unseen = np.empty(len(errors))
+    for group in set(groups):
+        rows = [index for index, own in enumerate(groups) if own == group]
+        hat = slopes[rows] @ covariance @ slopes[rows].T / residual_sd**2
+        unseen[rows] = np.linalg.solve(np.eye(len(rows)) - hat, errors[rows])
+    return unseen
+
+
+def conformal_quantile(scores: Floats, coverage: float) -> float:
+    """The quantile that holds a new score with at least this probability, if all are alike.
+
+    Of n scores it is the ceil((n + 1) coverage)-th smallest. Where n is too small for one, Student's t-distribution
+    says how far beyond the largest it may be.
+    """
+    rank = ceil((len(scores) + 1) * coverage)
+    if rank <= len(scores):
+        return float(np.sort(scores)[rank - 1])
+    from scipy.special import stdtrit
+
+    spread = float(np.sqrt(np.mean(scores**2)))
+    return max(float(scores.max()), spread * float(stdtrit(len(scores), (1 + coverage) / 2)))
+
+
+def _scale(residual_sd: float, covariance: Floats, slopes: Floats) -> Floats:
+    scale: Floats = np.sqrt(residual_sd**2 + np.einsum("np,pq,nq->n", slopes, covariance, slopes))
+    return scale

@@ -1,0 +1,156 @@
+"""The trials file: a line a run, written as soon as it is over, so that an interruption loses one run at most."""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from hashlib import sha256
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.trials.read import read_trials
+from megatron_terapipe.search.trials.run import Outcome
+from megatron_terapipe.search.trials.trial import Trial, trial_line
+from megatron_terapipe.strategy import Strategy
+
+
+def model_document(model: ModelConfig) -> dict[str, Any]:
+    """The fields of a model that are not as they would be anyway."""
+    document = {}
+    for each in fields(ModelConfig):
+        value = getattr(model, each.name)
+        if value is not None and each.name != "model_preset" and value != each.default:
+            document[each.name] = value
+    return document
+
+
+def cluster_document(cluster: Cluster) -> dict[str, Any]:
+    """A cluster as a cluster file has it, every node by itself."""
+    return {"name": cluster.name or "cluster", "nodes": [_node(node) for node in cluster.nodes]}
+
+
+def _node(node: Node) -> dict[str, Any]:
+    return {
+        "hosts": [node.name],
+        "device": _device(node.device),
+        "devices": node.num_devices,
+        "inside": _link(node.inside),
+        "network": {**_link(node.network), "cards": node.num_network_cards},
+    }
+
+
+def _link(link: Link) -> dict[str, Any]:
+    # As text with plain units every number comes back to the last bit.
+    return {"bandwidth": f"{link.bandwidth!r} B/s", "latency": f"{link.latency_s!r} s"}
+
+
+def _device(device: Device) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "memory": f"{device.memory_bytes!r} B",
+        "memory_bandwidth": f"{device.memory_bandwidth!r} B/s",
+        "half_flops": f"{device.half_flops!r} FLOP/s",
+        "single_flops": f"{device.single_flops!r} FLOP/s",
+        "is_gpu": device.is_gpu,
+    }
+
+
+def explicit(strategy: Strategy, workload: Workload) -> Strategy:
+    """A strategy with its token slices and stages written out, so that two that run the same are equal."""
+    num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
+    return replace(
+        strategy,
+        token_slices=strategy.cut(workload.seq_length).lengths,
+        stage_partition=tuple(workload.partition(strategy.stage_partition, num_stages).bounds),
+        global_batch_size=strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size,
+    )
+
+
+def same_run(strategy: Strategy) -> tuple[tuple[str, Any], ...]:
+    """What tells two explicit strategies apart; comparable."""
+    return tuple(sorted((name, str(value)) for name, value in asdict(strategy).items() if name != "placement"))
+
+
+SOURCE = "terapipe-trial"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Journal:
+    """The trials of one model on one cluster in one precision.
+
+    Attributes:
+        path: the file; others' trials in it stay.
+        workload: the model; the trainer can build it.
+        cluster: where it runs.
+        precision: of matrix products.
+        batch: sequences of an iteration.
+    """
+
+    path: Path
+    workload: Workload
+    cluster: Cluster
+    precision: str
+    batch: int
+
+    @property
+    def group(self) -> str:
+        """Name of what is ranked together: model, cluster, precision, batch."""
+        model = sha256(dumps(model_document(self._model), sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.workload.name} ({model}) on {self.cluster.name}, {self.precision}, batch {self.batch}"
+
+    def trials(self) -> list[Trial]:
+        """What was measured of this group before.
+
+        Raises:
+            ConfigError: if the file holds something else.
+        """
+        if not self.path.exists() or not self.path.read_text().strip():
+            return []
+        return [trial for trial in read_trials(self.path) if (trial.source, trial.group) == (SOURCE, self.group)]
+
+    def missing(self, strategies: Iterable[Strategy]) -> Iterator[Strategy]:
+        """The strategies that have not been run yet, each once."""
+        seen = {same_run(explicit(trial.strategy, self.workload)) for trial in self.trials()}
+        for strategy in strategies:
+            key = same_run(explicit(strategy, self.workload))
+            if key not in seen:
+                seen.add(key)
+                yield strategy
+
+    def write(self, strategy: Strategy, outcome: Outcome, *, trial_id: str) -> None:
+        """Add a run.
+
+        Raises:
+            ConfigError: if the file cannot be written.
+        """
+        line = trial_line(
+            source=SOURCE,
+            group=self.group,
+            model=model_document(self._model),
+            cluster=cluster_document(self.cluster),
+            strategy=explicit(strategy, self.workload),
+            software="terapipe",
+            precision=self.precision,
+            iteration_time_s=outcome.iteration_time_s,
+            peak_memory_bytes=outcome.peak_memory_bytes,
+            out_of_memory=outcome.out_of_memory,
+            trial_id=trial_id,
+            more={} if outcome.reason is None else {"reason": outcome.reason},
+        )
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ConfigError(f"--trials {self.path} cannot be written ({error.strerror}): name another") from None
+
+    @property
+    def _model(self) -> ModelConfig:
+        assert self.workload.config is not None, "checked by the command"
+        return self.workload.config

@@ -1,0 +1,226 @@
+"""Launches one strategy with DeepSpeed's launcher, as the search's launch command does."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.report.launch import Launch, launch_of
+from megatron_terapipe.strategy import Strategy
+
+WARM_UP_ITERATIONS = 3
+"""Iterations that are slower than the rest: the first makes the optimizer's state, the next ones the allocator's."""
+
+MEMORY_WORDS = ("out of memory", "outofmemory", "can't allocate memory", "cannot allocate memory")
+"""What CUDA, torch's allocators and the operating system say, in small letters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        iteration_time_s: median of the iterations behind the warm-up; None = it failed.
+        peak_memory_bytes: of the fullest rank; None = it did not get so far.
+        out_of_memory: whether memory ran out.
+        reason: why it failed, in one line; None if it did not.
+    """
+
+    iteration_time_s: float | None
+    peak_memory_bytes: float | None = None
+    out_of_memory: bool = False
+    reason: str | None = None
+
+
+def outcome_of(exit_code: int, output: str, metrics: Path, *, iterations: int) -> Outcome:
+    """Read the outcome of a run. One that has done all its iterations is measured, however it ended.
+
+    Args:
+        exit_code: of the launcher; below 0 the signal that ended it.
+        output: of launcher and ranks together.
+        metrics: the trainer's metrics file, which need not be there.
+        iterations: that it was to do.
+    """
+    times, peaks = read_metrics(metrics)
+    peak = max(peaks, default=None)
+    if times and (exit_code == 0 or len(times) >= iterations):
+        return Outcome(iteration_time_s=median(steady(times)), peak_memory_bytes=peak)
+    return Outcome(
+        iteration_time_s=None,
+        peak_memory_bytes=peak,
+        out_of_memory=ran_out_of_memory(exit_code, output),
+        reason=failure(exit_code, output),
+    )
+
+
+def steady(times: Sequence[float]) -> Sequence[float]:
+    """The iterations behind the warm-up; of a short run, its later half."""
+    return times[min(WARM_UP_ITERATIONS, len(times) // 2) :]
+
+
+def read_metrics(path: Path) -> tuple[list[float], list[float]]:
+    """Seconds of each iteration, and peak bytes where they were measured, of a metrics file."""
+    times, peaks = [], []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                values = json.loads(line)
+            except ValueError:
+                continue  # The run died while it wrote.
+            if "iteration_time_s" in values:
+                times.append(float(values["iteration_time_s"]))
+                peaks += [float(peak) for peak in values.get("peak_memory_bytes") or ()]
+    return times, peaks
+
+
+def ran_out_of_memory(exit_code: int, output: str) -> bool:
+    """Whether a failed run ended for want of memory: it says so, or the operating system killed a rank."""
+    lowered = output.lower()
+    killed = exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "return code = -9" in lowered
+    return killed or any(words in lowered for words in MEMORY_WORDS)
+
+
+def failure(exit_code: int, output: str) -> str:
+    """Why a run failed: our own line, or the last line of a traceback, or the exit code."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    raised = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception")) and " " in line]
+    # Behind a launcher's prefix, such as [rank0]:
+    said = ours or raised or [f"it ended with exit code {exit_code}"]
+    return said[-1][:300]
+
+
+END_S = 10.0
+"""Seconds that ranks have to end once they are told to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialSettings:
+    """How strategies are run.
+
+    Attributes:
+        iterations: of each run.
+        timeout_s: after which a run is ended and counts as failed.
+        trainer: `pretrain_gpt.py`.
+        flags: more flags for it; without data among them, tokens are random.
+        keep: directory that keeps files and logs of each run; None = none is kept.
+    """
+
+    iterations: int
+    timeout_s: float
+    trainer: Path
+    flags: tuple[str, ...] = ()
+    keep: Path | None = None
+
+
+def default_trainer() -> Path:
+    """`pretrain_gpt.py` of this checkout, else in the current directory.
+
+    Raises:
+        ConfigError: if it is in neither.
+    """
+    for folder in (Path(__file__).parents[3], Path.cwd()):
+        if (folder / "pretrain_gpt.py").is_file():
+            return folder / "pretrain_gpt.py"
+    raise ConfigError(
+        "pretrain_gpt.py is neither beside the package nor in the current directory: name it by --trainer"
+    )
+
+
+def run_strategy(
+    strategy: Strategy, model: ModelConfig, cluster: Cluster, precision: str, settings: TrialSettings, *, name: str
+) -> Outcome:
+    """Run a strategy for a few iterations and say what came of it.
+
+    Raises:
+        ConfigError: if the launcher is not installed or cannot place the ranks so.
+        KeyboardInterrupt: once the run has been ended.
+    """
+    launch = launch_of(strategy, model, cluster, precision)
+    with TemporaryDirectory(prefix="trial-") as scratch:
+        directory = Path(scratch) if settings.keep is None else settings.keep / name
+        launch.write(str(directory))
+        metrics = directory / "metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        words = command(launch, directory, settings, metrics)
+        exit_code, output = _run(words, directory, settings.timeout_s, on_cpu=launch.on_cpu)
+        if exit_code is None:
+            return Outcome(iteration_time_s=None, reason=f"it took longer than {settings.timeout_s:g} s")
+        outcome = outcome_of(exit_code, output, metrics, iterations=settings.iterations)
+        if outcome.iteration_time_s is None and "error: " in output and not outcome.out_of_memory:
+            # What the trainer refuses at once is our mistake, not a property of the strategy.
+            raise ConfigError(f"the trainer refused {name}: {failure(exit_code, output)}")
+        return outcome
+
+
+def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: Path) -> list[str]:
+    """The words of the launch."""
+    launcher = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
+    if not Path(launcher).exists():
+        raise ConfigError("the command deepspeed is not installed: install DeepSpeed, or put it on the PATH")
+    where = (
+        ["--hostfile", str(directory / "hostfile")]
+        if launch.many_nodes
+        else ["--num_accelerators", str(launch.strategy.world_size)]
+    )
+    has_data = any(flag in settings.flags for flag in ("--data-path", "--train-data-path", "--mock-data"))
+    return [
+        *(launcher, *where, "--master_port", str(_free_port()), str(settings.trainer)),
+        *("--strategy", str(directory / "strategy.json"), "--deepspeed-config", str(directory / "ds_config.json")),
+        *launch.flags,
+        *("--train-iters", str(settings.iterations), "--eval-iters", "0", "--log-interval", "1"),
+        *("--metrics-file", str(metrics)),
+        *([] if has_data else ["--mock-data"]),
+        *settings.flags,
+    ]
+
+
+def _run(words: Sequence[str], directory: Path, timeout_s: float, *, on_cpu: bool) -> tuple[int | None, str]:
+    """Run a command, and return its exit code, None if it took too long, and its output."""
+    variables = dict(os.environ)
+    if on_cpu:
+        variables["DS_ACCELERATOR"] = "cpu"
+    # Of a launcher that may have started this process.
+    for each in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        variables.pop(each, None)
+    log = directory / "log.txt"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            words, env=variables, cwd=directory, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+    return code, log.read_text(errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End launcher and ranks, which are one process group."""
+    for each in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, each)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,128 @@
+"""Measured runs, ready to be priced again and again under other constants; how much each constant moves their times."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.cost.batch import Batch, batch_key
+from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.cost.simulated_time import Orders
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.trials.trial import Trial
+from megatron_terapipe.strategy import Strategy
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The trials of a sequence that say something about time. Make it with `of`.
+
+    Attributes:
+        trials: these trials.
+        models: cost model of each; those of one workload and cluster share it.
+        batches: each with the places of its trials.
+        measured: [n] seconds, measured or cut off.
+        cut_off: [n] whether it took at least so long.
+    """
+
+    trials: tuple[Trial, ...]
+    models: tuple[CostModel, ...]
+    batches: tuple[tuple[Batch, NDArray[np.int64]], ...]
+    measured: Floats
+    cut_off: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, trials: Sequence[Trial]) -> "Sample":
+        """Take those with a time, or a time that they took at least."""
+        known = tuple(one for one in trials if one.iteration_time_s or one.longer_than_s)
+        shared: dict[tuple[object, ...], CostModel] = {}
+        models, orders = [], Orders()
+        places: dict[tuple[object, ...], list[int]] = {}
+        for index, one in enumerate(known):
+            key = id(one.workload), id(one.cluster), one.software, one.precision
+            if key not in shared:
+                shared[key] = CostModel(
+                    one.workload, one.cluster, software=one.software, precision=one.precision, orders=orders
+                )
+            models.append(shared[key])
+            places.setdefault(batch_key(shared[key], one.strategy), []).append(index)
+        batches = tuple(
+            (Batch.of([models[index] for index in rows], [known[index].strategy for index in rows]), np.array(rows))
+            for rows in places.values()
+        )
+        measured = np.array([one.iteration_time_s or one.longer_than_s or 0.0 for one in known])
+        cut_off = np.array([one.iteration_time_s is None for one in known], dtype=bool)
+        return cls(known, tuple(models), batches, measured, cut_off)
+
+    def __len__(self) -> int:
+        """Number of trials."""
+        return len(self.trials)
+
+    def closed_form(self, efficiency: HardwareEfficiency) -> Floats:
+        """[n] seconds, in closed form."""
+        times = np.empty(len(self))
+        for batch, rows in self.batches:
+            times[rows] = batch.times(efficiency)
+        return times
+
+    def simulated_ratio(self, efficiency: HardwareEfficiency) -> Floats:
+        """[n] what the simulator says, in closed forms: constants hardly change it, and it is slow to compute."""
+        cache: dict[int, CostModel] = {}
+        simulated = np.empty(len(self))
+        for index, (model, one) in enumerate(zip(self.models, self.trials, strict=True)):
+            if id(model) not in cache:
+                cache[id(model)] = model.with_efficiency(efficiency)
+            simulated[index] = (
+                cache[id(model)].predict_time(one.strategy, activation_limit=one.activation_limit).iteration_time_s
+            )
+        return simulated / self.closed_form(efficiency)
+
+    def errors(self, efficiency: HardwareEfficiency, ratio: Floats) -> Floats:
+        """[n] log(predicted / measured); none where a cut-off run is predicted to take longer."""
+        errors = np.log(self.closed_form(efficiency) * ratio / self.measured)
+        return np.where(self.cut_off & (errors > 0), 0.0, errors)
+
+
+STEP = 0.05
+"""Change of a constant's logarithm over which the slope is taken, to both sides."""
+
+
+def sample_sensitivities(sample: Sample, efficiency: HardwareEfficiency, names: Sequence[str]) -> Floats:
+    """Slopes of log(time) of each trial.
+
+    Args:
+        sample: n trials.
+        efficiency: constants around which the slope is taken.
+        names: p constants.
+
+    Returns:
+        [n, p] change of log(time) with the logarithm of each constant.
+    """
+    slopes = np.empty((len(sample), len(names)))
+    for column, name in enumerate(names):
+        above, below = (sample.closed_form(_moved(efficiency, name, sign * STEP)) for sign in (1, -1))
+        slopes[:, column] = np.log(above / below) / (2 * STEP)
+    return slopes
+
+
+def strategy_sensitivities(
+    model: CostModel, strategies: Sequence[Strategy], efficiency: HardwareEfficiency, names: Sequence[str]
+) -> Floats:
+    """The same of strategies that nobody ran: [n, p]."""
+    places: dict[tuple[object, ...], list[int]] = {}
+    for index, strategy in enumerate(strategies):
+        places.setdefault(batch_key(model, strategy), []).append(index)
+    slopes = np.empty((len(strategies), len(names)))
+    for rows in places.values():
+        batch = Batch.of([model] * len(rows), [strategies[index] for index in rows])
+        for column, name in enumerate(names):
+            above, below = (batch.times(_moved(efficiency, name, sign * STEP)) for sign in (1, -1))
+            slopes[rows, column] = np.log(above / below) / (2 * STEP)
+    return slopes
+
+
+def _moved(efficiency: HardwareEfficiency, name: str, logarithm: float) -> HardwareEfficiency:
+    return replace(efficiency, **{name: getattr(efficiency, name) * float(np.exp(logarithm))})

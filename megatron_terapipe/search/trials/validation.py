@@ -1,0 +1,242 @@
+"""Figures of a validation: for one group, one source, or all; as JSON and as a table."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from megatron_terapipe.search.trials import scores
+from megatron_terapipe.search.trials.predicted import Predicted
+from megatron_terapipe.search.trials.scores import naive_memory_bytes, naive_time_s
+from megatron_terapipe.search.trials.trial import Trial
+
+Floats = NDArray[np.float64]
+
+
+def summary(predicted: Sequence[Predicted]) -> dict[str, Any]:
+    """All figures of some trials; shares and relative errors are parts of 1, and None is where there is nothing.
+
+    `n` trials with a time, `mape`, `bias`, `spearman` and `top1_regret` (means over groups), `pair_accuracy` (of pairs
+    more than 5 % apart) and `pair_accuracy_all`, `interval_coverage`, `memory` {`n`, `mape`, `bias`,
+    `out_of_memory`, `out_of_memory_recall`, `false_alarms`}, and `naive` with the same of the naive line.
+    """
+    ours = _figures(
+        predicted, lambda one: one.iteration_time_s, lambda one: one.peak_memory_bytes, lambda one: one.fits
+    )
+    naive = _figures(
+        predicted,
+        lambda one: naive_time_s(one.trial),
+        lambda one: naive_memory_bytes(one.trial),
+        lambda one: naive_memory_bytes(one.trial) <= min(node.device.memory_bytes for node in one.trial.cluster.nodes),
+    )
+    inside = [
+        one.interval_s[0] <= one.trial.iteration_time_s <= one.interval_s[1]
+        for one in predicted
+        if one.trial.iteration_time_s is not None
+    ]
+    return {**ours, "interval_coverage": float(np.mean(inside)) if inside else None, "naive": naive}
+
+
+def _figures(
+    predicted: Sequence[Predicted],
+    time_s: Callable[[Predicted], float],
+    memory_bytes: Callable[[Predicted], float],
+    fits: Callable[[Predicted], bool],
+) -> dict[str, Any]:
+    measured = np.array([_measured_s(one.trial) for one in predicted])
+    guessed = np.array([time_s(one) for one in predicted])
+    groups = _groups(predicted, measured, guessed)
+    pairs, clear = scores.pair_accuracy(groups, scores.CLEAR_GAP)
+    _, every = scores.pair_accuracy(groups, 0.0)
+    return {
+        "n": int(np.isfinite(measured).sum()),
+        "groups": len(groups),
+        "mape": scores.mape(measured, guessed),
+        "bias": scores.bias(measured, guessed),
+        "spearman": scores.mean(scores.spearman(group) for group in groups),
+        "pairs": pairs,
+        "pair_accuracy": clear,
+        "pair_accuracy_all": every,
+        "top1_regret": scores.mean(scores.top1_regret(group) for group in groups),
+        "memory": _memory(predicted, memory_bytes, fits),
+    }
+
+
+def _measured_s(trial: Trial) -> float:
+    return np.inf if trial.iteration_time_s is None else trial.iteration_time_s
+
+
+def _groups(predicted: Sequence[Predicted], measured: Floats, guessed: Floats) -> list[scores.Group]:
+    places: dict[tuple[str, str], list[int]] = {}
+    for index, one in enumerate(predicted):
+        # What ran out of memory says nothing of time; what failed otherwise was slower than what did not.
+        if not one.trial.out_of_memory:
+            places.setdefault((one.trial.source, one.trial.group), []).append(index)
+    return [(measured[rows], guessed[rows]) for rows in places.values()]
+
+
+def _memory(
+    predicted: Sequence[Predicted], memory_bytes: Callable[[Predicted], float], fits: Callable[[Predicted], bool]
+) -> dict[str, Any]:
+    with_peak = [one for one in predicted if one.trial.peak_memory_bytes is not None]
+    measured = np.array([one.trial.peak_memory_bytes for one in with_peak], dtype=float)
+    guessed = np.array([memory_bytes(one) for one in with_peak])
+    failed = [one for one in predicted if one.trial.out_of_memory]
+    ran = [one for one in predicted if not one.trial.out_of_memory and one.trial.iteration_time_s is not None]
+    return {
+        "n": len(with_peak),
+        "mape": scores.mape(measured, guessed),
+        "bias": scores.bias(measured, guessed),
+        "out_of_memory": len(failed),
+        "out_of_memory_recall": scores.mean(float(not fits(one)) for one in failed),
+        "false_alarms": scores.mean(float(not fits(one)) for one in ran),
+    }
+
+
+def data_sets(trials: Sequence[Trial]) -> Callable[[Trial], str]:
+    """How to name the data set of a trial: its file, and its source where a file holds several."""
+    sources: dict[str, set[str]] = {}
+    for one in trials:
+        sources.setdefault(one.path, set()).add(one.source)
+
+    def name(trial: Trial) -> str:
+        stem = Path(trial.path).stem
+        return stem if len(sources[trial.path]) == 1 else f"{stem}: {trial.source or 'no source'}"
+
+    return name
+
+
+def validation_document(
+    predicted: Sequence[Predicted], *, calibrated_on: Sequence[str], in_sample: int, num_folds: int | None
+) -> dict[str, Any]:
+    """All figures and all predictions.
+
+    Args:
+        predicted: trials and predictions.
+        calibrated_on: files of trials that constants were fitted to.
+        in_sample: how many of the trials are among those.
+        num_folds: folds of the cross-validation; None without one.
+    """
+    name = data_sets([one.trial for one in predicted])
+    sources: dict[str, list[Predicted]] = {}
+    groups: dict[str, dict[str, list[Predicted]]] = {}
+    for one in predicted:
+        source = name(one.trial)
+        sources.setdefault(source, []).append(one)
+        groups.setdefault(source, {}).setdefault(one.trial.group, []).append(one)
+    return {
+        "calibrated_on": list(calibrated_on),
+        "folds": num_folds,
+        "in_sample": in_sample,
+        "overall": summary(predicted),
+        "sources": {source: _of_source(rows) for source, rows in sources.items()},
+        "groups": {source: {group: summary(rows) for group, rows in of.items()} for source, of in groups.items()},
+        "predictions": [_prediction(one, name) for one in predicted],
+    }
+
+
+def _of_source(rows: Sequence[Predicted]) -> dict[str, Any]:
+    trials = [one.calibration.num_trials for one in rows]
+    first = rows[0].trial
+    return {
+        "described": first.source,
+        "device": first.device,
+        "software": first.software.name,
+        "calibration_trials": max(trials),
+        "calibration_source": rows[0].calibration.source or None,
+        **summary(rows),
+    }
+
+
+def _prediction(one: Predicted, name: Callable[[Trial], str]) -> dict[str, Any]:
+    trial = one.trial
+    return {
+        "source": name(trial),
+        "id": trial.id,
+        "line": trial.line,
+        "group": trial.group,
+        "measured": {
+            "iteration_time_s": trial.iteration_time_s,
+            "peak_memory_bytes": trial.peak_memory_bytes,
+            "out_of_memory": trial.out_of_memory,
+        },
+        "predicted": {
+            "iteration_time_s": one.iteration_time_s,
+            "interval_s": list(one.interval_s),
+            "peak_memory_bytes": one.peak_memory_bytes,
+            "fits": one.fits,
+        },
+    }
+
+
+COLUMNS = ("trials", "n", "MAPE", "rho", "pairs", "regret", "inside", "memory", "seen", "false")
+
+LEGEND = (
+    "rho: Spearman, mean over groups",
+    "pairs: share in order of those more than 5 % apart",
+    "regret: how much slower than the best trial the predicted best is, mean over groups",
+    "inside: share within the stated interval of 90 %",
+    "memory: MAPE of peaks; seen: of runs out of memory; false: of other runs said to be",
+    "naive line: 45 % of the peak, recomputation included, 1F1B's bubble; 16 B a parameter",
+)
+
+
+def print_validation(document: dict[str, Any], console: Console, *, show_groups: bool) -> None:
+    """Print one line a source with the naive line under it, and all together."""
+    table = Table(
+        title="Predicted beside measured", caption=_caption(document), caption_justify="left", padding=(0, 0, 0, 1)
+    )
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
+    for source, figures in document["sources"].items():
+        _add(table, source, figures)
+        if show_groups:
+            for group, of_group in document["groups"][source].items():
+                table.add_row(*_row(f"  {group}", of_group), style="dim")
+    if len(document["sources"]) > 1:
+        table.add_section()
+        _add(table, "all", document["overall"])
+    console.print(table)
+
+
+def _add(table: Table, name: str, figures: dict[str, Any]) -> None:
+    table.add_row(*_row(name, figures))
+    table.add_row(*_row("  naive line", {**figures["naive"], "interval_coverage": None}), style="dim")
+
+
+def _row(name: str, figures: dict[str, Any]) -> list[str]:
+    memory = figures["memory"]
+    ranked = figures["spearman"]
+    return [
+        name,
+        str(figures["n"]),
+        _percent(figures["mape"]),
+        "-" if ranked is None else f"{ranked:.3f}",
+        _percent(figures["pair_accuracy"]),
+        _percent(figures["top1_regret"]),
+        _percent(figures["interval_coverage"]),
+        _percent(memory["mape"]),
+        _percent(memory["out_of_memory_recall"]),
+        _percent(memory["false_alarms"]),
+    ]
+
+
+def _caption(document: dict[str, Any]) -> str:
+    lines = list(LEGEND)
+    if document["folds"]:
+        lines.append(f"Calibrated in {document['folds']} folds: each group is predicted from groups of other folds.")
+    elif document["calibrated_on"]:
+        lines.append(f"Calibrated on {', '.join(document['calibrated_on'])}.")
+    else:
+        lines.append("Nothing was calibrated.")
+    if document["in_sample"]:
+        lines.append(f"IN-SAMPLE: {document['in_sample']} of the trials are among those of the calibration.")
+    return "\n".join(lines)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"

@@ -1,0 +1,116 @@
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_terapipe.search.__main__ import main
+from megatron_terapipe.search.command import frame
+from megatron_terapipe.search.command import shared_flags as inputs
+from megatron_terapipe.search.inputs.cluster_files import parse_cluster
+from tests.architecture.sources import ROOT
+
+HEAVY = {"torch", "deepspeed", "numpy", "numba", "scipy", "rich", "yaml", "pyarrow", "tqdm"}
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text and what in text for name, what in frame.COMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "error: no command is named: choose among rank, predict"),
+        (["rnk"], "error: command 'rnk' is not known: did you mean rank?"),
+        (["--json"], "error: unrecognized arguments: --json: see python -m megatron_terapipe.search --help"),
+    ],
+)
+def test_errors_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(message)
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+
+
+def test_overview_imports_nothing_heavy() -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import megatron_terapipe.search.__main__, megatron_terapipe.search.command.shared_flags\n"
+        "import megatron_terapipe.search.inputs.workload_files, megatron_terapipe.search.inputs.cluster_files\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    result = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
+    assert not set(result.stdout.split()) & HEAVY
+
+
+def command_that_adds(monkeypatch: pytest.MonkeyPatch, add_flags: object, run: object) -> None:
+    found = SimpleNamespace(NAME="rank", HELP="ranks", add_flags=add_flags, run=run)
+    monkeypatch.setattr(frame, "import_module", lambda name: found if name.endswith(".rank") else None)
+
+
+def test_a_command_reads_its_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def add_flags(parser: ArgumentParser) -> None:
+        inputs.add_model_flags(parser)
+        inputs.add_cluster_flags(parser)
+        inputs.add_cost_flags(parser)
+        inputs.add_json_flag(parser)
+
+    def run(options: Namespace) -> int:
+        workload = inputs.model_of(options)
+        cluster, notes = inputs.cluster_of(options)
+        print(
+            workload.name, workload.seq_length, cluster.num_devices, inputs.precision_of(options, cluster), len(notes)
+        )
+        return 0
+
+    command_that_adds(monkeypatch, add_flags, run)
+    cluster = str(ROOT / "examples" / "clusters" / "p3.16xlarge-48.yaml")
+    assert main(["rank", "gpt3-13b", cluster, "--seq-length", "1024"]) == 0
+    assert capsys.readouterr().out == "gpt3-13b 1024 384 fp16 0\n"
+    by_flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32".split()
+    assert main(["rank", "-", cluster, *by_flags]) == 0
+    assert capsys.readouterr().out == "2x64 32 384 fp16 0\n"
+    assert main(["rank", "-", cluster, *by_flags[2:]]) == 2
+    assert capsys.readouterr().err == "error: MODEL -: num_layers must be given: add it\n"
+    assert main(["rank", "gpt3-13b", cluster, "--precision", "fp8"]) == 2
+    assert "--precision" in capsys.readouterr().err
+    assert main(["rank", "gpt3-13b", cluster, "--seq-len", "8"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("device", "precision"), [("T4", "fp16"), ("A100", "bf16"), ("cpu-core", "fp32")])
+def test_precision_follows_the_devices(device: str, precision: str) -> None:
+    cluster, _ = parse_cluster({"nodes": [{"device": device}]}, "c.json")
+    assert inputs.precision_of(Namespace(precision=None), cluster) == precision
+    assert inputs.precision_of(Namespace(precision="fp32"), cluster) == "fp32"
+
+
+@pytest.mark.parametrize("words", [["--help"], []])
+def test_the_command_line(words: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "megatron_terapipe.search", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == (0 if words else 2)
+
+
+def test_help_of_every_command_needs_no_torch() -> None:
+    # One interpreter for all of them: what one command imports lazily, another must not import at once.
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from megatron_terapipe.search.__main__ import main\n"
+        f"for name in {list(frame.COMMANDS)!r}:\n"
+        "    try:\n"
+        "        main([name, '--help'])\n"
+        "    except SystemExit as ended:\n"
+        "        assert ended.code == 0, name\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    result = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
+    assert not set(result.stdout.splitlines()[-1].split()) & {"torch", "deepspeed", "numba", "scipy", "pyarrow"}
+    assert result.stdout.count("usage: ") == len(frame.COMMANDS)

@@ -1,0 +1,110 @@
+from math import inf
+
+import pytest
+
+from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config.flops import LOGITS_AT_ONCE
+from megatron_terapipe.search.cost.activation_memory import TokenMemory, logit_limits, token_memory
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.op_times.software import MEGATRON, TERAPIPE, Software
+
+HIDDEN, HEADS, TOKENS = 6144, 64, 2048
+
+
+def block(**parts: object) -> tuple[ModelConfig, Layer]:
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        seq_length=TOKENS,
+        vocab_size=51200,
+        **parts,  # type: ignore[arg-type]
+    )
+    return model, gpt_workload(model).layers[1]
+
+
+def memory(
+    layer: Layer, software: Software = MEGATRON, size: int = 1, recompute: str = "none", sequence: bool = False
+) -> TokenMemory:
+    return token_memory(
+        layer,
+        software,
+        element_bytes=2,
+        tensor_parallel_size=size,
+        recompute=recompute,
+        sequence_parallel=sequence,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_korthikanti(size: int) -> None:
+    """Equations 1 to 5 and section 5 of arXiv 2205.05198, in bytes of one token."""
+    _, layer = block()
+    scores = 5 * HEADS * TOKENS / HIDDEN
+    plain = memory(layer, size=size)
+    assert plain.activations == pytest.approx(HIDDEN * (10 + 24 / size + scores / size))
+    sequence = memory(layer, size=size, sequence=True)
+    assert sequence.activations == pytest.approx(HIDDEN * (34 + scores) / size)
+    selective = memory(layer, size=size, sequence=True, recompute="selective")
+    assert selective.activations == pytest.approx(HIDDEN * 34 / size)
+    assert memory(layer, size=size, recompute="full").activations == 2 * HIDDEN
+
+
+def test_published_savings() -> None:
+    """Korthikanti et al. section 5: for GPT-3 and MT-NLG selective recomputation saves 70 % and 65 %."""
+    for hidden, heads, saved in ((12288, 96, 0.70), (20480, 128, 0.65)):
+        model = ModelConfig(
+            num_layers=1, hidden_size=hidden, num_attention_heads=heads, seq_length=2048, vocab_size=51200
+        )
+        layer = gpt_workload(model).layers[1]
+        kept = memory(layer, size=8, sequence=True, recompute="selective").activations
+        assert 1 - kept / memory(layer, size=8, sequence=True).activations == pytest.approx(saved, abs=0.01)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"activation": "swiglu", "normalization": "rmsnorm", "num_key_value_heads": 8, "disable_bias_linear": True},
+    ],
+)
+def test_ours_is_the_trainers_own_formula(recompute: str, parts: dict[str, object]) -> None:
+    model, layer = block(**parts)
+    expected = flops.block_activation_bytes_per_token(model, model.blocks[0], 2, recompute)
+    found = memory(layer, TERAPIPE, recompute=recompute)
+    assert found.activations + found.key_values == expected
+    assert found.key_values == flops.key_value_bytes_per_token(model, model.blocks[0], 2)
+    assert found.key_value_gradients == 2 * found.key_values  # fp32
+
+
+def test_what_is_recomputed_is_held_while_the_backward_runs() -> None:
+    _, layer = block()
+    kept = [memory(layer, recompute=recompute) for recompute in ("none", "selective", "full")]
+    assert kept[0].activations > kept[1].activations > kept[2].activations
+    assert kept[0].working < kept[1].working < kept[2].working
+
+
+def test_what_waits_for_weight_gradients() -> None:
+    """Inputs of the four products and gradients of their outputs: h + h + h + 4h and 3h + h + 4h + h numbers."""
+    _, layer = block()
+    for recompute in ("none", "full"):
+        found = memory(layer, TERAPIPE, recompute=recompute)
+        assert found.activations - found.freed_by_input_gradient == 2 * 16 * HIDDEN
+    shared = memory(layer, TERAPIPE, size=8)
+    assert shared.activations - shared.freed_by_input_gradient == 2 * HIDDEN * (4 + 12 / 8)
+
+
+def test_ends() -> None:
+    model, _ = block()
+    layers = gpt_workload(model).layers
+    head = memory(layers[-1], size=8)
+    assert head.logits == 4 * model.padded_vocab_size() / 8  # 4sbv, section 4.3
+    ours = memory(layers[-1], TERAPIPE, size=8)
+    assert ours.logits == 2 * model.padded_vocab_size() / 8  # as they are, in bf16, up to a limit
+    assert logit_limits(TERAPIPE, 2).kept == 2 * LOGITS_AT_ONCE
+    assert logit_limits(MEGATRON, 2).kept == inf
+    assert ours.freed_by_input_gradient == ours.activations
+    assert memory(layers[0]).activations == HIDDEN  # masks of dropout
+    assert memory(layers[0], TERAPIPE).activations == 0

@@ -1,0 +1,203 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.search.cost.memory_model import MemoryModel, predict_memory
+from megatron_terapipe.search.cost.memory_overheads import ON_CPU, Counted, MemoryOverheads, assemble, total_bytes
+from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.software import MEGATRON
+from megatron_terapipe.strategy import Strategy
+
+MIB = 2**20
+COUNTS_ALONE = MemoryOverheads(
+    framework_bytes=0.0, communicator_bytes=0.0, state_factor=1.0, activation_factor=1.0, working_factor=0.0
+)
+
+
+def cluster(num_devices: int = 8, memory_bytes: float = 80e9, is_gpu: bool = True) -> Cluster:
+    device = Device(
+        name="a device",
+        memory_bytes=memory_bytes,
+        memory_bandwidth=1e12,
+        half_flops=1e14,
+        single_flops=1e13,
+        is_gpu=is_gpu,
+    )
+    link = Link(bandwidth=1e11, latency_s=1e-6)
+    return Cluster(nodes=(Node(name="n", device=device, num_devices=num_devices, inside=link, network=link),))
+
+
+def workload(**sizes: object) -> Workload:
+    values = {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 2048, "vocab_size": 256}
+    return gpt_workload(ModelConfig(**{**values, **sizes}))  # type: ignore[arg-type]
+
+
+# Measured: deepspeed --num_accelerators 2 --module benchmarks.activation_memory, in docs/benchmarks, MiB of the first
+# of two stages: GPT in fp32 with 4 micro-batches, by number of token slices.
+MEASURED_GPT = {1: 524.8, 2: 422.6, 4: 371.5, 8: 345.9, 16: 333.1}
+MEASURED_LLAMA_SELECTIVE = {1: 341.5, 2: 269.4, 4: 233.3, 8: 215.3, 16: 206.3}
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "recompute", "measured"),
+    [({}, "none", MEASURED_GPT), (LLAMA, "selective", MEASURED_LLAMA_SELECTIVE)],
+)
+def test_what_the_engine_was_measured_to_hold(
+    parts: dict[str, object], recompute: str, measured: dict[int, float]
+) -> None:
+    for token_slices, expected in measured.items():
+        strategy = Strategy(
+            pipeline_parallel_size=2,
+            num_token_slices=token_slices,
+            global_batch_size=4,
+            zero_stage=0,
+            recompute=recompute,
+        )
+        first = predict_memory(workload(**parts), cluster(2), strategy, precision="fp32", overheads=COUNTS_ALONE)[0]
+        held = first.activations + first.key_values + first.buffers
+        assert held / MIB == pytest.approx(expected, rel=0.02)
+
+
+def test_parts_add_up_for_every_rank() -> None:
+    model = MemoryModel(workload=workload(), cluster=cluster())
+    strategy = Strategy(
+        data_parallel_size=2,
+        pipeline_parallel_size=4,
+        num_token_slices=3,
+        token_slices=(1024, 640, 384),
+        global_batch_size=8,
+    )
+    ranks = model.predict(strategy)
+    totals = [float(total_bytes(counted, model.overheads)) for counted in model.count(strategy)]
+    assert [rank.total for rank in ranks] == pytest.approx(totals)
+    # The first stage keeps most activations, the last one the logits; both have the word embedding.
+    assert ranks[0].activations == max(rank.activations for rank in ranks)
+    assert [rank.logits > 0 for rank in ranks] == [False, False, False, True]
+    assert min(ranks[0].weights, ranks[3].weights) > max(ranks[1].weights, ranks[2].weights)
+
+
+def test_a_shared_weight_is_there_once_on_a_rank_that_has_both_ends() -> None:
+    strategy = Strategy(zero_stage=0)
+    (alone,) = predict_memory(workload(), cluster(1), strategy, precision="fp32", overheads=COUNTS_ALONE)
+    assert alone.weights == 4 * workload().parameters
+
+
+def test_ranks_of_bloom() -> None:
+    """176 B parameters (arXiv 2211.05100 section 3.1): 70 layers of 12 h^2 + 13 h, 250,880 words; 4 x 12 ranks.
+
+    Matrices and words are shared by four ranks; norms, positions and the biases behind a reduction are on all of them.
+    """
+    hidden, words, size = 14336, 250880, 4
+    bloom = workload(num_layers=70, hidden_size=hidden, num_attention_heads=112, vocab_size=words)
+    assert bloom.parameters == pytest.approx(176.3e9, rel=0.001)
+    bounds = (0, *range(5, 66, 6), 70)
+    strategy = Strategy(tensor_parallel_size=size, pipeline_parallel_size=12, zero_stage=0, stage_partition=bounds)
+    ranks = predict_memory(bloom, cluster(48), strategy, software=MEGATRON, precision="fp16", overheads=COUNTS_ALONE)
+    block = (12 * hidden**2 + 7 * hidden) / size + 6 * hidden
+    assert ranks[1].weights == pytest.approx(2 * 6 * block)
+    assert ranks[0].weights == pytest.approx(2 * (5 * block + words * hidden / size + 2048 * hidden))
+    assert ranks[1].optimizer == pytest.approx(12 * 6 * block)
+
+
+def test_zero_shares_the_optimizer_alone() -> None:
+    def rank(zero_stage: int, size: int):  # type: ignore[no-untyped-def]
+        strategy = Strategy(data_parallel_size=size, zero_stage=zero_stage, global_batch_size=8)
+        return predict_memory(workload(), cluster(), strategy, software=MEGATRON, precision="fp16")[0]
+
+    assert rank(1, 4).optimizer == pytest.approx(rank(1, 2).optimizer / 2)
+    assert rank(1, 4).weights == rank(0, 4).weights
+    assert rank(0, 4).optimizer == rank(0, 2).optimizer
+
+
+def test_a_limit_on_activations() -> None:
+    """Qi et al. (arXiv 2401.10241 section 4): ZB-2p holds twice what 1F1B does, ZB-1p as much, on every rank."""
+    model = MemoryModel(workload=workload(), cluster=cluster(), software=MEGATRON, precision="fp16")
+    strategy = Strategy(pipeline_parallel_size=4, global_batch_size=16, zero_stage=0)
+    plain = [rank.activations for rank in model.predict(strategy)]
+    for limit in (1.0, 2.0):
+        limited = [rank.activations for rank in model.predict(strategy, activation_limit=limit)]
+        assert limited[0] == pytest.approx(limit * plain[0])
+        assert limited[1] == pytest.approx(limit * plain[1] * 4 / 3)
+
+
+def test_when_the_optimizer_steps_activations_are_gone() -> None:
+    parts = dict.fromkeys(Counted._fields, 0.0)
+    small, large = (
+        Counted(**{**parts, "step": 10.0, "activations": 4.0}),
+        Counted(**{**parts, "step": 3.0, "activations": 4.0}),
+    )
+    assert assemble(small, COUNTS_ALONE).buffers == 10 and assemble(small, COUNTS_ALONE).activations == 0
+    assert assemble(large, COUNTS_ALONE).activations == 4 and assemble(large, COUNTS_ALONE).buffers == 0
+
+
+def test_grids_of_counts_broadcast() -> None:
+    counted = Counted(*(np.arange(3.0)[:, None] + np.arange(4.0) for _ in Counted._fields))
+    overheads = MemoryOverheads()
+    grid = np.asarray(total_bytes(counted, overheads))
+    for index in np.ndindex(3, 4):
+        one = Counted(*(part[index] for part in counted))
+        assert grid[index] == pytest.approx(assemble(one, overheads).total)
+
+
+def test_processes_on_cpus_have_no_context_of_a_device() -> None:
+    assert MemoryModel(workload=workload(), cluster=cluster(is_gpu=False)).overheads == ON_CPU
+
+
+def test_what_does_not_fit() -> None:
+    strategy = Strategy(global_batch_size=1)
+    for memory_bytes, fits in ((80e9, True), (1e9, False)):
+        model = MemoryModel(workload=workload(), cluster=cluster(memory_bytes=memory_bytes))
+        assert model.fits(model.predict(strategy)) is fits
+
+
+def test_an_optimised_order_keeps_to_what_1f1b_holds() -> None:
+    model = MemoryModel(workload=workload(), cluster=cluster())
+    plain, optimised = (
+        model.predict(Strategy(pipeline_parallel_size=4, global_batch_size=8, schedule=schedule))
+        for schedule in ("1f1b", "optimised")
+    )
+    assert max(rank.activations for rank in optimised) >= max(rank.activations for rank in plain)
+    assert max(rank.activations for rank in optimised) <= 1.4 * max(rank.activations for rank in plain)
+
+
+@settings(max_examples=25)
+@given(
+    schedule=st.sampled_from(["gpipe", "1f1b", "zero-bubble", "interleaved"]),
+    ranks=st.sampled_from([1, 2, 4]),
+    token_slices=st.integers(1, 4),
+    micro_batches=st.integers(1, 6),
+)
+def test_less_is_never_more(schedule: str, ranks: int, token_slices: int, micro_batches: int) -> None:
+    """Recomputing more, sharing layers, and smaller micro-batches never take more memory."""
+    # One communicator more takes what it takes.
+    model = MemoryModel(workload=workload(), cluster=cluster(), overheads=MemoryOverheads(communicator_bytes=0.0))
+    base = {
+        "pipeline_parallel_size": ranks,
+        "num_token_slices": token_slices,
+        "schedule": schedule,
+        "num_model_chunks": 2 if schedule == "interleaved" and ranks > 1 else 1,
+        "global_batch_size": 2 * micro_batches,
+    }
+
+    def held(**more: object) -> float:
+        ranks = model.predict(Strategy(**{**base, **more}))  # type: ignore[arg-type]
+        return max(rank.total for rank in ranks)
+
+    by_mode = [held(recompute=mode) for mode in ("none", "selective", "full")]
+    # What is recomputed is there while its backward runs: with one micro-batch nothing is saved.
+    assert by_mode[0] * (1 + 1e-9) >= by_mode[1] and by_mode[1] * (1 + 1e-9) >= by_mode[2]
+    assert held(tensor_parallel_size=2) < held()
+    assert held(tensor_parallel_size=2, sequence_parallel=True) <= held(tensor_parallel_size=2)
+    assert held() <= held(micro_batch_size=2) * (1 + 1e-9)

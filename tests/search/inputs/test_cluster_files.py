@@ -1,0 +1,225 @@
+import json
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs import library
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.cluster_files import (
+    hostfile_text,
+    is_hostfile,
+    parse_cluster,
+    parse_hostfile,
+    read_cluster,
+    read_cluster_with_notes,
+)
+from tests.architecture.sources import ROOT
+
+TRIALS = ROOT.parent / "shared" / "reference" / "trials"
+
+
+def parsed(**fields: Any) -> tuple[Cluster, tuple[str, ...]]:
+    return parse_cluster(fields, "c.json")
+
+
+def test_nodes_of_two_kinds() -> None:
+    cluster, notes = parsed(
+        name="two kinds",
+        nodes=[
+            {
+                "count": 2,
+                "name": "fast",
+                "device": "A100-80GB",
+                "devices": 4,
+                "inside": {"bandwidth": "300 GB/s", "latency": "3 us"},
+                "network": {"bandwidth": "200 Gbit/s", "cards": 4, "latency_us": 9},
+            },
+            {"device": "V100", "devices": 8, "inside": "150 GB/s", "network": "25 Gbit/s"},
+        ],
+    )
+    assert [node.name for node in cluster.nodes] == ["fast-1", "fast-2", "node-3"]
+    assert cluster.num_devices == 16
+    assert cluster.node_of_device == (0,) * 4 + (1,) * 4 + (2,) * 8
+    assert not cluster.is_uniform
+    first, last = cluster.nodes[0], cluster.nodes[-1]
+    assert (first.inside.bandwidth, first.inside.latency_s) == (300e9, pytest.approx(3e-6))
+    assert (first.network.bandwidth, first.num_network_cards) == (25e9, 4)
+    assert first.network.latency_s == pytest.approx(9e-6)
+    assert (last.device, last.num_network_cards) == (library.device("V100"), 1)
+    assert last.network.bandwidth == 25e9 / 8
+    assert not notes
+
+
+def test_what_is_left_out_comes_from_the_library_and_is_said() -> None:
+    cluster, notes = parsed(nodes=[{"device": "A100-80GB", "count": 2, "network": "100 Gbit/s"}])
+    assert cluster.num_devices == 16
+    assert cluster.nodes[0].inside == library.machine("dgx-a100").inside
+    assert notes == (
+        "number of devices and links inside of A100-SXM4-80GB nodes not given: those of a dgx-a100 are taken",
+    )
+    assert not parsed(nodes=[{"machine": "p3.16xlarge"}])[1]
+
+
+def test_one_device_for_the_whole_file() -> None:
+    cluster, _ = parsed(device="T4", nodes=[{"devices": 2}, {"devices": 4}, {"device": "L4", "devices": 1}])
+    assert [(node.device.name, node.num_devices) for node in cluster.nodes] == [("T4", 2), ("T4", 4), ("L4", 1)]
+
+
+def test_a_device_of_ones_own() -> None:
+    own = {
+        "name": "mine",
+        "memory": "48 GiB",
+        "memory_bandwidth_GBps": 1200,
+        "half_flops": "200 TFLOP/s",
+        "single_flops_TFLOPs": 25,
+    }
+    device = parsed(nodes=[{"device": own}])[0].nodes[0].device
+    assert (device.memory_bytes, device.memory_bandwidth) == (48 * 2**30, 1.2e12)
+    assert (device.half_flops, device.single_flops, device.is_gpu) == (200e12, 25e12, True)
+    like = parsed(nodes=[{"device": {"like": "A100-80GB", "memory_GB": 40}}])[0].nodes[0]
+    assert like.device.half_flops == 312e12
+    assert like.device.memory_bytes == 40e9
+    assert like.inside == library.machine("dgx-a100").inside
+
+
+def test_hosts_and_what_is_different_about_one() -> None:
+    cluster, _ = parsed(
+        nodes=[{"hosts": ["a", "b", "c"], "machine": "dgx-a100"}],
+        overrides={"b": {"network": {"cards": 2}, "devices": 6}},
+    )
+    assert [node.name for node in cluster.nodes] == ["a", "b", "c"]
+    assert [node.num_network_cards for node in cluster.nodes] == [8, 2, 8]
+    assert [node.num_devices for node in cluster.nodes] == [8, 6, 8]
+    assert cluster.nodes[1].network == cluster.nodes[0].network
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "c.json: nodes is missing: give a list"),
+        ({"nodes": [{}]}, "c.json: nodes[0].device is missing"),
+        (
+            {"nodes": [{"device": "A100-SXN4"}]},
+            "c.json: nodes[0].device 'A100-SXN4' is not in the device library: did you",
+        ),
+        ({"nodes": [{"machine": "pcie-4"}]}, 'c.json: nodes[0].machine "pcie-4" is a machine for any device'),
+        (
+            {"nodes": [{"device": "T4"}, {"device": "T4", "network": {"bandwidth": 100}}]},
+            "c.json: nodes[1].network.bandwidth 100 is not a bandwidth with its unit: write it as 100 Gbit/s",
+        ),
+        ({"nodes": [{"device": "T4", "network": {"bandwith": "1 GB/s"}}]}, "did you mean bandwidth?"),
+        ({"nodes": [{"device": "T4", "devices": 0}]}, "c.json: nodes[0].devices 0 is not a whole number from 1"),
+        ({"nodes": [{"device": "T4", "count": 10**9}]}, "c.json: nodes[0].count 1000000000 is more than 100,000"),
+        ({"nodes": [{"device": "T4", "gpus": 4}]}, "c.json: nodes[0].gpus 4 is not a known field"),
+        ({"nodes": [{"device": {"memory": "1 GB"}}]}, "c.json: nodes[0].device.memory_bandwidth is missing"),
+        ({"nodes": [{"device": "T4", "hosts": ["a", "a"]}]}, "host a stands twice"),
+        ({"nodes": [{"device": "T4", "hosts": ["a"], "count": 2}]}, "contradicts hosts, which names 1"),
+        ({"nodes": [{"device": "T4", "hosts": []}]}, "is not a list of host names"),
+        (
+            {"nodes": [{"device": "T4", "name": "t"}], "overrides": {"u": {}}},
+            "c.json: overrides.u {} is not a known field",
+        ),
+        ({"device": "T4", "devices_per_node": 4}, "c.json: num_devices is missing"),
+        ({"device": "T4", "num_devices": 4, "inter_node_GBps": 5}, "did you mean inter_node_Gbps?"),
+        ({"device": "T4", "num_devices": 9, "num_nodes": 2, "devices_per_node": 4}, "is more than num_nodes x devices"),
+    ],
+)
+def test_errors(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        parse_cluster(fields, "c.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_cluster_of_a_trial() -> None:
+    fields = {"device": "A100-SXM4", "devices_per_node": 8, "intra_node_GBps": 250, "inter_node_Gbps": 800}
+    cluster = parse_cluster(fields | {"num_devices": 20}, "trial")[0]
+    assert [node.num_devices for node in cluster.nodes] == [8, 8, 4]
+    node = cluster.nodes[0]
+    assert node.inside.bandwidth == 250e9
+    # 800 Gbit/s are four cards of 200, the line rate of a card of this age.
+    assert (node.network.bandwidth, node.num_network_cards) == (25e9, 4)
+    assert parse_cluster({"device": "T4", "num_nodes": 3, "devices_per_node": 4}, "trial")[0].num_devices == 12
+
+
+def test_links_that_a_trial_leaves_out_are_said() -> None:
+    cluster, notes = parsed(device="GH200-96GB", devices_per_node=4, num_devices=8)
+    assert cluster.nodes[0].inside == library.machine("quad-gh200").inside
+    assert notes == ("links inside and network of GH200-96GB nodes not given: those of a quad-gh200 are taken",)
+    assert not parsed(device="GH200-96GB", devices_per_node=4, num_devices=1)[1]
+
+
+@pytest.mark.skipif(not TRIALS.is_dir(), reason="the published trials are not here")
+def test_clusters_of_all_published_trials() -> None:
+    rows = [json.loads(line) for path in TRIALS.glob("*.jsonl") for line in path.open()]
+    # A cluster that is described by its nodes does not say how many devices it has; the strategy uses them all.
+    num_devices = {json.dumps(row["cluster"]): row["cluster"].get("num_devices", ranks_of(row)) for row in rows}
+    for text, number in num_devices.items():
+        assert parse_cluster(json.loads(text), "trial")[0].num_devices == number
+    assert num_devices
+
+
+def ranks_of(trial: dict[str, Any]) -> int:
+    sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+    return prod(trial["strategy"][size] for size in sizes)
+
+
+def test_hostfile(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("# ours\nworker-1 slots=8\n\nworker-2 slots=4  # half\n")
+    cluster, notes = read_cluster_with_notes(str(path), device="V100-16GB")
+    assert [(node.name, node.num_devices) for node in cluster.nodes] == [("worker-1", 8), ("worker-2", 4)]
+    assert notes == ("links of V100-SXM2-16GB nodes not given: those of a p3.16xlarge are taken",)
+    assert hostfile_text(cluster.nodes) == "worker-1 slots=8\nworker-2 slots=4\n"
+    machine = read_cluster(str(path), device="p4d.24xlarge").nodes[0]
+    assert (machine.device.name, machine.num_network_cards) == ("A100-SXM4-40GB", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a slots=8\nb slot=8\n", "line 2"),
+        ("a slots=8\na slots=8\n", "names host a again"),
+        ("a slots=0\n", "no slots"),
+        ("# nothing\n", "names no host"),
+    ],
+)
+def test_hostfiles_that_are_wrong(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_hostfile(text, "hostfile")
+
+
+def test_what_is_a_hostfile() -> None:
+    assert is_hostfile("# hosts\nworker-1 slots=8\n")
+    assert not is_hostfile('{"nodes": []}')
+    assert not is_hostfile("")
+
+
+def test_a_device_is_for_hostfiles_alone(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("a slots=2\n")
+    with pytest.raises(ConfigError, match="is a hostfile, which names no device: add --device NAME"):
+        read_cluster(str(tmp_path / "hostfile"))
+    (tmp_path / "c.json").write_text('{"nodes": [{"device": "T4"}]}')
+    with pytest.raises(ConfigError, match=r"names its devices: drop the flag"):
+        read_cluster(str(tmp_path / "c.json"), device="T4")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "clusters").iterdir()), ids=lambda path: path.name)
+def test_examples(path: Path) -> None:
+    assert read_cluster(str(path)).num_devices > 0
+
+
+def test_the_large_example_is_as_large_as_it_says() -> None:
+    cluster = read_cluster(str(ROOT / "examples" / "clusters" / "mixed-1024.yaml"))
+    assert cluster.num_devices == 1024
+    assert len({node.device.name for node in cluster.nodes}) == 4
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty: write nodes"):
+        read_cluster(str(path), device="A100")

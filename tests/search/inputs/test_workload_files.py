@@ -1,0 +1,173 @@
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_terapipe.config.presets import MODEL_PRESETS
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
+from tests.architecture.sources import ROOT
+
+TRIALS = ROOT.parent / "shared" / "reference" / "trials"
+GPT = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 100}
+LAYER = {"tokens": 8, "hidden_size": 4, "products": [{"inputs": 4, "outputs": 16}]}
+
+
+@pytest.mark.parametrize("name", MODEL_PRESETS)
+def test_presets_are_as_large_as_published(name: str) -> None:
+    workload = read_workload(name)
+    assert workload.name == name
+    # GPT-3 is published without saying what is counted; small models are mostly embedding.
+    assert workload.parameters == pytest.approx(MODEL_PRESETS[name].published_parameters, rel=0.06)
+    assert workload.config is not None
+
+
+def test_a_gpt_by_its_fields() -> None:
+    workload = parse_workload(GPT | {"name": "mine"}, "m.json")
+    assert workload.name == "mine"
+    assert workload.num_dealt_layers == 4
+    assert workload.config is not None
+    assert workload.config.vocab_size == 100
+
+
+def test_a_preset_with_changes_of_file_and_flags() -> None:
+    workload = parse_workload({"preset": "gpt2", "seq_length": 512}, "m.json", {"num_layers": 3})
+    assert workload.config is not None
+    assert (workload.config.num_layers, workload.config.seq_length, workload.config.hidden_size) == (3, 512, 768)
+    assert workload.name == "3x768"
+
+
+def test_a_vocabulary_that_nobody_names() -> None:
+    without = {name: value for name, value in GPT.items() if name != "vocab_size"}
+    config = parse_workload(without, "m.json").config
+    assert config is not None
+    assert config.vocab_size == 50257
+
+
+def test_layers_that_the_trainer_does_not_know() -> None:
+    workload = parse_workload(
+        {
+            "name": "own",
+            "seq_length": 8,
+            "layers": [
+                LAYER | {"repeat": 3, "attention": {"query_heads": 2, "head_size": 2, "causal": False}},
+                LAYER | {"kind": "head", "parameters": 70, "forward_s": {"1": 0.5, "2": 0.25}},
+            ],
+        },
+        "m.json",
+    )
+    assert len(workload.layers) == workload.num_dealt_layers == 4
+    assert workload.layers[0] is workload.layers[2]
+    assert workload.parameters == 3 * 64 + 70
+    assert workload.layers[3].forward_s == {1: 0.5, 2: 0.25}
+    assert not workload.can_cut_tokens
+    assert workload.config is None
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "m.json holds [], which is not an object"),
+        ({"num_layer": 3}, "m.json: num_layer 3 is not a known field: did you mean num_layers?"),
+        ({"num_layers": 2.5}, "m.json: num_layers 2.5 is not a whole number: give one"),
+        (GPT | {"num_layers": 10**9}, "m.json: num_layers 1000000000 is more than 10,000: give less"),
+        (GPT | {"layernorm_epsilon": float("inf")}, "m.json: layernorm_epsilon Infinity is more than"),
+        (GPT | {"num_layers": True}, "m.json: num_layers true is not a whole number: give one"),
+        (GPT | {"activation": 3}, "m.json: activation 3 is not a text: give one"),
+        (GPT | {"disable_bias_linear": 1}, "m.json: disable_bias_linear 1 is not true or false: give one"),
+        ({"num_layers": 2}, "m.json: hidden_size, num_attention_heads, seq_length must be given: add them"),
+        (GPT | {"hidden_size": 10}, "m.json: hidden_size 10 is not a multiple of num_attention_heads 4: change one"),
+        ({"preset": "gpt3-13"}, 'm.json: preset "gpt3-13" is not known: did you mean gpt3-13b?'),
+        ({"layers": [LAYER]}, "m.json: seq_length is missing: give a whole number"),
+        ({"seq_length": 8, "layers": []}, "m.json: layers [] is not a list of objects"),
+        ({"seq_length": 8, "layers": [{"tokens": 3}]}, "m.json: layers[0].hidden_size is missing"),
+        (
+            {"seq_length": 8, "layers": [LAYER | {"products": [{"inputs": 3}]}]},
+            "m.json: layers[0].products[0].outputs is missing: give a whole number",
+        ),
+        ({"seq_length": 8, "layers": [LAYER | {"kind": "blok"}]}, "did you mean block?"),
+        ({"seq_length": 8, "layers": [LAYER | {"forward_s": {"0": 1}}]}, "is not seconds by tensor-parallel size"),
+        ({"seq_length": 8, "layers": [LAYER | {"forward_s": {"1": -1}}]}, "is not seconds by tensor-parallel size"),
+        ({"seq_length": 8, "layers": [LAYER | {"unshared_parameters": 65}]}, "is more than the layer's 64 parameters"),
+        (
+            {"seq_length": 8, "layers": [LAYER | {"attention": {"query_heads": 2, "head_size": 2, "window": 3}}]},
+            "m.json: layers[0].attention.window 3 does not divide the layer's 8 tokens",
+        ),
+        (
+            {
+                "seq_length": 8,
+                "layers": [LAYER | {"attention": {"query_heads": 3, "head_size": 2, "key_value_heads": 2}}],
+            },
+            "does not divide query_heads 3",
+        ),
+        ({"seq_length": 8, "layers": [LAYER], "end_dealt_layer": 2}, "m.json: end_dealt_layer 2 is not in 1 to 1"),
+        (
+            {
+                "seq_length": 8,
+                "layers": [LAYER | {"shared_weight": "w", "shared_parameters": count} for count in (8, 16)],
+            },
+            "shared weight 'w' has 8 entries in one layer and 16 in another",
+        ),
+    ],
+)
+def test_errors(document: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        parse_workload(document, "m.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_neither_a_file_nor_a_preset() -> None:
+    with pytest.raises(ConfigError, match=r"model gpt3-13 is neither a file nor a preset: did you mean gpt3-13b\?"):
+        read_workload("gpt3-13")
+    with pytest.raises(ConfigError, match=r"missing\.json cannot be read"):
+        read_workload("missing.json")
+
+
+def test_flags_do_not_change_layers() -> None:
+    with pytest.raises(ConfigError, match="lists layers, which flags do not change: drop --num-layers"):
+        parse_workload({"seq_length": 8, "layers": [LAYER]}, "m.json", {"num_layers": 2})
+
+
+def test_transgan_has_the_layers_that_amp_counts() -> None:
+    workload = read_workload(str(ROOT / "examples" / "models" / "transgan.json"))
+    assert workload.num_dealt_layers == 56
+    blocks = [index for index, layer in enumerate(workload.layers) if layer.kind == "block"]
+    assert blocks == [*range(3, 15), *range(41, 53)]
+    wide, windowed = workload.layers[3], workload.layers[41]
+    assert (wide.tokens, wide.hidden_size) == (81, 1024)
+    assert windowed.attention is not None
+    assert (windowed.tokens // windowed.attention.window, windowed.hidden_size) == (256, 16)  # type: ignore[operator]
+    # Each step of upsampling hands on what the next takes: pixels x channels never shrink before the colours.
+    sizes = [layer.output_elements for layer in workload.layers[:-1]]
+    assert sizes == sorted(sizes)
+
+
+def test_blocks_alone_are_those_of_the_whole_model() -> None:
+    alone = read_workload(str(ROOT / "examples" / "models" / "gpt3-13b-blocks.json"))
+    whole = read_workload("gpt3-13b")
+    assert len(alone.layers) == whole.num_dealt_layers
+    assert alone.layers[0] == whole.layers[1]
+    assert alone.can_cut_tokens
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "models").iterdir()), ids=lambda path: path.name)
+def test_examples(path: Path) -> None:
+    assert read_workload(str(path)).parameters > 0
+
+
+@pytest.mark.skipif(not TRIALS.is_dir(), reason="the published trials are not here")
+def test_models_of_all_published_trials() -> None:
+    texts = {json.dumps(json.loads(line)["model"]) for path in TRIALS.glob("*.jsonl") for line in path.open()}
+    for text in texts:
+        fields = json.loads(text)
+        preset = fields.get("model_preset")
+        num_layers = read_workload(preset).num_dealt_layers if preset else fields["num_layers"]
+        assert parse_workload(fields, "trial").num_dealt_layers == num_layers
+    assert texts
+
+
+def test_a_preset_with_longer_sequences_keeps_its_name() -> None:
+    assert read_workload("llama2-70b", {"seq_length": 32768}).name == "llama2-70b"
+    assert read_workload("llama2-70b", {"num_layers": 8}).name != "llama2-70b"

@@ -1,0 +1,130 @@
+"""What `measure` runs: the layers of the real model, in token slices, there and back."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.command.measure import numbers
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes, default_numbers_of_token_slices
+from megatron_terapipe.search.op_times.profile import OpPoint, ProfiledLink, Shape, shape_of
+from tests.distributed import run_distributed
+
+MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32, vocab_size=128)
+
+
+def sizes(**more: object) -> MeasuredSizes:
+    values: dict[str, object] = {
+        "model": MODEL,
+        "precision": "fp32",
+        "tensor_parallel_sizes": (1, 2),
+        "micro_batch_sizes": (2, 1),
+        "nums_token_slices": (1, 4),
+        "num_processes": 2,
+        "budget_s": 1.0,
+    }
+    return MeasuredSizes(**(values | more))  # type: ignore[arg-type]
+
+
+RUNS = ((1, "none"), (2, "none"), (2, "selective"))
+
+
+class Found(NamedTuple):
+    """What a rank found: layers by run, and links."""
+
+    layers: dict[tuple[int, str], list[tuple[Shape, list[OpPoint]]]]
+    links: list[ProfiledLink]
+
+
+def measure() -> Found:
+    import torch.distributed as dist
+
+    from megatron_terapipe.search.measure import layers as measuring
+    from megatron_terapipe.search.measure import links as measuring_links
+
+    # What times come to is for benchmarks; a test needs them once.
+    measuring.LEAST_REPEATS, measuring.LEAST_S = 1, 0.0
+    measuring_links.REPEATS, measuring_links.MESSAGE_BYTES = 1, (1024, 4096)
+    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][dist.get_rank()]
+    device, found = torch.device("cpu"), {}
+    for size, recompute in RUNS:
+        ranks = measuring.PartAlone(dist.get_rank() % size, size, alone)
+        timer = measuring.LayerTimer(MODEL, ranks, torch.float32, device)
+        run = MeasuredRun(size, 2, 4, recompute)
+        built = measuring.build_layers(MODEL, ranks, torch.float32, device, recompute=recompute)
+        found[size, recompute] = [(layers.shape, timer.points(layers, run)) for layers in built]
+    return Found(found, measuring_links.measure_links(device))
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """What the first of two ranks found; the other found the same, means over both."""
+    first, second = run_distributed(measure, 2)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_kind_of_layer_is_timed_at_every_token_slice(run: tuple[int, str], found: Found) -> None:
+    shapes = {shape_of(layer) for layer in gpt_workload(MODEL).layers}
+    wanted = shapes if run[1] == "none" else {shape for shape in shapes if shape[0] == "block"}
+    assert {shape for shape, _ in found.layers[run]} == wanted
+    for shape, points in found.layers[run]:
+        assert [point[:3] for point in points] == [(2, start, start + 8) for start in (0, 8, 16, 24)]
+        assert all(point.forward_s > 0 and point.input_gradient_s + point.weight_gradient_s > 0 for point in points)
+        if shape[0] == "block":
+            assert all(point.weight_gradient_s > 0 and point.input_gradient_s > 0 for point in points)
+
+
+def test_links_are_timed_by_size(found: Found) -> None:
+    links = [(link.what, link.num_ranks, len(link.points)) for link in found.links]
+    assert links == [("all_reduce", 2, 2), ("transfer", 2, 2)]
+    assert all(seconds > 0 for link in found.links for _, seconds in link.points)
+
+
+def engine() -> object:
+    from megatron_terapipe.search.measure import engine as measuring
+
+    measuring.STEPS = 2
+    return measuring.measure_engine(MODEL, "fp32", 2)
+
+
+def test_the_engine_is_timed_around_its_ops() -> None:
+    (found,) = run_distributed(engine, 1)
+    assert found.op_s > 0
+    assert found.optimizer_s_per_parameter >= 0
+    assert found.iteration_s >= 0
+
+
+def test_what_tells_most_is_measured_first() -> None:
+    runs = list(sizes().runs())
+    assert runs[:3] == [MeasuredRun(1, 1, 1, "none"), MeasuredRun(2, 1, 1, "none"), MeasuredRun(1, 1, 4, "none")]
+    assert [run.recompute for run in runs] == ["none"] * 8 + ["selective"] * 8
+    assert default_numbers_of_token_slices(512) == (1, 2, 4, 8, 16)
+    assert default_numbers_of_token_slices(48) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"tensor_parallel_sizes": (3,)}, "--tensor-parallel-size 3 does not divide the 4 heads of the model: leave"),
+        ({"nums_token_slices": (5,)}, "--num-token-slices 5 does not divide the 32 tokens of a sequence: leave it out"),
+    ],
+)
+def test_what_the_model_does_not_allow_is_refused(change: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(sizes(), **change)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(line)
+
+
+def test_lists_of_numbers() -> None:
+    assert numbers("4,1,2,1", "--micro-batch-size") == (1, 2, 4)
+    for text in ("", "0", "1,x", "-1"):
+        with pytest.raises(
+            ConfigError, match=r"--micro-batch-size .* is not a list of whole numbers from 1: write it as"
+        ):
+            numbers(text, "--micro-batch-size")

@@ -1,0 +1,65 @@
+"""Profiles made of known terms, as if a machine had been measured that has no noise."""
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.profile import (
+    OpPoint,
+    Profile,
+    ProfiledEngine,
+    ProfiledLayer,
+    ProfiledLink,
+    shape_of,
+)
+
+MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=256)
+SIZES, LENGTHS = (1, 2, 4), (8, 16, 32, 64)
+
+
+def workload() -> Workload:
+    return gpt_workload(MODEL)
+
+
+def seconds(size: int, start: int, end: int, tensor: int = 1) -> float:
+    """A forward: fixed, linear and quadratic."""
+    rows = size * (end - start)
+    return 1e-4 + (2e-6 * rows + 1e-8 * rows * (start + end + 1) / 2) / tensor
+
+
+def op_point(size: int, start: int, end: int, tensor: int = 1, recomputed: float = 0.0) -> OpPoint:
+    forward = seconds(size, start, end, tensor)
+    return OpPoint(size, start, end, forward, 1.5 * forward + recomputed * size * (end - start), 0.8 * forward)
+
+
+def profile(tensor_parallel_sizes: tuple[int, ...] = (1, 2), *, selective: bool = True) -> Profile:
+    model = workload()
+    cuts = [(size, start, start + length) for size in SIZES for length in LENGTHS for start in range(0, 64, length)]
+    layers = []
+    for layer in {shape_of(each): each for each in model.layers}.values():
+        places = cuts if layer.attention else [(size, 0, length) for size in SIZES for length in LENGTHS]
+        for tensor in tensor_parallel_sizes:
+            points = tuple(op_point(*place, tensor) for place in places)
+            layers.append(
+                ProfiledLayer(shape=shape_of(layer), tensor_parallel_size=tensor, recompute="none", points=points)
+            )
+            if layer.attention and selective:
+                points = tuple(op_point(size, 0, length, tensor, 5e-7) for size in (1, 4) for length in (8, 64))
+                layers.append(
+                    ProfiledLayer(
+                        shape=shape_of(layer), tensor_parallel_size=tensor, recompute="selective", points=points
+                    )
+                )
+    messages = tuple((size, 2e-4 + size / 1e9) for size in (2**10, 2**14, 2**18, 2**22))
+    return Profile(
+        device="a processor",
+        accelerator="cpu",
+        num_devices=2,
+        precision="fp32",
+        software=(("torch", "2"),),
+        layers=tuple(layers),
+        links=(
+            ProfiledLink(where="inside", what="all_reduce", num_ranks=2, points=messages),
+            ProfiledLink(where="inside", what="transfer", num_ranks=2, points=messages),
+        ),
+        engine=ProfiledEngine(op_s=2e-4, optimizer_s_per_parameter=1e-9, iteration_s=1e-3),
+    )

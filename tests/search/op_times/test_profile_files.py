@@ -1,0 +1,67 @@
+"""Profile files: written, read back, and wrong ones explained in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.op_times.profile_files import profile_to_json, read_profile, write_profile
+from tests.search.op_times.profiles import profile
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "P.json"
+    write_profile(profile(), str(path))
+    read = read_profile(str(path))
+    assert profile_to_json(read) == profile_to_json(profile())
+    assert read.source == str(path)
+    # A point a line, so that people can look at it.
+    assert "\n    [1, 0, 8, " in path.read_text()
+
+
+def faulty(change: str, value: Any) -> dict[str, Any]:
+    document = json.loads(json.dumps(profile_to_json(profile())))
+    *way, last = change.split(".")
+    place: Any = document
+    for step in way:
+        place = place[int(step)] if step.isdigit() else place[step]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "line"),
+    [
+        ("format", "other", 'format "other" is not terapipe-profile-1: give a file that the command measure wrote'),
+        ("precision", "fp8", 'precision "fp8" is not known: '),
+        ("device", None, "device is missing: give a text"),
+        ("layers", [], "layers [] is not a list of objects: "),
+        ("colour", "red", 'colour "red" is not a known field: '),
+        ("layers.0.tensor_parallel_size", 0, "layers[0].tensor_parallel_size 0 is not a whole number from 1: give one"),
+        ("layers.1.shape.kind", "blok", 'layers[1].shape.kind "blok" is not known: did you mean block?'),
+        ("layers.0.points", [[1, 0, 8, 1e-3]], "layers[0].points [[1, 0, 8, 0.001]] has an entry that is not [micro"),
+        ("layers.0.points", [[1, 8, 8, 1, 1, 1]], "layers[0].points [[1, 8, 8, 1, 1, 1]] has an entry [1, 8, 8, 1, 1"),
+        ("links.0.points", [[8, -1.0]], "links[0].points [[8, -1.0]] has an entry that is not [bytes, seconds], none"),
+        ("links.1.where", "outside", 'links[1].where "outside" is not known: '),
+        ("engine.op_s", -1, "engine.op_s -1 is not a number from 0: give one"),
+    ],
+)
+def test_what_is_wrong_is_said(change: str, value: Any, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "P.json"
+    path.write_text(json.dumps(faulty(change, value)))
+    with pytest.raises(ConfigError) as caught:
+        read_profile(str(path))
+    assert str(caught.value).startswith(f"{path}: {line}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_written() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--json /nowhere/P.json cannot be written \(No such file or directory\): name"
+    ):
+        write_profile(profile(), "/nowhere/P.json")

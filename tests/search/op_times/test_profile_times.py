@@ -1,0 +1,147 @@
+"""Measured profiles as op times: through the points, sane between them, honest beyond them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as draw
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.inputs.library import device
+from megatron_terapipe.search.op_times.layer_times import LayerTimes
+from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
+from megatron_terapipe.search.op_times.surface import Point, Surface
+from tests.search.op_times.profiles import LENGTHS, MODEL, SIZES, profile, seconds, workload
+
+CPU = device("cpu-core")
+BLOCK = workload().layers[1]
+
+
+@pytest.fixture(scope="module")
+def measured() -> MeasuredProfile:
+    return MeasuredProfile(profile())
+
+
+def times(measured: MeasuredProfile, layer: Layer = BLOCK, **more: object) -> LayerTimes:
+    arguments: dict[str, object] = {"tensor_parallel_size": 1, "micro_batch_size": 1, "start": 0, "end": 64}
+    return measured(layer, CPU, **(arguments | more))  # type: ignore[arg-type]
+
+
+def test_points_come_back(measured: MeasuredProfile) -> None:
+    for size in SIZES:
+        for length in LENGTHS:
+            starts = np.arange(0, 64, length)
+            found = times(measured, micro_batch_size=size, start=starts, end=starts + length)
+            expected = [seconds(size, start, start + length) for start in starts.tolist()]
+            assert found.forward == pytest.approx(expected, rel=1e-9)
+            assert found.weight_gradient == pytest.approx([0.8 * each for each in expected], rel=1e-9)
+
+
+def test_what_the_terms_say_is_exact_between_and_beyond_the_points(measured: MeasuredProfile) -> None:
+    for size, start, end in ((1, 0, 24), (3, 5, 30), (8, 10, 60), (1, 0, 128)):
+        assert times(measured, micro_batch_size=size, start=start, end=end).forward == pytest.approx(
+            seconds(size, start, end), rel=1e-6
+        )
+
+
+def test_a_point_off_the_terms_is_still_met_and_its_neighbours_lean_to_it() -> None:
+    points = [Point(1, 0, length, seconds(1, 0, length)) for length in (8, 16, 32, 64)]
+    odd = [*points[:2], points[2]._replace(seconds=1.3 * points[2].seconds), *points[3:]]
+    surface, smooth = Surface.through(odd), Surface.through(points)
+    assert surface(1, 0, 32) == pytest.approx(1.3 * points[2].seconds, rel=1e-9)
+    assert 1.05 < surface(1, 0, 30) / smooth(1, 0, 30) < 1.3
+
+
+def test_noise_that_would_make_a_larger_op_faster_is_smoothed() -> None:
+    points = [Point(1, start, start + 8, 1e-3 * (0.9 if start == 16 else 1.0)) for start in range(0, 64, 8)]
+    surface = Surface.through(points)
+    found = surface(1, np.arange(0, 56.0), np.arange(8, 64.0))
+    assert (np.diff(found) >= -1e-15).all()
+    assert found == pytest.approx(1e-3, rel=0.11)
+
+
+@settings(max_examples=40)
+@given(
+    noise=draw.lists(draw.floats(0.7, 1.4), min_size=45, max_size=45),
+    size=draw.floats(1, 6),
+    start=draw.floats(0, 50),
+    length=draw.floats(4, 60),
+    more=draw.sampled_from(((1.3, 1.0, 0.0), (1.0, 1.3, 0.0), (1.0, 1.0, 6.0))),
+)
+def test_never_faster_where_there_is_more_to_do(
+    noise: list[float], size: float, start: float, length: float, more: tuple[float, float, float]
+) -> None:
+    places = [(b, s, s + n) for b in SIZES for n in LENGTHS for s in range(0, 64, n)]
+    points = [Point(*place, seconds(*place) * factor) for place, factor in zip(places, noise, strict=True)]
+    surface = Surface.through(points)
+    first = surface(size, start, start + length)
+    begin = start + more[2]
+    second = surface(size * more[0], begin, begin + length * more[1])
+    # Factors of neighbouring micro-batches and lengths may bend the surface by what smoothing has left.
+    assert second >= first * (1 - 0.02)
+
+
+def test_tensor_parallel_sizes_between_and_beyond(measured: MeasuredProfile) -> None:
+    one, two, four = (float(times(measured, tensor_parallel_size=size).forward) for size in (1, 2, 4))
+    assert two == pytest.approx(seconds(1, 0, 64, 2))
+    assert four == pytest.approx(seconds(1, 0, 64, 4), rel=1e-6)
+    wide = MeasuredProfile(profile((1, 4)))
+    between = float(times(wide, tensor_parallel_size=2).forward)
+    assert between == pytest.approx((one * seconds(1, 0, 64, 4)) ** 0.5)
+
+
+def test_arrays_broadcast(measured: MeasuredProfile) -> None:
+    tensor, size = np.array([[1], [2], [4]]), np.array([1, 2])
+    found = times(measured, tensor_parallel_size=tensor, micro_batch_size=size)
+    assert np.shape(found.forward) == (3, 2)
+    assert found.forward[1, 1] == times(measured, tensor_parallel_size=2, micro_batch_size=2).forward
+
+
+def test_recomputation(measured: MeasuredProfile) -> None:
+    plain, full, selective = (times(measured, recompute=each) for each in ("none", "full", "selective"))
+    assert full.input_gradient - plain.input_gradient == pytest.approx(plain.forward)
+    assert selective.input_gradient - plain.input_gradient == pytest.approx(5e-7 * 64, rel=1e-6)
+    assert selective.forward == plain.forward
+    unmeasured = MeasuredProfile(profile(selective=False))
+    assert times(unmeasured, recompute="selective").input_gradient == pytest.approx(
+        plain.input_gradient + plain.forward / 3
+    )
+    head = workload().layers[-1]
+    assert times(measured, head, recompute="full").input_gradient == times(measured, head).input_gradient
+
+
+def test_a_layer_that_does_not_attend_does_not_mind_where_a_token_slice_begins(measured: MeasuredProfile) -> None:
+    head = workload().layers[-1]
+    assert times(measured, head, start=48, end=64).forward == times(measured, head, start=0, end=16).forward
+
+
+def test_other_sizes_are_refused() -> None:
+    other = gpt_workload(
+        ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=64, vocab_size=256)
+    )
+    measured = MeasuredProfile(replace(profile(), source="P.json"))
+    with pytest.raises(ConfigError) as caught:
+        times(measured, other.layers[1])
+    assert str(caught.value) == (
+        "--profile P.json has no block of hidden size 128, 4 heads, MLP of 512; it has a block of hidden size 64, "
+        "4 heads, MLP of 256: measure this model, or drop the flag"
+    )
+    longer = gpt_workload(replace(MODEL, seq_length=128, max_position_embeddings=128))
+    assert times(measured, longer.layers[1], end=128).forward > times(measured).forward
+
+
+def test_doubts(measured: MeasuredProfile) -> None:
+    def doubts(**more: int) -> tuple[str, ...]:
+        asked = {"tensor_parallel_size": 1, "micro_batch_size": 2, "longest": 64, "shortest": 8} | more
+        return measured.doubts(BLOCK, **asked)
+
+    assert doubts() == ()
+    assert doubts(tensor_parallel_size=4) == ("tensor-parallel size 4 is beyond the profile's 1 to 2: extrapolated",)
+    assert doubts(micro_batch_size=8, shortest=4) == (
+        "micro-batch size 8 is beyond the profile's 1 to 4: extrapolated",
+        "token slices of tokens 4 is beyond the profile's 8 to 64: extrapolated",
+    )

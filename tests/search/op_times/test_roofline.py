@@ -1,0 +1,132 @@
+"""Op times from shapes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import LayerTimes
+from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.op_times.software import MEGATRON, TERAPIPE, Software
+from tests.search.cost.machines import A100, GPT
+
+BLOCK, HEAD = GPT.layers[1], GPT.layers[-1]
+
+
+def times(software: Software = TERAPIPE, efficiency: HardwareEfficiency | None = None, **changes: object) -> LayerTimes:
+    values: dict[str, object] = {
+        "tensor_parallel_size": 1.0,
+        "micro_batch_size": 2.0,
+        "start": 0.0,
+        "end": 2048.0,
+    }
+    return Roofline(efficiency or HardwareEfficiency(), software)(BLOCK, A100, **(values | changes))  # type: ignore[arg-type]
+
+
+def test_large_products_reach_the_efficiency_and_small_ones_do_not() -> None:
+    roofline = Roofline(HardwareEfficiency(), TERAPIPE)
+
+    def reached(rows: float, inputs: float, outputs: float) -> float:
+        seconds = float(roofline.product_s(A100, rows, inputs, outputs))
+        return 2 * rows * inputs * outputs / seconds / A100.half_flops
+
+    assert reached(32768, 16384, 16384) == pytest.approx(HardwareEfficiency().gemm_efficiency, rel=0.01)
+    assert reached(128, 1024, 1024) < 0.5 * HardwareEfficiency().gemm_efficiency
+    # One row reads all of the weight: memory, not FLOPs.
+    seconds = float(roofline.product_s(A100, 1, 16384, 16384))
+    assert seconds == pytest.approx(
+        2 * 16384**2 / (A100.memory_bandwidth * HardwareEfficiency().memory_efficiency), rel=1e-3
+    )
+
+
+def test_a_cpu_core_has_no_wave_of_tiles() -> None:
+    roofline = Roofline(HardwareEfficiency(), TERAPIPE)
+    core = replace(A100, is_gpu=False, half_flops=1e11, memory_bandwidth=1e10)
+    seconds = {on: float(roofline.product_s(replace(core, is_gpu=on), 512, 256, 256)) for on in (True, False)}
+    ideal = 2 * 512 * 256 * 256 / (core.half_flops * HardwareEfficiency().gemm_efficiency)
+    assert seconds[True] > 5 * ideal
+    assert ideal < seconds[False] < 1.2 * ideal
+
+
+def test_full_recompute_runs_the_forward_again() -> None:
+    without, full = times(MEGATRON), times(MEGATRON, recompute="full")
+    assert full.input_gradient == pytest.approx(without.input_gradient + without.forward)
+    assert (full.forward, full.weight_gradient) == (without.forward, without.weight_gradient)
+
+
+def test_selective_recompute_is_of_attention_or_of_norms() -> None:
+    def more(software: Software) -> float:
+        return float(
+            times(software, recompute="selective").input_gradient - times(software, recompute="none").input_gradient
+        )
+
+    assert 0 < more(TERAPIPE) < more(MEGATRON) < float(times(MEGATRON).forward)
+
+
+def test_scores_cost_more_than_flash_and_odd_heads_more_than_even_ones() -> None:
+    assert times(MEGATRON).forward > times(TERAPIPE).forward
+    assert BLOCK.attention is not None
+    odd = replace(BLOCK, attention=replace(BLOCK.attention, head_size=127, query_heads=16))
+    roofline = Roofline(HardwareEfficiency(), TERAPIPE)
+    grid = {"tensor_parallel_size": 1.0, "micro_batch_size": 1.0, "start": 0.0, "end": 2048.0}
+    assert roofline(odd, A100, **grid).forward > roofline(BLOCK, A100, **grid).forward  # type: ignore[arg-type]
+
+
+def test_later_token_slices_attend_to_more() -> None:
+    grid = times(start=np.array([0.0, 1024.0]), end=np.array([1024.0, 2048.0]))
+    assert np.all(np.diff(np.asarray(grid.forward)) > 0)
+    # Cutting a sequence computes nothing less.
+    assert np.sum(grid.forward) > times().forward
+
+
+def test_grids_are_as_their_numbers() -> None:
+    sizes, ranks = np.array([[1.0], [4.0]]), np.array([1.0, 2.0, 8.0])
+    grid = times(MEGATRON, micro_batch_size=sizes, tensor_parallel_size=ranks, recompute="full")
+    for row, size in enumerate(sizes[:, 0]):
+        for column, rank in enumerate(ranks):
+            one = times(MEGATRON, micro_batch_size=float(size), tensor_parallel_size=float(rank), recompute="full")
+            for part, whole in zip(one[:3], grid[:3], strict=True):
+                assert np.asarray(whole)[row, column] == pytest.approx(part, rel=1e-12)
+
+
+FASTER = {
+    "memory_bandwidth": lambda device, factor: replace(device, memory_bandwidth=device.memory_bandwidth * factor),
+    "half_flops": lambda device, factor: replace(device, half_flops=device.half_flops * factor),
+}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    what=st.sampled_from(sorted(FASTER)),
+    factor=st.floats(1, 10),
+    size=st.integers(1, 64),
+    ranks=st.sampled_from([1, 2, 4, 8, 16]),
+    software=st.sampled_from([TERAPIPE, MEGATRON]),
+    layer=st.sampled_from([GPT.layers[0], BLOCK, GPT.layers[-2], HEAD]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+)
+def test_a_faster_device_is_never_slower(
+    what: str, factor: float, size: int, ranks: int, software: Software, layer: object, recompute: str
+) -> None:
+    roofline = Roofline(HardwareEfficiency(), software)
+    grid = {
+        "tensor_parallel_size": float(ranks),
+        "micro_batch_size": float(size),
+        "start": 0.0,
+        "end": 2048.0,
+        "recompute": recompute,
+    }
+    slow = roofline(layer, A100, **grid)  # type: ignore[arg-type]
+    fast = roofline(layer, FASTER[what](A100, factor), **grid)  # type: ignore[arg-type]
+    for one, other in zip(fast, slow, strict=True):
+        assert one <= other * (1 + 1e-12)
+
+
+def test_full_precision_has_the_other_peak_and_twice_the_bytes() -> None:
+    grid = {"tensor_parallel_size": 1.0, "micro_batch_size": 2.0, "start": 0.0, "end": 2048.0}
+    half = Roofline(HardwareEfficiency(), TERAPIPE)(BLOCK, A100, **grid)  # type: ignore[arg-type]
+    single = Roofline(HardwareEfficiency(), TERAPIPE, "fp32")(BLOCK, A100, **grid)  # type: ignore[arg-type]
+    assert 8 * half.forward < single.forward < 16 * half.forward

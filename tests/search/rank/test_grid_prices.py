@@ -1,0 +1,116 @@
+"""Bounds in closed form never exceed what the simulator and the memory model say of a strategy, and are close to it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.rank.grid_memory import live_token_slices
+from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, price_space
+from megatron_terapipe.search.rank.placement import node_orders
+from megatron_terapipe.search.space.choices import Choices, all_choices
+from megatron_terapipe.search.space.legal_grids import Funnel
+from megatron_terapipe.search.space.problem import Problem
+from tests.search.problems import mixed_cluster, node, small_cluster, small_problem
+
+CLUSTERS = {
+    "uniform": small_cluster(num_nodes=2, num_devices=4),
+    "mixed": mixed_cluster(),
+    "slow network": Cluster(nodes=tuple(node(f"host{index}", num_devices=1, network=2e8) for index in range(4))),
+}
+
+
+def coarse(problem: Problem) -> Choices:
+    return replace(
+        all_choices(problem),
+        num_token_slices=(1, 2, 3, 8),
+        micro_batch_size=(1, 2, 4),
+        num_model_chunks=(1, 2, 3),
+    )
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_bounds_of_time(name: str) -> None:
+    problem = small_problem(CLUSTERS[name], global_batch_size=16, num_layers=13)
+    efficiency = HardwareEfficiency(op_s=1e-4)
+    pricings = [Pricing(problem.workload, order, efficiency=efficiency) for order in node_orders(problem.cluster)]
+    rng = np.random.default_rng(0)
+    ratios, estimates = [], []
+    for grid in price_space(problem, coarse(problem), pricings, Funnel()):
+        for index in rng.choice(len(grid.places), size=min(6, len(grid.places)), replace=False).tolist():
+            strategy = grid.strategy(index, problem)
+            simulated = pricings[grid.order].predict(strategy).iteration_time_s
+            assert grid.bound[index] <= simulated * (1 + 1e-9), strategy
+            ratios.append(grid.bound[index] / simulated)
+            estimates.append(grid.estimate[index] / simulated)
+    assert len(ratios) > 20
+    assert np.median(ratios) > 0.9
+    assert 0.9 < np.median(estimates) < 1.1
+
+
+def test_what_is_rejected_for_its_memory_does_not_fit() -> None:
+    cluster = small_cluster(num_nodes=1, num_devices=4)
+    (node,) = cluster.nodes
+    small = replace(node, device=replace(node.device, memory_bytes=5.2e9))
+    problem = small_problem(Cluster(nodes=(small,)), global_batch_size=16, num_layers=13, seq_length=1024)
+    pricing = Pricing(problem.workload, problem.cluster)
+    roomy = Pricing(problem.workload, cluster)
+    choices = coarse(problem)
+    fitting = {
+        grid.strategy(index, problem)
+        for grid in price_space(problem, choices, [pricing], Funnel())
+        for index in range(len(grid.places))
+    }
+    everything = [
+        grid.strategy(index, problem)
+        for grid in price_space(problem, choices, [roomy], Funnel())
+        for index in range(0, len(grid.places), 23)
+    ]
+    rejected, wrong = 0, 0
+    for strategy in everything:
+        memory = pricing.memory_model.predict(strategy)
+        fits = pricing.why_it_does_not_fit(strategy, memory) is None
+        assert strategy in fitting or not fits, strategy
+        rejected += strategy not in fitting
+        wrong += strategy in fitting and not fits
+    # The bound is of use: it sees most of those that do not fit.
+    assert rejected > 20 and wrong < rejected / 4, (rejected, wrong, len(everything))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved", "gpipe"])
+def test_live_token_slices_are_those_of_the_schedule(schedule: str) -> None:
+    from deepspeed_ext.plan.ops import PipelineShape
+    from deepspeed_ext.plan.schedules import SCHEDULES
+    from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+
+    for ranks, micro_batches, token_slices in ((2, 4, 1), (4, 8, 2), (4, 3, 3), (3, 2, 5)):
+        model_chunks = 2 if schedule == "interleaved" else 1
+        shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
+        orders = CompiledOrders.of_schedule(SCHEDULES[schedule], shape)
+        peaks = np.array(orders.peak_activation()) * token_slices * model_chunks
+        for rank in range(ranks):
+            live = live_token_slices(
+                schedule, ranks, model_chunks, rank, np.array(float(micro_batches)), np.array(float(token_slices))
+            )
+            assert float(live) <= peaks[rank] + 1e-9
+            if rank == 0:
+                assert float(live) == pytest.approx(peaks[0])
+
+
+def test_digits_are_not_sold_for_time() -> None:
+    problem = small_problem(small_cluster(num_nodes=2, num_devices=4), global_batch_size=16)
+    pricing = Pricing(problem.workload, problem.cluster)
+    every = coarse(problem)
+
+    def stages(choices: Choices, precision: str) -> set[int]:
+        asked, funnel = replace(problem, precision=precision), Funnel()
+        grids = list(price_space(asked, choices, [pricing], funnel))
+        assert (funnel.rejected[COARSE_SUMS] > 0) == (precision == "bf16" and 1 in choices.zero_stage)
+        return {grid.strategy(index, asked).zero_stage for grid in grids for index in range(0, len(grid.places), 7)}
+
+    assert stages(every, "bf16") == {1}
+    assert stages(every, "fp32") == {0, 1}
+    assert stages(replace(every, zero_stage=(0,)), "bf16") == {0}

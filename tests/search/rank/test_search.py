@@ -1,0 +1,123 @@
+"""The search finds what trying everything finds, and says how sure it is."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_terapipe.planning.planned_run import check_trainable
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.rank.search import search
+from megatron_terapipe.search.space.choices import Choices, all_choices
+from megatron_terapipe.search.space.legal_grids import Funnel, broken_rule, legal_grids
+from megatron_terapipe.search.space.problem import Problem
+from tests.search.problems import mixed_cluster, small_cluster, small_problem
+
+
+def pricing_on(problem: Problem):
+    return lambda cluster: Pricing(problem.workload, cluster, precision=problem.precision)
+
+
+def few(problem: Problem) -> Choices:
+    return replace(
+        all_choices(problem),
+        num_token_slices=(1, 2, 4),
+        num_model_chunks=(1, 2),
+        recompute=("none", "full"),
+        stage_partition=("uniform",),
+    )
+
+
+def exhaustive(problem: Problem, choices: Choices) -> list[float]:
+    """Seconds of every strategy that fits and adds up in fp32, shortest first, all simulated."""
+    pricing = Pricing(problem.workload, problem.cluster)
+    times = []
+    for legal in legal_grids(problem, choices, Funnel()):
+        for flat in np.flatnonzero(legal.legal).tolist():
+            place = [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
+            strategy = legal.grid.strategy(place, problem)
+            if strategy.zero_stage == 0 and problem.precision == "bf16":
+                continue
+            prediction = pricing.predict(strategy)
+            if pricing.why_it_does_not_fit(strategy, prediction.memory) is None:
+                times.append(prediction.iteration_time_s)
+    return sorted(times)
+
+
+@pytest.mark.parametrize("memory_bytes", [40e9, 5.6e9])
+def test_the_search_finds_what_trying_everything_finds(memory_bytes: float) -> None:
+    (node,) = small_cluster(num_nodes=1, num_devices=4).nodes
+    device = replace(node.device, memory_bytes=memory_bytes)
+    problem = small_problem(Cluster(nodes=(replace(node, device=device),)), num_layers=10)
+    choices = few(problem)
+    result = search(problem, choices, pricing_on(problem), top=5, refine=False, effort=5)
+    times = exhaustive(problem, choices)
+    assert result.proven
+    assert [entry.prediction.iteration_time_s for entry in result.entries] == pytest.approx(times[:5], rel=1e-9)
+    # Bounds are of use: only a part of what is feasible was simulated.
+    assert result.funnel.simulated < len(times) / 2
+    assert [entry.rank for entry in result.entries] == [1, 2, 3, 4, 5]
+
+
+def test_without_the_effort_it_says_what_it_does_not_know() -> None:
+    problem = small_problem(num_layers=10, global_batch_size=16)
+    little = search(problem, all_choices(problem), pricing_on(problem), top=3, refine=False, effort=0.02)
+    much = search(problem, all_choices(problem), pricing_on(problem), top=3, refine=False, effort=20)
+    assert much.proven and much.could_save == 0
+    assert little.funnel.simulated < much.funnel.simulated
+    best = [result.entries[0].prediction.iteration_time_s for result in (little, much)]
+    assert best[1] <= best[0] * (1 + 1e-9)
+    # What it says could be saved at most is indeed at most that.
+    assert best[1] >= best[0] * (1 - little.could_save) * (1 - 1e-9)
+
+
+def test_refining_keeps_to_the_pins_and_to_the_trainer() -> None:
+    problem = small_problem(small_cluster(num_nodes=4, num_devices=1), num_layers=8, seq_length=1024)
+    choices = all_choices(problem).pinned(
+        {"pipeline_parallel_size": (4,), "num_token_slices": (2, 3, 4), "schedule": ("1f1b", "gpipe")}
+    )
+    result = search(problem, choices, pricing_on(problem), top=4)
+    plain = search(problem, choices, pricing_on(problem), top=4, refine=False)
+    best, plain_best = (each.entries[0].prediction.iteration_time_s for each in (result, plain))
+    assert best <= plain_best
+    for entry in result.entries:
+        strategy = entry.strategy
+        assert strategy.num_token_slices in (2, 3, 4) and strategy.schedule in ("1f1b", "gpipe")
+        assert broken_rule(strategy, problem) is None
+        check_trainable(strategy, problem.workload.config)
+
+
+def test_pinned_lengths_stay() -> None:
+    problem = small_problem(small_cluster(num_nodes=4, num_devices=1), num_layers=8)
+    choices = all_choices(problem).pinned({"token_slices": (272, 240)})
+    result = search(problem, choices, pricing_on(problem), top=3)
+    assert result.entries
+    assert {entry.strategy.token_slices for entry in result.entries} == {(272, 240)}
+
+
+def test_a_mixed_cluster_gets_an_order_of_nodes() -> None:
+    problem = small_problem(mixed_cluster(), num_layers=12, global_batch_size=16, hidden_size=2048, seq_length=2048)
+    choices = all_choices(problem).pinned({"pipeline_parallel_size": (4,), "num_token_slices": (1, 2)})
+    result = search(problem, choices, pricing_on(problem), top=3)
+    winner = result.entries[0]
+    pricing = Pricing(problem.workload, problem.cluster)
+    # The placement says the same to a cost model that knows the hostfile's order alone.
+    again = pricing.predict(winner.strategy)
+    assert again.iteration_time_s == pytest.approx(winner.prediction.iteration_time_s, rel=1e-9)
+    unplaced = pricing.predict(replace(winner.strategy, placement=None))
+    assert again.iteration_time_s <= unplaced.iteration_time_s * (1 + 1e-9)
+    bounds = winner.strategy.stage_partition
+    if winner.strategy.placement is not None:
+        assert winner.cluster_in_order is not None
+        assert sorted(winner.strategy.placement) == list(range(8))
+    # Stages on fast devices have more layers.
+    assert not isinstance(bounds, str) and len(set(np.diff(bounds).tolist())) > 1
+
+
+def test_nothing_fits() -> None:
+    (node,) = small_cluster(num_nodes=1).nodes
+    tiny = Cluster(nodes=(replace(node, device=replace(node.device, memory_bytes=1e9)),))
+    problem = small_problem(tiny)
+    result = search(problem, few(problem), pricing_on(problem))
+    assert result.entries == () and result.funnel.num_rejected == result.funnel.total

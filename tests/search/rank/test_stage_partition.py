@@ -1,0 +1,109 @@
+"""The exact stage partition against plain enumeration."""
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.rank.stage_partition import SolvedPartition, best_partition
+
+
+def enumerated(layers, num_stages, num_micro_batches, cuts, blocking, allowed):
+    """The best objective over all ways to deal the layers, written down from its definition."""
+    num_layers = layers.shape[1]
+    best = np.inf
+    for inner in combinations(range(1, num_layers), num_stages - 1):
+        bounds = (0, *inner, num_layers)
+        runs = list(pairwise(bounds))
+        if allowed is not None and not all(allowed[stage, i, j] for stage, (i, j) in enumerate(runs)):
+            continue
+        times = [layers[stage % len(layers), i:j].sum() for stage, (i, j) in enumerate(runs)]
+        crossings = [cuts[stage, bound] for stage, bound in enumerate(inner)]
+        periods = list(times)
+        for stage, crossing in enumerate(crossings if blocking else []):
+            periods[stage] += crossing
+            periods[stage + 1] += crossing
+        best = min(best, (num_micro_batches - 1) * max(periods) + sum(times) + sum(crossings))
+    return best
+
+
+def objective(solved: SolvedPartition, layers, num_micro_batches, cuts, blocking):
+    """What the returned partition really costs."""
+    allowed = np.zeros((solved.partition.num_stages, *[layers.shape[1] + 1] * 2), dtype=bool)
+    for stage in range(solved.partition.num_stages):
+        allowed[stage, solved.partition.bounds[stage], solved.partition.bounds[stage + 1]] = True
+    return enumerated(layers, solved.partition.num_stages, num_micro_batches, cuts, blocking, allowed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_partition_is_better(data):
+    num_layers = data.draw(st.integers(1, 8))
+    num_stages = data.draw(st.integers(1, num_layers))
+    num_micro_batches = data.draw(st.sampled_from([1, 2, 3, 8]))
+    blocking = data.draw(st.booleans())
+    # Few distinct values: ties and steps are where such a search goes wrong.
+    seed = data.draw(st.integers(0, 10**6))
+    values = np.random.default_rng(seed)
+    devices = data.draw(st.sampled_from([1, num_stages]))
+    layers = values.integers(0, 9, (devices, num_layers)) * 1.0
+    cuts = values.integers(0, data.draw(st.sampled_from([1, 6])), (max(num_stages - 1, 1), num_layers + 1)) * 1.0
+    allowed = None
+    if data.draw(st.booleans()):
+        allowed = values.random((num_stages, num_layers + 1, num_layers + 1)) < 0.8
+    least = enumerated(layers, num_stages, num_micro_batches, cuts, blocking, allowed)
+
+    def solved():
+        return best_partition(
+            layers, num_stages, num_micro_batches, cut_times_s=cuts, blocking=blocking, allowed=allowed
+        )
+
+    if not np.isfinite(least):
+        with pytest.raises(ConfigError, match="within memory"):
+            solved()
+        return
+    found = solved()
+    assert found.objective_s == pytest.approx(least)
+    assert objective(found, layers, num_micro_batches, cuts, blocking) == pytest.approx(least)
+    if allowed is not None:
+        bounds = found.partition.bounds
+        assert all(allowed[stage, bounds[stage], bounds[stage + 1]] for stage in range(num_stages))
+
+
+def test_a_slower_device_gets_fewer_layers():
+    layers = np.ones((4, 12))
+    layers[3] *= 3
+    bounds = best_partition(layers, 4, 64).partition.bounds
+    assert bounds[4] - bounds[3] == 1
+
+
+def test_a_cut_avoids_a_wide_boundary():
+    cuts = np.zeros(9)
+    cuts[4] = 5.0
+    assert best_partition(np.ones(8), 2, 4).partition.bounds == (0, 4, 8)
+    assert best_partition(np.ones(8), 2, 4, cut_times_s=cuts, blocking=True).partition.bounds in {(0, 3, 8), (0, 5, 8)}
+
+
+def test_with_one_micro_batch_only_the_sum_counts():
+    cuts = np.array([0, 9, 9, 9, 1, 9, 9.0])
+    assert best_partition(np.array([5.0, 1, 1, 1, 1, 1]), 2, 1, cut_times_s=cuts).partition.bounds == (0, 4, 6)
+
+
+def test_fewer_layers_than_stages_are_refused():
+    with pytest.raises(ConfigError, match="3 layers on 4 stages: give between 1 and 3"):
+        best_partition(np.ones(3), 4, 8)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_many_thresholds_the_best_is_found(seed):
+    # Devices and cuts differ so much that a looser threshold buys a much smaller sum: the best lies in between.
+    values = np.random.default_rng(seed)
+    layers = values.random((4, 1)) * values.random((4, 11)) ** 2
+    cuts = 3 * values.random((3, 12)) ** 4
+    num_micro_batches = 2 + seed % 3
+    solved = best_partition(layers, 4, num_micro_batches, cut_times_s=cuts)
+    assert solved.objective_s == pytest.approx(enumerated(layers, 4, num_micro_batches, cuts, False, None))
+    assert objective(solved, layers, num_micro_batches, cuts, False) == pytest.approx(solved.objective_s)

@@ -1,0 +1,94 @@
+"""Trials that the models themselves make, so that the truth is known."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.cost.memory_model import MemoryModel
+from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
+from megatron_terapipe.search.inputs import library
+from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.software import MEGATRON
+from megatron_terapipe.search.trials.trial import Trial
+from megatron_terapipe.strategy import Strategy
+
+MODEL = ModelConfig(num_layers=16, hidden_size=2048, num_attention_heads=16, seq_length=1024, vocab_size=51200)
+WORKLOAD = gpt_workload(MODEL)
+
+
+def a100s(num_nodes: int = 2) -> Cluster:
+    """Nodes of eight A100s."""
+    inside, network = Link(bandwidth=300e9, latency_s=3e-6), Link(bandwidth=25e9, latency_s=5e-6)
+    device = library.device("A100-80GB")
+    nodes = tuple(
+        Node(name=f"n{index}", device=device, num_devices=8, inside=inside, network=network, num_network_cards=4)
+        for index in range(num_nodes)
+    )
+    return Cluster(nodes=nodes, name="a100s")
+
+
+CLUSTER = a100s()
+
+STRATEGIES = [
+    Strategy(
+        data_parallel_size=16 // (tensor * pipeline),
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        micro_batch_size=micro_batch,
+        global_batch_size=64,
+        recompute=recompute,
+        zero_stage=zero,
+    )
+    for tensor, pipeline in ((1, 1), (2, 1), (4, 2), (8, 1), (8, 2), (1, 4), (2, 4))
+    for micro_batch in (1, 4)
+    for recompute, zero in (("none", 0), ("full", 1))
+]
+
+
+def measured(
+    strategies: Sequence[Strategy] = tuple(STRATEGIES),
+    *,
+    efficiency: HardwareEfficiency | None = None,
+    memory_overheads: MemoryOverheads | None = None,
+    noise: float = 0.0,
+    source: str = "synthetic",
+    seed: int = 0,
+) -> list[Trial]:
+    """Trials whose times and peaks are predictions, with some noise; two neighbours make a group."""
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON, efficiency=efficiency, precision="fp16")
+    memory = MemoryModel(
+        workload=WORKLOAD,
+        cluster=CLUSTER,
+        software=MEGATRON,
+        precision="fp16",
+        overheads=memory_overheads or MemoryOverheads(),
+    )
+    random = np.random.default_rng(seed)
+    trials = []
+    for index, strategy in enumerate(strategies):
+        trial = Trial(
+            source=source,
+            id=str(index),
+            group=f"group {index // 2}",
+            workload=WORKLOAD,
+            cluster=CLUSTER,
+            strategy=strategy,
+            software=MEGATRON,
+            precision="fp16",
+            iteration_time_s=model.predict_time(strategy).iteration_time_s * float(np.exp(random.normal(0, noise))),
+            peak_memory_bytes=max(rank.total for rank in memory.predict(strategy)),
+            out_of_memory=None,
+            line=index + 1,
+        )
+        trials.append(trial)
+    return trials
+
+
+def failed(trial: Trial) -> Trial:
+    """The same trial, out of memory."""
+    return replace(trial, iteration_time_s=None, peak_memory_bytes=None, out_of_memory=True)

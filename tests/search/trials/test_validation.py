@@ -1,0 +1,147 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_terapipe.search.__main__ import main
+from megatron_terapipe.search.trials.cluster_calibrations import Calibrations
+from megatron_terapipe.search.trials.predicted import deal_groups, predict_in_folds, predict_trials
+from megatron_terapipe.search.trials.scores import naive_memory_bytes, naive_time_s
+from megatron_terapipe.search.trials.trial import trial_line
+from megatron_terapipe.search.trials.validation import validation_document
+from megatron_terapipe.strategy import Strategy
+from tests.search.trials.synthetic import STRATEGIES, WORKLOAD, failed, measured
+
+MODEL = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 51200}
+CLUSTER = {"device": "A100-SXM4-80GB", "devices_per_node": 8, "num_devices": 8, "intra_node_GBps": 300}
+FIGURES = {"n", "mape", "spearman", "pair_accuracy", "pair_accuracy_all", "top1_regret", "memory", "groups"}
+
+
+def write_trials(path: Path, times: dict[int, float | None], source: str = "here") -> str:
+    lines = [
+        trial_line(
+            source=source,
+            group=f"batch {32 * (1 + index % 2)}",
+            model=MODEL,
+            cluster=CLUSTER,
+            strategy=Strategy(
+                data_parallel_size=8 // size,
+                tensor_parallel_size=size,
+                global_batch_size=32 * (1 + index % 2),
+                recompute="full",
+            ),
+            software="megatron",
+            precision="fp16",
+            iteration_time_s=time,
+            peak_memory_bytes=None if time is None else 10e9,
+            out_of_memory=True if time is None else None,
+        )
+        for size, time in times.items()
+        for index in range(2)
+    ]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def validate(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["validate", *words, "--json", "-"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_what_predictions_made_is_predicted() -> None:
+    trials = measured(STRATEGIES[:8])
+    document = validation_document(
+        predict_trials(trials, Calibrations()), calibrated_on=(), in_sample=0, num_folds=None
+    )
+    figures = document["overall"]
+    assert figures["mape"] == pytest.approx(0, abs=1e-9) and figures["memory"]["mape"] == pytest.approx(0, abs=1e-9)
+    assert figures["pair_accuracy"] == figures["interval_coverage"] == 1.0
+    assert figures["naive"]["mape"] > 0.1
+    assert len(document["predictions"]) == 8
+
+
+def test_what_ran_out_of_memory() -> None:
+    trials = measured(STRATEGIES[:4])
+    trials[0] = failed(trials[0])
+    figures = validation_document(
+        predict_trials(trials, Calibrations()), calibrated_on=(), in_sample=0, num_folds=None
+    )["overall"]
+    # The model says that it fits, as it does: a failure that nobody saw coming.
+    assert (figures["n"], figures["memory"]["out_of_memory"], figures["memory"]["out_of_memory_recall"]) == (3, 1, 0.0)
+    assert figures["memory"]["false_alarms"] == 0.0
+
+
+def test_folds_keep_groups_whole() -> None:
+    trials = measured(STRATEGIES[:10])
+    folds = deal_groups(trials, 3)
+    assert set(folds) == {0, 1, 2}
+    assert all(folds[index] == folds[index + 1] for index in range(0, 10, 2))
+    assert folds == deal_groups(trials, 3)
+
+
+def test_no_trial_is_predicted_by_a_fit_that_has_seen_it() -> None:
+    """A time that nobody could predict moves the predictions of all other groups, and not its own."""
+    trials = measured(STRATEGIES[:4])
+    before = [one.iteration_time_s for one in predict_in_folds(trials, 2)]
+    for index in (0, 1):
+        object.__setattr__(trials[index], "iteration_time_s", 1.5 * (trials[index].iteration_time_s or 0))
+    after = [one.iteration_time_s for one in predict_in_folds(trials, 2)]
+    assert np.isclose(before, after, rtol=1e-6).tolist() == [True, True, False, False]
+
+
+def test_one_group_alone_is_not_calibrated() -> None:
+    trials = measured(STRATEGIES[:2])
+    assert [one.calibration.num_trials for one in predict_in_folds(trials, 2)] == [0, 0]
+
+
+def test_the_naive_line() -> None:
+    """SC'21 (arXiv 2104.04473) equation 3: 96 B s L h^2 (1 + s/6h + V/16Lh) FLOPs with full recomputation."""
+    (trial,) = measured([STRATEGIES[1]])
+    assert trial.strategy.recompute == "full" and trial.strategy.pipeline_parallel_size == 1
+    layers, hidden, tokens, words = 16, 2048, 1024, 51200
+    formula = 96 * 64 * tokens * layers * hidden**2 * (1 + tokens / (6 * hidden) + words / (16 * layers * hidden))
+    assert naive_time_s(trial) == pytest.approx(formula / (16 * 0.45 * 312e12), rel=0.001)
+    assert naive_memory_bytes(trial) == 16 * WORKLOAD.parameters
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_trials(tmp_path / "a.jsonl", {1: 0.2, 2: 0.21, 4: 0.25, 8: None})
+    document = validate(capsys, "--trials", path)
+    assert set(document["sources"]) == {"a"} and set(document["groups"]["a"]) == {"batch 32", "batch 64"}
+    for figures in (document["overall"], document["sources"]["a"], document["groups"]["a"]["batch 32"]):
+        assert set(figures) >= {*FIGURES, "interval_coverage", "naive"} and set(figures["naive"]) >= FIGURES
+    assert document["calibrated_on"] == [] and document["in_sample"] == 0
+    assert len(document["predictions"]) == 8
+
+
+def test_calibration_is_saved_and_in_sample_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_trials(tmp_path / "a.jsonl", {1: 0.4, 2: 0.42, 4: 0.5, 8: 0.8})
+    before = validate(capsys, "--trials", path)
+    saved = str(tmp_path / "c.json")
+    after = validate(capsys, "--trials", path, "--calibrate", path, "--save-calibration", saved)
+    assert (after["in_sample"], after["calibrated_on"]) == (8, [path])
+    assert after["overall"]["mape"] < before["overall"]["mape"]
+    again = validate(capsys, "--trials", path, "--calibration", saved)
+    assert again["overall"]["mape"] == pytest.approx(after["overall"]["mape"])
+    assert main(["validate", "--trials", path, "--calibrate", path]) == 0
+    assert "IN-SAMPLE: 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--folds", "1"], "--folds 1 leaves nothing"),
+        (["--save-calibration", "c.json"], "nothing to save"),
+        (["--calibration", "c.json", "--folds", "2"], "already fitted"),
+        (["--calibrate", "none.jsonl"], "none.jsonl cannot be read"),
+        (["--json", "no/such/place.json"], "cannot be written"),
+    ],
+)
+def test_errors(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_trials(tmp_path / "a.jsonl", {8: 0.4})
+    assert main(["validate", "--trials", path, *words]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and said in shown and shown.count("\n") == 1
