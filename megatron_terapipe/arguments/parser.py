@@ -19,7 +19,7 @@ PROGRAM = "pretrain_gpt.py"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandLine:
-    """What a command line says."""
+    """The fields that a command line sets, and by which flag."""
 
     given: dict[str, Any] = field(default_factory=dict)
     """Value of each field that a flag sets."""
@@ -34,7 +34,12 @@ class CommandLine:
     """Flag that set each field, as it was spelled."""
 
     def set(self, name: str, value: Any, spelling: str) -> None:
-        """Set a field. A flag may be repeated, and the last counts; two that disagree are a mistake.
+        """Set a field. A flag may be repeated, and the last one counts; two flags that disagree are an error.
+
+        Args:
+            name: name of the field.
+            value: its value.
+            spelling: the flag, as it was typed.
 
         Raises:
             ConfigError: if another flag set the field to another value.

@@ -25,7 +25,11 @@ def latest_checkpoint(load: str | Path) -> Path | None:
 
 
 def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:
-    """Directory of the checkpoint of a tag, or of the newest whole one.
+    """Directory of the checkpoint with a tag, or of the newest whole one.
+
+    Args:
+        load: directory that runs saved to.
+        tag: name of the checkpoint; None for the newest.
 
     Raises:
         CheckpointError: if there is none of that tag.
@@ -40,7 +44,11 @@ def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:
 
 
 def existing_checkpoint(load: str | Path, tag: str | None) -> Path:
-    """As `tagged_checkpoint`, where there must be one.
+    """Directory of the checkpoint with a tag, or of the newest whole one, where there must be one.
+
+    Args:
+        load: directory that runs saved to.
+        tag: name of the checkpoint; None for the newest.
 
     Raises:
         CheckpointError: if there is none.

@@ -25,7 +25,13 @@ class Destination(Protocol):
         """
 
     def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
-        """Set what the optimizer knows of the elements that it works on, flat."""
+        """Set the optimizer's state of the elements of a parameter that this rank's optimizer works on.
+
+        Args:
+            parameter: the parameter.
+            moments: tensors by name, such as `exp_avg`: [elements].
+            step: updates done; None where the rule does not count them.
+        """
 
     def finish(self) -> None:
         """Hand the optimizer the states that were set."""
@@ -78,7 +84,7 @@ class _Partitions:
         self._states: dict[int, dict[str, Any]] = {}
 
     def elements(self, parameter: nn.Parameter) -> range:
-        """Those of this rank's fragment."""
+        """Elements of a parameter that are in this rank's fragment."""
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return range(0)

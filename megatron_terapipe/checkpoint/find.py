@@ -44,9 +44,15 @@ def find_checkpoint(
 
 
 def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> None:
-    """See that every file is there and was written to its end, so that no rank finds out alone.
+    """Check that every file is there and was written to its end, so that no rank finds out alone.
 
     The directory is listed once; each file is opened and read at its end.
+
+    Args:
+        directory: directory of the checkpoint.
+        info: facts of its run.
+        model: the model section.
+        weights_only: leave out the files of the optimizer.
 
     Raises:
         CheckpointError: naming the first file that is missing or damaged.

@@ -46,13 +46,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedRun:
-    """What one rank reads of a checkpoint for all.
+    """Facts of a checkpoint that one rank reads for all.
 
     Attributes:
         places: where the state of each parameter lies, by name; empty where weights alone are loaded.
-        prefix: of the names of the optimizer's files.
-        counters: what DeepSpeed saved of a run beside tensors.
-        loss_scaler: of a run in fp16; None for other runs.
+        prefix: prefix of the names of the optimizer's files.
+        counters: values other than tensors that DeepSpeed saved of the run.
+        loss_scaler: loss scaler of a run in fp16; None for other runs.
     """
 
     places: Mapping[str, Place]
@@ -99,7 +99,7 @@ def write_index(directory: Path, places: Iterable[tuple[str, Place]]) -> None:
 
 
 def load_file(path: Path) -> Mapping[str, Any]:
-    """What one rank saved. Tensors are mapped into memory, and read only where they are used."""
+    """Return the objects that one rank saved. Tensors are mapped into memory, and read only where they are used."""
     # DeepSpeed saves objects of its own.
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
 
@@ -148,14 +148,14 @@ def _joined(places: Iterable[tuple[str, Place]]) -> dict[str, Place]:
 
 
 def _listed(directory: Path, info: CheckpointInfo) -> Iterator[tuple[str, Place]]:
-    """What each stage saved in one piece."""
+    """Yield each parameter that a stage saved in one piece, with its place."""
     for stage in range(info.num_stages):
         groups = load_file(directory / state_file(stage, 0, info.tensor_parallel_size))[PARAMETER_NAMES]
         yield from ((name, Place(stage)) for names in groups for name in names)
 
 
 def _looked_up(directory: Path, info: CheckpointInfo, prefix: str) -> Iterator[tuple[str, Place]]:
-    """What each stage and replica saved in fragments."""
+    """Yield each parameter of which a stage and replica saved a fragment, with its place."""
     for stage in range(info.num_stages):
         names = optimizer_files(stage, 0, info.tensor_parallel_size, info.num_replicas)
         for replica, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run.
+"""Facts of its run that a checkpoint keeps.
 
 CHECKPOINTS/latest                       tag of the newest whole checkpoint, written last
 CHECKPOINTS/global_step100/run.json      iteration, model, layout, tokenizer: read before any process group
@@ -23,18 +23,18 @@ _MAY_CHANGE = {"seq_length", "init_method_std", "hidden_dropout", "attention_dro
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
-    """What a checkpoint says of its run.
+    """Facts of the run that saved a checkpoint.
 
     Attributes:
         iteration: iterations done.
         consumed_samples: samples trained on.
         model: the model section, vocabulary size included.
         layout: sizes of the parallel axes.
-        optimizer: rule of the update, whose state was saved; None if none was.
+        optimizer: name of the optimizer whose state was saved; None if none was.
         partitioned: whether that state is spread over data-parallel ranks: under ZeRO 1, and always in bf16.
         tokenizer: type and files of the tokenizer.
-        skipped_iterations: iterations of those done that did not update the weights, by an overflow in fp16.
-        skipped_samples: samples of those.
+        skipped_iterations: iterations done that did not update the weights, because of an overflow in fp16.
+        skipped_samples: samples of those iterations.
     """
 
     iteration: int

@@ -97,7 +97,7 @@ class _Share:
 def _state(
     optimizer: SavedOptimizer, name: str, share: _Share, part: Callable[[int], Tensor], elements: range
 ) -> ParameterState:
-    """What was saved of some elements of this rank's part of a parameter."""
+    """Return the saved state of some elements of this rank's part of a parameter."""
     if share.source is not None:
         return optimizer.of(name, share.source, elements)
     parts = [part(each) for each in range(share.num_parts)]

@@ -83,7 +83,12 @@ def _all_places(engine: TokenSlicePipelineEngine) -> list[tuple[str, Place]]:
 
 
 def put_in_place(partial: Path, directory: Path) -> None:
-    """Give a whole checkpoint its name, which an older one may bear, and let `latest` name it."""
+    """Give a whole checkpoint its name, in place of an older one of that name, and let `latest` point to it.
+
+    Args:
+        partial: directory that it was written to.
+        directory: its final directory.
+    """
     replaced = directory.with_name(f"{directory.name}.replaced")
     rmtree(replaced, ignore_errors=True)
     if directory.exists():

@@ -22,11 +22,11 @@ from megatron_terapipe.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterState:
-    """What an optimizer knows of a run of a parameter's elements, in the order in which they lie in memory.
+    """Optimizer state of a run of elements of a parameter, in the order in which they lie in memory.
 
     Attributes:
-        weight: in fp32, flat; None where the optimizer works on the model's own weights.
-        moments: such as `exp_avg`, flat.
+        weight: [elements] in fp32; None where the optimizer works on the model's own weights.
+        moments: tensors by name, such as `exp_avg`: [elements].
         step: updates done; None where the rule does not count them.
     """
 
@@ -84,7 +84,7 @@ class SavedOptimizer:
         )
 
     def _load_partition(self, stage: int, tensor_parallel_rank: int, replica: int) -> Mapping[str, Any]:
-        """What one data-parallel rank saved."""
+        """Return the optimizer state that one data-parallel rank saved."""
         names = optimizer_files(stage, tensor_parallel_rank, self._info.tensor_parallel_size, replica + 1)
         return load_file(self._directory / f"{self._saved.prefix}{names[replica]}")["optimizer_state_dict"]
 

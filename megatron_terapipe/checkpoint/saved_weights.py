@@ -39,7 +39,12 @@ class SavedWeights:
             ) from None
 
     def weight(self, index: int, name: str, tensor_parallel_rank: int = 0) -> Tensor:
-        """One weight of a layer, as one tensor-parallel rank saved it.
+        """Return one weight of a layer, of the shape in which one tensor-parallel rank saved it.
+
+        Args:
+            index: number of the layer.
+            name: name of the weight.
+            tensor_parallel_rank: the rank.
 
         Raises:
             CheckpointError: if the file cannot be read, or lacks it.
@@ -51,11 +56,11 @@ class SavedWeights:
         return layer[name]
 
     def whole(self, index: int, layer: nn.Module) -> dict[str, Tensor]:
-        """Weights of a layer that ranks may have shared, put together.
+        """Return the weights of a layer by name, each in its whole shape, put together from all tensor-parallel ranks.
 
         Args:
-            index: of the layer.
-            layer: the layer as one rank alone has it, by whose parameters it is known what was cut; may be on `meta`.
+            index: number of the layer.
+            layer: the layer as one rank alone has it, may be on `meta`; its parameters say how ranks share them.
 
         Raises:
             CheckpointError: if a file cannot be read, or holds another layer.
@@ -83,14 +88,14 @@ def cut_dimension(parameter: nn.Parameter) -> int | None:
 
 
 def reshare(part: Callable[[int], Tensor], num_parts: int, *, rank: int, size: int, cut: int | None) -> Tensor:
-    """A rank's part of a tensor that another number of ranks saved.
+    """Return a rank's part of a tensor that another number of ranks saved, of the shape that it has for `size` ranks.
 
     Args:
-        part: gives what a rank saved.
+        part: function from a rank to the tensor that it saved.
         num_parts: ranks that saved it.
         rank: the rank whose part is wanted.
         size: ranks that share it now.
-        cut: dimension they share; None if each holds the whole.
+        cut: dimension that they share; None if each holds the whole.
     """
     if num_parts == size:
         return part(rank)

@@ -35,6 +35,12 @@ def balanced_token_slices(model: ModelConfig, num_token_slices: int, *, granular
 
 
 def granularity_of(seq_length: int, num_token_slices: int, needed: int) -> int:
-    """What lengths are to be multiples of: of tiles, too, where token slices are long enough to choose among them."""
+    """Tokens that token-slice lengths are multiples of: whole tiles, where token slices are long enough for that.
+
+    Args:
+        seq_length: tokens of a sequence.
+        num_token_slices: token slices of a sequence.
+        needed: tokens that every length must be a multiple of.
+    """
     whole_tiles = lcm(TILE, needed)
     return whole_tiles if seq_length >= 4 * whole_tiles * num_token_slices else needed

@@ -46,7 +46,12 @@ class BatchSizes:
         return self.start + int(consumed_samples / samples_per_step) * self.increment
 
     def consumed_after(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Return the samples consumed once `iterations` more iterations are done."""
+        """Return the samples consumed once `iterations` more iterations are done.
+
+        Args:
+            iterations: iterations to come.
+            consumed_samples: samples consumed before them.
+        """
         while iterations and not self._is_final(consumed_samples):
             consumed_samples += self.at(consumed_samples)
             iterations -= 1

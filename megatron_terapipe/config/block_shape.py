@@ -16,7 +16,7 @@ _MULTIPLE = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockShape:
-    """What a transformer layer is made of."""
+    """Sizes of the parts of one transformer layer."""
 
     num_key_value_heads: int
     """Key and value heads of its attention; 0 = the attention is left out."""

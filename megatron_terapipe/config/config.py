@@ -82,7 +82,7 @@ class Config:
 
     @property
     def token_granularity(self) -> int:
-        """What every token slice is a multiple of: tensor-parallel ranks may share its tokens."""
+        """Tokens that each token-slice length is a multiple of, since tensor-parallel ranks may share its tokens."""
         return self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
 
     def num_micro_batches(self, data_parallel_size: int) -> int:

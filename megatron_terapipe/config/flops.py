@@ -31,7 +31,12 @@ device that does 165 FLOPs a byte."""
 
 
 def block_weights(model: ModelConfig, block: BlockShape) -> int:
-    """Count the entries of the weight matrices of a block: query, key, value, projection, and the MLP's."""
+    """Entries of the weight matrices of a block: query, key, value, projection, and those of the MLP.
+
+    Args:
+        model: the model section.
+        block: shape of the block.
+    """
     query_size = model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
     key_value_size = 2 * block.num_key_value_heads * model.kv_channels
     attention = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
@@ -39,7 +44,12 @@ def block_weights(model: ModelConfig, block: BlockShape) -> int:
 
 
 def block_parameters(model: ModelConfig, block: BlockShape) -> int:
-    """Count the parameters of a block: matrices, their biases, and two norms (SC'21 equation 2: 12h^2 + 13h)."""
+    """Parameters of a block: matrices, their biases, and two norms (SC'21 equation 2: 12h^2 + 13h).
+
+    Args:
+        model: the model section.
+        block: shape of the block.
+    """
     biases = 0
     if block.num_key_value_heads:
         query_size = model.num_attention_heads * model.kv_channels
@@ -75,12 +85,22 @@ def model_parameters(model: ModelConfig) -> int:
 
 
 def linear_flops_per_token(model: ModelConfig, block: BlockShape) -> int:
-    """Forward FLOPs of a token in the matrix products of one block, the same at every position."""
+    """Forward FLOPs of a token in the matrix products of one block, the same at every position.
+
+    Args:
+        model: the model section.
+        block: shape of the block.
+    """
     return 2 * block_weights(model, block)
 
 
 def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:
-    """Forward FLOPs of a token in one block for each position that it attends to: one score and one weighted value."""
+    """Forward FLOPs of a token in one block for each position that it attends to: one score and one weighted value.
+
+    Args:
+        model: the model section.
+        block: shape of the block.
+    """
     return 4 * model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
 
 
@@ -95,7 +115,13 @@ def model_attention_flops_per_position(model: ModelConfig) -> int:
 
 
 def token_forward_flops(model: ModelConfig, block: BlockShape, prefix_len: int) -> int:
-    """Forward FLOPs in one block of a token with `prefix_len` tokens before it; it attends to them and itself."""
+    """Forward FLOPs of a token in one block. It attends to the tokens before it and to itself.
+
+    Args:
+        model: the model section.
+        block: shape of the block.
+        prefix_len: tokens before it.
+    """
     positions = prefix_len + 1
     return linear_flops_per_token(model, block) + attention_flops_per_position(model, block) * positions
 
@@ -156,7 +182,13 @@ def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = Fa
 
 
 def key_value_bytes_per_token(model: ModelConfig, block: BlockShape, element_bytes: int) -> int:
-    """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed."""
+    """Bytes of the cached key and value of a token in one block, kept even when activations are recomputed.
+
+    Args:
+        model: the model section.
+        block: shape of the block.
+        element_bytes: bytes of an element.
+    """
     return 2 * block.num_key_value_heads * model.kv_channels * element_bytes
 
 

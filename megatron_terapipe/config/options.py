@@ -1,4 +1,4 @@
-"""What a field of a section tells its flag, and the checks that sections share.
+"""Facts that a field of a section gives to its flag, and the checks that sections share.
 
 A section is a frozen dataclass. The name of a field is its flag, its type is the type of the flag, and the docstring
 under it is the help text. `option` adds the little that these cannot say.
@@ -17,7 +17,7 @@ from megatron_terapipe.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """What a flag needs beyond the name, type, default and docstring of its field."""
+    """Facts about a flag that the name, type, default and docstring of its field do not say."""
 
     derived: str = ""
     """How the default follows from other fields; empty if it does not."""
@@ -68,12 +68,17 @@ def option_of(declared: Field[Any]) -> Option:
 
 
 def choices_of(section: type[Any], declared: Field[Any]) -> tuple[str | int, ...]:
-    """Return the values that a field accepts; empty if any of its type."""
+    """Return the values that a field accepts; empty if it accepts any value of its type.
+
+    Args:
+        section: class of the section.
+        declared: the field.
+    """
     return _choices(get_type_hints(section)[declared.name], declared)
 
 
 def _choices(hint: Any, declared: Field[Any]) -> tuple[str | int, ...]:
-    """Return the values that a field accepts, whose type is known: to resolve the types of a section takes longest."""
+    """Return the values that a field accepts. Its type is given, because resolving the types of a section is slow."""
     literals = [hint, *get_args(hint)] if get_origin(hint) is not Literal else [hint]
     listed = [value for part in literals if get_origin(part) is Literal for value in get_args(part)]
     return option_of(declared).choices or tuple(listed)
@@ -100,7 +105,13 @@ def flag(name: str) -> str:
 
 
 def resolve(section: Any, name: str, value: object) -> None:
-    """Give a derived field its value, unless it has one; only for `__post_init__` of a frozen section."""
+    """Give a derived field its value, unless it has one; only for `__post_init__` of a frozen section.
+
+    Args:
+        section: the section.
+        name: name of the field.
+        value: value of the field where none is set.
+    """
     if getattr(section, name) is None:
         object.__setattr__(section, name, value)
 

@@ -85,7 +85,7 @@ class TrainingConfig:
 
     @property
     def unit(self) -> Literal["iters", "samples"]:
-        """What the training is counted in, and with it decay and warmup; as flags end in it."""
+        """Unit in which training length, decay and warmup are counted; their flags end in it."""
         return "iters" if self.train_samples is None else "samples"
 
     @property

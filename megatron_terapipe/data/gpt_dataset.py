@@ -99,8 +99,13 @@ class GPTDataset:
 def checked_tokens(indexed: IndexedDataset, documents: range, *, seq_length: int) -> int:
     """Return the number of tokens of the documents.
 
+    Args:
+        indexed: the dataset.
+        documents: numbers of the documents.
+        seq_length: tokens of a sample.
+
     Raises:
-        DataError: they are fewer than one sample takes.
+        DataError: if they are fewer than one sample takes.
     """
     tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens < seq_length + 1:
@@ -113,6 +118,13 @@ def checked_tokens(indexed: IndexedDataset, documents: range, *, seq_length: int
 
 
 def samples_in_epochs(indexed: IndexedDataset, documents: range, *, seq_length: int, epochs: int) -> int:
-    """Return the number of whole samples that some epochs of the documents hold."""
+    """Return the number of whole samples that some epochs of the documents hold.
+
+    Args:
+        indexed: the dataset.
+        documents: numbers of the documents.
+        seq_length: tokens of a sample.
+        epochs: number of epochs.
+    """
     tokens = int(indexed.sequence_lengths[documents.start : documents.stop].sum(dtype=np.int64))
     return max(0, (epochs * tokens - 1) // seq_length)

@@ -62,7 +62,7 @@ def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
 
 
 class _ZstandardFile(io.RawIOBase):
-    """What a file of Zstandard frames holds; the package's own reader takes a file cut short for a whole one."""
+    """Reader of a file of Zstandard frames; the package's own reader takes a truncated file for a whole one."""
 
     def __init__(self, path: Path, raw: IO[bytes]) -> None:
         """Begin at the first frame.

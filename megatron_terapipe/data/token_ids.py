@@ -1,4 +1,4 @@
-"""What tokenizers made by other packages need around them."""
+"""Checks of token ids for tokenizers of other packages."""
 
 from collections.abc import Iterable
 
@@ -11,12 +11,16 @@ def without_lone_surrogates(text: str) -> str:
 
 
 def check_in_vocabulary(ids: Iterable[int], vocab_size: int) -> None:
-    """See that every id is below the size of the vocabulary.
+    """Check that every id is below the size of the vocabulary.
 
-    A gap between the ids has no text; only what no vocabulary of this size has is an error.
+    An id that is in range but has no text is no error.
+
+    Args:
+        ids: the ids.
+        vocab_size: size of the vocabulary.
 
     Raises:
-        DataError: one is not.
+        DataError: if one is not.
     """
     for token in ids:
         if not 0 <= token < vocab_size:

@@ -1,4 +1,4 @@
-"""What a tokenizer is, and the one that a configuration names."""
+"""The protocol of a tokenizer, and the tokenizer that a configuration names."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """What `--tokenizer-type` calls it."""
+        """Name of the tokenizer, as in `--tokenizer-type`."""
 
     @property
     def vocab_size(self) -> int:

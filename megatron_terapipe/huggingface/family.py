@@ -1,4 +1,4 @@
-"""What a family of models is: its `config.json`, and where its weights stand."""
+"""The protocol of a family of models: its `config.json`, and the names of its weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Family(Protocol):
     """What `model_type` calls it."""
 
     def requirements(self, model: ModelConfig) -> Sequence["Requirement"]:
-        """What a model of ours must be, to be one of this family."""
+        """Conditions under which a model of ours can be written as one of this family."""
 
     def settings(self, model: ModelConfig) -> dict[str, Any]:
         """Contents of `config.json`, without what says only how to sample."""
@@ -32,7 +32,12 @@ class Family(Protocol):
         """How weights correspond, by our pipeline layer."""
 
     def is_ignored(self, tensor: str, model: ModelConfig) -> bool:
-        """Whether a tensor there is no weight: a mask, or a copy of another one."""
+        """Whether a tensor of their file is no weight: a mask, or a copy of another one.
+
+        Args:
+            tensor: its name there.
+            model: the model section.
+        """
 
     def canonical(self, tensor: str) -> str:
         """The name that `rules` has for a tensor, which may stand there without the prefix of the whole model."""
@@ -56,8 +61,12 @@ class Requirement:
 def check_requirements(family: str, requirements: Iterable[Requirement]) -> None:
     """Refuse a model that a family cannot express.
 
+    Args:
+        family: name of the family.
+        requirements: its conditions.
+
     Raises:
-        ConfigError: naming the first thing that does not fit.
+        ConfigError: naming the first condition that the model does not meet.
     """
     for each in requirements:
         if not each.met:

@@ -21,7 +21,7 @@ class GPT2:
     name = "gpt2"
 
     def requirements(self, model: ModelConfig) -> Sequence[Requirement]:
-        """What a model of ours must be, to be one of this family."""
+        """Conditions under which a model of ours can be written as a GPT-2."""
         positions, activation = model.position_embedding_type, model.activation
         width = model.hidden_size // model.num_attention_heads
         return [
@@ -123,7 +123,12 @@ class GPT2:
         return layers
 
     def is_ignored(self, tensor: str, model: ModelConfig) -> bool:
-        """Whether a tensor there is no weight: the causal mask, or a copy of the word embedding."""
+        """Whether a tensor of their file is no weight: the causal mask, or a copy of the word embedding.
+
+        Args:
+            tensor: its name there.
+            model: the model section.
+        """
         tied = not model.untie_embeddings_and_output_weights
         return tensor.endswith((".attn.bias", ".attn.masked_bias")) or (tied and tensor == "lm_head.weight")
 

@@ -18,7 +18,7 @@ class Llama:
     name = "llama"
 
     def requirements(self, model: ModelConfig) -> Sequence[Requirement]:
-        """What a model of ours must be, to be one of this family."""
+        """Conditions under which a model of ours can be written as a Llama."""
         positions, normalization, activation = model.position_embedding_type, model.normalization, model.activation
         return [
             Requirement(positions == "rope", f"--position-embedding-type {positions}", "rope alone"),
@@ -105,7 +105,12 @@ class Llama:
         return layers
 
     def is_ignored(self, tensor: str, model: ModelConfig) -> bool:
-        """Whether a tensor there is no weight: frequencies, or a copy of the word embedding."""
+        """Whether a tensor of their file is no weight: frequencies, or a copy of the word embedding.
+
+        Args:
+            tensor: its name there.
+            model: the model section.
+        """
         tied = not model.untie_embeddings_and_output_weights
         return tensor.endswith(".rotary_emb.inv_freq") or (tied and tensor == "lm_head.weight")
 

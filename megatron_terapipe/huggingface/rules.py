@@ -25,12 +25,22 @@ class Rule:
 
 
 def same(ours: str, theirs: str) -> Rule:
-    """The same tensor."""
+    """Return the rule of a tensor that is equal on both sides.
+
+    Args:
+        ours: its name here.
+        theirs: its name there.
+    """
     return Rule(ours, (theirs,), lambda weight: (weight,), lambda tensors: tensors[0])
 
 
 def transposed(ours: str, theirs: str) -> Rule:
-    """[out, in] of ours is [in, out] there; a bias is a bias."""
+    """Return the rule of a matrix [out, in] here that is [in, out] there; a bias stays as it is.
+
+    Args:
+        ours: its name here.
+        theirs: its name there.
+    """
     return Rule(ours, (theirs,), lambda weight: (_turned(weight),), lambda tensors: _turned(tensors[0]))
 
 
@@ -54,7 +64,12 @@ def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> Rule:
 
 
 def stacked(ours: str, theirs: Sequence[str]) -> Rule:
-    """Tensors of one shape, one after the other in a dimension of their own."""
+    """Return the rule of a tensor here that is several tensors of one shape there, stacked along a new first dimension.
+
+    Args:
+        ours: its name here.
+        theirs: their names there.
+    """
     return Rule(ours, tuple(theirs), lambda weight: weight.unbind(), torch.stack)
 
 
@@ -73,24 +88,46 @@ class Heads:
     size: int
 
     def apart(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each head after head."""
+        """Return queries, keys and values of our product, each head after head: three tensors [heads x size, ...].
+
+        Args:
+            weight: [(query heads + 2 x key heads) x size, ...], group after group.
+        """
         grouped = weight.unflatten(0, (self.groups, self.heads_of_group + 2, self.size))
         query, key, value = grouped.split([self.heads_of_group, 1, 1], dim=1)
         return query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2)
 
     def grouped(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Our product from queries, keys and values."""
+        """Return the weight of our product, [(query heads + 2 x key heads) x size, ...].
+
+        Args:
+            tensors: queries, keys and values, each [heads x size, ...].
+        """
         parts = [each.unflatten(0, (self.groups, -1, self.size)) for each in tensors]
         return torch.cat(parts, dim=1).flatten(0, 2)
 
 
 def attention(ours: str, theirs: Sequence[str], heads: Heads) -> Rule:
-    """Queries, keys and values in a tensor each."""
+    """Return the rule of our product of queries, keys and values, which are a tensor each there.
+
+    Args:
+        ours: its name here.
+        theirs: names of queries, keys and values there.
+        heads: sizes of the attention.
+    """
     return Rule(ours, tuple(theirs), heads.apart, heads.grouped)
 
 
 def fused_attention(ours: str, theirs: str, heads: Heads) -> Rule:
-    """All queries, then all keys, then all values, in the columns of one tensor. There are as many of each."""
+    """Return the rule of our product of queries, keys and values, which are the columns of one tensor there.
+
+    All queries come first, then all keys, then all values; there are as many of each.
+
+    Args:
+        ours: its name here.
+        theirs: its name there.
+        heads: sizes of the attention.
+    """
     return Rule(
         ours,
         (theirs,),

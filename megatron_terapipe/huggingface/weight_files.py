@@ -40,7 +40,7 @@ class SavedTensors:
         return frozenset(self._files)
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor.
+        """Read one tensor, in the shape [...] that the file gives it.
 
         Raises:
             CheckpointError: if the file that the index names does not hold it.
@@ -80,11 +80,11 @@ class SavedTensors:
 
 
 def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write tensors as they come; never more than a file's worth of them is in memory.
+    """Write tensors as they come; never more than one file's worth of them is in memory.
 
     Args:
-        directory: where to.
-        tensors: names and tensors.
+        directory: directory to write to.
+        tensors: names, and tensors of any shape.
         shard_bytes: bytes of tensors after which a new file is begun.
     """
     shards: list[list[str]] = []

@@ -42,11 +42,23 @@ class WholeModel(nn.Module):
         self._functions = [(function, takes_past(function)) for function in functions]
 
     def forward(self, tokens: Tensor, state: SequenceState, token_slice: int = 0) -> Tensor:
-        """Logits [B, N, vocabulary] of the tokens [B, N] of a token slice, after those that `state` has seen."""
+        """Return the logits of the tokens of a token slice: [B, N, vocabulary].
+
+        Args:
+            tokens: [B, N].
+            state: keys and values of the tokens before.
+            token_slice: number of the token slice.
+        """
         return self.output(tokens, state, token_slice).compute()
 
     def output(self, tokens: Tensor, state: SequenceState, token_slice: int = 0) -> Logits:
-        """Output of the last layer, from which logits or a loss are computed; arguments as of `forward`."""
+        """Return the output of the last layer, from which logits [B, N, vocabulary] or a loss are computed.
+
+        Args:
+            tokens: [B, N].
+            state: keys and values of the tokens before.
+            token_slice: number of the token slice.
+        """
         hidden: Any = tokens
         for index, (function, wants_past) in enumerate(self._functions):
             if wants_past:

@@ -1,1 +1,1 @@
-"""What is computed: the layers of a GPT in plain torch, and `flops`, which counts their work without torch."""
+"""The layers of a GPT in plain torch, and `flops`, which counts their work without torch."""

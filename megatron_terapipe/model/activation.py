@@ -1,4 +1,4 @@
-"""What stands between the two matrices of an MLP."""
+"""Activation functions between the two matrices of an MLP."""
 
 from collections.abc import Callable
 from functools import partial

@@ -17,7 +17,10 @@ Made = TypeVar("Made")
 
 
 class Past(Protocol):
-    """What came before the tokens that a layer is given, and where they are; whoever runs the layers provides it."""
+    """The tokens before those that a layer is given, and the positions of both. The engine provides it.
+
+    B sequences, N tokens of the token slice, n of them on this rank, H heads of D elements, C channels.
+    """
 
     prefix_len: int
     """Tokens before these."""
@@ -27,18 +30,44 @@ class Past(Protocol):
         """Whether positions restart within a row; if not, they count on from `prefix_len`."""
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Positions of these N tokens: [1, N], or [B, N] where they restart."""
+        """Return the positions of these N tokens: [1, N], or [B, N] where they restart at documents.
+
+        Args:
+            length: N.
+            device: device of the result.
+        """
 
     def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """What all layers need of these tokens: made by the first that asks."""
+        """Return something that all layers need of these tokens; the first layer that asks makes it.
+
+        Args:
+            name: its name.
+            make: function that makes it.
+        """
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float, first_head: int) -> Tensor:
-        """Causal attention of these tokens to themselves and to those before: query [B, N, H, D] in, the same out."""
+        """Return causal attention of these tokens to themselves and to those before: [B, N, H, D].
+
+        Args:
+            query: [B, N, H, D].
+            key: [B, N, key heads, D].
+            value: [B, N, key heads, D].
+            dropout: probability with which an attention weight is dropped.
+            first_head: number of the first of these heads among the heads of all ranks.
+        """
 
     def dropout(
         self, inputs: Tensor, probability: float, *, site: int, first_token: int, residual: Tensor | None
     ) -> Tensor:
-        """Dropout on [B, n, C] of some of these tokens, whose masks depend on their place alone; then the residual."""
+        """Return `inputs` after dropout, plus the residual: [B, n, C]. Masks depend on positions alone.
+
+        Args:
+            inputs: [B, n, C], for some of these tokens.
+            probability: probability with which an element is dropped.
+            site: number of the place in the layer.
+            first_token: number of the first of these n tokens in the token slice.
+            residual: [B, n, C] to add; None to add nothing.
+        """
 
 
 class SelfAttention(nn.Module):

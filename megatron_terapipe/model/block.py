@@ -45,7 +45,12 @@ class TransformerBlock(nn.Module):
             self.mlp = MLP(model, block, ranks)
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
-        """[B, n, hidden] of the tokens this rank has between the matrices in, the same out."""
+        """Return the output of the layer: [B, n, hidden].
+
+        Args:
+            hidden: [B, n, hidden] of the tokens that this rank has between the matrices.
+            past: the tokens before.
+        """
         dropout = self.dropout if self.training else 0.0
         if self.attention is not None:
             attended = (

@@ -24,7 +24,16 @@ def residual_dropout(
     ranks: TensorParallelRanks,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Dropout on [B, n, hidden] of the tokens this rank has between the matrices, then the residual added to it."""
+    """Return `hidden` after dropout, plus the residual: [B, n, hidden].
+
+    Args:
+        hidden: [B, n, hidden] of the tokens that this rank has between the matrices.
+        probability: probability with which an element is dropped.
+        site: place in the layer.
+        past: the tokens before, and the random numbers of this micro-batch.
+        ranks: ranks that share the tokens.
+        residual: [B, n, hidden] to add; None to add nothing.
+    """
     if not probability:
         return hidden if residual is None else residual + hidden
     first_token = ranks.first_token(hidden.shape[1])

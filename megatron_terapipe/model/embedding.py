@@ -40,7 +40,7 @@ class WordEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """What is done to the embedded words before the first layer: positions added where they are learned, and dropout.
+    """Adds learned positions to the embedded words, where the model has them, and applies dropout.
 
     Args:
         model: the model section.
@@ -57,7 +57,12 @@ class PositionEmbedding(nn.Module):
             self.weight = ranks.replicated(weight)
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
-        """[B, n, hidden] of the tokens this rank has between the matrices in, the same out."""
+        """Return the input of the first transformer layer: [B, n, hidden].
+
+        Args:
+            hidden: [B, n, hidden], the embedded words of the tokens that this rank has between the matrices.
+            past: the tokens before.
+        """
         if self.weight is not None:
             num_tokens = hidden.shape[1] * (self.ranks.size if self.ranks.sequence_parallel else 1)
             positions = self.ranks.own_tokens(past.positions(num_tokens, hidden.device))
@@ -66,7 +71,12 @@ class PositionEmbedding(nn.Module):
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Logits:
-    """Logits from the word embedding's own weight."""
+    """Return the logits of the tokens [B, N, vocabulary], computed with the weight of the word embedding.
+
+    Args:
+        embedding: the word embedding.
+        hidden: [B, n, hidden], output of the final norm.
+    """
     return Logits(hidden, embedding.weight, embedding.ranks, embedding.live_logits)
 
 

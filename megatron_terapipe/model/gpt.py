@@ -21,11 +21,11 @@ LAYERS_AFTER_BLOCKS = 2
 def gpt_layers(
     model: ModelConfig, ranks: TensorParallelRanks | None = None, *, recompute_cheap: bool = False
 ) -> list[LayerSpec]:
-    """The model, first layer to last: embeddings, transformer layers, final norm, output layer.
+    """Return the layers of the model, first to last: embeddings, transformer layers, final norm, output layer.
 
     Args:
         model: the model section, with its vocabulary size known.
-        ranks: ranks that share each layer's matrices; None for one alone.
+        ranks: ranks that share the matrices of each layer; None for one rank alone.
         recompute_cheap: compute the outputs of norms and activations again in the backward instead of keeping them.
     """
     ranks, rotary = ranks or TensorParallelRanks(), rotary_table(model)

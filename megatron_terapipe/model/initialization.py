@@ -19,9 +19,13 @@ def normal(std: float) -> Initializer:
 
 
 def scaled_normal(std: float, num_layers: int) -> Initializer:
-    """As `normal`, but divided by sqrt(2 L): for weights whose output is added to the residual, twice in each layer.
+    """Return a normal initializer of standard deviation `std` / sqrt(2 L), for weights that write to the residual.
 
     Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), section 2.3.
+
+    Args:
+        std: standard deviation of other weights.
+        num_layers: L; each layer adds to the residual twice.
     """
     return normal(std / sqrt(2 * num_layers))
 

@@ -1,4 +1,4 @@
-"""What comes out of a conversion: the command, and notes on what has no counterpart."""
+"""The result of a conversion: the command, and notes on settings without a counterpart."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from megatron_terapipe.errors import ConfigError
 
 
 class Effect(Enum):
-    """What a note means for the training."""
+    """Effect on the training of a setting without an exact counterpart."""
 
     CHANGES = "changes what is trained"
     NEAR = "nearly the same"
@@ -48,24 +48,37 @@ class Conversion:
     """Keys that have been looked at."""
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Return a setting, or NeoX's default."""
+        """Return a setting, or its default in NeoX, and mark it as converted.
+
+        Args:
+            key: its name in NeoX.
+            default: its default in NeoX.
+        """
         self.taken.add(key)
         value = self.settings.get(key)
         return default if value is None else value
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Return a setting that is a number. YAML reads 1e-4 as text, for want of a point.
+        """Return a setting that is a number. YAML reads 1e-4 as text, because it has no point.
+
+        Args:
+            key: its name in NeoX.
+            default: its default in NeoX.
 
         Raises:
-            ConfigError: if it is none.
+            ConfigError: if it is no number.
         """
         return as_number(key, self.take(key, default))
 
     def count(self, key: str, default: int | None = None) -> int | None:
         """Return a setting that is a whole number.
 
+        Args:
+            key: its name in NeoX.
+            default: its default in NeoX.
+
         Raises:
-            ConfigError: if it is none.
+            ConfigError: if it is no whole number.
         """
         value = self.number(key, default)
         if value is not None and value != int(value):
@@ -88,7 +101,13 @@ class Conversion:
         self.flags.append((name, *map(str, values)))
 
     def note(self, key: str, effect: Effect, reason: str) -> None:
-        """Put down what has no exact counterpart."""
+        """Record a setting that has no exact counterpart.
+
+        Args:
+            key: its name in NeoX.
+            effect: its effect on the training.
+            reason: why it has none, or how close the counterpart is.
+        """
         self.notes.append(Note(key=key, effect=effect, reason=reason))
 
     def words(self) -> list[str]:
@@ -107,7 +126,11 @@ class Conversion:
 
 
 def as_number(key: str, value: Any) -> Any:
-    """Return a value that must be a number, or None.
+    """Return a value that must be a number or None.
+
+    Args:
+        key: name of the setting.
+        value: its value.
 
     Raises:
         ConfigError: if it is neither.

@@ -30,7 +30,11 @@ def convert_parallel(conversion: Conversion) -> None:
 
 
 def convert_batch(conversion: Conversion, world_size: int | None) -> None:
-    """Convert the batch. NeoX multiplies it up from what is given; that takes the number of processes.
+    """Convert the batch sizes. NeoX computes the global batch size from the others and the number of processes.
+
+    Args:
+        conversion: settings, and the flags found so far.
+        world_size: number of processes; None if it is not known.
 
     Raises:
         ConfigError: if the sizes do not fit together.
@@ -154,7 +158,12 @@ def _loss_scale(conversion: Conversion, half: dict[str, Any]) -> None:
 
 
 def convert_zero(conversion: Conversion, precision: str) -> None:
-    """Convert ZeRO. Its stages compute the same update."""
+    """Convert the ZeRO stage. All stages compute the same update.
+
+    Args:
+        conversion: settings, and the flags found so far.
+        precision: `fp32`, `fp16` or `bf16`.
+    """
     zero = conversion.section("zero_optimization")
     stage = int(as_number("zero_optimization.stage", zero.pop("stage", 0)))
     ours = min(stage, 1)

@@ -1,4 +1,4 @@
-"""What the ops of a run's pipeline cost, by the FLOPs of its model: what schedules and token slices are found with.
+"""Costs of the ops of a run's pipeline in FLOPs; schedules and token slices are found with them.
 
 The cost of an op on the tokens from `start` to `end`, in FLOPs of one sequence on one tensor-parallel rank, has three
 terms, fixed + linear (end - start) + quadratic (end^2 - start^2):
@@ -37,7 +37,12 @@ class Terms(NamedTuple):
     quadratic: float
 
     def cost(self, start: int, end: int) -> float:
-        """Cost of the tokens from `start` to `end`."""
+        """Cost of the op of a token slice, in FLOPs of one sequence on one tensor-parallel rank.
+
+        Args:
+            start: first token of the token slice.
+            end: token behind its last one.
+        """
         return self.fixed + self.linear * (end - start) + self.quadratic * (end**2 - start**2)
 
 

@@ -101,19 +101,27 @@ class FoundSchedule:
 
 
 def memory_of_1f1b(shape: PipelineShape, token_slices: TokenSlices) -> float:
-    """Activations that 1f1b keeps on the first rank, in those of one whole micro-batch on it.
+    """Activations that 1f1b keeps on the first rank, counted in those of one whole micro-batch on it.
 
-    They are of P - 1 + S token slices in a row, from the first of a micro-batch on, or of all that there are.
+    1f1b keeps P - 1 + S token slices in a row, from the first of a micro-batch on, or all that there are.
+
+    Args:
+        shape: sizes of the pipeline.
+        token_slices: lengths of the token slices.
     """
     whole, rest = divmod(shape.num_ranks - 1 + len(token_slices), len(token_slices))
     return min(shape.num_micro_batches, whole + token_slices.prefix_len(rest) / token_slices.seq_length)
 
 
 def with_found_token_slices(config: Config, num_micro_batches: int) -> Config:
-    """Return the configuration with what `--token-slices auto` asks for; any other as it is.
+    """Return the configuration with the token slices that `--token-slices auto` asks for; any other as it is.
 
     With `--stage-partition auto` the layers of the stages are found at the same time. Without `--num-token-slices`
     numbers are tried upwards, as long as the step gets shorter.
+
+    Args:
+        config: the configuration.
+        num_micro_batches: micro-batches of a step.
 
     Raises:
         ConfigError: if the sequence is too short for the number asked for.
@@ -136,7 +144,7 @@ def with_found_token_slices(config: Config, num_micro_batches: int) -> Config:
 
 
 class _Found(NamedTuple):
-    """What makes a step short, and how short."""
+    """Token slices and stages that make a step short, and the makespan of that step."""
 
     makespan: float
     cut: TokenSlices

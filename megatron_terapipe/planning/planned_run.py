@@ -13,13 +13,13 @@ from megatron_terapipe.strategy import Strategy
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What follows from a configuration and the number of ranks.
+    """A configuration for a known number of ranks, with its layout and its plan.
 
     Attributes:
-        config: the configuration, its token slices and stages found.
+        config: the configuration, with token slices and stages found.
         layout: the parallel axes over the ranks.
-        found_token_slices: whether the token slices were found, and not given.
-        found_stages: whether the layers of the stages were, too.
+        found_token_slices: whether the token slices were found by a search, and not given.
+        found_stages: whether the layers of the stages were found by a search, too.
     """
 
     config: Config

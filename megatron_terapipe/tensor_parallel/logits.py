@@ -36,7 +36,12 @@ class LiveLogits:
         self._tiles: deque[weakref.ref[KeptTile]] = deque()
 
     def tiles(self, num_tokens: int, vocabulary: int) -> list[slice]:
-        """Cut tokens into as few tiles of one size as the limit allows."""
+        """Split tokens into as few tiles of one size as the limit allows.
+
+        Args:
+            num_tokens: tokens of the token slice.
+            vocabulary: entries of the vocabulary on this rank.
+        """
         count = -(-num_tokens // max(self.limit // vocabulary, 1))
         size = -(-num_tokens // count)
         return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
@@ -55,7 +60,11 @@ class LiveLogits:
         self._tiles = deque(map(weakref.ref, kept))
 
     def keep(self, logits: Tensor) -> "KeptTile":
-        """Keep a tile until it is taken, nobody holds what this returns, or its room is needed."""
+        """Keep a tile until it is taken, its holder is gone, or its room is needed.
+
+        Args:
+            logits: [tokens of the tile, vocabulary].
+        """
         tile = KeptTile(logits)
         self._tiles.append(weakref.ref(tile))
         return tile
@@ -68,7 +77,7 @@ class KeptTile:
         self.logits: Tensor | None = logits
 
     def take(self) -> Tensor | None:
-        """Give them away; None if they must be computed again."""
+        """Give the logits away: [tokens of the tile, vocabulary]; None if they must be computed again."""
         logits, self.logits = self.logits, None
         return logits
 

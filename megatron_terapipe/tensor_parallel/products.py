@@ -44,10 +44,20 @@ class AccumulatedGradient(Protocol):
     """Adds a weight's gradients up apart from the weight; whoever keeps the sums provides it."""
 
     def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """Add `output_gradient.T @ inputs`, of [rows, out] and [rows, in]."""
+        """Add `output_gradient.T @ inputs` to the accumulated gradient.
+
+        Args:
+            output_gradient: [rows, out].
+            inputs: [rows, in].
+        """
 
     def add_rows(self, indices: Tensor, output_gradient: Tensor) -> None:
-        """Add each row of `output_gradient` [rows, width] to the one that `indices` [rows] names."""
+        """Add each row of `output_gradient` to a row of the accumulated gradient.
+
+        Args:
+            indices: [rows], the row that each one is added to.
+            output_gradient: [rows, width].
+        """
 
 
 def linear(
@@ -77,7 +87,12 @@ def linear(
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Rows of `weight` [vocabulary, hidden] for tokens [...], its gradient accumulated in place: [..., hidden]."""
+    """Return rows of `weight`, whose gradient is accumulated in place: [..., hidden].
+
+    Args:
+        tokens: [...], the row of each token.
+        weight: [vocabulary, hidden].
+    """
     return _Embedding.apply(tokens, weight)
 
 

@@ -75,13 +75,13 @@ class TensorParallelRanks:
         return parameter
 
     def replicated(self, weight: Tensor) -> nn.Parameter:
-        """A weight that every rank holds whole, and applies to the tokens it has between the matrices."""
+        """Return a parameter of the shape of `weight` that every rank holds whole and applies to its own tokens."""
         parameter = nn.Parameter(weight)
         parameter.sequence_parallel = self.sequence_parallel
         return parameter
 
     def own_tokens(self, whole: Tensor) -> Tensor:
-        """Of [B, N, ...], the tokens this rank has between the matrices."""
+        """Return the tokens that this rank has between the matrices: [B, n, ...] of `whole` [B, N, ...]."""
         return whole.chunk(self.size, dim=1)[self.rank] if self.sequence_parallel else whole
 
     def first_token(self, num_tokens: int) -> int:
@@ -89,7 +89,7 @@ class TensorParallelRanks:
         return self.rank * num_tokens if self.sequence_parallel else 0
 
     def start_sum(self, part: Tensor) -> Pending:
-        """Start to sum a tensor over all ranks, in place."""
+        """Start to sum a tensor [...] over all ranks, in place."""
         if self.size == 1:
             return lambda: part
         work = dist.all_reduce(part, group=self.group, async_op=True)
@@ -126,7 +126,7 @@ class TensorParallelRanks:
         return finish
 
     def start_complete(self, partial: Tensor) -> Pending:
-        """Start to sum what every rank computed a part of; each gets the tokens that it has between the matrices."""
+        """Start to sum partial results [B, N, ...]; each rank gets its tokens between the matrices: [B, n, ...]."""
         return self.start_reduce_scatter(partial) if self.sequence_parallel else self.start_sum(partial)
 
     def sum_parts(self, partial: Tensor) -> Tensor:

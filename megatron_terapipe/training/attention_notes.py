@@ -1,4 +1,4 @@
-"""What to know of attention on an accelerator before a run begins."""
+"""Notes about attention on an accelerator, printed before a run begins."""
 
 import torch
 

@@ -198,7 +198,7 @@ def _optimizer_faults(file: object, ours: Mapping[str, Any]) -> Iterator[_Fault]
 
 
 def _malformed(file: Mapping[str, Any]) -> Iterator[_Fault]:
-    """What DeepSpeed itself would refuse, and with many lines, once the process group is built."""
+    """Yield the faults that DeepSpeed itself would refuse, in many lines, once the process group is built."""
     # Imported where a file has been named: DeepSpeed takes seconds.
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

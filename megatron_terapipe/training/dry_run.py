@@ -1,4 +1,4 @@
-"""What a run would do, in lines for a reader."""
+"""The lines that `--dry-run` prints."""
 
 from megatron_terapipe.training.run import Run
 

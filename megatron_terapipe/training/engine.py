@@ -172,7 +172,7 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
 
 
 def tensor_parallel_ranks(run: Run) -> TensorParallelRanks:
-    """This rank among those that share its layers' matrices; every rank must call it at the same time."""
+    """Return the ranks that share the matrices of this rank's layers. Every rank must call it at the same time."""
     layout = run.layout
     if layout.tensor_parallel_size == 1:
         return TensorParallelRanks()

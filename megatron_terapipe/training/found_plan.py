@@ -1,4 +1,4 @@
-"""What a run found for itself before it started: said, kept, and the same on every rank."""
+"""The plan that a run found before it started: printed, saved, and the same on every rank."""
 
 from hashlib import sha256
 from pathlib import Path

@@ -52,7 +52,13 @@ class LearningRateSchedule:
     def from_config(
         cls, optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int
     ) -> "LearningRateSchedule":
-        """Read the schedule off the sections that decide it, and the samples of an iteration."""
+        """Read the schedule from the sections that decide it.
+
+        Args:
+            optimizer: the optimizer section.
+            training: the training section.
+            global_batch_size: samples of an iteration.
+        """
         in_samples = training.unit == "samples"
         decay_steps = (optimizer.lr_decay_samples if in_samples else optimizer.lr_decay_iters) or training.length
         warmup_steps: float = optimizer.lr_warmup_samples if in_samples else optimizer.lr_warmup_iters

@@ -1,4 +1,4 @@
-"""What a run measures: the numbers of an iteration and of an evaluation, whoever reports them."""
+"""The numbers of an iteration and of an evaluation, for all who report them."""
 
 from dataclasses import asdict, dataclass
 from math import exp
@@ -52,7 +52,7 @@ class EvaluationMetrics:
 
     @property
     def perplexity(self) -> float:
-        """Of the loss, which is cut at 20 as in Megatron: e**20 is as good as infinite."""
+        """Perplexity e**loss. The loss is capped at 20 as in Megatron, because e**20 is as good as infinite."""
         return exp(min(20.0, self.lm_loss))
 
     def as_json(self) -> dict[str, Any]:

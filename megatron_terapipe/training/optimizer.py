@@ -41,7 +41,13 @@ def build_optimizer(
 
 
 def set_step_sizes(optimizer: torch.optim.Optimizer, *, learning_rate: float, weight_decay: float) -> None:
-    """Use a learning rate and a weight decay from the next step on."""
+    """Use a learning rate and a weight decay from the next step on.
+
+    Args:
+        optimizer: the optimizer.
+        learning_rate: learning rate of every parameter.
+        weight_decay: weight decay of the parameters that decay.
+    """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
         group["weight_decay"] = weight_decay * group[DECAY_FACTOR]

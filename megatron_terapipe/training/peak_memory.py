@@ -26,6 +26,11 @@ def peak_memory_by_stage(engine: TokenSlicePipelineEngine) -> tuple[int, ...]:
 
 
 def memory_line(iteration: int, by_stage: tuple[int, ...]) -> str:
-    """For the log."""
+    """Return the line of the log with the peak memory of each stage in MiB.
+
+    Args:
+        iteration: iterations done.
+        by_stage: peak memory of each stage, in bytes.
+    """
     stages = " | ".join(f"stage {stage}: {peak / 2**20:.1f}" for stage, peak in enumerate(by_stage))
     return f" peak memory after {iteration} iterations (MiB) | {stages} |"

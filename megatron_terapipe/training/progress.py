@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What is done, over all runs. An iteration whose update fp16's overflow skipped is done like any other."""
+    """Iterations and samples done, over all runs. An iteration whose update fp16 skipped counts like any other."""
 
     iteration: int = 0
     """Iterations done."""
@@ -21,7 +21,12 @@ class Progress:
     """Samples read in those."""
 
     def after(self, batch_size: int, *, skipped: bool = False) -> Self:
-        """Return the progress after one more iteration of `batch_size` samples."""
+        """Return the progress after one more iteration.
+
+        Args:
+            batch_size: its samples.
+            skipped: whether its update was skipped.
+        """
         return replace(
             self,
             iteration=self.iteration + 1,

@@ -91,11 +91,11 @@ class Run:
 
     @property
     def start(self) -> Progress:
-        """What was done before."""
+        """Progress at the start of this run."""
         return _start(self.config, self.checkpoint)
 
     def checkpoint_info(self, progress: Progress) -> CheckpointInfo:
-        """What a checkpoint says of this run once it has come so far."""
+        """Return the facts that a checkpoint keeps of this run, once it has come so far."""
         return CheckpointInfo(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
@@ -112,8 +112,12 @@ class Run:
 def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     """Check a configuration against the ranks, the files and the packages that are really there.
 
+    Args:
+        config: the configuration.
+        launch: facts that the launcher gives to this process.
+
     Raises:
-        UserError: if anything does not fit: a `ConfigError`, `DataError` or `CheckpointError` by what is to blame.
+        UserError: if anything does not fit: a `ConfigError`, `DataError` or `CheckpointError`, depending on the cause.
     """
     check_deepspeed_version()
     # At once: what is told here is told before a tokenizer's file is read.

@@ -9,13 +9,22 @@ from deepspeed_ext.plan.render import Panel, render_chrome_trace, render_html, r
 
 
 def write_step(step: StepRecord, directory: Path) -> None:
-    """Write a measured iteration as JSON, for `python -m deepspeed_ext.plan --timeline`."""
+    """Write a measured iteration as JSON, for `python -m deepspeed_ext.plan --timeline`.
+
+    Args:
+        step: the iteration.
+        directory: directory to write to.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"iteration_{step.iteration:06d}.json").write_text(step.to_json())
 
 
 def write_drawings(step: StepRecord, directory: Path) -> str:
     """Draw a measured iteration: a picture, a Chrome trace, and a page with its simulation below it.
+
+    Args:
+        step: the iteration.
+        directory: directory to write to.
 
     Returns:
         The line for the log.

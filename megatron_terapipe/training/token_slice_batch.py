@@ -12,10 +12,14 @@ from megatron_terapipe.data.batch import Batch
 
 
 def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch]:
-    """Cut tokens, labels and loss mask along the sequence.
+    """Split tokens, labels and loss mask along the sequence.
 
-    A token slice's loss is the mean over its own loss-bearing tokens, so it weighs as much as it has of the
-    micro-batch's: then the weighted sum is the mean over all of them, however they lie.
+    The loss of a token slice is the mean over its own loss-bearing tokens. Its weight is its share of the loss-bearing
+    tokens of the micro-batch, so that the weighted sum is the mean over all of them.
+
+    Args:
+        batch: one micro-batch.
+        token_slices: lengths of the token slices.
     """
     # As numbers: the batch is still on the host, and the loss is on a device that would have to be sent tensors.
     counts = [batch.loss_mask[:, start:end].sum(dtype=torch.float64).item() for start, end in token_slices.bounds()]
@@ -31,7 +35,7 @@ def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch
 
 
 def documents_reader(data: DataConfig) -> Callable[[Batch], Documents] | None:
-    """What reads off a micro-batch where its documents begin; None if they see each other and count on."""
+    """Return the function that finds where the documents of a micro-batch begin; None if none are separated."""
     if not data.separates_documents:
         return None
 

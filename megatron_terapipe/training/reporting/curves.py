@@ -5,7 +5,13 @@ from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetri
 
 
 def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_size: int) -> dict[str, float]:
-    """Points of one iteration, by the name of their curve."""
+    """Return the points of one iteration, by the name of their curve.
+
+    Args:
+        metrics: numbers of the iteration.
+        logging: the logging section.
+        world_size: number of ranks.
+    """
     points: dict[str, float | None] = {"lm loss": metrics.lm_loss, "grad-norm": metrics.grad_norm}
     points["params-norm"] = metrics.params_norm
     if not logging.no_log_learning_rate_to_tensorboard:
@@ -28,7 +34,12 @@ def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_si
 
 
 def evaluation_points(metrics: EvaluationMetrics, logging: LoggingConfig) -> dict[str, float]:
-    """Points of one evaluation, by the name of their curve."""
+    """Return the points of one evaluation, by the name of their curve.
+
+    Args:
+        metrics: numbers of the evaluation.
+        logging: the logging section.
+    """
     points = {f"lm loss {metrics.part}": metrics.lm_loss}
     if logging.log_validation_ppl_to_tensorboard:
         points[f"lm loss {metrics.part} ppl"] = metrics.perplexity

@@ -1,4 +1,4 @@
-"""What is told to whoever reports."""
+"""The protocol of a reporter."""
 
 from collections.abc import Sequence
 

@@ -1,0 +1,1 @@
+"""What the documents show is extracted from them and run."""

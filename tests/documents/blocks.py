@@ -1,0 +1,68 @@
+"""The code blocks of the documents."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.architecture.sources import ROOT, documents
+
+SHELL = ("python", "deepspeed", "make", "bash", "pip", "git", "time")
+"""Words that the first line of an indented block of shell commands starts with."""
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```|(?:(?<=\n\n)|\A)((?:(?:    [^\n]*)?\n)+)", re.MULTILINE | re.DOTALL)
+_NAME = re.compile(r"`([\w-]+\.(?:json|ya?ml|jsonl|txt))`")
+_INLINE = re.compile(r"`((?:python|deepspeed|make|bash) [^`]+)`")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a document.
+
+    Attributes:
+        path: the document.
+        line: line at which the block starts.
+        language: `shell`, the word behind the fence, or `text` for an indented block that is no shell.
+        text: the block, without fence and indentation.
+        file_name: last file name in the paragraph before the block, None if it names none.
+    """
+
+    path: Path
+    line: int
+    language: str
+    text: str
+    file_name: str | None
+
+    @property
+    def where(self) -> str:
+        """The place of the block, as an editor opens it."""
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
+
+    def commands(self) -> list[list[str]]:
+        """The words of each command, without comments."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def written() -> list[Path]:
+    """Return the documents that are written by hand."""
+    return [path for path in documents() if path.name not in ("arguments.md", "CHANGELOG.md")]
+
+
+def blocks_of(path: Path) -> list[Block]:
+    """Return the blocks of a document, first to last."""
+    text = path.read_text(encoding="utf-8")
+    found = []
+    for match in _BLOCK.finditer(text):
+        fence, fenced, indented = match.groups()
+        if (content := fenced or re.sub(r"^    ", "", indented or "", flags=re.MULTILINE).rstrip("\n")).strip():
+            language = fence or ("shell" if content.startswith(SHELL) else "text")
+            names = _NAME.findall(text[: match.start()].rstrip().rsplit("\n\n", 1)[-1])
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(path, line, language, content, names[-1] if names else None))
+    return found
+
+
+def inline_commands(path: Path) -> list[list[str]]:
+    """Return the words of commands that stand in a sentence."""
+    sentences = _BLOCK.sub("", path.read_text(encoding="utf-8")).replace("\n", " ")
+    return [shlex.split(text) for text in _INLINE.findall(sentences)]
