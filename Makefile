@@ -6,8 +6,8 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-# What `make check` runs is not run again.
-PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/architecture
+# Files go to workers in the order of tests/conftest.py, longest first. What `make check` runs is not run again.
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/architecture
 DEMO := runs/demo
 SOURCES := deepspeed_ext megatron_terapipe benchmarks tests examples pretrain_gpt.py setup.py
 
