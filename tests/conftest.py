@@ -45,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
+@pytest.fixture
+def all_setups(request: pytest.FixtureRequest) -> bool:
+    """Whether to run everything, however long it takes."""
+    return bool(request.config.getoption("all_setups"))
+
+
 @pytest.fixture(scope="module")
 def setups(request: pytest.FixtureRequest) -> list[Any]:
     """Every `setup` that a test of this file is about to run with, once: what ranks have to be asked for."""
