@@ -276,15 +276,15 @@ def test_programs_run_to_their_end_whichever_rank_is_faster(orders_and_shape, se
 MOST_RANKS, MOST_MICRO_BATCHES, MOST_TOKEN_SLICES, MOST_MODEL_CHUNKS = 16, 32, 32, 4
 
 
-def thousand_shapes():
-    """A thousand schedules and shapes, small ones more often than large ones, so that they take seconds to lower."""
+def drawn_shapes(number):
+    """Schedules and shapes, small ones more often than large ones, so that hundreds take seconds to lower."""
     random = Random(1)
 
     def extent(most: int) -> int:
         return min(int(exp(random.random() ** 2 * log(most + 1))), most)
 
-    for number in range(1000):
-        name = sorted(SCHEDULES)[number % len(SCHEDULES)]
+    for index in range(number):
+        name = sorted(SCHEDULES)[index % len(SCHEDULES)]
         model_chunks = random.randint(1, MOST_MODEL_CHUNKS) if name in WITH_MODEL_CHUNKS else 1
         ranks = extent(MOST_RANKS)
         yield (
@@ -293,14 +293,15 @@ def thousand_shapes():
         )
 
 
-def test_a_thousand_shapes_run_without_deadlock_or_buffers_that_overlap():
+def test_many_shapes_run_without_deadlock_or_buffers_that_overlap(all_setups):
     seen = [0, 0, 0, 0]
-    for name, shape in thousand_shapes():
+    for name, shape in drawn_shapes(1000 if all_setups else 150):
         for program in lower(schedule_named(name), shape):
             check_buffers(program)
         extents = shape.num_ranks, shape.num_micro_batches, shape.num_token_slices, shape.num_model_chunks
         seen = [max(each) for each in zip(seen, extents, strict=True)]
-    assert seen == [MOST_RANKS, MOST_MICRO_BATCHES, MOST_TOKEN_SLICES, MOST_MODEL_CHUNKS]
+    most = [MOST_RANKS, MOST_MICRO_BATCHES, MOST_TOKEN_SLICES, MOST_MODEL_CHUNKS]
+    assert seen == most if all_setups else all(extent > 0.9 * each for extent, each in zip(seen, most, strict=True))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -11,7 +11,7 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.convert import main
 from megatron_terapipe.inference.whole_model import WholeModel
-from tests.convert.models import MODELS, logits, save, whole_model
+from tests.huggingface.models import MODELS, logits, save, whole_model
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")

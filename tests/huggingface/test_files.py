@@ -16,7 +16,7 @@ from megatron_terapipe.huggingface.importing import import_model
 from megatron_terapipe.huggingface.rules import Heads, attention, fused_attention, stacked, vocabulary
 from megatron_terapipe.huggingface.weight_files import SavedTensors, write_tensors
 from megatron_terapipe.inference.whole_model import WholeModel
-from tests.convert.models import MODELS, save, whole_model
+from tests.huggingface.models import MODELS, save, whole_model
 
 pytest.importorskip("safetensors")
 

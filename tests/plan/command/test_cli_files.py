@@ -12,7 +12,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import gpipe, rank_orders
 from deepspeed_ext.plan.simulate import simulate
-from tests.plan.test_cli import PIPELINE, figures_of, refused
+from tests.plan.command.test_cli import PIPELINE, figures_of, refused
 
 
 def test_drawings_are_written(capsys, tmp_path):

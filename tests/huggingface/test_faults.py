@@ -11,7 +11,7 @@ import torch
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.convert import main
-from tests.convert.models import MODELS, save, whole_model
+from tests.huggingface.models import MODELS, save, whole_model
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
