@@ -21,8 +21,8 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind
-from deepspeed_ext.plan.programs import Instruction, InstructionKind
-from deepspeed_ext.plan.reductions import completing_ops
+from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
+from deepspeed_ext.plan.programs.reductions import completing_ops
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from deepspeed_ext.plan.dependencies import reader_of
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs import Instruction
+from deepspeed_ext.plan.programs.program import Instruction
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batch import detached, parts_on_device, to_device
 from deepspeed_ext.runtime.gradient_reductions import Entering, GradientReductions

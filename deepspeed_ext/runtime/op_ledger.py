@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.plan.programs import COMPUTES, Instruction
+from deepspeed_ext.plan.programs.program import COMPUTES, Instruction
 from deepspeed_ext.plan.stall import Position
 
 Reached = Callable[[], bool]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs import RECEIVE, InstructionKind
+from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.programs.program import RECEIVE, InstructionKind
 from deepspeed_ext.plan.schedules import gpipe
 from deepspeed_ext.runtime import op_ledger
 from deepspeed_ext.runtime.op_ledger import OpLedger, accelerator_mark

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import gpipe
 from deepspeed_ext.runtime import stall_watch
 from deepspeed_ext.runtime.op_ledger import OpLedger

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deepspeed_ext.plan.programs import Instruction, InstructionKind
+from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
 from deepspeed_ext.runtime import sequence_state
 from deepspeed_ext.runtime.attention_kernels import CudaFlash, CudaFlashOfRuns
 from deepspeed_ext.runtime.engine import _METHODS

@@ -16,7 +16,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.dependencies import parts, reading_stage, reads_of, result
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs import Channel
+from deepspeed_ext.plan.programs.program import Channel
 
 Numbers = np.ndarray[Any, Any]
 

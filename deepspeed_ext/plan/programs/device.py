@@ -27,7 +27,7 @@ from typing import Any
 from deepspeed_ext.plan.dependencies import prerequisites, reader_of, reading_stage, result
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs import (
+from deepspeed_ext.plan.programs.program import (
     COMPLETES,
     COMPUTES,
     RECEIVES,

@@ -1,10 +1,10 @@
-"""A schedule with the timeline that programs are lowered from, played once for each shape."""
+"""A schedule with the timeline that programs are lowered from, simulated once for each shape."""
 
 from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.device import Device
 from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.simulate import check_complete, simulate
 from deepspeed_ext.plan.timeline import Span
@@ -16,8 +16,8 @@ SpansOfRank = Callable[[int], Sequence[Span]]
 """Called with a pipeline rank, returns its ops with their simulated start and end."""
 
 
-class PlayedSchedule:
-    """A schedule that remembers what it took to play it. It is a schedule itself.
+class SimulatedSchedule:
+    """A schedule that keeps its simulated timelines. It is a schedule itself.
 
     Args:
         schedule: order of the ops.
@@ -31,12 +31,12 @@ class PlayedSchedule:
         self._schedule, self._complete = schedule, complete
         self.costs = costs or lowering_costs
         """Costs that the timeline of a shape has."""
-        self._played: dict[PipelineShape, SpansOfRank] = {}
+        self._spans: dict[PipelineShape, SpansOfRank] = {}
         self.proven: set[tuple[PipelineShape, Device]] = set()
         """Shapes and devices for which `lowering.check_lowering` has found that its programs end."""
 
     @classmethod
-    def of(cls, schedule: Schedule) -> "PlayedSchedule":
+    def of(cls, schedule: Schedule) -> "SimulatedSchedule":
         """A schedule of training steps; one that remembers already stays as it is."""
         return schedule if isinstance(schedule, cls) else cls(schedule)
 
@@ -44,18 +44,21 @@ class PlayedSchedule:
         """The ops of a rank, as `schedules.Schedule` says."""
         return self._schedule(shape, rank)
 
-    def play(self, shape: PipelineShape) -> SpansOfRank:
-        """Spans of any rank, simulated.
+    def spans(self, shape: PipelineShape) -> SpansOfRank:
+        """Return the simulated spans of any rank, by its number.
+
+        Args:
+            shape: extent of the pipeline.
 
         Raises:
             PlanError: if an op is missing, or where it does not belong.
             ScheduleDeadlock: if the ops of ranks wait for each other.
         """
-        if shape not in self._played:
-            self._played[shape] = self._play(shape)
-        return self._played[shape]
+        if shape not in self._spans:
+            self._spans[shape] = self._simulate(shape)
+        return self._spans[shape]
 
-    def _play(self, shape: PipelineShape) -> SpansOfRank:
+    def _simulate(self, shape: PipelineShape) -> SpansOfRank:
         costs = self.costs(shape)
         if num_ops(shape) <= FEW_OPS:
             orders = rank_orders(self._schedule, shape)

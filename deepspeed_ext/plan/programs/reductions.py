@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs import COMPUTE, PASS, SEND, Instruction, InstructionKind, Program
+from deepspeed_ext.plan.programs.program import COMPUTE, PASS, SEND, Instruction, InstructionKind, Program
 
 _COMPLETING = (OpKind.BACKWARD, OpKind.WEIGHT_GRADIENT)
 _AT_ONCE = {*SEND.values(), *PASS.values()}

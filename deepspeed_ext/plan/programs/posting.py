@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from deepspeed_ext.plan.dependencies import reader_of, received, result
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs import Channel
+from deepspeed_ext.plan.programs.program import Channel
 from deepspeed_ext.plan.timeline import Span
 
 _NOTHING = Span(Op(OpKind.FORWARD, 0, 0, 0), -inf, -inf)

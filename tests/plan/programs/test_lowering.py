@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.plan.device import check_programs
 from deepspeed_ext.plan.errors import ScheduleDeadlock
-from deepspeed_ext.plan.lowering import check_lowering, lower
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
-from deepspeed_ext.plan.played import PlayedSchedule
-from deepspeed_ext.plan.programs import Channel, InstructionKind, Program, channel_of, channels
+from deepspeed_ext.plan.programs.device import check_programs
+from deepspeed_ext.plan.programs.lowering import check_lowering, lower
+from deepspeed_ext.plan.programs.program import Channel, InstructionKind, Program, channel_of, channels
+from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import (
     backward_order,
     fixed,
@@ -187,7 +187,9 @@ def test_ops_of_a_program_name_their_stage():
 
 
 def test_what_was_proven_once_is_not_proven_again(monkeypatch):
-    played = PlayedSchedule(one_f_one_b)
+    played = SimulatedSchedule(one_f_one_b)
     check_lowering(played, SHAPE)
-    monkeypatch.setattr("deepspeed_ext.plan.lowering.lower_rank", lambda *_, **__: pytest.fail("lowered again"))
-    check_lowering(PlayedSchedule.of(played), SHAPE)
+    monkeypatch.setattr(
+        "deepspeed_ext.plan.programs.lowering.lower_rank", lambda *_, **__: pytest.fail("lowered again")
+    )
+    check_lowering(SimulatedSchedule.of(played), SHAPE)

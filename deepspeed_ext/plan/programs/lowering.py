@@ -27,12 +27,11 @@ from collections.abc import Container, Mapping, Sequence
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.dependencies import reader_of, result
-from deepspeed_ext.plan.device import Device, Drains, check_programs
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.played import FEW_OPS, PlayedSchedule, SpansOfRank, lowering_costs, num_ops
-from deepspeed_ext.plan.posting import Posting, RankMessages, postings
-from deepspeed_ext.plan.programs import (
+from deepspeed_ext.plan.programs.device import Device, Drains, check_programs
+from deepspeed_ext.plan.programs.posting import Posting, RankMessages, postings
+from deepspeed_ext.plan.programs.program import (
     COMPLETE,
     COMPUTE,
     PASS,
@@ -44,7 +43,14 @@ from deepspeed_ext.plan.programs import (
     Program,
     channels,
 )
-from deepspeed_ext.plan.reductions import with_reductions
+from deepspeed_ext.plan.programs.reductions import with_reductions
+from deepspeed_ext.plan.programs.simulated_schedule import (
+    FEW_OPS,
+    SimulatedSchedule,
+    SpansOfRank,
+    lowering_costs,
+    num_ops,
+)
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 
@@ -68,7 +74,7 @@ def lower(
         shape: of the pipeline.
         loading_ranks: ranks that take micro-batches from the data iterator; None for those of the first and the last
             stage, which read tokens and labels.
-        costs: of the ops, which say where messages are best posted; None for `played.lowering_costs`.
+        costs: of the ops, which say where messages are best posted; None for `lowering_costs`.
         under_ops: messages may travel while ranks compute; False for steps in which all ranks may drain at any op.
         device: on which they must end; None for the default of `Device`, with drains on one rank or on all.
 
@@ -90,11 +96,11 @@ def _lower_all(
     return [lower_rank(rank, messages, shape, loads=rank in loading_ranks, under_ops=under_ops) for rank in messages]
 
 
-def check_lowering(schedule: PlayedSchedule, shape: PipelineShape, device: Device | None = None) -> None:
+def check_lowering(schedule: SimulatedSchedule, shape: PipelineShape, device: Device | None = None) -> None:
     """See that the programs that ranks will lower by themselves end. What was found once is not looked for again.
 
-    Up to `FEW_OPS` ops the model of devices plays the programs of all ranks. For more, that the schedule plays is
-    enough: the rules of `posting` see to the rest, where each stream has a hardware queue of its own.
+    Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the schedule can
+    be simulated: the rules of `posting` see to the rest, where each stream has a hardware queue of its own.
 
     Args:
         schedule: order of the ops.
@@ -108,7 +114,7 @@ def check_lowering(schedule: PlayedSchedule, shape: PipelineShape, device: Devic
     device = device or Device()
     if (shape, device) in schedule.proven:
         return
-    spans = schedule.play(shape)
+    spans = schedule.spans(shape)
     if num_ops(shape) <= FEW_OPS:
         check_programs(_lower_all(spans, shape), shape, device)
     elif not device.has_queues_for(shape):

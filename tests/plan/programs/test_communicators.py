@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 
 from deepspeed_ext.plan.dependencies import prerequisites, reader_of, received, result
-from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
-from deepspeed_ext.plan.programs import (
+from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.programs.program import (
     COMPLETE,
     COMPUTE,
     RECEIVE,
