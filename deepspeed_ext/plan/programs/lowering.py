@@ -99,8 +99,8 @@ def _lower_all(
 def check_lowering(schedule: SimulatedSchedule, shape: PipelineShape, device: Device | None = None) -> None:
     """See that the programs that ranks will lower by themselves end. What was found once is not looked for again.
 
-    Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the schedule can
-    be simulated: the rules of `posting` see to the rest, where each stream has a hardware queue of its own.
+    Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the schedule
+    can be simulated: the rules of `posting` see to the rest, where each stream has a hardware queue of its own.
 
     Args:
         schedule: order of the ops.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.forward_arguments import PAST, ForwardArguments
+from deepspeed_ext.runtime.batches.forward_arguments import PAST, ForwardArguments
 
 
 class DataEntries:

@@ -21,8 +21,8 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.plan.stall import Position, explain, explain_alone
-from deepspeed_ext.runtime.op_ledger import OpLedger
+from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
+from deepspeed_ext.runtime.ledger.stall import Position, explain, explain_alone
 
 _PATIENCE, _LAST_MOMENT = 0.7, 0.9
 """Parts of the timeout of transfers: after the first a wait is a stall, soon enough to ask; by the second, when

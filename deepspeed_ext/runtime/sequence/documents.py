@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel, CudaFlashOfRuns, Gradients, Runs
-from deepspeed_ext.runtime.batch import to_device
+from deepspeed_ext.runtime.batches.batch import to_device
 
 
 @dataclass(frozen=True, slots=True)

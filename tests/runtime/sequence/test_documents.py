@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime import sequence_state
 from deepspeed_ext.runtime.attention_kernels import Attended, PlainAttention, Runs
-from deepspeed_ext.runtime.documents import Documents
-from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.sequence import sequence_state
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from tests.strategies import cuts
 
 HEADS, GROUPS, SIZE = 4, 2, 8

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op
-from deepspeed_ext.runtime.gradient_sums import summed_before_replicas
-from deepspeed_ext.runtime.replica_gradients import Part, ReplicaGradients, replica_gradients
+from deepspeed_ext.runtime.gradients.gradient_sums import summed_before_replicas
+from deepspeed_ext.runtime.gradients.replica_gradients import Part, ReplicaGradients, replica_gradients
 
 BUCKET_BYTES = 1 << 23
 """Layers are reduced together until they have so many bytes of parameters: below it, latency costs more than bytes."""

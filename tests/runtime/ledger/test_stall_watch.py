@@ -13,9 +13,9 @@ import torch.distributed as dist
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import gpipe
-from deepspeed_ext.runtime import stall_watch
-from deepspeed_ext.runtime.op_ledger import OpLedger
-from deepspeed_ext.runtime.stall_watch import StallWatch
+from deepspeed_ext.runtime.ledger import stall_watch
+from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
+from deepspeed_ext.runtime.ledger.stall_watch import StallWatch
 
 PROGRAMS = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))
 TIMEOUT = timedelta(seconds=0.25)

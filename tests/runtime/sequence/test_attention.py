@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime import attention, sequence_state
 from deepspeed_ext.runtime.attention_kernels import CpuFlash, PlainAttention, kernel_for
-from deepspeed_ext.runtime.sequence_state import Past, SequenceState
+from deepspeed_ext.runtime.sequence import attention, sequence_state
+from deepspeed_ext.runtime.sequence.sequence_state import Past, SequenceState
 from tests.strategies import cuts
 
 HIDDEN, HEAD_DIM = 24, 4

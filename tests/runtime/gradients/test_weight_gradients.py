@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_ext.runtime.weight_gradients import Product, WeightGradients, compute, linear
+from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients, compute, linear
 
 ROWS, TOKENS, WIDTH = 2, 3, 8
 

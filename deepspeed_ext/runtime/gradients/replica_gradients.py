@@ -15,7 +15,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from deepspeed_ext.runtime.gradient_sums import accumulated_gradient
+from deepspeed_ext.runtime.gradients.gradient_sums import accumulated_gradient
 
 
 class Part(NamedTuple):

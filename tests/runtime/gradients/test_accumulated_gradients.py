@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gradient_accumulation import as_deepspeed_does
-from deepspeed_ext.runtime import accumulated_gradients
-from deepspeed_ext.runtime.accumulated_gradients import AccumulatedGradient, AccumulatedGradients
-from deepspeed_ext.runtime.weight_gradients import WeightGradients, compute, linear
+from deepspeed_ext.runtime.gradients import accumulated_gradients
+from deepspeed_ext.runtime.gradients.accumulated_gradients import AccumulatedGradient, AccumulatedGradients
+from deepspeed_ext.runtime.gradients.weight_gradients import WeightGradients, compute, linear
 from megatron_terapipe.tensor_parallel import products
 from megatron_terapipe.training import engine as trainer_engine
 from tests.distributed import run_distributed
-from tests.runtime.test_weight_gradients import gradients, layer, tokens_of
+from tests.runtime.gradients.test_weight_gradients import gradients, layer, tokens_of
 from tests.runtime.training import Setup as RuntimeSetup
 from tests.runtime.training import build, feed, weights
 from tests.training.gpt_runs import Setup, batches, run_of

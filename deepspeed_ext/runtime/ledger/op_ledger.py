@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.programs.program import COMPUTES, Instruction
-from deepspeed_ext.plan.stall import Position
+from deepspeed_ext.runtime.ledger.stall import Position
 
 Reached = Callable[[], bool]
 """Says whether the accelerator has come to a place in its queue. Any thread calls it until it has, and never again."""

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime import positional_dropout
-from deepspeed_ext.runtime.attention import KeyValueState, TokenSliceAttention
 from deepspeed_ext.runtime.attention_kernels import (
     AttentionDropout,
     AttentionKernel,
@@ -18,8 +16,10 @@ from deepspeed_ext.runtime.attention_kernels import (
     kernel_for,
     kernel_of_runs_for,
 )
-from deepspeed_ext.runtime.documents import DocumentAttention, Documents, DocumentsAtOnce
-from deepspeed_ext.runtime.positional_dropout import DrawnNumbers, DropoutPlace
+from deepspeed_ext.runtime.sequence import positional_dropout
+from deepspeed_ext.runtime.sequence.attention import KeyValueState, TokenSliceAttention
+from deepspeed_ext.runtime.sequence.documents import DocumentAttention, Documents, DocumentsAtOnce
+from deepspeed_ext.runtime.sequence.positional_dropout import DrawnNumbers, DropoutPlace
 
 Made = TypeVar("Made")
 

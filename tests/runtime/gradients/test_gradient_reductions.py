@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime import gradient_reductions
+from deepspeed_ext.runtime.gradients import gradient_reductions
+from deepspeed_ext.runtime.gradients.replica_gradients import Part
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.replica_gradients import Part
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import ROWS, Setup, build

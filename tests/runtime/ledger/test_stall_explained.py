@@ -1,6 +1,6 @@
 """Which rank all others wait for, from what each says of itself."""
 
-from deepspeed_ext.plan.stall import Position, explain, explain_alone
+from deepspeed_ext.runtime.ledger.stall import Position, explain, explain_alone
 
 
 def at(rank: int, waits_for: int | None, doing: str = "forward 1F0.2 @0") -> Position:

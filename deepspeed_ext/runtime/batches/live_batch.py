@@ -10,10 +10,10 @@ from torch.autograd.graph import GradientEdge
 
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.batch import TokenSliceBatch, join_micro_batches, join_token_slices
-from deepspeed_ext.runtime.documents import Documents
-from deepspeed_ext.runtime.sequence_state import SequenceState
-from deepspeed_ext.runtime.weight_gradients import Product
+from deepspeed_ext.runtime.batches.batch import TokenSliceBatch, join_micro_batches, join_token_slices
+from deepspeed_ext.runtime.gradients.weight_gradients import Product
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.programs.program import RECEIVE, InstructionKind
 from deepspeed_ext.plan.schedules import gpipe
-from deepspeed_ext.runtime import op_ledger
-from deepspeed_ext.runtime.op_ledger import OpLedger, accelerator_mark
+from deepspeed_ext.runtime.ledger import op_ledger
+from deepspeed_ext.runtime.ledger.op_ledger import OpLedger, accelerator_mark
 
 PROGRAM = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))[1].instructions
 
