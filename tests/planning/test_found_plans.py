@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices

@@ -10,9 +10,9 @@ from deepspeed_ext.plan.command.files import write
 from deepspeed_ext.plan.command.options import OPTIMISED
 from deepspeed_ext.plan.command.request import Request, request_of
 from deepspeed_ext.plan.command.sizes import memory_of
-from deepspeed_ext.plan.device import Device
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
-from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import fixed

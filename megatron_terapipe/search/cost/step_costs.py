@@ -107,7 +107,7 @@ def shown_reduction_s(
     """Seconds of a rank's gradient reduction that no op hides, where it starts as gradients are complete.
 
     The layers of the rank's stage finish one after the other in its last op, and their reductions run one after the
-    other, as `deepspeed_ext.plan.reductions` plays them.
+    other, as `deepspeed_ext.plan.programs.reductions` plays them.
 
     Args:
         step: the end of the iteration, of the rank.
