@@ -54,7 +54,7 @@ CASES = (
     Case("gpt3-175b", "mixed-1024.yaml", 1024, "fp16"),
 )
 
-AMP_PINS = {
+AMP_CONSTRAINTS = {
     "num_token_slices": (1,),
     "num_model_chunks": (1,),
     "schedule": ("1f1b",),
@@ -120,7 +120,7 @@ def amp_like() -> None:
         cluster=Cluster(nodes=problem.cluster.nodes[:2]),
         global_batch_size=32,
     )
-    choices = all_choices(problem).pinned(AMP_PINS)
+    choices = all_choices(problem).constrained(AMP_CONSTRAINTS)
     start = time.process_time()
     result = search(problem, choices, lambda order: _pricing(problem, order), top=200, refine=False, effort=10)
     seconds = time.process_time() - start

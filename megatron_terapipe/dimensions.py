@@ -230,6 +230,10 @@ class Dimension:
         """
         return self.kind.parse(text, self.flag, self.priced)
 
+    def in_ties(self, value: Any) -> Any:
+        """Return what orders its values among strategies that cost the same, smallest first."""
+        return (self.tie_key or self.kind.tie_key)(value)
+
     def check_trained(self, value: object) -> None:
         """Check that the trainer supports a value.
 

@@ -21,8 +21,13 @@ FEW = settings(max_examples=6)
 
 def answer(cluster: Cluster, batch: int = 8) -> SearchResult:
     problem = small_problem(cluster, global_batch_size=batch, hidden_size=2048)
-    pins = {"num_token_slices": (1, 2), "micro_batch_size": (1, 2), "recompute": ("none",), "num_model_chunks": (1, 2)}
-    choices = all_choices(problem).pinned(pins)
+    constraints = {
+        "num_token_slices": (1, 2),
+        "micro_batch_size": (1, 2),
+        "recompute": ("none",),
+        "num_model_chunks": (1, 2),
+    }
+    choices = all_choices(problem).constrained(constraints)
     return search(problem, choices, lambda nodes: Pricing(problem.workload, nodes), top=3, refine=False)
 
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.options import field_help
+from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.cluster_files import read_cluster_with_notes
 from megatron_terapipe.search.inputs.library import needs_fp16
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.rank.grid_prices import Progress
@@ -79,6 +80,25 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         help="trials of this cluster, a JSON object a line (.jsonl), to fit the constants of the cost model to",
     )
     calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration once wrote")
+
+
+def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each dimension that is searched."""
+    group = parser.add_argument_group(
+        "what to search", "Left out, a dimension is free. Give the value to fix it to, or the values to try: 1,2,4"
+    )
+    for each, words in in_places(DIMENSIONS, "flag_help"):
+        group.add_argument(each.flag, metavar="LENGTHS" if each.name == "token_slices" else "LIST", help=words)
+
+
+def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
+    """Return the values that flags allow for dimensions, by name; `token_slices` has the lengths of one cut.
+
+    Raises:
+        ConfigError: if a value is none of its dimension.
+    """
+    given = {each: getattr(options, each.name) for each, _ in in_places(DIMENSIONS, "flag_help")}
+    return {each.name: each.parse(text) for each, text in given.items() if text is not None}
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:

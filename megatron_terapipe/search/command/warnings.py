@@ -69,7 +69,7 @@ def parts_of(cluster: Cluster) -> list[Cluster]:
 def smaller_cluster_note(
     winner: Ranked,
     problem: Problem,
-    pins: Mapping[str, tuple[Any, ...]],
+    constraints: Mapping[str, tuple[Any, ...]],
     pricing_on: Callable[[Cluster], Pricing],
     progress: Progress | None = None,
 ) -> str | None:
@@ -78,7 +78,7 @@ def smaller_cluster_note(
     Args:
         winner: the best on all of the cluster.
         problem: what was asked.
-        pins: dimensions that the user pinned, which stay so.
+        constraints: values that flags allow for dimensions, which stay so.
         pricing_on: prices strategies on a cluster.
         progress: told what is being done.
     """
@@ -98,7 +98,7 @@ def smaller_cluster_note(
             precision=problem.precision,
             software=problem.software,
         )
-        choices = all_choices(smaller).pinned({**_near(winner.strategy, pins), **pins})
+        choices = all_choices(smaller).constrained({**_near(winner.strategy, constraints), **constraints})
         found = search(smaller, choices, pricing_on, top=1, effort=EFFORT, refine=False, progress=progress).entries
         if found and found[0].prediction is not None and found[0].prediction.iteration_time_s < lowest_s:
             lowest_s, best = found[0].prediction.iteration_time_s, part
@@ -112,13 +112,13 @@ def smaller_cluster_note(
     )
 
 
-def _near(strategy: Strategy, pins: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Pins that keep a search short: the plain values of a dimension, and those of a strategy."""
+def _near(strategy: Strategy, constraints: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Constraints that keep a search short: the plain values of a dimension, and those of a strategy."""
     near: dict[str, tuple[Any, ...]] = {
         "schedule": tuple(dict.fromkeys(("1f1b", strategy.schedule))),
         "num_model_chunks": tuple(sorted({1, strategy.num_model_chunks})),
     }
-    if "token_slices" not in pins:
+    if "token_slices" not in constraints:
         near["num_token_slices"] = tuple(sorted({1, strategy.num_token_slices}))
     return near
 

@@ -15,12 +15,12 @@ from megatron_terapipe.search.rank.grid_memory import grid_fits
 from megatron_terapipe.search.rank.grid_times import grid_times
 from megatron_terapipe.search.rank.op_tables import OpTables
 from megatron_terapipe.search.rank.stage_counts import StageCounts, stage_counts
-from megatron_terapipe.search.space.choices import SOLVED, Choices
-from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
+from megatron_terapipe.search.space.choices import Choices
 from megatron_terapipe.search.space.legal_grids import Funnel, LegalGrid, layouts, legal_grids
 from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.rules import SAME_STAGES
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import SOLVED, Strategy
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.cost.pricing import Pricing
@@ -31,10 +31,8 @@ Flags = NDArray[np.bool_]
 FITS = "memory of the devices"
 """Name of the rejection of those that need more."""
 
-COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; pin stage 0 to have it)"
-"""Name of the rejection of those that buy time with digits; whoever pins ZeRO stage 0 gets them."""
-
-SAME_STAGES = DUPLICATE_RULES[-1].name
+COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; fix stage 0 to have it)"
+"""Name of the rejection of those that buy time with digits; `--zero-stage 0` alone keeps them."""
 
 Progress = Callable[[int, int, str], None]
 """Called with steps done, steps in all, and what is being done."""
@@ -123,7 +121,7 @@ def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
             for found, other in zip(tables, pricings, strict=False)
             if (model.efficiency, model.op_times) == (other.cost_model.efficiency, other.cost_model.op_times)
         )
-        tables.append(next(same, None) or OpTables(model, choices.micro_batch_size))
+        tables.append(next(same, None) or OpTables(model, choices["micro_batch_size"]))
     return tables
 
 
@@ -166,7 +164,7 @@ def _priceable(grid: StrategyGrid, partitions: dict[tuple[int, int], StagePartit
     pairs = [
         [(model_chunks, place) in partitions for place in range(len(grid.partition))] for _, model_chunks in grid.order
     ]
-    return np.array(pairs)[:, :, None, None, None, None, None]
+    return grid.along(("order", "partition"), pairs)
 
 
 def _partitions(

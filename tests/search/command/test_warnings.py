@@ -57,7 +57,7 @@ def test_a_slow_machine_behind_a_slow_link_is_better_left_out() -> None:
         def pricing_on(part: Cluster, problem: Problem = problem) -> Pricing:
             return Pricing(problem.workload, part)
 
-        winner = search(problem, all_choices(problem).pinned(CONSTRAINTS), pricing_on, top=1).entries[0]
+        winner = search(problem, all_choices(problem).constrained(CONSTRAINTS), pricing_on, top=1).entries[0]
         note = smaller_cluster_note(winner, problem, CONSTRAINTS, pricing_on)
         assert (note is not None) == said, note
         if note is not None:

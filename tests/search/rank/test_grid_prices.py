@@ -24,11 +24,12 @@ CLUSTERS = {
 
 
 def coarse(problem: Problem) -> Choices:
-    return replace(
-        all_choices(problem),
-        num_token_slices=(1, 2, 3, 8),
-        micro_batch_size=(1, 2, 4),
-        num_model_chunks=(1, 2, 3),
+    return all_choices(problem).constrained(
+        {
+            "num_token_slices": (1, 2, 3, 8),
+            "micro_batch_size": (1, 2, 4),
+            "num_model_chunks": (1, 2, 3),
+        }
     )
 
 
@@ -108,9 +109,9 @@ def test_digits_are_not_sold_for_time() -> None:
     def stages(choices: Choices, precision: str) -> set[int]:
         asked, funnel = replace(problem, precision=precision), Funnel()
         grids = list(price_space(asked, choices, [pricing], funnel))
-        assert (funnel.rejected[COARSE_SUMS] > 0) == (precision == "bf16" and 1 in choices.zero_stage)
+        assert (funnel.rejected[COARSE_SUMS] > 0) == (precision == "bf16" and 1 in choices["zero_stage"])
         return {grid.strategy(index, asked).zero_stage for grid in grids for index in range(0, len(grid.places), 7)}
 
     assert stages(every, "bf16") == {1}
     assert stages(every, "fp32") == {0, 1}
-    assert stages(replace(every, zero_stage=(0,)), "bf16") == {0}
+    assert stages(every.constrained({"zero_stage": (0,)}), "bf16") == {0}

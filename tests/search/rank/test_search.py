@@ -20,12 +20,13 @@ def pricing_on(problem: Problem):
 
 
 def few(problem: Problem) -> Choices:
-    return replace(
-        all_choices(problem),
-        num_token_slices=(1, 2, 4),
-        num_model_chunks=(1, 2),
-        recompute=("none", "full"),
-        stage_partition=("uniform",),
+    return all_choices(problem).constrained(
+        {
+            "num_token_slices": (1, 2, 4),
+            "num_model_chunks": (1, 2),
+            "recompute": ("none", "full"),
+            "stage_partition": ("uniform",),
+        }
     )
 
 
@@ -74,7 +75,7 @@ def test_without_the_effort_it_says_what_it_does_not_know() -> None:
 
 def test_refining_keeps_to_the_pins_and_to_the_trainer() -> None:
     problem = small_problem(small_cluster(num_nodes=4, num_devices=1), num_layers=8, seq_length=1024)
-    choices = all_choices(problem).pinned(
+    choices = all_choices(problem).constrained(
         {"pipeline_parallel_size": (4,), "num_token_slices": (2, 3, 4), "schedule": ("1f1b", "gpipe")}
     )
     result = search(problem, choices, pricing_on(problem), top=4)
@@ -88,9 +89,9 @@ def test_refining_keeps_to_the_pins_and_to_the_trainer() -> None:
         check_trainable(strategy, problem.workload.config)
 
 
-def test_pinned_lengths_stay() -> None:
+def test_lengths_of_a_flag_stay() -> None:
     problem = small_problem(small_cluster(num_nodes=4, num_devices=1), num_layers=8)
-    choices = all_choices(problem).pinned({"token_slices": (272, 240)})
+    choices = all_choices(problem).constrained({"token_slices": (272, 240)})
     result = search(problem, choices, pricing_on(problem), top=3)
     assert result.entries
     assert {entry.strategy.token_slices for entry in result.entries} == {(272, 240)}
@@ -98,7 +99,7 @@ def test_pinned_lengths_stay() -> None:
 
 def test_a_mixed_cluster_gets_an_order_of_nodes() -> None:
     problem = small_problem(mixed_cluster(), num_layers=12, global_batch_size=16, hidden_size=2048, seq_length=2048)
-    choices = all_choices(problem).pinned({"pipeline_parallel_size": (4,), "num_token_slices": (1, 2)})
+    choices = all_choices(problem).constrained({"pipeline_parallel_size": (4,), "num_token_slices": (1, 2)})
     result = search(problem, choices, pricing_on(problem), top=3)
     winner = result.entries[0]
     pricing = Pricing(problem.workload, problem.cluster)
