@@ -80,9 +80,13 @@ class Whole(Kind):
         """See `Kind`."""
         values, most = _numbers(text), max(allowed, default=None)
         if not values or min(values) < self.least or (most is not None and max(values) > most):
+            if len(allowed) == 1:
+                raise ConfigError(f"{flag} {text} is not {most}, the only value that can be priced: write {most}")
             upto = f"from {self.least}" if most is None else f"from {self.least} to {most}"
-            shown = self.least if most == self.least else f"{self.least},{self.least + 1}"
-            raise ConfigError(f"{flag} {text} is not whole numbers {upto} with commas between them: write {shown}")
+            raise ConfigError(
+                f"{flag} {text} is not whole numbers {upto} with commas between them: "
+                f"write {self.least},{self.least + 1}"
+            )
         return tuple(dict.fromkeys(values))
 
     def tie_key(self, value: Any) -> Any:
