@@ -25,13 +25,14 @@ from megatron_terapipe.search.command.shared_flags import (
 from megatron_terapipe.search.command.warnings import memory_note, smaller_cluster_note
 from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.grid_prices import FITS, Progress
+from megatron_terapipe.search.rank.grid_prices import FITS, ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked, predict_one
 from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.report.answer import Answer, answer_json
 from megatron_terapipe.search.report.comparison import compare
 from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
-from megatron_terapipe.search.report.files import (
+from megatron_terapipe.search.report.launch import write_text
+from megatron_terapipe.search.report.output_files import (
     TERMINAL,
     OpCostsOf,
     winner_launch,
@@ -39,10 +40,9 @@ from megatron_terapipe.search.report.files import (
     write_json,
     write_page,
 )
-from megatron_terapipe.search.report.launch import write_text
 from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.space.choices import Choices, all_choices
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.rules import DUPLICATE_RULES
 from megatron_terapipe.search.trials.design import propose_strategies
 from megatron_terapipe.strategy import Strategy
@@ -50,14 +50,14 @@ from megatron_terapipe.strategy import Strategy
 
 def explain_space(result: SearchResult) -> list[str]:
     """How many strategies each rule rejected."""
-    rows = [(name, f"{number:,}") for name, number in result.funnel.lines()]
+    rows = [(name, f"{number:,}") for name, number in result.counts.lines()]
     wide = max(len(name) for name, _ in rows)
     lines = [f"{name:<{wide}}  {number:>14}" for name, number in rows]
     lines += [f"  {strategy_text(entry.strategy)}: {entry.reason}" for entry in result.refused[:3]]
     return lines
 
 
-def explain_strategy(strategy: Strategy, problem: Problem, result: SearchResult, costs: Costs) -> list[str]:
+def explain_strategy(strategy: Strategy, problem: SearchProblem, result: SearchResult, costs: Costs) -> list[str]:
     """Why a strategy did not win.
 
     Args:
@@ -101,7 +101,9 @@ NUM_TRIALS = 8
 """How many are proposed; as many as `benchmarks.few_trials` held against chosen at random."""
 
 
-def write_proposals(path: str, problem: Problem, choices: Choices, costs: Costs, progress: Progress | None) -> str:
+def write_proposals(
+    path: str, problem: SearchProblem, choices: Choices, costs: Costs, progress: ProgressCallback | None
+) -> str:
     """Choose trials, write them a line each as `trial --strategies` reads them, and say so.
 
     Args:
@@ -222,7 +224,7 @@ def run(options: argparse.Namespace) -> int:
     workload = model_of(options)
     cluster, notes = cluster_of(options)
     precision = precision_of(options, cluster)
-    problem = Problem(
+    problem = SearchProblem(
         workload=workload, cluster=cluster, global_batch_size=options.global_batch_size, precision=precision
     )
     constraints = constraints_of(options)
@@ -243,8 +245,8 @@ def run(options: argparse.Namespace) -> int:
         precision=precision,
         global_batch_size=options.global_batch_size,
         entries=with_intervals(result.entries, costs, cluster),
-        considered=result.funnel.total,
-        rejections={name: number for name, number in result.funnel.rejected.items() if number},
+        considered=result.counts.total,
+        rejections={name: number for name, number in result.counts.rejected.items() if number},
         search_s=time.perf_counter() - start,
         notes=(*notes, *costs.notes, *how_sure(result), *filter(None, warnings)),
     )
@@ -277,16 +279,16 @@ def how_sure(result: SearchResult) -> list[str]:
     """Whether something that was left out could win."""
     if not result.entries:
         return []
-    counted = f"{result.funnel.priced:,} strategies priced in closed form, {result.funnel.simulated} simulated"
+    counted = f"{result.counts.priced:,} strategies priced in closed form, {result.counts.simulated} simulated"
     if result.proven:
         return [f"{counted}: none of the others can be faster under this model"]
     return [f"{counted}: one of the others could be {result.could_save:.1%} faster at most; more --effort tells"]
 
 
 def nothing_fits(result: SearchResult) -> str:
-    """Why no strategy is left, and what to change: the last rule of the funnel is the one that the last ones broke."""
+    """Return why no strategy is left, and what to change: the rule that the last ones broke, and the remedy."""
     doubles = {rule.name for rule in DUPLICATE_RULES}
-    rejected = [(name, number) for name, number in result.funnel.rejected.items() if number and name not in doubles]
+    rejected = [(name, number) for name, number in result.counts.rejected.items() if number and name not in doubles]
     if not rejected:
         return "no strategy can run: no layout of the ranks has the sizes that flags fix; drop one of these flags"
     last, number = rejected[-1]

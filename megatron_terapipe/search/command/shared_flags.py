@@ -21,7 +21,7 @@ from megatron_terapipe.search.inputs.workload_files import parse_workload, read_
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
-    from megatron_terapipe.search.rank.grid_prices import Progress
+    from megatron_terapipe.search.rank.grid_prices import ProgressCallback
 
 CHANGES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads"),
@@ -130,7 +130,7 @@ def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
 
 
 @contextmanager
-def progress_bar(wanted: bool | None = None) -> "Iterator[Progress | None]":
+def progress_bar(wanted: bool | None = None) -> "Iterator[ProgressCallback | None]":
     """Give what shows the progress of a search; None where nobody would see it.
 
     Args:

@@ -126,7 +126,7 @@ def _strategies(
     from megatron_terapipe.search.command.shared_flags import progress_bar, read_strategies
     from megatron_terapipe.search.rank.search import search
     from megatron_terapipe.search.space.choices import all_choices
-    from megatron_terapipe.search.space.problem import Problem
+    from megatron_terapipe.search.space.problem import SearchProblem
 
     batch = options.global_batch_size
     if options.strategies:
@@ -146,7 +146,7 @@ def _strategies(
             assert workload.config is not None
             check_trainable(each, workload.config)
         return found
-    problem = Problem(workload=workload, cluster=cluster, global_batch_size=batch, precision=precision)
+    problem = SearchProblem(workload=workload, cluster=cluster, global_batch_size=batch, precision=precision)
     with progress_bar() as progress:
         result = search(
             problem,

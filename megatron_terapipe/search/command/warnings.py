@@ -6,12 +6,12 @@ from typing import Any
 
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.grid_prices import Progress
+from megatron_terapipe.search.rank.grid_prices import ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.report.figures import flops_utilization, time_text
 from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 FULL = 0.95
@@ -68,10 +68,10 @@ def parts_of(cluster: Cluster) -> list[Cluster]:
 
 def smaller_cluster_note(
     winner: Ranked,
-    problem: Problem,
+    problem: SearchProblem,
     constraints: Mapping[str, tuple[Any, ...]],
     pricing_on: Callable[[Cluster], Pricing],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> str | None:
     """Say if a mixed cluster without its slower devices is faster than all of it; None if it is not.
 
@@ -91,7 +91,7 @@ def smaller_cluster_note(
     for part in parts_of(problem.cluster):
         if used * peak > MOST_UTILIZATION * _peak_flops(part, problem.precision):
             break
-        smaller = Problem(
+        smaller = SearchProblem(
             workload=problem.workload,
             cluster=part,
             global_batch_size=problem.global_batch_size,

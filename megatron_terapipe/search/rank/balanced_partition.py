@@ -17,7 +17,7 @@ from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.rank.grid_times import RankKinds
 from megatron_terapipe.search.rank.op_tables import OpTables
 from megatron_terapipe.search.rank.stage_partition import best_partition
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
 
 Floats = NDArray[np.float64]
@@ -43,7 +43,7 @@ def layer_times(workload: Workload, grid: StrategyGrid, groups: RankGroups, tabl
 
 
 def balanced_partition(
-    problem: Problem, layer_times_s: Floats, num_ranks: int, model_chunks: int, num_micro_batches: int
+    problem: SearchProblem, layer_times_s: Floats, num_ranks: int, model_chunks: int, num_micro_batches: int
 ) -> StagePartition:
     """Deal the layers of a model to stages.
 

@@ -8,12 +8,12 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.balanced_partition import balanced_partition, layer_times
-from megatron_terapipe.search.rank.grid_prices import Progress
+from megatron_terapipe.search.rank.grid_prices import ProgressCallback
 from megatron_terapipe.search.rank.op_tables import OpTables
 from megatron_terapipe.search.rank.placement import better_order
 from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order, without_repetitions
 from megatron_terapipe.search.space.choices import Choices
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
 from megatron_terapipe.strategy import SOLVED, Strategy
 
@@ -26,13 +26,13 @@ MOST_ORDERS = 24
 
 def refined(
     entries: Sequence[Ranked],
-    problem: Problem,
+    problem: SearchProblem,
     choices: Choices,
     pricing_on: Callable[[Cluster], Pricing],
     *,
     top: int,
     effort: float = 1.0,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[Ranked]:
     """Improve the best strategies. What no flag fixes may change; what comes out fits the memory.
 
@@ -64,7 +64,7 @@ def refined(
     return found
 
 
-def _worth_cutting(best: Sequence[Ranked], problem: Problem, choices: Choices) -> Iterator[Ranked]:
+def _worth_cutting(best: Sequence[Ranked], problem: SearchProblem, choices: Choices) -> Iterator[Ranked]:
     """Strategies whose cut may be improved: one of each that differ in more than their cut."""
     if (
         not problem.workload.can_cut_tokens
@@ -96,7 +96,7 @@ def _with_solved_cut(entry: Ranked, pricing: Pricing, choices: Choices) -> list[
     return _priced(cut, pricing)
 
 
-def _with_solved_stages(entry: Ranked, problem: Problem, pricing: Pricing) -> list[Ranked]:
+def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing) -> list[Ranked]:
     """The same with its layers dealt by what they take with its own micro-batches, token slices and recomputation."""
     strategy, model = entry.strategy, pricing.cost_model
     num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
@@ -113,7 +113,7 @@ def _with_solved_stages(entry: Ranked, problem: Problem, pricing: Pricing) -> li
 
 
 def _with_better_order(
-    winner: Ranked, problem: Problem, pricing_on: Callable[[Cluster], Pricing], evaluations: int
+    winner: Ranked, problem: SearchProblem, pricing_on: Callable[[Cluster], Pricing], evaluations: int
 ) -> list[Ranked]:
     def score(cluster: Cluster) -> float:
         entries = _priced(winner.strategy, pricing_on(cluster))

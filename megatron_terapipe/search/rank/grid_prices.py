@@ -16,8 +16,8 @@ from megatron_terapipe.search.rank.grid_times import grid_times
 from megatron_terapipe.search.rank.op_tables import OpTables
 from megatron_terapipe.search.rank.stage_counts import StageCounts, stage_counts
 from megatron_terapipe.search.space.choices import Choices
-from megatron_terapipe.search.space.legal_grids import Funnel, LegalGrid, layouts, legal_grids
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.legal_grids import LegalGrid, SearchCounts, layouts, legal_grids
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.rules import SAME_STAGES
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
 from megatron_terapipe.strategy import SOLVED, Strategy
@@ -34,7 +34,7 @@ FITS = "memory of the devices"
 COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; fix stage 0 to have it)"
 """Name of the rejection of those that buy time with digits; `--zero-stage 0` alone keeps them."""
 
-Progress = Callable[[int, int, str], None]
+ProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, steps in all, and what is being done."""
 
 
@@ -58,7 +58,7 @@ class PricedGrid:
     estimate: Floats
     bound: Floats
 
-    def strategy(self, index: int, problem: Problem) -> Strategy:
+    def strategy(self, index: int, problem: SearchProblem) -> Strategy:
         """One of them, its stage partition set."""
         place = tuple(int(each) for each in np.unravel_index(self.places[index], self.grid.shape))
         strategy = self.grid.strategy(place, problem)
@@ -69,11 +69,11 @@ class PricedGrid:
 
 
 def price_space(
-    problem: Problem,
+    problem: SearchProblem,
     choices: Choices,
     pricings: "Sequence[Pricing]",
-    funnel: Funnel,
-    progress: Progress | None = None,
+    counts: SearchCounts,
+    progress: ProgressCallback | None = None,
 ) -> Iterator[PricedGrid]:
     """Price every strategy that keeps the rules, on every node order.
 
@@ -81,12 +81,12 @@ def price_space(
         problem: what is asked.
         choices: values of each dimension.
         pricings: one for each node order.
-        funnel: counts what is rejected, those that cannot fit the memory among them.
+        counts: counts what is rejected, those that cannot fit the memory among them.
         progress: told about layouts.
     """
     tables = _tables(pricings, choices)
     total = len(layouts(choices, problem.cluster.num_devices))
-    for number, found in enumerate(legal_grids(problem, choices, funnel)):
+    for number, found in enumerate(legal_grids(problem, choices, counts)):
         if progress is not None:
             progress(number, total, "closed form")
         different, fitting = np.zeros(found.grid.shape, dtype=bool), np.zeros(found.grid.shape, dtype=bool)
@@ -96,10 +96,10 @@ def price_space(
             fitting |= fits
             if len(priced.places):
                 yield priced
-        funnel.reject(SAME_STAGES, int((found.legal & ~different).sum()))
-        funnel.reject(FITS, int((different & ~fitting).sum()))
-        funnel.reject(COARSE_SUMS, int((fitting & ~keeps_digits(found.grid, problem.precision)).sum()))
-        funnel.priced += int(different.sum())
+        counts.reject(SAME_STAGES, int((found.legal & ~different).sum()))
+        counts.reject(FITS, int((different & ~fitting).sum()))
+        counts.reject(COARSE_SUMS, int((fitting & ~keeps_digits(found.grid, problem.precision)).sum()))
+        counts.priced += int(different.sum())
 
 
 def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
@@ -126,7 +126,7 @@ def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
 
 
 def _price(
-    problem: Problem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables
+    problem: SearchProblem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables
 ) -> tuple[PricedGrid, Flags, Flags]:
     """Those of a grid that may win; which differ from each other; which of those may fit the memory."""
     grid = found.grid
@@ -168,7 +168,7 @@ def _priceable(grid: StrategyGrid, partitions: dict[tuple[int, int], StagePartit
 
 
 def _partitions(
-    problem: Problem, legal: LegalGrid, groups: RankGroups, tables: OpTables
+    problem: SearchProblem, legal: LegalGrid, groups: RankGroups, tables: OpTables
 ) -> dict[tuple[int, int], StagePartition]:
     """The stages of every pair of model chunks and partition rule; pairs that no legal strategy has are left out."""
     grid = legal.grid

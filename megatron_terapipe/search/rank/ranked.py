@@ -10,7 +10,7 @@ from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.space.legal_grids import broken_rule
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 
@@ -68,7 +68,7 @@ def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
     return [replace(entry, rank=rank) for rank, entry in enumerate(ordered, start=1)]
 
 
-def predict_one(strategy: Strategy, problem: Problem, pricing: Pricing, index: int = 0) -> Ranked:
+def predict_one(strategy: Strategy, problem: SearchProblem, pricing: Pricing, index: int = 0) -> Ranked:
     """Hold a strategy to all rules, and price it. What cannot run has a reason, and a price where there is one.
 
     Args:

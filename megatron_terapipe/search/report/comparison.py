@@ -29,7 +29,7 @@ _LEAST_SHARE = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class StrategyComparison:
     """The winner beside another strategy.
 
     Attributes:
@@ -62,7 +62,7 @@ def _layout(entry: Entry) -> list[object]:
     return [*(getattr(strategy, each.name) for each in DIMENSIONS if each.ranks), strategy.schedule]
 
 
-def compare(winner: Entry, other: Entry) -> Comparison:
+def compare(winner: Entry, other: Entry) -> StrategyComparison:
     """Hold the winner against another strategy. Both have a price."""
     assert winner.prediction is not None and other.prediction is not None
     first, second = winner.prediction, other.prediction
@@ -80,7 +80,7 @@ def compare(winner: Entry, other: Entry) -> Comparison:
     )
     worth = _WORTH_SAYING * first.iteration_time_s
     said = tuple((name, seconds) for name, seconds in saved if abs(seconds) >= worth)
-    return Comparison(changes, said, tuple(_sentences(first, second, said)))
+    return StrategyComparison(changes, said, tuple(_sentences(first, second, said)))
 
 
 def _sentences(first: Prediction, second: Prediction, saved: tuple[tuple[str, float], ...]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_terapipe.dimensions import Dimension, Tried
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.pipeline_plan import COUNTS
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS
 
 
@@ -62,12 +62,12 @@ class Choices:
         return Choices({**self.values, **constraints, "num_token_slices": counts})
 
 
-def all_choices(problem: Problem) -> Choices:
+def all_choices(problem: SearchProblem) -> Choices:
     """Return all values that are tried where no flag constrains them."""
     return Choices({each.name: _tried(each, problem) for each in DIMENSIONS if each.tried is not None})
 
 
-def _tried(dimension: Dimension, problem: Problem) -> tuple[Any, ...] | None:
+def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | None:
     match dimension.tried:
         case Tried.REST_OF_DEVICES:
             return None

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.dimensions import Tried
 from megatron_terapipe.search.space.choices import Choices
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.rules import DUPLICATE_RULES, TRAINER_RULES, DuplicateRule, TrainerRule
 from megatron_terapipe.search.space.strategy_grid import AXES, StrategyGrid
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 
 @dataclass
-class Funnel:
+class SearchCounts:
     """Counts of a search, in the order in which strategies fall out of it.
 
     Attributes:
@@ -99,26 +99,26 @@ def layouts(choices: Choices, num_devices: int) -> list[dict[str, int]]:
     return found
 
 
-def legal_grids(problem: Problem, choices: Choices, funnel: Funnel) -> Iterator[LegalGrid]:
+def legal_grids(problem: SearchProblem, choices: Choices, counts: SearchCounts) -> Iterator[LegalGrid]:
     """Yield the strategies of the space that keep all rules, a grid for each layout.
 
     Args:
         problem: what is asked.
         choices: values of each dimension.
-        funnel: counts what is rejected.
+        counts: counts what is rejected.
     """
-    funnel.expect((USES_DEVICES, *(rule.name for rule in RULES)))
+    counts.expect((USES_DEVICES, *(rule.name for rule in RULES)))
     for sizes in layouts(choices, problem.cluster.num_devices):
-        funnel.total += choices.per_layout
+        counts.total += choices.per_layout
         if not sizes["data_parallel_size"]:
-            funnel.reject(USES_DEVICES, choices.per_layout)
+            counts.reject(USES_DEVICES, choices.per_layout)
             continue
-        found = _legal(StrategyGrid.of_choices(choices, sizes, problem.global_batch_size), problem, funnel)
+        found = _legal(StrategyGrid.of_choices(choices, sizes, problem.global_batch_size), problem, counts)
         if found is not None:
             yield found
 
 
-def _legal(grid: StrategyGrid, problem: Problem, funnel: Funnel) -> LegalGrid | None:
+def _legal(grid: StrategyGrid, problem: SearchProblem, counts: SearchCounts) -> LegalGrid | None:
     """Return what the rules leave of a grid; None if nothing."""
     legal: NDArray[np.bool_] | None = None
     for rule in RULES:
@@ -129,20 +129,20 @@ def _legal(grid: StrategyGrid, problem: Problem, funnel: Funnel) -> LegalGrid | 
             axis = AXES[axes[0]] if axes else AXES[0]
             kept = holds.ravel() if axes else np.full(grid.shape[0], holds.all())
             smaller = grid.keep(axis, kept)
-            funnel.reject(rule.name, grid.size - smaller.size)
+            counts.reject(rule.name, grid.size - smaller.size)
             grid = smaller
             if not grid.size:
                 return None
             continue
         before = np.ones(grid.shape, dtype=bool) if legal is None else legal
         legal = before & holds
-        funnel.reject(rule.name, int(before.sum()) - int(legal.sum()))
+        counts.reject(rule.name, int(before.sum()) - int(legal.sum()))
     if legal is None:
         legal = np.ones(grid.shape, dtype=bool)
     return LegalGrid(grid, legal) if legal.any() else None
 
 
-def broken_rule(strategy: Strategy, problem: Problem) -> str | None:
+def broken_rule(strategy: Strategy, problem: SearchProblem) -> str | None:
     """Return why a strategy cannot be run; None if it can.
 
     Args:

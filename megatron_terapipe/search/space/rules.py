@@ -17,7 +17,7 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES
 from megatron_terapipe.dimensions import Dimension
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.strategy_grid import AXES, ON_AXIS, Axis, StrategyGrid
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED
 
@@ -39,7 +39,7 @@ class TrainerRule:
     error: Callable[..., str | None]
     axes: tuple[Axis, ...] = ()
 
-    def holds(self, grid: StrategyGrid, problem: Problem) -> Holds:
+    def holds(self, grid: StrategyGrid, problem: SearchProblem) -> Holds:
         """Return which strategies of a grid keep the rule, as an array that broadcasts over the grid.
 
         Args:
@@ -52,7 +52,7 @@ class TrainerRule:
         ]
         return grid.along(self.axes, np.array(kept, dtype=bool))
 
-    def reason(self, grid: StrategyGrid, problem: Problem) -> str | None:
+    def reason(self, grid: StrategyGrid, problem: SearchProblem) -> str | None:
         """Return what is wrong with the one strategy of a grid; None if it keeps the rule.
 
         Args:
@@ -62,7 +62,7 @@ class TrainerRule:
         return self.error(grid, problem, *(getattr(grid, axis)[0] for axis in self.axes))
 
 
-def _devices(grid: StrategyGrid, problem: Problem) -> str | None:
+def _devices(grid: StrategyGrid, problem: SearchProblem) -> str | None:
     if grid.world_size <= problem.cluster.num_devices:
         return None
     return (
@@ -71,7 +71,7 @@ def _devices(grid: StrategyGrid, problem: Problem) -> str | None:
     )
 
 
-def _shared_numbers(problem: Problem) -> dict[str, set[int]]:
+def _shared_numbers(problem: SearchProblem) -> dict[str, set[int]]:
     """Numbers that tensor-parallel ranks share, by what they are."""
     shared: dict[str, set[int]] = {"attention heads": set(), "key and value heads": set(), "columns": set()}
     for layer in {id(each): each for each in problem.workload.layers}.values():
@@ -86,7 +86,7 @@ def _shared_numbers(problem: Problem) -> dict[str, set[int]]:
     return shared
 
 
-def _tensor_shares(grid: StrategyGrid, problem: Problem) -> str | None:
+def _tensor_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
     size = grid.tensor_parallel_size
     for name, numbers in _shared_numbers(problem).items():
         for number in sorted(numbers):
@@ -96,21 +96,21 @@ def _tensor_shares(grid: StrategyGrid, problem: Problem) -> str | None:
     return None
 
 
-def _measured(grid: StrategyGrid, problem: Problem) -> str | None:
+def _measured(grid: StrategyGrid, problem: SearchProblem) -> str | None:
     times = [layer.forward_s for layer in problem.workload.layers if layer.forward_s is not None]
     if all(grid.tensor_parallel_size in each for each in times):
         return None
     return f"layers were not measured with tensor-parallel size {grid.tensor_parallel_size}"
 
 
-def _layers(grid: StrategyGrid, problem: Problem, order: tuple[str, int]) -> str | None:
+def _layers(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) -> str | None:
     stages = grid.pipeline_parallel_size * order[1]
     if stages <= problem.workload.num_dealt_layers:
         return None
     return f"{stages} stages are more than the {problem.workload.num_dealt_layers} layers"
 
 
-def _schedule(grid: StrategyGrid, problem: Problem, order: tuple[str, int]) -> str | None:
+def _schedule(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) -> str | None:
     del problem
     schedule, model_chunks = order
     if schedule not in SCHEDULES:
@@ -124,7 +124,7 @@ def _schedule(grid: StrategyGrid, problem: Problem, order: tuple[str, int]) -> s
     return None
 
 
-def _batch(grid: StrategyGrid, problem: Problem, micro_batch: int) -> str | None:
+def _batch(grid: StrategyGrid, problem: SearchProblem, micro_batch: int) -> str | None:
     del problem
     if grid.global_batch_size % (micro_batch * grid.data_parallel_size) == 0:
         return None
@@ -134,14 +134,14 @@ def _batch(grid: StrategyGrid, problem: Problem, micro_batch: int) -> str | None
     )
 
 
-def _can_cut(grid: StrategyGrid, problem: Problem, count: int) -> str | None:
+def _can_cut(grid: StrategyGrid, problem: SearchProblem, count: int) -> str | None:
     del grid
     if count == 1 or problem.workload.can_cut_tokens:
         return None
     return "a layer of the model sees other tokens than its neighbours, or later ones, so sequences cannot be cut"
 
 
-def _token_slices(grid: StrategyGrid, problem: Problem, count: int, sequence_parallel: bool) -> str | None:
+def _token_slices(grid: StrategyGrid, problem: SearchProblem, count: int, sequence_parallel: bool) -> str | None:
     seq_length, size = problem.workload.seq_length, grid.tensor_parallel_size if sequence_parallel else 1
     if count * size > seq_length:
         each = f" of at least {size} tokens, one for each tensor-parallel rank," if size > 1 else ""
@@ -154,7 +154,7 @@ def _token_slices(grid: StrategyGrid, problem: Problem, count: int, sequence_par
 
 
 def _partition(
-    grid: StrategyGrid, problem: Problem, order: tuple[str, int], partition: str | tuple[int, ...]
+    grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int], partition: str | tuple[int, ...]
 ) -> str | None:
     if partition in ("uniform", "parameters", SOLVED):
         return None  # there is a layer for each stage: another rule
@@ -165,12 +165,12 @@ def _partition(
     return None
 
 
-def _zero(grid: StrategyGrid, problem: Problem, stage: int) -> str | None:
+def _zero(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
     del grid, problem
     return None if stage in (0, 1) else f"ZeRO stage {stage} does not go with pipelines in DeepSpeed: use 0 or 1"
 
 
-def _loss_scale(grid: StrategyGrid, problem: Problem, stage: int) -> str | None:
+def _loss_scale(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
     del grid
     if problem.precision != "fp16" or stage != 0:
         return None
@@ -180,7 +180,7 @@ def _loss_scale(grid: StrategyGrid, problem: Problem, stage: int) -> str | None:
 def _priced(dimension: Dimension) -> TrainerRule:
     """Return the rule that a dimension has a value that can be priced."""
 
-    def error(grid: StrategyGrid, problem: Problem, *values: Any) -> str | None:
+    def error(grid: StrategyGrid, problem: SearchProblem, *values: Any) -> str | None:
         del problem
         value = values[0] if values else grid.shared[dimension.name]
         if value in dimension.priced or isinstance(value, tuple):
@@ -219,10 +219,10 @@ class DuplicateRule:
     """
 
     name: str
-    holds: Callable[[StrategyGrid, Problem], Holds]
+    holds: Callable[[StrategyGrid, SearchProblem], Holds]
 
 
-def _other_schedules(grid: StrategyGrid, problem: Problem) -> Holds:
+def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """Interleaved with one model chunk is 1f1b; gpipe with several has interleaved's bubble and keeps more."""
     del problem
     plain = {model_chunks for schedule, model_chunks in grid.order if schedule == "1f1b"}
@@ -236,28 +236,28 @@ def _other_schedules(grid: StrategyGrid, problem: Problem) -> Holds:
     return grid.along("order", [wanted(*order) for order in grid.order])
 
 
-def _one_rank(grid: StrategyGrid, problem: Problem) -> Holds:
+def _one_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """Without a pipeline the first schedule stands for all of the others, which keep as much or more."""
     del problem
     first = grid.order[0] if grid.order else None
     return grid.along("order", [grid.pipeline_parallel_size > 1 or order == first for order in grid.order])
 
 
-def _one_replica(grid: StrategyGrid, problem: Problem) -> Holds:
+def _one_replica(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """On one data-parallel rank there is no optimizer state to spread."""
     del problem
     alone = grid.data_parallel_size == 1 and 1 in grid.zero
     return grid.along("zero", [not alone or stage == 1 for stage in grid.zero])
 
 
-def _one_tensor_rank(grid: StrategyGrid, problem: Problem) -> Holds:
+def _one_tensor_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """On one tensor-parallel rank there is no other to share tokens with."""
     del problem
     alone = grid.tensor_parallel_size == 1 and False in grid.sequence_parallel
     return grid.along("sequence_parallel", [not (alone and on) for on in grid.sequence_parallel])
 
 
-def _same_stages(grid: StrategyGrid, problem: Problem) -> Holds:
+def _same_stages(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """Rules that deal the layers as one before them does."""
     kept = np.ones((len(grid.order), len(grid.partition)), dtype=bool)
     for row, (_, model_chunks) in enumerate(grid.order):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.search.space.choices import Choices
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
 
 Axis = Literal["order", "partition", "micro_batch", "token_slices", "recompute", "sequence_parallel", "zero"]
@@ -167,7 +167,7 @@ class StrategyGrid:
         changed: dict[str, Any] = {axis: tuple(value for value, keep in zip(values, kept, strict=True) if keep)}
         return replace(self, **changed)
 
-    def strategy(self, place: Sequence[int], problem: Problem) -> Strategy:
+    def strategy(self, place: Sequence[int], problem: SearchProblem) -> Strategy:
         """Return the strategy at a place of the grid; a partition that is yet to be solved must be set afterwards.
 
         Args:

@@ -10,16 +10,16 @@ from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.space.choices import Choices, all_choices
-from megatron_terapipe.search.space.legal_grids import Funnel, broken_rule, legal_grids
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.legal_grids import SearchCounts, broken_rule, legal_grids
+from megatron_terapipe.search.space.problem import SearchProblem
 from tests.search.problems import mixed_cluster, small_cluster, small_problem
 
 
-def pricing_on(problem: Problem):
+def pricing_on(problem: SearchProblem):
     return lambda cluster: Pricing(problem.workload, cluster, precision=problem.precision)
 
 
-def few(problem: Problem) -> Choices:
+def few(problem: SearchProblem) -> Choices:
     return all_choices(problem).constrained(
         {
             "num_token_slices": (1, 2, 4),
@@ -30,11 +30,11 @@ def few(problem: Problem) -> Choices:
     )
 
 
-def exhaustive(problem: Problem, choices: Choices) -> list[float]:
+def exhaustive(problem: SearchProblem, choices: Choices) -> list[float]:
     """Seconds of every strategy that fits and adds up in fp32, shortest first, all simulated."""
     pricing = Pricing(problem.workload, problem.cluster)
     times = []
-    for legal in legal_grids(problem, choices, Funnel()):
+    for legal in legal_grids(problem, choices, SearchCounts()):
         for flat in np.flatnonzero(legal.legal).tolist():
             place = [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
             strategy = legal.grid.strategy(place, problem)
@@ -57,7 +57,7 @@ def test_the_search_finds_what_trying_everything_finds(memory_bytes: float) -> N
     assert result.proven
     assert [entry.prediction.iteration_time_s for entry in result.entries] == pytest.approx(times[:5], rel=1e-9)
     # Bounds are of use: only a part of what is feasible was simulated.
-    assert result.funnel.simulated < len(times) / 2
+    assert result.counts.simulated < len(times) / 2
     assert [entry.rank for entry in result.entries] == [1, 2, 3, 4, 5]
 
 
@@ -66,7 +66,7 @@ def test_without_the_effort_it_says_what_it_does_not_know() -> None:
     little = search(problem, all_choices(problem), pricing_on(problem), top=3, refine=False, effort=0.02)
     much = search(problem, all_choices(problem), pricing_on(problem), top=3, refine=False, effort=20)
     assert much.proven and much.could_save == 0
-    assert little.funnel.simulated < much.funnel.simulated
+    assert little.counts.simulated < much.counts.simulated
     best = [result.entries[0].prediction.iteration_time_s for result in (little, much)]
     assert best[1] <= best[0] * (1 + 1e-9)
     # What it says could be saved at most is indeed at most that.
@@ -121,4 +121,4 @@ def test_nothing_fits() -> None:
     tiny = Cluster(nodes=(replace(node, device=replace(node.device, memory_bytes=1e9)),))
     problem = small_problem(tiny)
     result = search(problem, few(problem), pricing_on(problem))
-    assert result.entries == () and result.funnel.num_rejected == result.funnel.total
+    assert result.entries == () and result.counts.num_rejected == result.counts.total

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.legal_grids import Funnel, broken_rule, legal_grids
+from megatron_terapipe.search.space.legal_grids import SearchCounts, broken_rule, legal_grids
 from megatron_terapipe.search.space.rules import TRAINER_RULES
 from megatron_terapipe.search.space.strategy_grid import AXES, StrategyGrid
 from tests.search.problems import small_cluster, small_problem
@@ -13,11 +13,11 @@ from tests.search.problems import small_cluster, small_problem
 
 def test_every_strategy_is_legal_or_counted() -> None:
     problem = small_problem()
-    funnel = Funnel()
-    legal = sum(int(found.legal.sum()) for found in legal_grids(problem, all_choices(problem), funnel))
-    assert legal + funnel.num_rejected == funnel.total
-    assert dict(funnel.lines())["feasible"] == legal
-    assert all(number > 0 for name, number in funnel.lines() if name == "strategies of the space")
+    counts = SearchCounts()
+    legal = sum(int(found.legal.sum()) for found in legal_grids(problem, all_choices(problem), counts))
+    assert legal + counts.num_rejected == counts.total
+    assert dict(counts.lines())["feasible"] == legal
+    assert all(number > 0 for name, number in counts.lines() if name == "strategies of the space")
 
 
 def test_rules_say_the_same_of_a_grid_and_of_its_strategies() -> None:
@@ -50,7 +50,7 @@ def test_constrained_dimensions_have_no_other_values() -> None:
     choices = all_choices(problem).constrained(
         {"tensor_parallel_size": (2,), "schedule": ("gpipe",), "token_slices": (300, 212), "zero_stage": (0,)}
     )
-    found = list(legal_grids(problem, choices, Funnel()))
+    found = list(legal_grids(problem, choices, SearchCounts()))
     assert found
     for legal in found:
         for flat in np.flatnonzero(legal.legal):
@@ -70,7 +70,7 @@ def test_no_strategy_is_there_twice() -> None:
     problem = small_problem(small_cluster(num_nodes=1))
     seen = set()
     for legal in legal_grids(
-        problem, all_choices(problem).constrained({"stage_partition": ("uniform", "parameters")}), Funnel()
+        problem, all_choices(problem).constrained({"stage_partition": ("uniform", "parameters")}), SearchCounts()
     ):
         for flat in np.flatnonzero(legal.legal):
             place = [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
@@ -82,5 +82,5 @@ def test_no_strategy_is_there_twice() -> None:
 
 def test_all_devices_are_used() -> None:
     problem = small_problem(small_cluster(num_nodes=3))
-    for legal in legal_grids(problem, all_choices(problem), Funnel()):
+    for legal in legal_grids(problem, all_choices(problem), SearchCounts()):
         assert legal.grid.world_size == 6
