@@ -22,8 +22,8 @@ from megatron_terapipe.search.rank.grid_prices import price_space
 from megatron_terapipe.search.rank.placement import node_orders
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.legal_grids import Funnel
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.legal_grids import SearchCounts
+from megatron_terapipe.search.space.problem import SearchProblem
 
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 
@@ -37,9 +37,9 @@ class Case(NamedTuple):
     precision: str = "bf16"
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> SearchProblem:
         """As the search takes it."""
-        return Problem(
+        return SearchProblem(
             workload=read_workload(self.model, {}),
             cluster=read_cluster(str(CLUSTERS / self.cluster)),
             global_batch_size=self.global_batch_size,
@@ -54,7 +54,7 @@ CASES = (
     Case("gpt3-175b", "mixed-1024.yaml", 1024, "fp16"),
 )
 
-AMP_PINS = {
+AMP_CONSTRAINTS = {
     "num_token_slices": (1,),
     "num_model_chunks": (1,),
     "schedule": ("1f1b",),
@@ -87,11 +87,11 @@ def closed_form() -> None:
         best = float("inf")
         for _ in range(3):
             pricings = [_pricing(problem, order) for order in orders]
-            funnel = Funnel()
+            counts = SearchCounts()
             start = time.process_time()
-            timed = sum(len(grid.places) for grid in price_space(problem, all_choices(problem), pricings, funnel))
+            timed = sum(len(grid.places) for grid in price_space(problem, all_choices(problem), pricings, counts))
             best = min(best, time.process_time() - start)
-        priced = funnel.priced * len(orders)
+        priced = counts.priced * len(orders)
         print(
             f"{case.model:>10} {case.cluster:>16} {case.global_batch_size:>6} {len(orders):>6} {priced:>10,} "
             f"{timed:>10,} {best:>6.2f} {priced / best:>10,.0f}"
@@ -107,27 +107,27 @@ def searches() -> None:
         result = search(problem, all_choices(problem), lambda order, problem=problem: _pricing(problem, order))
         seconds = time.process_time() - start
         print(
-            f"{case.model:>10} {case.cluster:>16} {case.global_batch_size:>6} {result.funnel.total:>12,} "
-            f"{result.funnel.simulated:>9} {seconds:>6.2f} {result.could_save:>10.1%}"
+            f"{case.model:>10} {case.cluster:>16} {case.global_batch_size:>6} {result.counts.total:>12,} "
+            f"{result.counts.simulated:>9} {seconds:>6.2f} {result.could_save:>10.1%}"
         )
 
 
 def amp_like() -> None:
     """Search the dimensions of AMP's homogeneous experiment, a GPT-2 with batch 32 on 16 GPUs, and simulate all."""
     problem = Case("gpt2-medium", "a100-64.json", 32).problem
-    problem = Problem(
+    problem = SearchProblem(
         workload=problem.workload,
         cluster=Cluster(nodes=problem.cluster.nodes[:2]),
         global_batch_size=32,
     )
-    choices = all_choices(problem).pinned(AMP_PINS)
+    choices = all_choices(problem).constrained(AMP_CONSTRAINTS)
     start = time.process_time()
     result = search(problem, choices, lambda order: _pricing(problem, order), top=200, refine=False, effort=10)
     seconds = time.process_time() - start
-    print(f"AMP's dimensions: {result.funnel.simulated} strategies simulated and ranked in {seconds:.2f} s")
+    print(f"AMP's dimensions: {result.counts.simulated} strategies simulated and ranked in {seconds:.2f} s")
 
 
-def _pricing(problem: Problem, cluster: Cluster) -> Pricing:
+def _pricing(problem: SearchProblem, cluster: Cluster) -> Pricing:
     return Pricing(problem.workload, cluster, precision=problem.precision)
 
 

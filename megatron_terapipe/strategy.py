@@ -3,6 +3,8 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from math import prod
+from operator import neg
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
@@ -21,35 +23,28 @@ from megatron_terapipe.config import (
     PrecisionConfig,
     TrainingConfig,
 )
-from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.parallel import OPTIMISED
+from megatron_terapipe.dimensions import (
+    Dimension,
+    Switch,
+    Tried,
+    Whole,
+    WholeList,
+    Word,
+    WordOrBounds,
+    dimension,
+    dimensions_of,
+)
 from megatron_terapipe.errors import ConfigError
 
-SETTINGS = {
-    "data_parallel_size": "data_parallel_size",
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "num_model_chunks": "num_model_chunks",
-    "num_token_slices": "num_token_slices",
-    "token_slices": "token_slices",
-    "micro_batch_size": "micro_batch_size",
-    "global_batch_size": "global_batch_size",
-    "schedule": "pipeline_schedule",
-    "sequence_parallel": "sequence_parallel",
-    "recompute": "recompute_granularity",
-    "zero_stage": "zero_stage",
-    "stage_partition": "stage_partition",
-}
-"""Field of the configuration that each field of a strategy sets; Megatron's flags have longer names."""
+SOLVED = "solved"
+"""The stage partition that balances the predicted time of stages; in a strategy it is a list of bounds."""
 
-SIZES = (
-    "data_parallel_size",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "num_token_slices",
-    "micro_batch_size",
-    "num_model_chunks",
-)
+RECOMPUTE = ("none", "selective", "full")
+ZERO_STAGES = (0, 1)
+
+MODEL_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+"""Model chunks that are tried. With more, a stage has few layers, and launches and transfers are most of its time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,87 +52,220 @@ class Strategy:
     """Parallelism, batch and memory savings of a run.
 
     The fields of its JSON object have the names of these fields. What the trainer cannot run yet is valid here,
-    because the search also prices it; `settings` refuses it.
+    because the search also prices it; `settings` refuses it. Each field declares all that the search, its reports and
+    the trainer do with it in general (`dimensions.Dimension`).
 
     Raises:
         ConfigError: if a value is not of its type, or two contradict each other.
     """
 
-    data_parallel_size: int = 1
+    data_parallel_size: int = dimension(
+        1,
+        kind=Whole(),
+        tried=Tried.REST_OF_DEVICES,
+        ranks=True,
+        flag_help=(1, "data-parallel sizes"),
+        label=(1, "data-parallel size"),
+        column=(1, "dp"),
+        phrase=(1, "dp {}"),
+        always=True,
+        tie=5,
+    )
     """Ranks that share the batch."""
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = dimension(
+        1,
+        kind=Whole(),
+        setting="tensor_model_parallel_size",
+        tried=Tried.DIVISORS_OF_DEVICES,
+        ranks=True,
+        flag_help=(2, "tensor-parallel sizes"),
+        label=(2, "tensor-parallel size"),
+        column=(2, "tp"),
+        phrase=(2, "tp {}"),
+        always=True,
+        tie=3,
+    )
     """Ranks that share each layer."""
 
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: int = dimension(
+        1,
+        kind=Whole(),
+        setting="pipeline_model_parallel_size",
+        tried=Tried.DIVISORS_OF_DEVICES,
+        ranks=True,
+        flag_help=(3, "pipeline-parallel sizes"),
+        label=(3, "pipeline ranks"),
+        column=(3, "pp"),
+        phrase=(3, "pp {}"),
+        always=True,
+        tie=4,
+    )
     """Pipeline ranks."""
 
-    num_token_slices: int = 1
+    num_token_slices: int = dimension(
+        1,
+        kind=Whole(),
+        tried=Tried.COUNTS_OF_TOKEN_SLICES,
+        axis="token_slices",
+        flag_help=(6, "numbers of token slices; 1 leaves sequences whole"),
+        label=(5, "token slices"),
+        column=(4, "S"),
+        phrase=(7, "{} token slices"),
+        tie=1,
+    )
     """Token slices that every sequence is cut into."""
 
-    token_slices: tuple[int, ...] | None = None
+    token_slices: tuple[int, ...] | None = dimension(
+        None,
+        kind=WholeList(1),
+        flag_help=(7, "lengths of the token slices, one cut: 704,688,656"),
+        label=(6, "lengths of token slices"),
+        none="equal",
+        column=(11, "cut"),
+        usual="even",
+        dropped=2,
+        tie=13,
+    )
     """Their lengths in tokens; None = as equal as can be."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: int = dimension(
+        1,
+        kind=Whole(),
+        tried=Tried.DIVISORS_OF_BATCH,
+        axis="micro_batch",
+        flag_help=(5, "micro-batch sizes"),
+        label=(7, "micro-batch size"),
+        column=(5, "mbs"),
+        phrase=(4, "micro-batch {}"),
+        always=True,
+        tie=6,
+    )
     """Sequences that go through the pipeline together."""
 
-    global_batch_size: int | None = None
+    global_batch_size: int | None = dimension(None, kind=Whole(optional=True), tie=7)
     """Sequences of one optimizer step; None = one micro-batch on each data-parallel rank."""
 
-    schedule: str = "1f1b"
+    schedule: str = dimension(
+        "1f1b",
+        kind=Word(),
+        setting="pipeline_schedule",
+        trained=(*SCHEDULES, OPTIMISED),
+        priced=tuple(SCHEDULES),
+        tried=("1f1b", "interleaved", "zero-bubble", "gpipe"),
+        axis="order",
+        flag_help=(8, f"schedules among {', '.join(SCHEDULES)}"),
+        label=(8, "schedule"),
+        column=(6, "schedule"),
+        phrase=(5, "{}"),
+        always=True,
+        tie=11,
+    )
     """Order in which a pipeline rank runs forwards and backwards."""
 
-    num_model_chunks: int = 1
+    num_model_chunks: int = dimension(
+        1,
+        kind=Whole(),
+        tried=MODEL_CHUNKS,
+        axis="order",
+        flag_help=(4, "model chunks, the stages of each pipeline rank"),
+        label=(4, "model chunks"),
+        column=(7, "V"),
+        phrase=(6, "{} model chunks"),
+        tie=2,
+    )
     """Stages that each pipeline rank owns."""
 
-    sequence_parallel: bool = False
+    sequence_parallel: bool = dimension(
+        False,
+        kind=Switch(),
+        tried=(False, True),
+        axis="sequence_parallel",
+        flag_help=(11, "sequence parallelism: off, on"),
+        label=(9, "sequence parallelism"),
+        column=(10, "sp"),
+        dropped=3,
+        phrase=(9, "sequence parallel"),
+        tie=9,
+    )
     """Whether tensor-parallel ranks share the tokens between the matrices, too."""
 
-    recompute: str = "none"
+    recompute: str = dimension(
+        "none",
+        kind=Word(),
+        setting="recompute_granularity",
+        trained=RECOMPUTE,
+        priced=RECOMPUTE,
+        tried=RECOMPUTE,
+        axis="recompute",
+        flag_help=(9, f"recomputation among {', '.join(RECOMPUTE)}"),
+        label=(10, "recomputation"),
+        column=(8, "recompute"),
+        dropped=6,
+        phrase=(8, "recompute {}"),
+        tie=8,
+        tie_key=lambda mode: RECOMPUTE.index(mode) if mode in RECOMPUTE else len(RECOMPUTE),
+    )
     """Activations recomputed in the backward: none, selective or full."""
 
-    zero_stage: int = 1
+    zero_stage: int = dimension(
+        1,
+        kind=Whole(0),
+        trained=ZERO_STAGES,
+        priced=ZERO_STAGES,
+        tried=(1, 0),
+        axis="zero",
+        flag_help=(10, "ZeRO stages, 0 or 1"),
+        label=(11, "ZeRO stage"),
+        column=(9, "ZeRO"),
+        dropped=4,
+        phrase=(10, "ZeRO {}"),
+        always=True,
+        tie=10,
+        tie_key=neg,
+    )
     """ZeRO stage."""
 
-    stage_partition: str | tuple[int, ...] = "uniform"
+    stage_partition: str | tuple[int, ...] = dimension(
+        "uniform",
+        kind=WordOrBounds(),
+        priced=("uniform", "parameters", SOLVED),
+        tried=("uniform", "parameters", SOLVED),
+        axis="partition",
+        flag_help=(12, f"rules among uniform, parameters, {SOLVED}; or the bounds of one partition: 0,5,12"),
+        label=(12, "stage partition"),
+        column=(12, "stages"),
+        usual="uniform",
+        dropped=1,
+        tie=12,
+    )
     """How layers are dealt to stages: a rule, or the first layer of each stage and the end of the last."""
 
-    placement: tuple[int, ...] | None = None
+    placement: tuple[int, ...] | None = dimension(
+        None, kind=WholeList(0), setting="", label=(13, "placement"), none="as the hosts come", tie=14
+    )
     """Device of the cluster for each rank; None = in the order of the hostfile."""
 
     def __post_init__(self) -> None:
         """Check types and pairs."""
-        for name in SIZES:
-            _check_whole(name, getattr(self, name), least=1)
-        _check_whole("zero_stage", self.zero_stage, least=0)
-        if not isinstance(self.sequence_parallel, bool):
+        for each in DIMENSIONS:
+            each.kind.check(each.name, getattr(self, each.name))
+        sequences = self.micro_batch_size * self.data_parallel_size
+        if self.global_batch_size is not None and self.global_batch_size % sequences:
             raise ConfigError(
-                f"strategy: sequence_parallel {json.dumps(self.sequence_parallel)} is not true or false: write one"
+                f"strategy: global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size x "
+                f"data_parallel_size = {sequences}: change one of them"
             )
-        if self.global_batch_size is not None:
-            _check_whole("global_batch_size", self.global_batch_size, least=1)
-            sequences = self.micro_batch_size * self.data_parallel_size
-            if self.global_batch_size % sequences:
-                raise ConfigError(
-                    f"strategy: global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size x "
-                    f"data_parallel_size = {sequences}: change one of them"
-                )
-        if self.token_slices is not None:
-            _check_list("token_slices", self.token_slices, least=1)
-            if len(self.token_slices) != self.num_token_slices:
-                raise ConfigError(
-                    f"strategy: num_token_slices {self.num_token_slices} contradicts token_slices, which lists "
-                    f"{len(self.token_slices)}: make them agree"
-                )
-        if not isinstance(self.stage_partition, str):
-            _check_list("stage_partition", self.stage_partition, least=0)
-        if self.placement is not None:
-            _check_list("placement", self.placement, least=0)
+        if self.token_slices is not None and len(self.token_slices) != self.num_token_slices:
+            raise ConfigError(
+                f"strategy: num_token_slices {self.num_token_slices} contradicts token_slices, which lists "
+                f"{len(self.token_slices)}: make them agree"
+            )
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+        return prod(getattr(self, each.name) for each in DIMENSIONS if each.ranks)
 
     @property
     def num_micro_batches(self) -> int:
@@ -169,7 +297,7 @@ class Strategy:
         """
         if not isinstance(document, Mapping):
             raise ConfigError(f"strategy: {json.dumps(document)} is not a JSON object: write one")
-        known = [declared.name for declared in fields(cls)]
+        known = [each.name for each in DIMENSIONS]
         for name in document:
             if name not in known:
                 raise ConfigError(f"strategy: field {name!r} is not known: choose among {', '.join(known)}")
@@ -188,15 +316,14 @@ class Strategy:
         Raises:
             ConfigError: if the trainer does not support a value.
         """
-        self._check_supported("schedule", (*SCHEDULES, OPTIMISED))
-        self._check_supported("recompute", ("none", "selective", "full"))
-        self._check_supported("zero_stage", (0, 1))
+        for each in DIMENSIONS:
+            each.check_trained(getattr(self, each.name))
         if self.placement not in (None, tuple(range(self.world_size))):
             raise ConfigError(
                 "strategy: placement does not list the devices in order, and it is the launcher that puts ranks on "
                 "devices: order the hostfile so, and leave placement null"
             )
-        return {setting: _as_text(getattr(self, name)) for name, setting in SETTINGS.items()}
+        return {each.setting: _as_text(getattr(self, each.name)) for each in DIMENSIONS if each.setting}
 
     def config(self, model: ModelConfig, **more: Any) -> Config:
         """Return the configuration of a run with this strategy: one iteration on random tokens, where no more is said.
@@ -226,44 +353,10 @@ class Strategy:
         }
         return Config(model=model, **(sections | more))
 
-    def _check_supported(self, name: str, supported: tuple[object, ...]) -> None:
-        value = getattr(self, name)
-        if value not in supported:
-            choices = " or ".join(json.dumps(choice) for choice in supported)
-            raise ConfigError(f"strategy: {name} {json.dumps(value)} cannot be trained yet: use {choices}")
 
-
-def read_strategy_settings(path: str) -> dict[str, Any]:
-    """Read a strategy file, and return what it sets in the configuration, by field of its sections.
-
-    The file holds a strategy, or an entry of the search's output, which has one under `strategy`. Fields that it
-    leaves out, or holds null for where null means "your choice", are not in the answer.
-
-    Raises:
-        ConfigError: if the file cannot be read, or the strategy cannot be trained.
-    """
-    document = read_json(path, "--strategy")
-    if isinstance(document, Mapping) and isinstance(document.get("strategy"), Mapping):
-        document = document["strategy"]
-    settings = Strategy.from_json(document).settings()
-    assert isinstance(document, Mapping)
-    given = {SETTINGS[name] for name in document if name in SETTINGS}
-    if settings["global_batch_size"] is None:
-        given.discard("global_batch_size")
-    return {name: value for name, value in settings.items() if name in given}
+DIMENSIONS: tuple[Dimension, ...] = dimensions_of(Strategy)
+"""All that a strategy chooses, in the order of its fields."""
 
 
 def _as_text(value: object) -> object:
     return ",".join(map(str, value)) if isinstance(value, tuple) else value
-
-
-def _check_whole(name: str, value: object, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"strategy: {name} {json.dumps(value)} is not a whole number from {least}: give one")
-
-
-def _check_list(name: str, values: object, *, least: int) -> None:
-    if not isinstance(values, tuple):
-        raise ConfigError(f"strategy: {name} {json.dumps(values)} is not a list: write it as [1, 2]")
-    for value in values:
-        _check_whole(name, value, least=least)

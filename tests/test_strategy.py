@@ -10,7 +10,7 @@ from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.planned_run import check_trainable
-from megatron_terapipe.strategy import SETTINGS, Strategy
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 FIELDS = [
     "data_parallel_size",
@@ -80,6 +80,9 @@ def test_cut() -> None:
         ({"pp": 2}, "strategy: field 'pp' is not known: choose among data_parallel_size, "),
         ({"micro_batch_size": 0}, "strategy: micro_batch_size 0 is not a whole number from 1: give one"),
         ({"zero_stage": True}, "strategy: zero_stage true is not a whole number from 0: give one"),
+        ({"sequence_parallel": 1}, "strategy: sequence_parallel 1 is not true or false: write one"),
+        ({"schedule": 5}, "strategy: schedule 5 is not a name: write one"),
+        ({"stage_partition": [0, -1]}, "strategy: stage_partition -1 is not a whole number from 0: give one"),
         ({"token_slices": "1,2"}, 'strategy: token_slices "1,2" is not a list: write it as [1, 2]'),
         ({"token_slices": [1, 2]}, "strategy: num_token_slices 1 contradicts token_slices, which lists 2: make"),
         (
@@ -119,7 +122,7 @@ def test_what_the_trainer_cannot_run_is_named(document: dict[str, object], line:
 
 def test_settings() -> None:
     settings = Strategy(num_token_slices=2, token_slices=(3, 2), stage_partition=(0, 1), zero_stage=0).settings()
-    assert set(settings) == set(SETTINGS.values())
+    assert set(settings) == {each.setting for each in DIMENSIONS} - {""}
     assert (settings["token_slices"], settings["stage_partition"], settings["zero_stage"]) == ("3,2", "0,1", 0)
     assert settings["tensor_model_parallel_size"] == 1
 

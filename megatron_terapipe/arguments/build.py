@@ -12,10 +12,11 @@ from megatron_terapipe.checkpoint.directories import existing_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.checkpoint import CheckpointConfig
+from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.strategy import read_strategy_settings
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Config:
@@ -31,7 +32,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Config:
     line = read_command_line(sys.argv[1:] if argv is None else argv)
     given = line.given
     if given.get("strategy"):
-        _overlay(given, read_strategy_settings(given["strategy"]), given["strategy"])
+        _overlay(given, _strategy_settings(given["strategy"]), given["strategy"])
     if given.get("model_preset"):
         # Once its sizes are filled in, the name says nothing more: a checkpoint must not differ by it.
         for name, value in find_preset(given.pop("model_preset")).settings.items():
@@ -70,6 +71,26 @@ def _take_model_from_checkpoint(given: dict[str, Any]) -> None:
     info = CheckpointInfo.read(existing_checkpoint(str(checkpoint.load), checkpoint.tag))
     for name, value in info.model.items():
         given.setdefault(name, value)
+
+
+def _strategy_settings(path: str) -> dict[str, Any]:
+    """Read a strategy file, and return what it sets in the configuration, by field of its sections.
+
+    The file holds a strategy, or an entry of the search's output, which has one under `strategy`. Fields that it
+    leaves out, or holds null for where null means "your choice", are not in the answer.
+
+    Raises:
+        ConfigError: if the file cannot be read, or the strategy cannot be trained.
+    """
+    document = read_json(path, "--strategy")
+    if isinstance(document, Mapping) and isinstance(document.get("strategy"), Mapping):
+        document = document["strategy"]
+    settings = Strategy.from_json(document).settings()
+    assert isinstance(document, Mapping)
+    given = {each.setting for each in DIMENSIONS if each.name in document and each.setting}
+    if settings["global_batch_size"] is None:
+        given.discard("global_batch_size")
+    return {name: value for name, value in settings.items() if name in given}
 
 
 def _overlay(given: dict[str, Any], strategy: Mapping[str, Any], path: str) -> None:

@@ -1,11 +1,93 @@
 """Command `python -m megatron_terapipe.search`: how to train a model on a cluster, and what it will cost."""
 
+import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+from typing import Protocol, cast
 
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.search.command.frame import run_command
+from megatron_terapipe.command_parser import CommandParser
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.documents import suggestion
+
+PROGRAM = "python -m megatron_terapipe.search"
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "rank": "the best strategies of a model on a cluster, and why",
+        "predict": "time and memory of strategies that you name",
+        "slices": "the best token slices of one strategy",
+        "validate": "hold predictions against measured trials",
+        "measure": "measure ops and links of this machine, for --profile",
+        "trial": "run the best strategies for real, and learn from them",
+    }
+)
+"""Every command, and what it is for. Each is a module of this package of the same name."""
+
+EPILOG = """
+examples:
+  python -m megatron_terapipe.search rank gpt3-13b examples/clusters/a100-64.json --global-batch-size 64
+  python -m megatron_terapipe.search rank model.json hostfile --device A100-80GB --global-batch-size 512
+
+Models are presets or JSON files, clusters are JSON, YAML or hostfiles: docs/search.md. Each command has its own --help.
+"""
+
+
+class Command(Protocol):
+    """What the module of a command has."""
+
+    NAME: str
+    HELP: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Find the command that words name, read its flags, and run it.
+
+    Args:
+        argv: words behind the name of the program.
+
+    Raises:
+        ConfigError: if there is no such command, or a flag is wrong.
+        SystemExit: only for `--help`.
+    """
+    name = argv[0] if argv else None
+    if name is None or name.startswith("-"):
+        _overview().parse_args(argv)
+        raise ConfigError(f"no command is named: choose among {', '.join(COMMANDS)}, or see {PROGRAM} --help")
+    if name not in COMMANDS:
+        raise ConfigError(f"command {name!r} is not known: {suggestion(name, COMMANDS)}")
+    command = _command(name)
+    parser = CommandParser(
+        prog=f"{PROGRAM} {name}",
+        description=command.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_flags(parser)
+    return command.run(parser.parse_args(argv[1:]))
+
+
+def _command(name: str) -> Command:
+    return cast(Command, import_module(f"megatron_terapipe.search.command.{name}"))
+
+
+def _overview() -> CommandParser:
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
+    return CommandParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND [flags]",
+        description=f"How to train a model on a cluster, why, and how sure that is.\n\ncommands:\n{listed}",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
 
 INTERRUPTED = 130
 """Exit code of a command that ended by Ctrl-C, as shells know it."""

@@ -20,7 +20,6 @@ LIGHT = (
     "megatron_terapipe.convert",
     "megatron_terapipe.neox",
     "megatron_terapipe.search.__main__",
-    "megatron_terapipe.search.command.frame",
     "pretrain_gpt",
 )
 """Modules, each with all in it."""

@@ -19,6 +19,7 @@ def search(*folders: str) -> tuple[str, ...]:
         *PLAN,
         *CONFIG,
         "megatron_terapipe.strategy",
+        "megatron_terapipe.dimensions",
         "megatron_terapipe.planning",
         *(f"megatron_terapipe.search.{folder}" for folder in folders),
     )
@@ -45,7 +46,7 @@ LAYERS = (
     Layer(("megatron_terapipe.errors",), PLAN),
     Layer(("megatron_terapipe.command_parser",), ("megatron_terapipe.errors",)),
     Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors")),
-    Layer(("megatron_terapipe.strategy",), (*PLAN, *CONFIG)),
+    Layer(("megatron_terapipe.strategy", "megatron_terapipe.dimensions"), (*PLAN, *CONFIG)),
     Layer(
         ("megatron_terapipe.planning", "megatron_terapipe.planning.*"),
         (*PLAN, *CONFIG, "megatron_terapipe.strategy"),

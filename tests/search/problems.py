@@ -8,10 +8,10 @@ import numpy as np
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.space.choices import SOLVED, Choices, all_choices
-from megatron_terapipe.search.space.legal_grids import Funnel, legal_grids
-from megatron_terapipe.search.space.problem import Problem
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.search.space.choices import Choices, all_choices
+from megatron_terapipe.search.space.legal_grids import SearchCounts, legal_grids
+from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.strategy import SOLVED, Strategy
 
 FAST = Device(name="fast", memory_bytes=40e9, memory_bandwidth=1.5e12, half_flops=300e12, single_flops=20e12)
 SLOW = Device(name="slow", memory_bytes=16e9, memory_bandwidth=0.9e12, half_flops=120e12, single_flops=15e12)
@@ -41,18 +41,18 @@ def mixed_cluster() -> Cluster:
     return Cluster(nodes=(node("a", FAST), node("b", SLOW, network=3e9), node("c", FAST), node("d", SLOW, network=3e9)))
 
 
-def small_problem(cluster: Cluster | None = None, global_batch_size: int = 8, **model: int) -> Problem:
-    return Problem(
+def small_problem(cluster: Cluster | None = None, global_batch_size: int = 8, **model: int) -> SearchProblem:
+    return SearchProblem(
         workload=gpt_workload(small_model(**model)),
         cluster=cluster or small_cluster(),
         global_batch_size=global_batch_size,
     )
 
 
-def drawn(problem: Problem, number: int, seed: int, choices: Choices | None = None) -> Iterator[Strategy]:
+def drawn(problem: SearchProblem, number: int, seed: int, choices: Choices | None = None) -> Iterator[Strategy]:
     """Legal strategies of a space, without those whose stages are yet to be solved."""
     rng = random.Random(seed)
-    grids = list(legal_grids(problem, choices or all_choices(problem), Funnel()))
+    grids = list(legal_grids(problem, choices or all_choices(problem), SearchCounts()))
     for _ in range(number):
         legal = rng.choice(grids)
         places = np.flatnonzero(legal.legal)

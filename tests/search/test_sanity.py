@@ -13,7 +13,7 @@ from megatron_terapipe.search.rank.placement import better_order, kind_key, node
 from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order
 from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from tests.search.problems import drawn, mixed_cluster, small_cluster, small_problem
 
 FEW = settings(max_examples=6)
@@ -21,8 +21,13 @@ FEW = settings(max_examples=6)
 
 def answer(cluster: Cluster, batch: int = 8) -> SearchResult:
     problem = small_problem(cluster, global_batch_size=batch, hidden_size=2048)
-    pins = {"num_token_slices": (1, 2), "micro_batch_size": (1, 2), "recompute": ("none",), "num_model_chunks": (1, 2)}
-    choices = all_choices(problem).pinned(pins)
+    constraints = {
+        "num_token_slices": (1, 2),
+        "micro_batch_size": (1, 2),
+        "recompute": ("none",),
+        "num_model_chunks": (1, 2),
+    }
+    choices = all_choices(problem).constrained(constraints)
     return search(problem, choices, lambda nodes: Pricing(problem.workload, nodes), top=3, refine=False)
 
 
@@ -129,7 +134,7 @@ def test_a_local_search_improves_an_order() -> None:
 
 
 def test_what_is_called_feasible_is_trainable() -> None:
-    problem: Problem = small_problem(small_cluster(num_nodes=2, num_devices=4), global_batch_size=8)
+    problem: SearchProblem = small_problem(small_cluster(num_nodes=2, num_devices=4), global_batch_size=8)
     choices = all_choices(problem)
     result = search(problem, choices, lambda nodes: Pricing(problem.workload, nodes), top=8)
     for entry in result.entries:

@@ -18,9 +18,9 @@ from megatron_terapipe.search.command.shared_flags import (
 )
 from megatron_terapipe.search.rank.ranked import predict_one, ranked_in_order
 from megatron_terapipe.search.report.answer import Answer, entry_json
-from megatron_terapipe.search.report.files import write_json
+from megatron_terapipe.search.report.output_files import write_json
 from megatron_terapipe.search.report.table import print_table
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 NAME = "predict"
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     precision = precision_of(options, cluster)
     costs = costs_of(options, workload, cluster, precision)
     pricing = costs.pricing_on(cluster)
-    problem = Problem(
+    problem = SearchProblem(
         workload=workload, cluster=cluster, global_batch_size=options.global_batch_size or 1, precision=precision
     )
     entries = []

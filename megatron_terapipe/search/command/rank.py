@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.command.constraints import add_constraint_flags, constraints_of
 from megatron_terapipe.search.command.costs import Costs, costs_of
 from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
+    add_constraint_flags,
     add_cost_flags,
     add_model_flags,
     cluster_of,
+    constraints_of,
     model_of,
     precision_of,
     progress_bar,
@@ -24,13 +25,14 @@ from megatron_terapipe.search.command.shared_flags import (
 from megatron_terapipe.search.command.warnings import memory_note, smaller_cluster_note
 from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.grid_prices import FITS, Progress
+from megatron_terapipe.search.rank.grid_prices import FITS, ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked, predict_one
 from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.report.answer import Answer, answer_json
 from megatron_terapipe.search.report.comparison import compare
 from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
-from megatron_terapipe.search.report.files import (
+from megatron_terapipe.search.report.launch import write_text
+from megatron_terapipe.search.report.output_files import (
     TERMINAL,
     OpCostsOf,
     winner_launch,
@@ -38,25 +40,24 @@ from megatron_terapipe.search.report.files import (
     write_json,
     write_page,
 )
-from megatron_terapipe.search.report.launch import write_text
 from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.space.choices import Choices, all_choices
-from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.space.rules import DUPLICATE_RULES
 from megatron_terapipe.search.trials.design import propose_strategies
 from megatron_terapipe.strategy import Strategy
 
 
 def explain_space(result: SearchResult) -> list[str]:
     """How many strategies each rule rejected."""
-    rows = [(name, f"{number:,}") for name, number in result.funnel.lines()]
+    rows = [(name, f"{number:,}") for name, number in result.counts.lines()]
     wide = max(len(name) for name, _ in rows)
     lines = [f"{name:<{wide}}  {number:>14}" for name, number in rows]
     lines += [f"  {strategy_text(entry.strategy)}: {entry.reason}" for entry in result.refused[:3]]
     return lines
 
 
-def explain_strategy(strategy: Strategy, problem: Problem, result: SearchResult, costs: Costs) -> list[str]:
+def explain_strategy(strategy: Strategy, problem: SearchProblem, result: SearchResult, costs: Costs) -> list[str]:
     """Why a strategy did not win.
 
     Args:
@@ -81,7 +82,7 @@ def explain_strategy(strategy: Strategy, problem: Problem, result: SearchResult,
     winner = result.entries[0]
     assert winner.prediction is not None
     if problem.precision == "bf16" and strategy.zero_stage < winner.strategy.zero_stage:
-        lines.append("  ZeRO 0 adds bf16 gradients up in bf16, with few digits: pin --zero-stage 0 to search it.")
+        lines.append("  ZeRO 0 adds bf16 gradients up in bf16, with few digits: set --zero-stage 0 to search it.")
     if entry.prediction.iteration_time_s <= winner.prediction.iteration_time_s:
         return [*lines, "  It is as fast as the winner."]
     comparison = compare(winner, entry)
@@ -100,7 +101,9 @@ NUM_TRIALS = 8
 """How many are proposed; as many as `benchmarks.few_trials` held against chosen at random."""
 
 
-def write_proposals(path: str, problem: Problem, choices: Choices, costs: Costs, progress: Progress | None) -> str:
+def write_proposals(
+    path: str, problem: SearchProblem, choices: Choices, costs: Costs, progress: ProgressCallback | None
+) -> str:
     """Choose trials, write them a line each as `trial --strategies` reads them, and say so.
 
     Args:
@@ -221,31 +224,31 @@ def run(options: argparse.Namespace) -> int:
     workload = model_of(options)
     cluster, notes = cluster_of(options)
     precision = precision_of(options, cluster)
-    problem = Problem(
+    problem = SearchProblem(
         workload=workload, cluster=cluster, global_batch_size=options.global_batch_size, precision=precision
     )
-    pins = constraints_of(options)
-    choices = all_choices(problem).pinned(pins)
+    constraints = constraints_of(options)
+    choices = all_choices(problem).constrained(constraints)
     costs = costs_of(options, workload, cluster, precision)
     asked = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain)
     start = time.perf_counter()
     with progress_bar(options.progress) as progress:
         result = search(problem, choices, costs.pricing_on, top=options.top, effort=options.effort, progress=progress)
-        doubts = [] if not result.entries else [memory_note(result.entries, costs.pricing_on(cluster))]
+        warnings = [] if not result.entries else [memory_note(result.entries, costs.pricing_on(cluster))]
         if result.entries and len({node.device for node in cluster.nodes}) > 1:
-            doubts.append(smaller_cluster_note(result.entries[0], problem, pins, costs.pricing_on, progress))
+            warnings.append(smaller_cluster_note(result.entries[0], problem, constraints, costs.pricing_on, progress))
         if result.entries and options.propose_trials is not None:
-            doubts.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
+            warnings.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
     answer = Answer(
         workload=workload,
         cluster=cluster,
         precision=precision,
         global_batch_size=options.global_batch_size,
         entries=with_intervals(result.entries, costs, cluster),
-        considered=result.funnel.total,
-        rejections={name: number for name, number in result.funnel.rejected.items() if number},
+        considered=result.counts.total,
+        rejections={name: number for name, number in result.counts.rejected.items() if number},
         search_s=time.perf_counter() - start,
-        notes=(*notes, *costs.notes, *how_sure(result), *filter(None, doubts)),
+        notes=(*notes, *costs.notes, *how_sure(result), *filter(None, warnings)),
     )
     # Strategies say by their placement where ranks stand, and the cost model reads it.
     show_answer(options, answer, costs.pricing_on(cluster).cost_model.pipeline_costs)
@@ -276,28 +279,28 @@ def how_sure(result: SearchResult) -> list[str]:
     """Whether something that was left out could win."""
     if not result.entries:
         return []
-    counted = f"{result.funnel.priced:,} strategies priced in closed form, {result.funnel.simulated} simulated"
+    counted = f"{result.counts.priced:,} strategies priced in closed form, {result.counts.simulated} simulated"
     if result.proven:
         return [f"{counted}: none of the others can be faster under this model"]
     return [f"{counted}: one of the others could be {result.could_save:.1%} faster at most; more --effort tells"]
 
 
 def nothing_fits(result: SearchResult) -> str:
-    """Why no strategy is left, and what to change: the last rule of the funnel is the one that the last ones broke."""
+    """Return why no strategy is left, and what to change: the rule that the last ones broke, and the remedy."""
     doubles = {rule.name for rule in DUPLICATE_RULES}
-    rejected = [(name, number) for name, number in result.funnel.rejected.items() if number and name not in doubles]
+    rejected = [(name, number) for name, number in result.counts.rejected.items() if number and name not in doubles]
     if not rejected:
-        return "no strategy can run: no layout of the ranks has the sizes that are pinned; unpin one"
+        return "no strategy can run: no layout of the ranks has the sizes that flags fix; drop one of these flags"
     last, number = rejected[-1]
     if last == FITS:
         nearest = f" (for one: {result.refused[0].reason})" if result.refused else ""
         return (
             f"no strategy can run: all {number:,} that keep the other rules need more memory than the devices "
-            f"have{nearest}; take more devices or larger ones, or unpin a dimension"
+            f"have{nearest}; take more devices or larger ones, or drop a flag that fixes a dimension"
         )
     return (
-        f"no strategy can run: the last {number:,} break the rule '{last}'; unpin a dimension, or take another batch "
-        "or number of devices (--explain counts every rule)"
+        f"no strategy can run: the last {number:,} break the rule '{last}'; drop a flag that fixes a dimension, or "
+        "take another batch or number of devices (--explain counts every rule)"
     )
 
 

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.options import field_help
+from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.cluster_files import read_cluster_with_notes
 from megatron_terapipe.search.inputs.library import needs_fp16
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
-    from megatron_terapipe.search.rank.grid_prices import Progress
+    from megatron_terapipe.search.rank.grid_prices import ProgressCallback
 
 CHANGES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads"),
@@ -81,6 +82,25 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
     calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration once wrote")
 
 
+def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each dimension that is searched."""
+    group = parser.add_argument_group(
+        "what to search", "Left out, a dimension is free. Give the value to fix it to, or the values to try: 1,2,4"
+    )
+    for each, words in in_places(DIMENSIONS, "flag_help"):
+        group.add_argument(each.flag, metavar="LENGTHS" if each.name == "token_slices" else "LIST", help=words)
+
+
+def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
+    """Return the values that flags allow for dimensions, by name; `token_slices` has the lengths of one cut.
+
+    Raises:
+        ConfigError: if a value is none of its dimension.
+    """
+    given = {each: getattr(options, each.name) for each, _ in in_places(DIMENSIONS, "flag_help")}
+    return {each.name: each.parse(text) for each, text in given.items() if text is not None}
+
+
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag for results that programs read."""
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - is the terminal")
@@ -110,7 +130,7 @@ def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
 
 
 @contextmanager
-def progress_bar(wanted: bool | None = None) -> "Iterator[Progress | None]":
+def progress_bar(wanted: bool | None = None) -> "Iterator[ProgressCallback | None]":
     """Give what shows the progress of a search; None where nobody would see it.
 
     Args:

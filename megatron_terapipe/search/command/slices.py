@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     """Find the cut and print it, with the curve over the number of token slices."""
     from deepspeed_ext.plan.errors import PlanError
     from megatron_terapipe.search.rank.token_slices import solve_cut
-    from megatron_terapipe.search.report.files import write_json
+    from megatron_terapipe.search.report.output_files import write_json
 
     strategy = read_one_strategy(options.strategy)
     pricing, notes = _pricing(options, strategy)
@@ -143,14 +143,14 @@ def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[Pricing,
     """
     from megatron_terapipe.search.command.costs import costs_of
     from megatron_terapipe.search.space.legal_grids import broken_rule
-    from megatron_terapipe.search.space.problem import Problem
+    from megatron_terapipe.search.space.problem import SearchProblem
 
     workload = model_of(options)
     cluster, notes = cluster_of(options)
     precision = precision_of(options, cluster)
     whole = replace(strategy, num_token_slices=1, token_slices=None)
     sequences = strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
-    problem = Problem(workload=workload, cluster=cluster, global_batch_size=sequences, precision=precision)
+    problem = SearchProblem(workload=workload, cluster=cluster, global_batch_size=sequences, precision=precision)
     reason = broken_rule(whole, problem)
     if reason is not None:
         raise ConfigError(f"{options.strategy}: {reason}: change the strategy")

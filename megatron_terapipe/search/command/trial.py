@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.command.constraints import add_constraint_flags, constraints_of
 from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
+    add_constraint_flags,
     add_cost_flags,
     add_model_flags,
     cluster_of,
+    constraints_of,
     model_of,
     precision_of,
 )
@@ -125,7 +126,7 @@ def _strategies(
     from megatron_terapipe.search.command.shared_flags import progress_bar, read_strategies
     from megatron_terapipe.search.rank.search import search
     from megatron_terapipe.search.space.choices import all_choices
-    from megatron_terapipe.search.space.problem import Problem
+    from megatron_terapipe.search.space.problem import SearchProblem
 
     batch = options.global_batch_size
     if options.strategies:
@@ -145,11 +146,11 @@ def _strategies(
             assert workload.config is not None
             check_trainable(each, workload.config)
         return found
-    problem = Problem(workload=workload, cluster=cluster, global_batch_size=batch, precision=precision)
+    problem = SearchProblem(workload=workload, cluster=cluster, global_batch_size=batch, precision=precision)
     with progress_bar() as progress:
         result = search(
             problem,
-            all_choices(problem).pinned(constraints_of(options)),
+            all_choices(problem).constrained(constraints_of(options)),
             costs.pricing_on,
             top=options.top,
             progress=progress,
@@ -160,6 +161,7 @@ def _strategies(
 
 
 def _run_all(wanted: "Sequence[Strategy]", journal: "Journal", settings: "TrialSettings", costs: "Costs") -> None:
+    from megatron_terapipe.search.report.figures import strategy_text
     from megatron_terapipe.search.trials.run import run_strategy
 
     assert journal.workload.config is not None
@@ -167,7 +169,7 @@ def _run_all(wanted: "Sequence[Strategy]", journal: "Journal", settings: "TrialS
     numbered = len(journal.trials())
     for number, strategy in enumerate(wanted, start=1):
         predicted = pricing.predict(strategy).iteration_time_s
-        print(f"{number}/{len(wanted)}  {in_words(strategy)}  predicted {predicted:.4g} s", end="", flush=True)
+        print(f"{number}/{len(wanted)}  {strategy_text(strategy)}  predicted {predicted:.4g} s", end="", flush=True)
         name = f"trial-{numbered + number}"
         outcome = run_strategy(
             strategy, journal.workload.config, journal.cluster, journal.precision, settings, name=name
@@ -185,6 +187,8 @@ def _came_of(outcome: "Outcome") -> str:
 
 def _compare(options: argparse.Namespace, journal: "Journal", costs: "Costs") -> None:
     """Print predictions beside measurements, before and after these were learned from."""
+    from megatron_terapipe.search.report.figures import strategy_text
+
     trials = journal.trials()
     measured = [trial for trial in trials if trial.iteration_time_s is not None]
     if not measured:
@@ -196,7 +200,7 @@ def _compare(options: argparse.Namespace, journal: "Journal", costs: "Costs") ->
     print(f"\n{'measured s':>10}  {'before':>16}  {'calibrated':>16}  strategy")
     for trial in sorted(measured, key=lambda trial: trial.iteration_time_s or 0.0):
         cells = [_beside(pricing, trial) for pricing in (before, after)]
-        print(f"{trial.iteration_time_s:>10.4g}  {cells[0]:>16}  {cells[1]:>16}  {in_words(trial.strategy)}")
+        print(f"{trial.iteration_time_s:>10.4g}  {cells[0]:>16}  {cells[1]:>16}  {strategy_text(trial.strategy)}")
     for name, pricing in (("before", before), ("calibrated on them", after)):
         print(f"{name}: {_figures(pricing, measured)}")
     print(f"for later searches: --calibrate {options.trials}")
@@ -226,23 +230,3 @@ def _figures(pricing: "Pricing", trials: "Sequence[Trial]") -> str:
 
 def _predicted(pricing: "Pricing", trial: "Trial") -> float:
     return pricing.predict(trial.strategy).iteration_time_s
-
-
-def in_words(strategy: "Strategy") -> str:
-    """A strategy in one line, what is usual left out."""
-    words = [
-        f"dp {strategy.data_parallel_size} tp {strategy.tensor_parallel_size} pp {strategy.pipeline_parallel_size}",
-        f"micro-batch {strategy.micro_batch_size}",
-    ]
-    if strategy.num_token_slices > 1:
-        words.append(f"{strategy.num_token_slices} token slices")
-    if strategy.pipeline_parallel_size > 1:
-        words.append(strategy.schedule)
-    if strategy.num_model_chunks > 1:
-        words.append(f"{strategy.num_model_chunks} model chunks")
-    if strategy.recompute != "none":
-        words.append(f"recompute {strategy.recompute}")
-    if strategy.sequence_parallel:
-        words.append("sequence parallel")
-    words.append(f"ZeRO {strategy.zero_stage}")
-    return ", ".join(words)

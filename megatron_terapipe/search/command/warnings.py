@@ -6,12 +6,12 @@ from typing import Any
 
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.grid_prices import Progress
+from megatron_terapipe.search.rank.grid_prices import ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.report.figures import flops_utilization, time_text
 from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 FULL = 0.95
@@ -68,17 +68,17 @@ def parts_of(cluster: Cluster) -> list[Cluster]:
 
 def smaller_cluster_note(
     winner: Ranked,
-    problem: Problem,
-    pins: Mapping[str, tuple[Any, ...]],
+    problem: SearchProblem,
+    constraints: Mapping[str, tuple[Any, ...]],
     pricing_on: Callable[[Cluster], Pricing],
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> str | None:
     """Say if a mixed cluster without its slower devices is faster than all of it; None if it is not.
 
     Args:
         winner: the best on all of the cluster.
         problem: what was asked.
-        pins: dimensions that the user pinned, which stay so.
+        constraints: values that flags allow for dimensions, which stay so.
         pricing_on: prices strategies on a cluster.
         progress: told what is being done.
     """
@@ -91,14 +91,14 @@ def smaller_cluster_note(
     for part in parts_of(problem.cluster):
         if used * peak > MOST_UTILIZATION * _peak_flops(part, problem.precision):
             break
-        smaller = Problem(
+        smaller = SearchProblem(
             workload=problem.workload,
             cluster=part,
             global_batch_size=problem.global_batch_size,
             precision=problem.precision,
             software=problem.software,
         )
-        choices = all_choices(smaller).pinned({**_near(winner.strategy, pins), **pins})
+        choices = all_choices(smaller).constrained({**_near(winner.strategy, constraints), **constraints})
         found = search(smaller, choices, pricing_on, top=1, effort=EFFORT, refine=False, progress=progress).entries
         if found and found[0].prediction is not None and found[0].prediction.iteration_time_s < lowest_s:
             lowest_s, best = found[0].prediction.iteration_time_s, part
@@ -112,13 +112,13 @@ def smaller_cluster_note(
     )
 
 
-def _near(strategy: Strategy, pins: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Pins that keep a search short: the plain values of a dimension, and those of a strategy."""
+def _near(strategy: Strategy, constraints: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Constraints that keep a search short: the plain values of a dimension, and those of a strategy."""
     near: dict[str, tuple[Any, ...]] = {
         "schedule": tuple(dict.fromkeys(("1f1b", strategy.schedule))),
         "num_model_chunks": tuple(sorted({1, strategy.num_model_chunks})),
     }
-    if "token_slices" not in pins:
+    if "token_slices" not in constraints:
         near["num_token_slices"] = tuple(sorted({1, strategy.num_token_slices}))
     return near
 

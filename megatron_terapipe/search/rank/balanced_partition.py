@@ -17,7 +17,7 @@ from megatron_terapipe.search.cost.rank_groups import RankGroups
 from megatron_terapipe.search.cost.stage_ops import BACKWARD, FORWARD
 from megatron_terapipe.search.rank.op_tables import OpTables
 from megatron_terapipe.search.rank.stage_partition import best_partition
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
 
 Floats = NDArray[np.float64]
@@ -41,7 +41,7 @@ def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, t
 
 
 def balanced_partition(
-    problem: Problem, layer_times_s: Floats, num_ranks: int, model_chunks: int, num_micro_batches: int
+    problem: SearchProblem, layer_times_s: Floats, num_ranks: int, model_chunks: int, num_micro_batches: int
 ) -> StagePartition:
     """Deal the layers of a model to stages.
 

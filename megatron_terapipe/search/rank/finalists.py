@@ -8,14 +8,14 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.balanced_partition import balanced_partition, layer_times
-from megatron_terapipe.search.rank.grid_prices import Progress
+from megatron_terapipe.search.rank.grid_prices import ProgressCallback
 from megatron_terapipe.search.rank.op_tables import OpTables
 from megatron_terapipe.search.rank.placement import better_order
 from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order, without_repetitions
-from megatron_terapipe.search.space.choices import SOLVED, Choices
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.choices import Choices
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import SOLVED, Strategy
 
 MOST_CUTS = 3
 """Strategies whose token slices are solved for with effort 1."""
@@ -26,20 +26,20 @@ MOST_ORDERS = 24
 
 def refined(
     entries: Sequence[Ranked],
-    problem: Problem,
+    problem: SearchProblem,
     choices: Choices,
     pricing_on: Callable[[Cluster], Pricing],
     *,
     top: int,
     effort: float = 1.0,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[Ranked]:
-    """Improve the best strategies. What is not pinned may change; what comes out fits the memory.
+    """Improve the best strategies. What no flag fixes may change; what comes out fits the memory.
 
     Args:
         entries: simulated strategies of the space.
         problem: what is asked.
-        choices: values of each dimension; one that is pinned stays.
+        choices: values of each dimension; one with a single value stays.
         pricing_on: prices strategies on the cluster's nodes in another order.
         top: how many of the best matter.
         effort: how much is tried.
@@ -53,7 +53,7 @@ def refined(
             progress(number, len(tried), "token slices")
         pricing = pricing_on(entry.cluster_in_order or problem.cluster)
         found += _with_solved_cut(entry, pricing, choices)
-    if SOLVED in choices.stage_partition:
+    if SOLVED in choices["stage_partition"]:
         for entry in ranked_in_order(without_repetitions([*best, *found], problem.workload.seq_length))[:top]:
             found += _with_solved_stages(entry, problem, pricing_on(entry.cluster_in_order or problem.cluster))
     if len({node.device for node in problem.cluster.nodes}) > 1 or not problem.cluster.is_uniform:
@@ -64,9 +64,13 @@ def refined(
     return found
 
 
-def _worth_cutting(best: Sequence[Ranked], problem: Problem, choices: Choices) -> Iterator[Ranked]:
+def _worth_cutting(best: Sequence[Ranked], problem: SearchProblem, choices: Choices) -> Iterator[Ranked]:
     """Strategies whose cut may be improved: one of each that differ in more than their cut."""
-    if not problem.workload.can_cut_tokens or choices.token_slices is not None or choices.num_token_slices == (1,):
+    if (
+        not problem.workload.can_cut_tokens
+        or choices.values.get("token_slices") is not None
+        or choices["num_token_slices"] == (1,)
+    ):
         return
     seen: set[Strategy] = set()
     for entry in best:
@@ -81,7 +85,7 @@ def _with_solved_cut(entry: Ranked, pricing: Pricing, choices: Choices) -> list[
     from megatron_terapipe.search.rank.token_slices import solve_cut
 
     strategy = entry.strategy
-    counts = sorted({strategy.num_token_slices} & set(choices.num_token_slices) - {1})
+    counts = sorted({strategy.num_token_slices} & set(choices["num_token_slices"]) - {1})
     if not counts:
         return []
     try:
@@ -92,7 +96,7 @@ def _with_solved_cut(entry: Ranked, pricing: Pricing, choices: Choices) -> list[
     return _priced(cut, pricing)
 
 
-def _with_solved_stages(entry: Ranked, problem: Problem, pricing: Pricing) -> list[Ranked]:
+def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing) -> list[Ranked]:
     """The same with its layers dealt by what they take with its own micro-batches, token slices and recomputation."""
     strategy, model = entry.strategy, pricing.cost_model
     num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
@@ -109,7 +113,7 @@ def _with_solved_stages(entry: Ranked, problem: Problem, pricing: Pricing) -> li
 
 
 def _with_better_order(
-    winner: Ranked, problem: Problem, pricing_on: Callable[[Cluster], Pricing], evaluations: int
+    winner: Ranked, problem: SearchProblem, pricing_on: Callable[[Cluster], Pricing], evaluations: int
 ) -> list[Ranked]:
     def score(cluster: Cluster) -> float:
         entries = _priced(winner.strategy, pricing_on(cluster))

@@ -15,12 +15,12 @@ from megatron_terapipe.search.rank.balanced_partition import balanced_partition,
 from megatron_terapipe.search.rank.grid_memory import GridMemory
 from megatron_terapipe.search.rank.grid_times import grid_times
 from megatron_terapipe.search.rank.op_tables import OpTables
-from megatron_terapipe.search.space.choices import SOLVED, Choices
-from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
-from megatron_terapipe.search.space.legal_grids import Funnel, LegalGrid, layouts, legal_grids
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.choices import Choices
+from megatron_terapipe.search.space.legal_grids import LegalGrid, SearchCounts, layouts, legal_grids
+from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.space.rules import SAME_STAGES
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import SOLVED, Strategy
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.cost.pricing import Pricing
@@ -31,12 +31,10 @@ Flags = NDArray[np.bool_]
 FITS = "memory of the devices"
 """Name of the rejection of those that need more."""
 
-COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; pin stage 0 to have it)"
-"""Name of the rejection of those that buy time with digits; whoever pins ZeRO stage 0 gets them."""
+COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; fix stage 0 to have it)"
+"""Name of the rejection of those that buy time with digits; `--zero-stage 0` alone keeps them."""
 
-SAME_STAGES = DUPLICATE_RULES[-1].name
-
-Progress = Callable[[int, int, str], None]
+ProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, steps in all, and what is being done."""
 
 
@@ -60,7 +58,7 @@ class PricedGrid:
     estimate: Floats
     bound: Floats
 
-    def strategy(self, index: int, problem: Problem) -> Strategy:
+    def strategy(self, index: int, problem: SearchProblem) -> Strategy:
         """One of them, its stage partition set."""
         place = tuple(int(each) for each in np.unravel_index(self.places[index], self.grid.shape))
         strategy = self.grid.strategy(place, problem)
@@ -71,11 +69,11 @@ class PricedGrid:
 
 
 def price_space(
-    problem: Problem,
+    problem: SearchProblem,
     choices: Choices,
     pricings: "Sequence[Pricing]",
-    funnel: Funnel,
-    progress: Progress | None = None,
+    counts: SearchCounts,
+    progress: ProgressCallback | None = None,
 ) -> Iterator[PricedGrid]:
     """Price every strategy that keeps the rules, on every node order.
 
@@ -83,12 +81,12 @@ def price_space(
         problem: what is asked.
         choices: values of each dimension.
         pricings: one for each node order.
-        funnel: counts what is rejected, those that cannot fit the memory among them.
+        counts: counts what is rejected, those that cannot fit the memory among them.
         progress: told about layouts.
     """
     tables = _tables(pricings, choices)
     total = len(layouts(choices, problem.cluster.num_devices))
-    for number, found in enumerate(legal_grids(problem, choices, funnel)):
+    for number, found in enumerate(legal_grids(problem, choices, counts)):
         if progress is not None:
             progress(number, total, "closed form")
         different, fitting = np.zeros(found.grid.shape, dtype=bool), np.zeros(found.grid.shape, dtype=bool)
@@ -99,10 +97,10 @@ def price_space(
             fitting |= fits
             if len(priced.places):
                 yield priced
-        funnel.reject(SAME_STAGES, int((found.legal & ~different).sum()))
-        funnel.reject(FITS, int((different & ~fitting).sum()))
-        funnel.reject(COARSE_SUMS, int((fitting & ~keeps_digits(found.grid, problem.precision)).sum()))
-        funnel.priced += int(different.sum())
+        counts.reject(SAME_STAGES, int((found.legal & ~different).sum()))
+        counts.reject(FITS, int((different & ~fitting).sum()))
+        counts.reject(COARSE_SUMS, int((fitting & ~keeps_digits(found.grid, problem.precision)).sum()))
+        counts.priced += int(different.sum())
 
 
 def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
@@ -124,12 +122,12 @@ def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
             for found, other in zip(tables, pricings, strict=False)
             if (model.efficiency, model.op_times) == (other.cost_model.efficiency, other.cost_model.op_times)
         )
-        tables.append(next(same, None) or OpTables(model, choices.micro_batch_size))
+        tables.append(next(same, None) or OpTables(model, choices["micro_batch_size"]))
     return tables
 
 
 def _price(
-    problem: Problem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables, memory: GridMemory
+    problem: SearchProblem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables, memory: GridMemory
 ) -> tuple[PricedGrid, Flags, Flags]:
     """Those of a grid that may win; which differ from each other; which of those may fit the memory."""
     grid = found.grid
@@ -166,11 +164,11 @@ def _priceable(grid: StrategyGrid, partitions: dict[tuple[int, int], StagePartit
     pairs = [
         [(model_chunks, place) in partitions for place in range(len(grid.partition))] for _, model_chunks in grid.order
     ]
-    return np.array(pairs)[:, :, None, None, None, None, None]
+    return grid.along(("order", "partition"), pairs)
 
 
 def _partitions(
-    problem: Problem, legal: LegalGrid, groups: RankGroups, tables: OpTables, counter: LayerCounter
+    problem: SearchProblem, legal: LegalGrid, groups: RankGroups, tables: OpTables, counter: LayerCounter
 ) -> dict[tuple[int, int], StagePartition]:
     """The stages of every pair of model chunks and partition rule; pairs that no legal strategy has are left out."""
     grid = legal.grid

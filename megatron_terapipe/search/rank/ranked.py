@@ -10,8 +10,8 @@ from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.space.legal_grids import broken_rule
-from megatron_terapipe.search.space.problem import Problem
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +48,8 @@ class Ranked:
 
 
 def simplicity(strategy: Strategy) -> tuple[Any, ...]:
-    """Where two strategies cost the same, the smaller of these is ranked first; no two strategies share it."""
-    partition = strategy.stage_partition
-    return (
-        strategy.num_token_slices,
-        strategy.num_model_chunks,
-        strategy.tensor_parallel_size,
-        strategy.pipeline_parallel_size,
-        strategy.data_parallel_size,
-        strategy.micro_batch_size,
-        strategy.global_batch_size or 0,
-        {"none": 0, "selective": 1, "full": 2}.get(strategy.recompute, 3),
-        strategy.sequence_parallel,
-        -strategy.zero_stage,
-        strategy.schedule,
-        () if isinstance(partition, str) else partition,
-        str(partition),
-        strategy.token_slices or (),
-        strategy.placement or (),
-    )
+    """Return what is smaller for the simpler of two strategies that cost the same; no two strategies share it."""
+    return tuple(each.in_ties(getattr(strategy, each.name)) for each in sorted(DIMENSIONS, key=lambda each: each.tie))
 
 
 def without_repetitions(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
@@ -85,7 +68,7 @@ def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
     return [replace(entry, rank=rank) for rank, entry in enumerate(ordered, start=1)]
 
 
-def predict_one(strategy: Strategy, problem: Problem, pricing: Pricing, index: int = 0) -> Ranked:
+def predict_one(strategy: Strategy, problem: SearchProblem, pricing: Pricing, index: int = 0) -> Ranked:
     """Hold a strategy to all rules, and price it. What cannot run has a reason, and a price where there is one.
 
     Args:

@@ -19,12 +19,12 @@ from megatron_terapipe.search.cost.cost_model import pipeline_shape
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.finalists import refined
-from megatron_terapipe.search.rank.grid_prices import FITS, PricedGrid, Progress, price_space
+from megatron_terapipe.search.rank.grid_prices import FITS, PricedGrid, ProgressCallback, price_space
 from megatron_terapipe.search.rank.placement import node_orders, placement_of
 from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order, without_repetitions
 from megatron_terapipe.search.space.choices import Choices
-from megatron_terapipe.search.space.legal_grids import Funnel
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.legal_grids import SearchCounts
+from megatron_terapipe.search.space.problem import SearchProblem
 
 Floats = NDArray[np.float64]
 
@@ -47,28 +47,28 @@ class SearchResult:
 
     Attributes:
         entries: the best strategies, best first.
-        funnel: how many were rejected, by reason.
+        counts: how many were rejected, by reason.
         proven: whether nothing that the space holds can be faster than the winner, under this model.
         could_save: share of the winner's time that the most promising strategy left out could save at most.
         refused: strategies that looked good in closed form and need too much memory on their schedule, a few.
     """
 
     entries: tuple[Ranked, ...]
-    funnel: Funnel
+    counts: SearchCounts
     proven: bool
     could_save: float
     refused: tuple[Ranked, ...] = ()
 
 
 def search(
-    problem: Problem,
+    problem: SearchProblem,
     choices: Choices,
     pricing_on: Callable[[Cluster], Pricing],
     *,
     top: int = 10,
     effort: float = 1.0,
     refine: bool = True,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> SearchResult:
     """Find the best strategies.
 
@@ -81,10 +81,10 @@ def search(
         refine: whether token slices, stages and nodes of the best are solved for.
         progress: told what is being done.
     """
-    funnel = Funnel()
+    counts = SearchCounts()
     pricings = [pricing_on(cluster) for cluster in node_orders(problem.cluster)]
-    grids = list(price_space(problem, choices, pricings, funnel, progress))
-    contest = _Contest(problem, pricings, grids, funnel, top)
+    grids = list(price_space(problem, choices, pricings, counts, progress))
+    contest = _Contest(problem, pricings, grids, counts, top)
     contest.simulate(effort, progress)
     entries = contest.ranked
     if refine and entries:
@@ -95,7 +95,7 @@ def search(
     could_save = max(0.0, 1 - left / best_s) if ordered and np.isfinite(left) else 0.0
     return SearchResult(
         entries=tuple(_in_hostfile_order(entry, problem.cluster) for entry in ordered),
-        funnel=funnel,
+        counts=counts,
         proven=could_save <= ROUNDING,
         could_save=could_save,
         refused=tuple(contest.refused),
@@ -106,10 +106,10 @@ class _Contest:
     """Simulates strategies until none that is left can be among the best."""
 
     def __init__(
-        self, problem: Problem, pricings: list[Pricing], grids: list[PricedGrid], funnel: Funnel, top: int
+        self, problem: SearchProblem, pricings: list[Pricing], grids: list[PricedGrid], counts: SearchCounts, top: int
     ) -> None:
         self._problem, self._pricings, self._blocks = problem, pricings, grids
-        self._funnel, self._top = funnel, top
+        self._counts, self._top = counts, top
         self._shapes: set[tuple[str, PipelineShape]] = set()
         self._ops_left = 0.0
         self.ranked: list[Ranked] = []
@@ -120,7 +120,7 @@ class _Contest:
         self.lowest_bound_left = np.inf
         """Seconds that no strategy left out goes below."""
 
-    def simulate(self, effort: float, progress: Progress | None) -> None:
+    def simulate(self, effort: float, progress: ProgressCallback | None) -> None:
         """Simulate, those that look fastest first, as long as some may be among the best and effort is left."""
         if not self._blocks:
             return
@@ -151,7 +151,7 @@ class _Contest:
         memory = pricing.memory_model.predict(strategy)
         reason = pricing.why_it_does_not_fit(strategy, memory)
         if reason is not None:
-            self._funnel.reject(FITS, 1)
+            self._counts.reject(FITS, 1)
             if len(self.refused) < self._top:
                 self.refused.append(Ranked(strategy=strategy, prediction=None, feasible=False, reason=reason))
             return
@@ -160,7 +160,7 @@ class _Contest:
             self._shapes.add(key)
             shape = key[1]
             self._ops_left -= min(2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices, OPS_OF_ONE)
-        self._funnel.simulated += 1
+        self._counts.simulated += 1
         prediction = pricing.predict(strategy)
         self.ranked.append(
             Ranked(

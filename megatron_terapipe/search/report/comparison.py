@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from megatron_terapipe.dimensions import Dimension, in_places
 from megatron_terapipe.search.cost.prediction import Prediction, TimeBreakdown
 from megatron_terapipe.search.report.answer import Entry
 from megatron_terapipe.search.report.figures import bytes_text, time_text
+from megatron_terapipe.strategy import DIMENSIONS
 
 TIME_NAMES = {
     "compute_s": "compute",
@@ -25,25 +27,9 @@ _WORTH_SAYING = 0.005
 _LEAST_SHARE = 0.001
 """Shares below this would be written as none."""
 
-_DIFFERENCES = (
-    ("data_parallel_size", "data-parallel size"),
-    ("tensor_parallel_size", "tensor-parallel size"),
-    ("pipeline_parallel_size", "pipeline ranks"),
-    ("num_model_chunks", "model chunks"),
-    ("num_token_slices", "token slices"),
-    ("token_slices", "lengths of token slices"),
-    ("micro_batch_size", "micro-batch size"),
-    ("schedule", "schedule"),
-    ("sequence_parallel", "sequence parallelism"),
-    ("recompute", "recomputation"),
-    ("zero_stage", "ZeRO stage"),
-    ("stage_partition", "stage partition"),
-    ("placement", "placement"),
-)
-
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class StrategyComparison:
     """The winner beside another strategy.
 
     Attributes:
@@ -70,20 +56,20 @@ def rivals(priced: Sequence[Entry]) -> list[Entry]:
     return [runner_up] if other is None or other is runner_up else [runner_up, other]
 
 
-def _layout(entry: Entry) -> tuple[int, int, int, str]:
+def _layout(entry: Entry) -> list[object]:
+    """Return the parallel sizes and the schedule."""
     strategy = entry.strategy
-    sizes = strategy.data_parallel_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size
-    return (*sizes, strategy.schedule)
+    return [*(getattr(strategy, each.name) for each in DIMENSIONS if each.ranks), strategy.schedule]
 
 
-def compare(winner: Entry, other: Entry) -> Comparison:
+def compare(winner: Entry, other: Entry) -> StrategyComparison:
     """Hold the winner against another strategy. Both have a price."""
     assert winner.prediction is not None and other.prediction is not None
     first, second = winner.prediction, other.prediction
     changes = tuple(
-        (words, _value(winner, name), _value(other, name))
-        for name, words in _DIFFERENCES
-        if getattr(winner.strategy, name) != getattr(other.strategy, name)
+        (words, _value(winner, each), _value(other, each))
+        for each, words in in_places(DIMENSIONS, "label")
+        if getattr(winner.strategy, each.name) != getattr(other.strategy, each.name)
     )
     saved = sorted(
         (
@@ -94,7 +80,7 @@ def compare(winner: Entry, other: Entry) -> Comparison:
     )
     worth = _WORTH_SAYING * first.iteration_time_s
     said = tuple((name, seconds) for name, seconds in saved if abs(seconds) >= worth)
-    return Comparison(changes, said, tuple(_sentences(first, second, said)))
+    return StrategyComparison(changes, said, tuple(_sentences(first, second, said)))
 
 
 def _sentences(first: Prediction, second: Prediction, saved: tuple[tuple[str, float], ...]) -> list[str]:
@@ -120,10 +106,10 @@ def _sentences(first: Prediction, second: Prediction, saved: tuple[tuple[str, fl
     return lines
 
 
-def _value(entry: Entry, name: str) -> str:
-    value = getattr(entry.strategy, name)
+def _value(entry: Entry, dimension: Dimension) -> str:
+    value = getattr(entry.strategy, dimension.name)
     if value is None:
-        return {"token_slices": "equal", "placement": "as the hosts come"}.get(name, "as it comes")
+        return dimension.none
     if isinstance(value, tuple):
         text = ",".join(map(str, value))
         return text if len(text) <= 48 else f"{text[:45]}..."

@@ -1,9 +1,10 @@
 """Figures that follow from a prediction, and how times, sizes and speeds are written."""
 
+from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 GIGABYTE = 1e9
 
@@ -75,23 +76,11 @@ def count_text(number: float) -> str:
     return f"{number:.3g}"
 
 
-def parallel_text(strategy: Strategy) -> str:
-    """The parallel sizes, as `dp 4 · tp 8 · pp 2`."""
-    return (
-        f"dp {strategy.data_parallel_size} · tp {strategy.tensor_parallel_size} · pp {strategy.pipeline_parallel_size}"
-    )
-
-
 def strategy_text(strategy: Strategy) -> str:
-    """A strategy in one line."""
-    parts = [parallel_text(strategy), f"micro-batch {strategy.micro_batch_size}", strategy.schedule]
-    if strategy.num_model_chunks > 1:
-        parts.append(f"{strategy.num_model_chunks} model chunks")
-    if strategy.num_token_slices > 1:
-        parts.append(f"{strategy.num_token_slices} token slices")
-    if strategy.recompute != "none":
-        parts.append(f"recompute {strategy.recompute}")
-    if strategy.sequence_parallel:
-        parts.append("sequence parallel")
-    parts.append(f"ZeRO {strategy.zero_stage}")
+    """Return a strategy in one line, as `dp 4 · tp 8 · pp 2 · micro-batch 1 · 1f1b`; what is usual is left out."""
+    parts = [
+        template.format(getattr(strategy, each.name))
+        for each, template in in_places(DIMENSIONS, "phrase")
+        if each.always or getattr(strategy, each.name) != each.default
+    ]
     return " · ".join(parts)

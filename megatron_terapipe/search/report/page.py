@@ -102,7 +102,7 @@ def render_page(answer: Answer, extras: Extras) -> str:
     if extras.panels:
         body.append(_section("Timeline", _timeline(extras)))
     if answer.considered or answer.rejections:
-        body.append(_section("What was rejected", sections.funnel(answer)))
+        body.append(_section("What was rejected", sections.rejections(answer)))
     notes = all_notes(answer)
     if notes:
         body.append(_section("Notes", f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"))

@@ -223,7 +223,7 @@ def _smallest_device(cluster: Cluster, strategy: Strategy, pipeline_rank: int) -
     )
 
 
-def funnel(answer: Answer) -> str:
+def rejections(answer: Answer) -> str:
     """How many strategies were looked at, and for what the others fell."""
     palette = colours(["rejected"])
     bars = [

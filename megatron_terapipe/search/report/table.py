@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.config.balance import granularity_of
+from megatron_terapipe.dimensions import Dimension, in_places
 from megatron_terapipe.search.inputs.library import is_guess
 from megatron_terapipe.search.report.answer import Answer, Entry
 from megatron_terapipe.search.report.figures import (
@@ -14,7 +15,7 @@ from megatron_terapipe.search.report.figures import (
     time_text,
     tokens_per_s,
 )
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,11 +24,20 @@ if TYPE_CHECKING:
 WIDTH_OF_FILES = 1000
 """Letters of a line where no terminal ends it."""
 
-DROPPED_FIRST = ("stages", "cut", "sp", "ZeRO", "bubble", "recompute", "interval")
+COLUMNS = in_places(DIMENSIONS, "column")
+"""Dimensions of a strategy that have a column, and its name."""
+
+DROPPED_FIRST = tuple(
+    name
+    for _, name in sorted(
+        [(5, "bubble"), (7, "interval"), *((each.dropped, name) for each, name in COLUMNS if each.dropped is not None)]
+    )
+)
 """Columns that a narrow terminal does without, in this order; the page and the JSON have them."""
 
-LEFT = ("schedule", "recompute", "cut", "stages", "why not")
-USUAL = {"cut": "even", "stages": "uniform"}
+LEFT = (*(name for each, name in COLUMNS if each.kind.is_text), "why not")
+
+USUAL = {name: each.usual for each, name in COLUMNS if each.usual}
 """Columns that are left out where every row says this."""
 
 LONGEST = 23
@@ -80,18 +90,7 @@ def cells(answer: Answer, entry: Entry) -> dict[str, str]:
     strategy, prediction = entry.strategy, entry.prediction
     row = {
         "rank": "-" if entry.rank is None else str(entry.rank),
-        "dp": str(strategy.data_parallel_size),
-        "tp": str(strategy.tensor_parallel_size),
-        "pp": str(strategy.pipeline_parallel_size),
-        "S": str(strategy.num_token_slices),
-        "mbs": str(strategy.micro_batch_size),
-        "schedule": strategy.schedule,
-        "V": str(strategy.num_model_chunks),
-        "recompute": strategy.recompute,
-        "ZeRO": str(strategy.zero_stage),
-        "sp": "yes" if strategy.sequence_parallel else "no",
-        "cut": _cut(strategy, answer.workload.seq_length),
-        "stages": _short(strategy.stage_partition),
+        **{name: _cell(each, strategy, answer.workload.seq_length) for each, name in COLUMNS},
     }
     if prediction is not None:
         time_s = prediction.iteration_time_s
@@ -133,18 +132,27 @@ def _fitting(names: list[str], rows: list[list[str]], width: int) -> tuple[list[
     return kept, [[row[place] for place in places] for row in rows]
 
 
+def _cell(dimension: Dimension, strategy: Strategy, seq_length: int) -> str:
+    value = getattr(strategy, dimension.name)
+    if dimension.name == "token_slices":
+        return _cut(strategy, seq_length)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return _short(value) if isinstance(value, tuple) else str(value)
+
+
 def _cut(strategy: Strategy, seq_length: int) -> str:
     """Lengths of the token slices, where they are not as equal as the places to cut at let them be."""
     if strategy.token_slices is None:
-        return USUAL["cut"]
+        return "even"
     needed = strategy.tensor_parallel_size if strategy.sequence_parallel else 1
     step = granularity_of(seq_length, strategy.num_token_slices, needed)
     is_even = max(strategy.token_slices) - min(strategy.token_slices) <= step
-    return USUAL["cut"] if is_even else _short(strategy.token_slices)
+    return "even" if is_even else _short(strategy.token_slices)
 
 
-def _short(value: str | tuple[int, ...]) -> str:
-    text = value if isinstance(value, str) else ",".join(map(str, value))
+def _short(value: tuple[int, ...]) -> str:
+    text = ",".join(map(str, value))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 

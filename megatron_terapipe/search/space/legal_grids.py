@@ -1,22 +1,24 @@
-"""Goes through the space, layout by layout, and leaves out what rules reject."""
+"""The legal strategies of a space, layout by layout, and how many each rule rejects."""
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.dimensions import Tried
 from megatron_terapipe.search.space.choices import Choices
-from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
-from megatron_terapipe.search.space.problem import Problem
-from megatron_terapipe.search.space.rules import TRAINER_RULES, Rule
+from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.space.rules import DUPLICATE_RULES, TRAINER_RULES, DuplicateRule, TrainerRule
 from megatron_terapipe.search.space.strategy_grid import AXES, StrategyGrid
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 
 @dataclass
-class Funnel:
+class SearchCounts:
     """Counts of a search, in the order in which strategies fall out of it.
 
     Attributes:
@@ -56,7 +58,7 @@ class Funnel:
         ]
 
 
-RULES: tuple[Rule, ...] = (*TRAINER_RULES, *DUPLICATE_RULES)
+RULES: tuple[TrainerRule | DuplicateRule, ...] = (*TRAINER_RULES, *DUPLICATE_RULES)
 
 USES_DEVICES = "parallel sizes multiply to the devices"
 
@@ -74,39 +76,50 @@ class LegalGrid:
     legal: NDArray[np.bool_]
 
 
-def layouts(choices: Choices, num_devices: int) -> list[tuple[int, int, int]]:
-    """Data-, tensor- and pipeline-parallel sizes that use all devices; data-parallel size 0 where none does."""
+def layouts(choices: Choices, num_devices: int) -> list[dict[str, int]]:
+    """Return the values of the dimensions that are on no axis of a grid, by name, in all combinations.
+
+    Args:
+        choices: values of each dimension.
+        num_devices: devices that the ranks must use, all of them.
+
+    Returns:
+        One dictionary for each combination; its data-parallel size is 0 where no size uses all devices.
+    """
+    searched = [each for each in DIMENSIONS if each.tried is not None and not each.axis]
+    (rest,) = [each.name for each in searched if each.tried is Tried.REST_OF_DEVICES]
+    others = [each for each in searched if each.name != rest]
+    wanted = choices.values[rest]
     found = []
-    for tensor in choices.tensor_parallel_size:
-        for pipeline in choices.pipeline_parallel_size:
-            data, rest = divmod(num_devices, tensor * pipeline)
-            found.append((0 if rest else data, tensor, pipeline))
-    if choices.data_parallel_size is not None:
-        found = [sizes for sizes in found if sizes[0] in choices.data_parallel_size]
+    for values in itertools.product(*(choices[each.name] for each in others)):
+        size, left_over = divmod(num_devices, prod(v for each, v in zip(others, values, strict=True) if each.ranks))
+        size = 0 if left_over else size
+        if wanted is None or size in wanted:
+            found.append({rest: size, **{each.name: v for each, v in zip(others, values, strict=True)}})
     return found
 
 
-def legal_grids(problem: Problem, choices: Choices, funnel: Funnel) -> Iterator[LegalGrid]:
-    """The strategies of the space that keep all rules, a grid for each layout.
+def legal_grids(problem: SearchProblem, choices: Choices, counts: SearchCounts) -> Iterator[LegalGrid]:
+    """Yield the strategies of the space that keep all rules, a grid for each layout.
 
     Args:
         problem: what is asked.
         choices: values of each dimension.
-        funnel: counts what is rejected.
+        counts: counts what is rejected.
     """
-    funnel.expect((USES_DEVICES, *(rule.name for rule in RULES)))
+    counts.expect((USES_DEVICES, *(rule.name for rule in RULES)))
     for sizes in layouts(choices, problem.cluster.num_devices):
-        funnel.total += choices.per_layout
-        if not sizes[0]:
-            funnel.reject(USES_DEVICES, choices.per_layout)
+        counts.total += choices.per_layout
+        if not sizes["data_parallel_size"]:
+            counts.reject(USES_DEVICES, choices.per_layout)
             continue
-        found = _legal(StrategyGrid.of_choices(choices, sizes, problem.global_batch_size), problem, funnel)
+        found = _legal(StrategyGrid.of_choices(choices, sizes, problem.global_batch_size), problem, counts)
         if found is not None:
             yield found
 
 
-def _legal(grid: StrategyGrid, problem: Problem, funnel: Funnel) -> LegalGrid | None:
-    """What is left of a grid."""
+def _legal(grid: StrategyGrid, problem: SearchProblem, counts: SearchCounts) -> LegalGrid | None:
+    """Return what the rules leave of a grid; None if nothing."""
     legal: NDArray[np.bool_] | None = None
     for rule in RULES:
         holds = rule.holds(grid, problem)
@@ -116,29 +129,25 @@ def _legal(grid: StrategyGrid, problem: Problem, funnel: Funnel) -> LegalGrid | 
             axis = AXES[axes[0]] if axes else AXES[0]
             kept = holds.ravel() if axes else np.full(grid.shape[0], holds.all())
             smaller = grid.keep(axis, kept)
-            funnel.reject(rule.name, grid.size - smaller.size)
+            counts.reject(rule.name, grid.size - smaller.size)
             grid = smaller
             if not grid.size:
                 return None
             continue
         before = np.ones(grid.shape, dtype=bool) if legal is None else legal
         legal = before & holds
-        funnel.reject(rule.name, int(before.sum()) - int(legal.sum()))
+        counts.reject(rule.name, int(before.sum()) - int(legal.sum()))
     if legal is None:
         legal = np.ones(grid.shape, dtype=bool)
     return LegalGrid(grid, legal) if legal.any() else None
 
 
-def broken_rule(strategy: Strategy, problem: Problem, rules: Sequence[Rule] = TRAINER_RULES) -> str | None:
-    """Why a strategy cannot be run; None if it can.
+def broken_rule(strategy: Strategy, problem: SearchProblem) -> str | None:
+    """Return why a strategy cannot be run; None if it can.
 
     Args:
         strategy: any.
         problem: model and cluster; the batch is the strategy's own.
-        rules: rules to hold it to, in order.
     """
     grid = StrategyGrid.of_strategy(strategy)
-    for rule in rules:
-        if not rule.holds(grid, problem).all():
-            return rule.reason(grid, problem)
-    return None
+    return next((reason for rule in TRAINER_RULES if (reason := rule.reason(grid, problem)) is not None), None)

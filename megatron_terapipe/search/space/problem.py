@@ -10,7 +10,7 @@ from megatron_terapipe.search.op_times.software import TERAPIPE, Software
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class SearchProblem:
     """A question to the search.
 
     Attributes:

@@ -1,14 +1,13 @@
-"""What the trainer cannot run: named rules over grids of strategies, each with the reason it gives.
+"""Named rules over grids of strategies: what the trainer cannot run, and what need not be tried.
 
-A rule says of a whole grid which strategies keep it, by an array that broadcasts over the grid: of one value if it is
-about the layout of the ranks, along one axis if about one more dimension, along two if about a pair. Of a grid of one
-strategy it also says in words what is wrong with it.
-
-They mirror the checks of the trainer (`megatron_terapipe/config`); tests hold them against each other.
+They mirror the checks of the trainer (`megatron_terapipe/config`), without building its configuration for each of a
+million strategies; tests hold them against each other.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,41 +15,63 @@ from numpy.typing import NDArray
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES
+from megatron_terapipe.dimensions import Dimension
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.space.choices import RECOMPUTE, SOLVED
-from megatron_terapipe.search.space.problem import Problem
-from megatron_terapipe.search.space.strategy_grid import StrategyGrid
+from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.space.strategy_grid import AXES, ON_AXIS, Axis, StrategyGrid
+from megatron_terapipe.strategy import DIMENSIONS, SOLVED
 
 Holds = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A rule that strategies keep.
+class TrainerRule:
+    """A rule that strategies must keep to be run.
 
     Attributes:
-        name: for the funnel, as short as a line of a table wants it.
-        holds: which strategies of a grid keep it.
-        reason: what is wrong with the one strategy of a grid that does not.
+        name: for the table of rejections.
+        error: what is wrong with a strategy, None if nothing is; called with a grid, the problem, and a value of each
+            of `axes`.
+        axes: none, one or two axes of the grid that the rule is about, in the order of `AXES`.
     """
 
     name: str
-    holds: Callable[[StrategyGrid, Problem], Holds]
-    reason: Callable[[StrategyGrid, Problem], str]
+    error: Callable[..., str | None]
+    axes: tuple[Axis, ...] = ()
+
+    def holds(self, grid: StrategyGrid, problem: SearchProblem) -> Holds:
+        """Return which strategies of a grid keep the rule, as an array that broadcasts over the grid.
+
+        Args:
+            grid: the strategies.
+            problem: model and cluster.
+        """
+        kept = [
+            self.error(grid, problem, *values) is None
+            for values in itertools.product(*(getattr(grid, a) for a in self.axes))
+        ]
+        return grid.along(self.axes, np.array(kept, dtype=bool))
+
+    def reason(self, grid: StrategyGrid, problem: SearchProblem) -> str | None:
+        """Return what is wrong with the one strategy of a grid; None if it keeps the rule.
+
+        Args:
+            grid: of one strategy.
+            problem: model and cluster.
+        """
+        return self.error(grid, problem, *(getattr(grid, axis)[0] for axis in self.axes))
 
 
-def _devices(grid: StrategyGrid, problem: Problem) -> Holds:
-    return _one(grid.world_size <= problem.cluster.num_devices)
-
-
-def _devices_reason(grid: StrategyGrid, problem: Problem) -> str:
+def _devices(grid: StrategyGrid, problem: SearchProblem) -> str | None:
+    if grid.world_size <= problem.cluster.num_devices:
+        return None
     return (
         f"data x tensor x pipeline parallel size = {grid.world_size} ranks, but the cluster has "
         f"{problem.cluster.num_devices} devices"
     )
 
 
-def _shared_numbers(problem: Problem) -> dict[str, set[int]]:
+def _shared_numbers(problem: SearchProblem) -> dict[str, set[int]]:
     """Numbers that tensor-parallel ranks share, by what they are."""
     shared: dict[str, set[int]] = {"attention heads": set(), "key and value heads": set(), "columns": set()}
     for layer in {id(each): each for each in problem.workload.layers}.values():
@@ -65,192 +86,206 @@ def _shared_numbers(problem: Problem) -> dict[str, set[int]]:
     return shared
 
 
-def _tensor_shares(grid: StrategyGrid, problem: Problem) -> Holds:
-    return _one(_unshared(grid, problem) is None)
-
-
-def _unshared(grid: StrategyGrid, problem: Problem) -> tuple[str, int] | None:
+def _tensor_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
     size = grid.tensor_parallel_size
     for name, numbers in _shared_numbers(problem).items():
         for number in sorted(numbers):
             if number % size:
-                return name, number
+                words = f"{number} {name}" if name != "columns" else f"a matrix of {number} columns"
+                return f"{words} cannot be shared by {size} tensor-parallel ranks"
     return None
 
 
-def _tensor_shares_reason(grid: StrategyGrid, problem: Problem) -> str:
-    found = _unshared(grid, problem)
-    assert found is not None
-    name, number = found
-    words = f"{number} {name}" if name != "columns" else f"a matrix of {number} columns"
-    return f"{words} cannot be shared by {grid.tensor_parallel_size} tensor-parallel ranks"
-
-
-def _measured(grid: StrategyGrid, problem: Problem) -> Holds:
+def _measured(grid: StrategyGrid, problem: SearchProblem) -> str | None:
     times = [layer.forward_s for layer in problem.workload.layers if layer.forward_s is not None]
-    return _one(all(grid.tensor_parallel_size in each for each in times))
-
-
-def _measured_reason(grid: StrategyGrid, problem: Problem) -> str:
+    if all(grid.tensor_parallel_size in each for each in times):
+        return None
     return f"layers were not measured with tensor-parallel size {grid.tensor_parallel_size}"
 
 
-def _layers(grid: StrategyGrid, problem: Problem) -> Holds:
-    return np.asarray(grid.pipeline_parallel_size * grid.model_chunks <= problem.workload.num_dealt_layers)
-
-
-def _layers_reason(grid: StrategyGrid, problem: Problem) -> str:
-    stages = grid.pipeline_parallel_size * grid.order[0][1]
+def _layers(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) -> str | None:
+    stages = grid.pipeline_parallel_size * order[1]
+    if stages <= problem.workload.num_dealt_layers:
+        return None
     return f"{stages} stages are more than the {problem.workload.num_dealt_layers} layers"
 
 
-def _schedule(grid: StrategyGrid, problem: Problem) -> Holds:
+def _schedule(grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int]) -> str | None:
     del problem
-    return grid.along("order", [_schedule_error(grid.pipeline_parallel_size, *order) is None for order in grid.order])
-
-
-def _schedule_error(pipeline_parallel_size: int, schedule: str, model_chunks: int) -> str | None:
+    schedule, model_chunks = order
     if schedule not in SCHEDULES:
         return f"schedule {schedule!r} is none that can be priced: choose one of {', '.join(SCHEDULES)}"
+    shape = PipelineShape(grid.pipeline_parallel_size * model_chunks, 1, 1, model_chunks)
     try:
         # A schedule says itself which pipelines it is for.
-        next(SCHEDULES[schedule](PipelineShape(pipeline_parallel_size * model_chunks, 1, 1, model_chunks), 0), None)
+        next(SCHEDULES[schedule](shape, 0), None)
     except PlanError as error:
         return str(error)
     return None
 
 
-def _schedule_reason(grid: StrategyGrid, problem: Problem) -> str:
+def _batch(grid: StrategyGrid, problem: SearchProblem, micro_batch: int) -> str | None:
     del problem
-    return str(_schedule_error(grid.pipeline_parallel_size, *grid.order[0]))
-
-
-def _batch(grid: StrategyGrid, problem: Problem) -> Holds:
-    del problem
-    sequences = [grid.global_batch_size % (size * grid.data_parallel_size) == 0 for size in grid.micro_batch]
-    return grid.along("micro_batch", sequences)
-
-
-def _batch_reason(grid: StrategyGrid, problem: Problem) -> str:
-    del problem
+    if grid.global_batch_size % (micro_batch * grid.data_parallel_size) == 0:
+        return None
     return (
-        f"global batch size {grid.global_batch_size} is not a multiple of micro-batch size {grid.micro_batch[0]} x "
+        f"global batch size {grid.global_batch_size} is not a multiple of micro-batch size {micro_batch} x "
         f"data-parallel size {grid.data_parallel_size}"
     )
 
 
-def _can_cut(grid: StrategyGrid, problem: Problem) -> Holds:
-    can_cut = problem.workload.can_cut_tokens
-    return grid.along("token_slices", [count == 1 or can_cut for count in grid.token_slices])
-
-
-def _can_cut_reason(grid: StrategyGrid, problem: Problem) -> str:
-    del grid, problem
+def _can_cut(grid: StrategyGrid, problem: SearchProblem, count: int) -> str | None:
+    del grid
+    if count == 1 or problem.workload.can_cut_tokens:
+        return None
     return "a layer of the model sees other tokens than its neighbours, or later ones, so sequences cannot be cut"
 
 
-def _token_slices(grid: StrategyGrid, problem: Problem) -> Holds:
-    rows = [
-        [_cut_error(grid, problem, count, parallel) is None for parallel in grid.sequence_parallel]
-        for count in grid.token_slices
-    ]
-    pairs = np.array(rows, dtype=bool).reshape(len(grid.token_slices), len(grid.sequence_parallel))
-    return pairs[None, None, None, :, None, :, None]
-
-
-def _cut_error(grid: StrategyGrid, problem: Problem, count: int, sequence_parallel: bool) -> str | None:
+def _token_slices(grid: StrategyGrid, problem: SearchProblem, count: int, sequence_parallel: bool) -> str | None:
     seq_length, size = problem.workload.seq_length, grid.tensor_parallel_size if sequence_parallel else 1
     if count * size > seq_length:
         each = f" of at least {size} tokens, one for each tensor-parallel rank," if size > 1 else ""
         return f"{count} token slices{each} are too many for {seq_length} tokens"
     if grid.lengths is not None and sum(grid.lengths) != seq_length:
         return f"token slices of {sum(grid.lengths)} tokens do not cover sequences of {seq_length}"
-    lengths = grid.lengths or (seq_length,)
-    if any(length % size for length in lengths):
+    if any(length % size for length in grid.lengths or (seq_length,)):
         return f"sequence parallelism deals each token slice to {size} ranks, and one is no multiple of {size} tokens"
     return None
 
 
-def _token_slices_reason(grid: StrategyGrid, problem: Problem) -> str:
-    return str(_cut_error(grid, problem, grid.token_slices[0], grid.sequence_parallel[0]))
-
-
-def _partition(grid: StrategyGrid, problem: Problem) -> Holds:
-    rows = [
-        [_partition_error(grid, problem, model_chunks, rule) is None for rule in grid.partition]
-        for _, model_chunks in grid.order
-    ]
-    pairs = np.array(rows, dtype=bool).reshape(len(grid.order), len(grid.partition))
-    return pairs[:, :, None, None, None, None, None]
-
-
-def _partition_error(
-    grid: StrategyGrid, problem: Problem, model_chunks: int, partition: str | tuple[int, ...]
+def _partition(
+    grid: StrategyGrid, problem: SearchProblem, order: tuple[str, int], partition: str | tuple[int, ...]
 ) -> str | None:
-    num_stages = grid.pipeline_parallel_size * model_chunks
-    if isinstance(partition, str) and partition in ("uniform", "parameters", SOLVED):
+    if partition in ("uniform", "parameters", SOLVED):
         return None  # there is a layer for each stage: another rule
     try:
-        problem.workload.partition(partition, num_stages)
+        problem.workload.partition(partition, grid.pipeline_parallel_size * order[1])
     except ConfigError as error:
         return str(error).removeprefix("strategy: ")
     return None
 
 
-def _partition_reason(grid: StrategyGrid, problem: Problem) -> str:
-    return str(_partition_error(grid, problem, grid.order[0][1], grid.partition[0]))
-
-
-def _recompute(grid: StrategyGrid, problem: Problem) -> Holds:
-    del problem
-    return grid.along("recompute", [mode in RECOMPUTE for mode in grid.recompute])
-
-
-def _recompute_reason(grid: StrategyGrid, problem: Problem) -> str:
-    del problem
-    return f"recompute {grid.recompute[0]!r} is not one of {', '.join(RECOMPUTE)}"
-
-
-def _zero(grid: StrategyGrid, problem: Problem) -> Holds:
-    del problem
-    return grid.along("zero", [stage in (0, 1) for stage in grid.zero])
-
-
-def _zero_reason(grid: StrategyGrid, problem: Problem) -> str:
-    del problem
-    return f"ZeRO stage {grid.zero[0]} does not go with pipelines in DeepSpeed: use 0 or 1"
-
-
-def _loss_scale(grid: StrategyGrid, problem: Problem) -> Holds:
-    return grid.along("zero", [problem.precision != "fp16" or stage != 0 for stage in grid.zero])
-
-
-def _loss_scale_reason(grid: StrategyGrid, problem: Problem) -> str:
+def _zero(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
     del grid, problem
+    return None if stage in (0, 1) else f"ZeRO stage {stage} does not go with pipelines in DeepSpeed: use 0 or 1"
+
+
+def _loss_scale(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
+    del grid
+    if problem.precision != "fp16" or stage != 0:
+        return None
     return "fp16 with ZeRO stage 0 would train on wrongly scaled gradients in DeepSpeed: use stage 1, or bf16"
 
 
-def _one(holds: bool) -> Holds:
-    return np.full((1,) * 7, holds)
+def _priced(dimension: Dimension) -> TrainerRule:
+    """Return the rule that a dimension has a value that can be priced."""
 
+    def error(grid: StrategyGrid, problem: SearchProblem, *values: Any) -> str | None:
+        del problem
+        value = values[0] if values else grid.shared[dimension.name]
+        if value in dimension.priced or isinstance(value, tuple):
+            return None
+        return f"{dimension.name} {value!r} is not one of {', '.join(map(str, dimension.priced))}"
 
-LAYOUT_RULES = (
-    Rule("ranks fit the devices", _devices, _devices_reason),
-    Rule("tensor-parallel ranks share heads and widths evenly", _tensor_shares, _tensor_shares_reason),
-    Rule("layers were measured with this tensor-parallel size", _measured, _measured_reason),
-)
-"""About the layout of the ranks alone."""
+    return TrainerRule(f"{dimension.name} can be priced", error, tuple(axis for axis in AXES if axis == dimension.axis))
+
 
 TRAINER_RULES = (
-    *LAYOUT_RULES,
-    Rule("a layer for each stage", _layers, _layers_reason),
-    Rule("the schedule takes so many model chunks", _schedule, _schedule_reason),
-    Rule("the batch is dealt evenly", _batch, _batch_reason),
-    Rule("layers let sequences be cut", _can_cut, _can_cut_reason),
-    Rule("ZeRO stage goes with pipelines", _zero, _zero_reason),
-    Rule("ZeRO stage goes with the precision", _loss_scale, _loss_scale_reason),
-    Rule("recomputation is known", _recompute, _recompute_reason),
-    Rule("tokens for each token slice and rank", _token_slices, _token_slices_reason),
-    Rule("the stage partition fits model and stages", _partition, _partition_reason),
+    TrainerRule("ranks fit the devices", _devices),
+    TrainerRule("tensor-parallel ranks share heads and widths evenly", _tensor_shares),
+    TrainerRule("layers were measured with this tensor-parallel size", _measured),
+    TrainerRule("a layer for each stage", _layers, ("order",)),
+    TrainerRule("the schedule takes so many model chunks", _schedule, ("order",)),
+    TrainerRule("the batch is dealt evenly", _batch, ("micro_batch",)),
+    TrainerRule("layers let sequences be cut", _can_cut, ("token_slices",)),
+    TrainerRule("ZeRO stage goes with pipelines", _zero, ("zero",)),
+    TrainerRule("ZeRO stage goes with the precision", _loss_scale, ("zero",)),
+    *(_priced(each) for each in DIMENSIONS if each.priced and len(ON_AXIS.get(each.axis, ())) < 2),
+    TrainerRule("tokens for each token slice and rank", _token_slices, ("token_slices", "sequence_parallel")),
+    TrainerRule("the stage partition fits model and stages", _partition, ("order", "partition")),
 )
-"""All that the trainer refuses, in the order in which rejections are counted: those of one axis first."""
+"""All that the trainer refuses, in the order in which rejections are counted: rules about at most one axis first."""
+
+
+@dataclass(frozen=True)
+class DuplicateRule:
+    """A rule that leaves out strategies of which another one of the grid does the same, or the same better.
+
+    A value that a flag asks for is never left out for one that was not asked for.
+
+    Attributes:
+        name: for the table of rejections.
+        holds: which strategies of a grid are kept, as an array that broadcasts over the grid.
+    """
+
+    name: str
+    holds: Callable[[StrategyGrid, SearchProblem], Holds]
+
+
+def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """Interleaved with one model chunk is 1f1b; gpipe with several has interleaved's bubble and keeps more."""
+    del problem
+    plain = {model_chunks for schedule, model_chunks in grid.order if schedule == "1f1b"}
+    interleaved = {model_chunks for schedule, model_chunks in grid.order if schedule == "interleaved"}
+
+    def wanted(schedule: str, model_chunks: int) -> bool:
+        if schedule == "interleaved":
+            return model_chunks > 1 or 1 not in plain
+        return model_chunks == 1 or model_chunks not in interleaved
+
+    return grid.along("order", [wanted(*order) for order in grid.order])
+
+
+def _one_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """Without a pipeline the first schedule stands for all of the others, which keep as much or more."""
+    del problem
+    first = grid.order[0] if grid.order else None
+    return grid.along("order", [grid.pipeline_parallel_size > 1 or order == first for order in grid.order])
+
+
+def _one_replica(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """On one data-parallel rank there is no optimizer state to spread."""
+    del problem
+    alone = grid.data_parallel_size == 1 and 1 in grid.zero
+    return grid.along("zero", [not alone or stage == 1 for stage in grid.zero])
+
+
+def _one_tensor_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """On one tensor-parallel rank there is no other to share tokens with."""
+    del problem
+    alone = grid.tensor_parallel_size == 1 and False in grid.sequence_parallel
+    return grid.along("sequence_parallel", [not (alone and on) for on in grid.sequence_parallel])
+
+
+def _same_stages(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """Rules that deal the layers as one before them does."""
+    kept = np.ones((len(grid.order), len(grid.partition)), dtype=bool)
+    for row, (_, model_chunks) in enumerate(grid.order):
+        num_stages = grid.pipeline_parallel_size * model_chunks
+        seen: set[tuple[int, ...]] = set()
+        for column, partition in enumerate(grid.partition):
+            if partition == SOLVED:
+                # One stage, or one layer on each, can be dealt but one way.
+                kept[row, column] = num_stages not in (1, problem.workload.num_dealt_layers) or not seen
+            elif partition == "parameters" and problem.has_equal_layers and "uniform" in grid.partition:
+                kept[row, column] = False
+            else:
+                # Bounds that a flag gives may not fit these stages: the trainer's rules say so, not this one.
+                bounds = partition
+                if isinstance(bounds, str):
+                    bounds = problem.partition(bounds, num_stages).bounds
+                kept[row, column] = bounds not in seen
+                seen.add(bounds)
+    return grid.along(("order", "partition"), kept)
+
+
+SAME_STAGES = "not the same stages as another partition"
+
+DUPLICATE_RULES = (
+    DuplicateRule("not the same as another schedule", _other_schedules),
+    DuplicateRule("a pipeline, where schedules differ", _one_rank),
+    DuplicateRule("data-parallel ranks, where ZeRO stages differ", _one_replica),
+    DuplicateRule("tensor-parallel ranks to share tokens", _one_tensor_rank),
+    DuplicateRule(SAME_STAGES, _same_stages),
+)
+"""In the order in which rejections are counted. They need the trainer's rules to hold."""

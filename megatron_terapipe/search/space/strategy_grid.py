@@ -8,31 +8,33 @@
 What depends on two dimensions is computed for the pairs alone; numpy's broadcasting makes it a value of every strategy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from math import prod
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.balance import granularity_of
-from megatron_terapipe.search.space.choices import SOLVED, Choices
-from megatron_terapipe.search.space.problem import Problem
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.search.space.choices import Choices
+from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
 
 Axis = Literal["order", "partition", "micro_batch", "token_slices", "recompute", "sequence_parallel", "zero"]
 
-AXES: tuple[Axis, ...] = (
-    "order",
-    "partition",
-    "micro_batch",
-    "token_slices",
-    "recompute",
-    "sequence_parallel",
-    "zero",
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+ON_AXIS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {axis: tuple(each.name for each in DIMENSIONS if each.axis == axis) for axis in AXES}
 )
+"""Names of the dimensions on each axis: one, or two of which the axis holds pairs."""
+
+SHARED = tuple(each.name for each in DIMENSIONS if not each.axis)
+"""Names of the dimensions that all strategies of a grid have the same value of."""
 
 Partition = str | tuple[int, ...]
 
@@ -41,11 +43,10 @@ Partition = str | tuple[int, ...]
 class StrategyGrid:
     """A grid of strategies with the same layout.
 
+    The axes are those that formulas read as arrays. Which dimension is on which axis, `Strategy` declares.
+
     Attributes:
-        data_parallel_size: ranks that share the batch.
-        tensor_parallel_size: ranks that share each layer.
-        pipeline_parallel_size: pipeline ranks.
-        global_batch_size: sequences of one optimizer step.
+        shared: the values that all strategies of the grid have, by the name of the dimension.
         order: schedules and model chunks, in pairs.
         partition: rules or bounds of stages.
         micro_batch: micro-batch sizes.
@@ -53,13 +54,9 @@ class StrategyGrid:
         recompute: modes.
         sequence_parallel: off, on.
         zero: ZeRO stages.
-        lengths: lengths of the token slices that the user pins.
     """
 
-    data_parallel_size: int
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    global_batch_size: int
+    shared: Mapping[str, Any]
     order: tuple[tuple[str, int], ...]
     partition: tuple[Partition, ...]
     micro_batch: tuple[int, ...]
@@ -67,55 +64,65 @@ class StrategyGrid:
     recompute: tuple[str, ...]
     sequence_parallel: tuple[bool, ...]
     zero: tuple[int, ...]
-    lengths: tuple[int, ...] | None = None
 
     @classmethod
-    def of_choices(cls, choices: Choices, sizes: tuple[int, int, int], global_batch_size: int) -> "StrategyGrid":
-        """All strategies of a layout.
+    def of_choices(cls, choices: Choices, sizes: Mapping[str, int], global_batch_size: int) -> "StrategyGrid":
+        """Return all strategies of a layout.
 
         Args:
             choices: values of the other dimensions.
-            sizes: data-, tensor- and pipeline-parallel size.
+            sizes: values of the dimensions that are on no axis, such as the parallel sizes, by their names.
             global_batch_size: sequences of one optimizer step.
         """
-        data, tensor, pipeline = sizes
+        lengths = choices.values.get("token_slices")
         return cls(
-            data_parallel_size=data,
-            tensor_parallel_size=tensor,
-            pipeline_parallel_size=pipeline,
-            global_batch_size=global_batch_size,
-            order=choices.orders,
-            partition=choices.stage_partition,
-            micro_batch=choices.micro_batch_size,
-            token_slices=choices.num_token_slices,
-            recompute=choices.recompute,
-            sequence_parallel=choices.sequence_parallel,
-            zero=choices.zero_stage,
-            lengths=choices.token_slices,
+            shared={**sizes, "global_batch_size": global_batch_size, "token_slices": lengths},
+            **{axis: choices.along(axis) for axis in AXES},
         )
 
     @classmethod
     def of_strategy(cls, strategy: Strategy) -> "StrategyGrid":
-        """A grid of one strategy, so that rules for grids also judge it."""
-        return cls(
-            data_parallel_size=strategy.data_parallel_size,
-            tensor_parallel_size=strategy.tensor_parallel_size,
-            pipeline_parallel_size=strategy.pipeline_parallel_size,
-            global_batch_size=strategy.global_batch_size or strategy.micro_batch_size * strategy.data_parallel_size,
-            order=((strategy.schedule, strategy.num_model_chunks),),
-            partition=(strategy.stage_partition,),
-            micro_batch=(strategy.micro_batch_size,),
-            token_slices=(strategy.num_token_slices,),
-            recompute=(strategy.recompute,),
-            sequence_parallel=(strategy.sequence_parallel,),
-            zero=(strategy.zero_stage,),
-            lengths=strategy.token_slices,
+        """Return a grid of one strategy, so that what is there for grids also serves it."""
+        shared = {name: getattr(strategy, name) for name in SHARED}
+        shared["global_batch_size"] = (
+            strategy.global_batch_size or strategy.micro_batch_size * strategy.data_parallel_size
         )
+        values: dict[str, Any] = {}
+        for axis in AXES:
+            value = tuple(getattr(strategy, name) for name in ON_AXIS[axis])
+            values[axis] = value if len(value) == 1 else (value,)
+        return cls(shared=shared, **values)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that share the batch."""
+        return int(self.shared["data_parallel_size"])
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share each layer."""
+        return int(self.shared["tensor_parallel_size"])
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Pipeline ranks."""
+        return int(self.shared["pipeline_parallel_size"])
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences of one optimizer step."""
+        return int(self.shared["global_batch_size"])
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Lengths of the token slices that all strategies have, in tokens; None = they follow from the number."""
+        lengths: tuple[int, ...] | None = self.shared["token_slices"]
+        return lengths
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
-        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+        """Number of ranks."""
+        return prod(self.shared[each.name] for each in DIMENSIONS if each.ranks)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -124,21 +131,23 @@ class StrategyGrid:
 
     @cached_property
     def size(self) -> int:
-        """Strategies."""
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        """Number of strategies."""
+        return prod(self.shape)
 
-    def along(self, axis: Axis, values: Sequence[Any]) -> NDArray[Any]:
-        """Values, one for each of an axis, as an array that broadcasts over the grid."""
-        shape = [1] * len(AXES)
-        shape[AXES.index(axis)] = -1
+    def along(self, axes: Axis | Sequence[Axis], values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
+        """Return values as an array that broadcasts over the grid.
+
+        Args:
+            axes: the axis that the values are along, or several in the order of `AXES`.
+            values: one for each value of the axis; for several, one for each of their pairs, nested: [axis, axis].
+        """
+        names = (axes,) if isinstance(axes, str) else axes
+        shape = [len(getattr(self, axis)) if axis in names else 1 for axis in AXES]
         return np.asarray(values).reshape(shape)
 
     @cached_property
     def model_chunks(self) -> NDArray[np.int64]:
-        """Model model_chunks, along the axis `order`."""
+        """Model chunks, along the axis `order`."""
         return self.along("order", [model_chunks for _, model_chunks in self.order])
 
     @cached_property
@@ -148,41 +157,42 @@ class StrategyGrid:
         return self.along("micro_batch", np.maximum(self.global_batch_size // sizes, 1))
 
     def keep(self, axis: Axis, kept: NDArray[np.bool_]) -> "StrategyGrid":
-        """The grid with some of the values of one axis."""
+        """Return the grid with some of the values of one axis.
+
+        Args:
+            axis: which axis.
+            kept: [values of the axis] whether a value stays.
+        """
         values = getattr(self, axis)
         changed: dict[str, Any] = {axis: tuple(value for value, keep in zip(values, kept, strict=True) if keep)}
         return replace(self, **changed)
 
-    def strategy(self, place: Sequence[int], problem: Problem) -> Strategy:
-        """The strategy at a place of the grid. A partition that is yet to be solved must be set in it afterwards.
+    def strategy(self, place: Sequence[int], problem: SearchProblem) -> Strategy:
+        """Return the strategy at a place of the grid; a partition that is yet to be solved must be set afterwards.
 
         Args:
             place: index on each axis.
             problem: what is trained; the lengths of token slices follow from it.
         """
-        at = dict(zip(AXES, place, strict=True))
-        schedule, model_chunks = self.order[at["order"]]
-        partition = self.partition[at["partition"]]
-        count = self.token_slices[at["token_slices"]]
-        sequence_parallel = self.sequence_parallel[at["sequence_parallel"]]
-        return Strategy(
-            data_parallel_size=self.data_parallel_size,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            num_model_chunks=model_chunks,
-            num_token_slices=count,
-            token_slices=self.cut(count, sequence_parallel, problem.workload.seq_length),
-            micro_batch_size=self.micro_batch[at["micro_batch"]],
-            global_batch_size=self.global_batch_size,
-            schedule=schedule,
-            sequence_parallel=sequence_parallel,
-            recompute=self.recompute[at["recompute"]],
-            zero_stage=self.zero[at["zero"]],
-            stage_partition="uniform" if partition == SOLVED else partition,
-        )
+        values = dict(self.shared)
+        for axis, index in zip(AXES, place, strict=True):
+            names = ON_AXIS[axis]
+            value = getattr(self, axis)[index]
+            values.update(zip(names, value if len(names) > 1 else (value,), strict=True))
+        if values["stage_partition"] == SOLVED:
+            values["stage_partition"] = "uniform"
+        count, parallel = values["num_token_slices"], values["sequence_parallel"]
+        values["token_slices"] = self.cut(count, parallel, problem.workload.seq_length)
+        return Strategy(**values)
 
     def cut(self, num_token_slices: int, sequence_parallel: bool, seq_length: int) -> tuple[int, ...] | None:
-        """Lengths of the token slices of a strategy of this grid; None for whole sequences."""
+        """Return the lengths in tokens of the token slices of a strategy of this grid; None for whole sequences.
+
+        Args:
+            num_token_slices: how many.
+            sequence_parallel: whether tensor-parallel ranks share the tokens of each.
+            seq_length: tokens of a sequence.
+        """
         if self.lengths is not None:
             return self.lengths
         if num_token_slices == 1:

@@ -55,11 +55,11 @@ def test_the_json_is_that_of_the_contract(files: list[str], tmp_path: Path) -> N
     assert times == sorted(times)
 
 
-def test_pins_and_explanations(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_constraints_and_explanations(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lost = tmp_path / "lost.json"
     lost.write_text(json.dumps({"data_parallel_size": 1, "pipeline_parallel_size": 4, "schedule": "gpipe"}))
-    pins = ["--schedule", "1f1b", "--tensor-parallel-size", "1,2", "--sequence-parallel", "off"]
-    assert main(["rank", *files, *FEW, *pins, "--top", "2", "--explain", str(lost)]) == 0
+    constraints = ["--schedule", "1f1b", "--tensor-parallel-size", "1,2", "--sequence-parallel", "off"]
+    assert main(["rank", *files, *FEW, *constraints, "--top", "2", "--explain", str(lost)]) == 0
     printed = capsys.readouterr().out
     assert "strategies of the space" in printed and "priced on their schedule" in printed
     assert "schedule: 1f1b wins over gpipe" in printed
@@ -116,7 +116,7 @@ def test_nothing_can_run(files: list[str], capsys: pytest.CaptureFixture[str]) -
     assert message.startswith("error: no strategy can run: ") and "break the rule 'parallel sizes multiply" in message
 
 
-def test_a_pinned_partition_chooses_its_number_of_stages(files: list[str], tmp_path: Path) -> None:
+def test_a_given_partition_chooses_its_number_of_stages(files: list[str], tmp_path: Path) -> None:
     out = tmp_path / "ranking.json"
     assert main(["rank", *files, *FEW, "--stage-partition", "0,2,6", "--json", str(out)]) == 0
     for entry in json.loads(out.read_text()):
@@ -126,19 +126,19 @@ def test_a_pinned_partition_chooses_its_number_of_stages(files: list[str], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("pins", "words"),
+    ("constraints", "words"),
     [
         (["--stage-partition", "0,2,7"], "break the rule 'the stage partition fits model and stages'"),
         (["--tensor-parallel-size", "3"], "break the rule 'parallel sizes multiply to the devices'"),
-        (["--data-parallel-size", "3"], "no layout of the ranks has the sizes that are pinned"),
+        (["--data-parallel-size", "3"], "no layout of the ranks has the sizes that flags fix"),
         (["--num-layers", "6000", "--hidden-size", "8192"], "need more memory than the devices have"),
     ],
 )
 def test_where_nothing_can_run_the_last_rule_is_named(
-    files: list[str], pins: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    files: list[str], constraints: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = ["--schedule", "1f1b", "--num-token-slices", "1", "--num-model-chunks", "1", "--recompute", "full"]
-    assert main(["rank", *files, *few, *pins]) == 1
+    assert main(["rank", *files, *few, *constraints]) == 1
     printed = capsys.readouterr()
     assert words in printed.err and len(printed.err.splitlines()) == 1
     assert "none of the others can be faster" not in printed.out

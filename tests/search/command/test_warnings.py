@@ -8,14 +8,14 @@ from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import FAST, SLOW, node, small_cluster, small_problem
 
 CONSTRAINTS = {"schedule": ("1f1b",), "num_token_slices": (1,), "recompute": ("none",), "num_model_chunks": (1,)}
 
 
-def entries_on(cluster: Cluster, problem: Problem, *strategies: Strategy) -> tuple[list[Ranked], Pricing]:
+def entries_on(cluster: Cluster, problem: SearchProblem, *strategies: Strategy) -> tuple[list[Ranked], Pricing]:
     pricing = Pricing(problem.workload, cluster)
     priced = [
         Ranked(strategy=strategy, prediction=pricing.predict(strategy), rank=rank)
@@ -54,10 +54,10 @@ def test_a_slow_machine_behind_a_slow_link_is_better_left_out() -> None:
         cluster = Cluster(nodes=(node("a", FAST, network=network), node("b", device, network=network)))
         problem = small_problem(cluster, global_batch_size=64)
 
-        def pricing_on(part: Cluster, problem: Problem = problem) -> Pricing:
+        def pricing_on(part: Cluster, problem: SearchProblem = problem) -> Pricing:
             return Pricing(problem.workload, part)
 
-        winner = search(problem, all_choices(problem).pinned(CONSTRAINTS), pricing_on, top=1).entries[0]
+        winner = search(problem, all_choices(problem).constrained(CONSTRAINTS), pricing_on, top=1).entries[0]
         note = smaller_cluster_note(winner, problem, CONSTRAINTS, pricing_on)
         assert (note is not None) == said, note
         if note is not None:

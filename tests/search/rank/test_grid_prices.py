@@ -12,8 +12,8 @@ from megatron_terapipe.search.rank.grid_memory import live_token_slices
 from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, price_space
 from megatron_terapipe.search.rank.placement import node_orders
 from megatron_terapipe.search.space.choices import Choices, all_choices
-from megatron_terapipe.search.space.legal_grids import Funnel
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.legal_grids import SearchCounts
+from megatron_terapipe.search.space.problem import SearchProblem
 from tests.search.problems import mixed_cluster, node, small_cluster, small_problem
 
 CLUSTERS = {
@@ -23,12 +23,13 @@ CLUSTERS = {
 }
 
 
-def coarse(problem: Problem) -> Choices:
-    return replace(
-        all_choices(problem),
-        num_token_slices=(1, 2, 3, 8),
-        micro_batch_size=(1, 2, 4),
-        num_model_chunks=(1, 2, 3),
+def coarse(problem: SearchProblem) -> Choices:
+    return all_choices(problem).constrained(
+        {
+            "num_token_slices": (1, 2, 3, 8),
+            "micro_batch_size": (1, 2, 4),
+            "num_model_chunks": (1, 2, 3),
+        }
     )
 
 
@@ -39,7 +40,7 @@ def test_bounds_of_time(name: str) -> None:
     pricings = [Pricing(problem.workload, order, efficiency=efficiency) for order in node_orders(problem.cluster)]
     rng = np.random.default_rng(0)
     ratios, estimates = [], []
-    for grid in price_space(problem, coarse(problem), pricings, Funnel()):
+    for grid in price_space(problem, coarse(problem), pricings, SearchCounts()):
         for index in rng.choice(len(grid.places), size=min(6, len(grid.places)), replace=False).tolist():
             strategy = grid.strategy(index, problem)
             simulated = pricings[grid.order].predict(strategy).iteration_time_s
@@ -61,12 +62,12 @@ def test_what_is_rejected_for_its_memory_does_not_fit() -> None:
     choices = coarse(problem)
     fitting = {
         grid.strategy(index, problem)
-        for grid in price_space(problem, choices, [pricing], Funnel())
+        for grid in price_space(problem, choices, [pricing], SearchCounts())
         for index in range(len(grid.places))
     }
     everything = [
         grid.strategy(index, problem)
-        for grid in price_space(problem, choices, [roomy], Funnel())
+        for grid in price_space(problem, choices, [roomy], SearchCounts())
         for index in range(0, len(grid.places), 23)
     ]
     rejected, wrong = 0, 0
@@ -106,11 +107,11 @@ def test_digits_are_not_sold_for_time() -> None:
     every = coarse(problem)
 
     def stages(choices: Choices, precision: str) -> set[int]:
-        asked, funnel = replace(problem, precision=precision), Funnel()
-        grids = list(price_space(asked, choices, [pricing], funnel))
-        assert (funnel.rejected[COARSE_SUMS] > 0) == (precision == "bf16" and 1 in choices.zero_stage)
+        asked, counts = replace(problem, precision=precision), SearchCounts()
+        grids = list(price_space(asked, choices, [pricing], counts))
+        assert (counts.rejected[COARSE_SUMS] > 0) == (precision == "bf16" and 1 in choices["zero_stage"])
         return {grid.strategy(index, asked).zero_stage for grid in grids for index in range(0, len(grid.places), 7)}
 
     assert stages(every, "bf16") == {1}
     assert stages(every, "fp32") == {0, 1}
-    assert stages(replace(every, zero_stage=(0,)), "bf16") == {0}
+    assert stages(every.constrained({"zero_stage": (0,)}), "bf16") == {0}

@@ -10,30 +10,31 @@ from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.space.choices import Choices, all_choices
-from megatron_terapipe.search.space.legal_grids import Funnel, broken_rule, legal_grids
-from megatron_terapipe.search.space.problem import Problem
+from megatron_terapipe.search.space.legal_grids import SearchCounts, broken_rule, legal_grids
+from megatron_terapipe.search.space.problem import SearchProblem
 from tests.search.problems import mixed_cluster, small_cluster, small_problem
 
 
-def pricing_on(problem: Problem):
+def pricing_on(problem: SearchProblem):
     return lambda cluster: Pricing(problem.workload, cluster, precision=problem.precision)
 
 
-def few(problem: Problem) -> Choices:
-    return replace(
-        all_choices(problem),
-        num_token_slices=(1, 2, 4),
-        num_model_chunks=(1, 2),
-        recompute=("none", "full"),
-        stage_partition=("uniform",),
+def few(problem: SearchProblem) -> Choices:
+    return all_choices(problem).constrained(
+        {
+            "num_token_slices": (1, 2, 4),
+            "num_model_chunks": (1, 2),
+            "recompute": ("none", "full"),
+            "stage_partition": ("uniform",),
+        }
     )
 
 
-def exhaustive(problem: Problem, choices: Choices) -> list[float]:
+def exhaustive(problem: SearchProblem, choices: Choices) -> list[float]:
     """Seconds of every strategy that fits and adds up in fp32, shortest first, all simulated."""
     pricing = Pricing(problem.workload, problem.cluster)
     times = []
-    for legal in legal_grids(problem, choices, Funnel()):
+    for legal in legal_grids(problem, choices, SearchCounts()):
         for flat in np.flatnonzero(legal.legal).tolist():
             place = [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
             strategy = legal.grid.strategy(place, problem)
@@ -56,7 +57,7 @@ def test_the_search_finds_what_trying_everything_finds(memory_bytes: float) -> N
     assert result.proven
     assert [entry.prediction.iteration_time_s for entry in result.entries] == pytest.approx(times[:5], rel=1e-9)
     # Bounds are of use: only a part of what is feasible was simulated.
-    assert result.funnel.simulated < len(times) / 2
+    assert result.counts.simulated < len(times) / 2
     assert [entry.rank for entry in result.entries] == [1, 2, 3, 4, 5]
 
 
@@ -65,7 +66,7 @@ def test_without_the_effort_it_says_what_it_does_not_know() -> None:
     little = search(problem, all_choices(problem), pricing_on(problem), top=3, refine=False, effort=0.02)
     much = search(problem, all_choices(problem), pricing_on(problem), top=3, refine=False, effort=20)
     assert much.proven and much.could_save == 0
-    assert little.funnel.simulated < much.funnel.simulated
+    assert little.counts.simulated < much.counts.simulated
     best = [result.entries[0].prediction.iteration_time_s for result in (little, much)]
     assert best[1] <= best[0] * (1 + 1e-9)
     # What it says could be saved at most is indeed at most that.
@@ -74,7 +75,7 @@ def test_without_the_effort_it_says_what_it_does_not_know() -> None:
 
 def test_refining_keeps_to_the_pins_and_to_the_trainer() -> None:
     problem = small_problem(small_cluster(num_nodes=4, num_devices=1), num_layers=8, seq_length=1024)
-    choices = all_choices(problem).pinned(
+    choices = all_choices(problem).constrained(
         {"pipeline_parallel_size": (4,), "num_token_slices": (2, 3, 4), "schedule": ("1f1b", "gpipe")}
     )
     result = search(problem, choices, pricing_on(problem), top=4)
@@ -88,9 +89,9 @@ def test_refining_keeps_to_the_pins_and_to_the_trainer() -> None:
         check_trainable(strategy, problem.workload.config)
 
 
-def test_pinned_lengths_stay() -> None:
+def test_lengths_of_a_flag_stay() -> None:
     problem = small_problem(small_cluster(num_nodes=4, num_devices=1), num_layers=8)
-    choices = all_choices(problem).pinned({"token_slices": (272, 240)})
+    choices = all_choices(problem).constrained({"token_slices": (272, 240)})
     result = search(problem, choices, pricing_on(problem), top=3)
     assert result.entries
     assert {entry.strategy.token_slices for entry in result.entries} == {(272, 240)}
@@ -98,7 +99,7 @@ def test_pinned_lengths_stay() -> None:
 
 def test_a_mixed_cluster_gets_an_order_of_nodes() -> None:
     problem = small_problem(mixed_cluster(), num_layers=12, global_batch_size=16, hidden_size=2048, seq_length=2048)
-    choices = all_choices(problem).pinned({"pipeline_parallel_size": (4,), "num_token_slices": (1, 2)})
+    choices = all_choices(problem).constrained({"pipeline_parallel_size": (4,), "num_token_slices": (1, 2)})
     result = search(problem, choices, pricing_on(problem), top=3)
     winner = result.entries[0]
     pricing = Pricing(problem.workload, problem.cluster)
@@ -120,4 +121,4 @@ def test_nothing_fits() -> None:
     tiny = Cluster(nodes=(replace(node, device=replace(node.device, memory_bytes=1e9)),))
     problem = small_problem(tiny)
     result = search(problem, few(problem), pricing_on(problem))
-    assert result.entries == () and result.funnel.num_rejected == result.funnel.total
+    assert result.entries == () and result.counts.num_rejected == result.counts.total

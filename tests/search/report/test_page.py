@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
 from megatron_terapipe.search.report.comparison import rivals
-from megatron_terapipe.search.report.files import MOST_OPS, timeline_of, write_answer, write_json
+from megatron_terapipe.search.report.output_files import MOST_OPS, timeline_of, write_answer, write_json
 from megatron_terapipe.search.report.page import Extras, render_page
 from megatron_terapipe.strategy import Strategy
 from tests.search.report.answers import Line, answer

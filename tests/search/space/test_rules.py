@@ -8,9 +8,8 @@ from megatron_terapipe.config.precision import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.planned_run import check_trainable
 from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
 from megatron_terapipe.search.space.legal_grids import broken_rule
-from megatron_terapipe.search.space.rules import TRAINER_RULES
+from megatron_terapipe.search.space.rules import DUPLICATE_RULES, TRAINER_RULES
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import drawn, small_cluster, small_problem
 
@@ -27,7 +26,7 @@ def trains(strategy: Strategy, problem, **sections) -> bool:
 def test_the_trainer_takes_what_is_legal(seed: int) -> None:
     problem = small_problem(small_cluster(num_nodes=3, num_devices=4), global_batch_size=12, num_layers=7 + seed)
     # The trainer plays the whole schedule: few ops, so that many strategies can be held against it.
-    choices = all_choices(problem).pinned({"num_token_slices": (1, 2, 3, 5)})
+    choices = all_choices(problem).constrained({"num_token_slices": (1, 2, 3, 5)})
     for strategy in drawn(problem, 70, seed, choices):
         assert broken_rule(strategy, problem) is None
         check_trainable(strategy, problem.workload.config)

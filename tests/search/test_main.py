@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_terapipe.search import __main__ as search_program
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.command import frame
 from megatron_terapipe.search.command import shared_flags as inputs
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster
 from tests.architecture.sources import ROOT
@@ -19,7 +19,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"  {name} " in text and what in text for name, what in frame.COMMANDS.items())
+    assert all(f"  {name} " in text and what in text for name, what in search_program.COMMANDS.items())
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_overview_imports_nothing_heavy() -> None:
 
 def command_that_adds(monkeypatch: pytest.MonkeyPatch, add_flags: object, run: object) -> None:
     found = SimpleNamespace(NAME="rank", HELP="ranks", add_flags=add_flags, run=run)
-    monkeypatch.setattr(frame, "import_module", lambda name: found if name.endswith(".rank") else None)
+    monkeypatch.setattr(search_program, "import_module", lambda name: found if name.endswith(".rank") else None)
 
 
 def test_a_command_reads_its_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_help_of_every_command_needs_no_torch() -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from megatron_terapipe.search.__main__ import main\n"
-        f"for name in {list(frame.COMMANDS)!r}:\n"
+        f"for name in {list(search_program.COMMANDS)!r}:\n"
         "    try:\n"
         "        main([name, '--help'])\n"
         "    except SystemExit as ended:\n"
@@ -113,4 +113,4 @@ def test_help_of_every_command_needs_no_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
     assert not set(result.stdout.splitlines()[-1].split()) & {"torch", "deepspeed", "numba", "scipy", "pyarrow"}
-    assert result.stdout.count("usage: ") == len(frame.COMMANDS)
+    assert result.stdout.count("usage: ") == len(search_program.COMMANDS)

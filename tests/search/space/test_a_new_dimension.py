@@ -1,0 +1,142 @@
+"""A dimension is declared once: a patch of three files adds one, and everything that lists dimensions has it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+
+PATCH = {
+    # The field of the strategy: flags, JSON, tables, comparisons, ties, layouts and world size follow.
+    "megatron_terapipe/strategy.py": (
+        "    placement: tuple[int, ...] | None = dimension(",
+        '''    context_parallel_size: int = dimension(
+        1,
+        kind=Whole(),
+        trained=(1,),
+        priced=(1,),
+        tried=(1,),
+        ranks=True,
+        flag_help=(13, "context-parallel sizes"),
+        label=(14, "context-parallel size"),
+        column=(13, "cp"),
+        usual="1",
+        phrase=(11, "cp {}"),
+        tie=15,
+    )
+    """Ranks that share each sequence."""
+
+    placement: tuple[int, ...] | None = dimension(''',
+    ),
+    # The field of the configuration that it sets: the trainer's flag, its help and its check follow.
+    "megatron_terapipe/config/parallel.py": (
+        "    no_overlap_grad_reduce: bool",
+        '''    context_parallel_size: Literal[1] = 1
+    """Ranks that share each sequence."""
+
+    no_overlap_grad_reduce: bool''',
+    ),
+    # The flag is no longer refused.
+    "megatron_terapipe/arguments/refused_flags.py": (" context-parallel-size ", " "),
+}
+"""By file, a text and what takes its place. CONTRIBUTING.md names the same three files."""
+
+MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 257}
+CLUSTER = {"nodes": [{"device": "A100-SXM4-40GB", "devices": 2}]}
+FEW = "--num-token-slices 1 --num-model-chunks 1 --recompute none --schedule 1f1b --effort 0.02 --top 2".split()
+
+SCRIPT = """
+import contextlib, io, json, sys
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.__main__ import main
+from megatron_terapipe.search.report.table import COLUMNS
+
+rank, trainer = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+said = {}
+
+def run(name, words):
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = main(words)
+    said[name] = code, out.getvalue(), error.getvalue()
+
+run("ranked", [*rank, "--context-parallel-size", "1", "--output", "out", "--explain"])
+run("refused", [*rank, "--context-parallel-size", "2"])
+with open("two.jsonl", "w") as file:
+    file.write(json.dumps({"context_parallel_size": 2}))
+run("predicted", ["predict", *rank[1:3], "--strategies", "two.jsonl", "--global-batch-size", "2", "--json", "-"])
+said["columns"] = [name for _, name in COLUMNS]
+said["trained"] = parse_arguments([*trainer, "--strategy", "out/strategy.json"]).parallel.context_parallel_size
+for name, words in (("strategy", ["--strategy", "two.jsonl"]), ("flag", ["--context-parallel-size", "2"])):
+    try:
+        parse_arguments([*trainer, *words])
+    except ConfigError as error:
+        said[name] = str(error)
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What the patched package answers."""
+    folder = tmp_path_factory.mktemp("patched")
+    shutil.copytree(
+        REPOSITORY / "megatron_terapipe",
+        folder / "megatron_terapipe",
+        ignore=shutil.ignore_patterns("__pycache__", "training", "model", "data", "huggingface"),
+    )
+    for path, (old, new) in PATCH.items():
+        text = (folder / path).read_text()
+        assert text.count(old) == 1, f"{path} has no single {old!r}: mend the patch, and what the documents say of it"
+        (folder / path).write_text(text.replace(old, new))
+    for name, document in (("model.json", MODEL), ("cluster.json", CLUSTER)):
+        (folder / name).write_text(json.dumps(document))
+    rank = ["rank", "model.json", "cluster.json", "--global-batch-size", "2", "--no-progress", *FEW]
+    trainer = [f"--{name.replace('_', '-')}={value}" for name, value in MODEL.items()]
+    trainer += "--mock-data --train-iters 1 --lr 1 --micro-batch-size 1".split()
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(rank), json.dumps(trainer)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    answers: dict[str, object] = json.loads(done.stdout)
+    return answers | {"strategy.json": json.loads((folder / "out" / "strategy.json").read_text())}
+
+
+def test_three_files_at_most() -> None:
+    assert len(PATCH) <= 3
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    assert all(f"`{path}`" in text for path in PATCH)
+
+
+def test_the_search_knows_it(said: dict[str, object]) -> None:
+    code, table, _ = said["ranked"]
+    assert code == 0 and "to run the winner" in table
+    assert "cp" in said["columns"]
+    assert said["strategy.json"]["context_parallel_size"] == 1
+    assert list(said["strategy.json"])[-2:] == ["context_parallel_size", "placement"]
+
+
+def test_the_launched_trainer_reads_it(said: dict[str, object]) -> None:
+    assert said["trained"] == 1
+
+
+def test_what_is_not_allowed_is_refused_in_one_line(said: dict[str, object]) -> None:
+    code, _, error = said["refused"]
+    assert code == 2
+    assert error == "error: --context-parallel-size 2 is not 1, the only value that can be priced: write 1\n"
+    code, answer, _ = said["predicted"]
+    (entry,) = json.loads(answer)
+    assert code == 0 and not entry["feasible"]
+    assert entry["reason"] == "context_parallel_size 2 is not one of 1"
+    assert said["strategy"] == "strategy: context_parallel_size 2 cannot be trained yet: use 1"
+    assert said["flag"].startswith("--context-parallel-size")
