@@ -15,11 +15,12 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
 from deepspeed_ext.plan.schedules import Schedule, fixed
 from deepspeed_ext.plan.simulate import check_complete, check_order
+from deepspeed_ext.plan.text_files import read_text
 
 Orders = list[list[Op]]
 
@@ -36,10 +37,7 @@ def read_schedule(path: Path | str) -> tuple[PipelineShape, Orders]:
             missing, or the stages are placed neither round and round nor there and back. Names the line.
         ScheduleDeadlock: if ranks would wait for each other.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets begin a CSV with a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    text = read_text(path)
     try:
         return parse_schedule(text)
     except PlanError as error:
