@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.constraints import add_constraint_flags, constraints_of
 from megatron_terapipe.search.command.costs import Costs, costs_of
@@ -38,7 +39,6 @@ from megatron_terapipe.search.report.files import (
     write_json,
     write_page,
 )
-from megatron_terapipe.search.report.launch import write_text
 from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.space.choices import Choices, all_choices
 from megatron_terapipe.search.space.duplicates import DUPLICATE_RULES
@@ -120,7 +120,8 @@ def write_proposals(path: str, problem: Problem, choices: Choices, costs: Costs,
     candidates = [entry.strategy for entry in found.entries]
     model = costs.pricing_on(problem.cluster).cost_model
     chosen = propose_strategies(model, candidates, costs.calibration, NUM_TRIALS)
-    write_text(path, "".join(json.dumps(strategy.to_json()) + "\n" for strategy in chosen))
+    lines = [json.dumps(strategy.to_json()) + "\n" for strategy in chosen]
+    write_text(path, "".join(lines), make_folder=True)
     return (
         f"{path} has {len(chosen)} of the {len(candidates)} best strategies, the trials of which would teach most, the "
         f"most telling first: run them with `trial --strategies {path}`, then `rank --calibrate`"
