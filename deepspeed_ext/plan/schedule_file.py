@@ -15,12 +15,13 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
 from deepspeed_ext.plan.programs.lowering import check_lowering
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import fixed
 from deepspeed_ext.plan.simulate import check_order
+from deepspeed_ext.plan.text_files import read_text
 
 
 def read_schedule(path: Path | str) -> tuple[PipelineShape, list[list[Op]]]:
@@ -50,10 +51,7 @@ _Parsed = tuple[PipelineShape, list[list[Op]], SimulatedSchedule]
 
 
 def _read(path: Path | str) -> _Parsed:
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets begin a CSV with a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    text = read_text(path)
     try:
         return _parse(text, str(path))
     except PlanError as error:

@@ -7,6 +7,7 @@ from typing import get_type_hints
 
 import pytest
 
+from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.arguments import flags, markdown, parse_arguments
 from megatron_terapipe.config import Config
@@ -23,7 +24,7 @@ def parse(words: str = "") -> Config:
 
 
 def refusal(words: str) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         parse(words)
     line = str(caught.value)
     assert "\n" not in line

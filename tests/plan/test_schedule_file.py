@@ -130,10 +130,10 @@ def test_micro_batches_may_go_back_in_any_order():
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(UserError, match=r"cannot read .*none\.txt: No such file"):
+    with pytest.raises(UserError, match=r"none\.txt cannot be read \(No such file"):
         read_schedule(tmp_path / "none.txt")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=r"cannot read .*binary"):
+    with pytest.raises(UserError, match="binary is not UTF-8 text"):
         read_schedule(tmp_path / "binary")
 
 

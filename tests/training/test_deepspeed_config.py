@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import settings as settings_of_test
 from hypothesis import strategies as st
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
@@ -348,7 +349,7 @@ def test_flags_of_megatron_deepspeed_about_zero(tmp_path: Path) -> None:
 
 
 def test_file_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"--deepspeed-config none.json cannot be read"):
+    with pytest.raises(UserError, match=r"--deepspeed-config none.json cannot be read"):
         settings("--deepspeed-config none.json")
 
 

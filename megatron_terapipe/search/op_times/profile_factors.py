@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.op_times.constants import constant
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, OpTimes
 
@@ -17,6 +18,9 @@ from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
 class ProfileFactors:
     """Seconds in training per second of the profile.
 
+    The priors are guesses: that of `ops` is wide enough for two ranks that share what one had alone, that of `messages`
+    for collectives that wait for a busy processor.
+
     Attributes:
         ops: of what layers compute.
         messages: of collectives and of messages between stages, beyond the latency of their links.
@@ -24,10 +28,10 @@ class ProfileFactors:
         step: of what comes once an iteration: the optimizer, and what an iteration takes however small it is.
     """
 
-    ops: float = 1.0
-    messages: float = 1.0
-    gaps: float = 1.0
-    step: float = 1.0
+    ops: float = constant(1.0, 0.4)
+    messages: float = constant(1.0, 0.8)
+    gaps: float = constant(1.0, 0.7)
+    step: float = constant(1.0, 0.5)
 
     def efficiency(self, measured: HardwareEfficiency) -> HardwareEfficiency:
         """HardwareEfficiency of training.

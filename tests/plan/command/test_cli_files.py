@@ -105,7 +105,7 @@ def test_a_timeline_contradicts_a_schedule(capsys):
             [*PIPELINE[:-1], "3,4", "--solve-slices", "--attention-share", "0.5"],
             "--solve-slices looks for the lengths that --token-slices 3,4 gives: give their number",
         ),
-        (["--schedule", "nowhere/orders.txt"], "cannot read nowhere/orders.txt: No such file"),
+        (["--schedule", "nowhere/orders.txt"], "nowhere/orders.txt cannot be read (No such file"),
         ([*PIPELINE, "--stages", "two"], "argument --stages: invalid int value: 'two'"),
         ([*PIPELINE, "--speed", "9"], "unrecognized arguments: --speed 9"),
     ],
@@ -141,12 +141,12 @@ def test_files_that_cannot_be_read_or_written_are_one_line(capsys, tmp_path):
     missing, binary, malformed = tmp_path / "no" / "file", tmp_path / "binary", tmp_path / "malformed"
     binary.write_bytes(b"\xff\xfe\x00")
     malformed.write_text('{"forward": []}')
-    assert f"cannot read {missing}: No such file" in refused(capsys, *PIPELINE, "--costs", str(missing))
-    assert f"cannot read {binary}: " in refused(capsys, *PIPELINE, "--costs", str(binary))
+    assert f"{missing} cannot be read (No such file" in refused(capsys, *PIPELINE, "--costs", str(missing))
+    assert f"{binary} is not UTF-8 text" in refused(capsys, *PIPELINE, "--costs", str(binary))
     assert f"{malformed}: costs['forward'] has rows of []" in refused(capsys, *PIPELINE, "--costs", str(malformed))
-    assert f"cannot read {missing}: No such file" in refused(capsys, "--timeline", str(missing))
+    assert f"{missing} cannot be read (No such file" in refused(capsys, "--timeline", str(missing))
     assert f"{malformed}: not a timeline" in refused(capsys, "--timeline", str(malformed))
     assert f"{tmp_path} has no iteration_*.json" in refused(capsys, "--timeline", str(tmp_path))
     for flag in ("--svg", "--html", "--trace", "--write-schedule"):
-        assert f"cannot write {missing}: No such file" in refused(capsys, *PIPELINE, flag, str(missing))
-    assert f"cannot write {tmp_path}: Is a directory" in refused(capsys, *PIPELINE, "--trace", str(tmp_path))
+        assert f"{missing} cannot be written (No such file" in refused(capsys, *PIPELINE, flag, str(missing))
+    assert f"{tmp_path} cannot be written (Is a directory" in refused(capsys, *PIPELINE, "--trace", str(tmp_path))

@@ -22,7 +22,7 @@ from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
 from megatron_terapipe.search.op_times.software import TERAPIPE
 from megatron_terapipe.search.trials.journal import SOURCE, Journal, cluster_document, explicit, model_document
 from megatron_terapipe.search.trials.predicted import predict_in_folds
-from megatron_terapipe.search.trials.profile_calibration import PRIOR_WIDTH, calibrate_on_profile, factor_slopes
+from megatron_terapipe.search.trials.profile_calibration import PRIOR, calibrate_on_profile, factor_slopes
 from megatron_terapipe.search.trials.trial import Trial, trial_line
 from megatron_terapipe.strategy import Strategy
 from tests.search.op_times.profiles import MODEL, profile
@@ -136,7 +136,7 @@ def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
 def test_intervals_hold_the_measurements_and_are_wider_where_trials_scatter() -> None:
     calm, wild = (calibrate_on_profile(trials(noise), PROFILE) for noise in (0.01, 0.2))
     slopes = factor_slopes(model(PROFILE, calm.factors), STRATEGIES)
-    assert slopes.shape == (len(STRATEGIES), len(PRIOR_WIDTH)) and calm.intervals.parameter_names == tuple(PRIOR_WIDTH)
+    assert slopes.shape == (len(STRATEGIES), len(PRIOR.names)) and calm.intervals.parameter_names == PRIOR.names
     # Everything that takes time belongs to a factor, but for the latency of links.
     assert slopes.sum(axis=1) == pytest.approx(1, abs=0.06)
     assert (calm.intervals.half_width(slopes) > errors(calm.factors)).all()
