@@ -29,6 +29,8 @@ from tests.documents.blocks import blocks_of, inline_commands, written
 from tests.end_to_end.launching import MODEL, TRAINING
 
 pytest.importorskip("yaml")
+# Modules that other tests have imported are run as programs here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 
 NOT_SHOWN = {
     "git clone": "downloads",
@@ -47,7 +49,7 @@ NOT_RUN = {
 NO_CODE = {
     "schedules.interleaved --+-->": "drawing",
     "plan/\n": "list of files",
-    "workload + cluster -->": "drawing",
+    "search/\n": "list of files",
     "a product of K inputs": "formulas",
     "all-reduce of B bytes": "formulas",
     "CUDA environment: set": "printed by a run",
