@@ -14,7 +14,7 @@ Parse = Callable[[str, str], tuple[Any, ...]]
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each dimension."""
     group = parser.add_argument_group(
-        "what to search", "Left out, a dimension is free. Give a value to pin it, or the values to try: 1,2,4"
+        "what to search", "A dimension without a flag is free. Give one value to fix it, or the values to try: 1,2,4"
     )
     for name, (_, metavar, words) in CONSTRAINTS.items():
         group.add_argument(flag(name), metavar=metavar, help=words)
@@ -95,7 +95,7 @@ CONSTRAINTS: dict[str, tuple[Parse, str, str]] = {
     "num_model_chunks": (_numbers(1), "LIST", "model chunks, the stages of each pipeline rank"),
     "micro_batch_size": (_numbers(1), "LIST", "micro-batch sizes"),
     "num_token_slices": (_numbers(1), "LIST", "numbers of token slices; 1 leaves sequences whole"),
-    "token_slices": (_lengths, "LENGTHS", "lengths of the token slices, one cut: 704,688,656"),
+    "token_slices": (_lengths, "LENGTHS", "lengths of the token slices: 704,688,656"),
     "schedule": (_words(tuple(SCHEDULES)), "LIST", f"schedules among {', '.join(SCHEDULES)}"),
     "recompute": (_words(RECOMPUTE), "LIST", f"recomputation among {', '.join(RECOMPUTE)}"),
     "zero_stage": (_numbers(0, 1), "LIST", "ZeRO stages, 0 or 1"),
