@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 class SimulatedTime(NamedTuple):
-    """What came out: by device whether it locked and whether a setting that helps was named, and the cost."""
+    """Result of a case: per device, whether it deadlocked; whether a setting that helps was named; and the cost."""
 
     schedule: str
     locked: dict[str, bool]
@@ -54,7 +54,12 @@ class SimulatedTime(NamedTuple):
 
 
 def cases(most_units: int, num_random: int) -> Iterator[Case]:
-    """All combinations, then random ones for the optimiser."""
+    """Yield all combinations, then random ones for the optimiser.
+
+    Args:
+        most_units: largest product of ranks, micro-batches and token slices.
+        num_random: number of random combinations.
+    """
     for ranks, micro_batches, token_slices, model_chunks in product(range(2, 9), range(1, 9), range(1, 9), range(1, 5)):
         if ranks * micro_batches * token_slices <= most_units:
             shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
@@ -99,7 +104,12 @@ def growing_costs(shape: PipelineShape) -> OpCosts:
 
 
 def random_costs(shape: PipelineShape, random: Random) -> OpCosts:
-    """Costs of ops between 0.5 and 2, each its own."""
+    """Return costs of ops between 0.5 and 2, each drawn separately.
+
+    Args:
+        shape: sizes of the pipeline.
+        random: source of random numbers.
+    """
     tables = [
         [[random.uniform(0.5, 2) for _ in range(shape.num_token_slices)] for _ in range(shape.num_stages)]
         for _ in range(3)
