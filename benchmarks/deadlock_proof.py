@@ -44,7 +44,7 @@ class Case(NamedTuple):
     seed: int = 0
 
 
-class SimulatedTime(NamedTuple):
+class CaseResult(NamedTuple):
     """Result of a case: per device, whether it deadlocked; whether a setting that helps was named; and the cost."""
 
     schedule: str
@@ -73,7 +73,7 @@ def cases(most_units: int, num_random: int) -> Iterator[Case]:
         yield Case(OPTIMISED, shape, seed)
 
 
-def play(case: Case) -> SimulatedTime:
+def play(case: Case) -> CaseResult:
     """Lower one case and play it on all devices."""
     shape = case.shape
     costs = growing_costs(shape)
@@ -92,7 +92,7 @@ def play(case: Case) -> SimulatedTime:
             locked[name] = True
             named = named and "CUDA_DEVICE_MAX_CONNECTIONS" in str(deadlock)
     on_device = Events(programs, shape, Device(host_waits=False)).makespan(costs)
-    return SimulatedTime(case.schedule, locked, named, on_device / simulate(orders, shape, costs).makespan - 1)
+    return CaseResult(case.schedule, locked, named, on_device / simulate(orders, shape, costs).makespan - 1)
 
 
 def growing_costs(shape: PipelineShape) -> OpCosts:
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=1000, help="optimised schedules of random shapes and costs")
     options = parser.parse_args()
     todo = list(cases(options.most_units, options.random))
-    results: dict[str, list[SimulatedTime]] = {}
+    results: dict[str, list[CaseResult]] = {}
     with ProcessPoolExecutor(options.workers) as pool:
         for number, played in enumerate(pool.map(play, todo, chunksize=8), start=1):
             results.setdefault(played.schedule, []).append(played)

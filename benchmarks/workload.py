@@ -135,7 +135,7 @@ def our_engine(
         num_stages: pipeline ranks.
         micro_batch_size: sequences of a micro-batch.
         recompute: mode of recomputation.
-        optimizer: makes the optimizer; None for DeepSpeed's.
+        optimizer: makes the optimizer; None for SGD.
         clip: norm that gradients are clipped at; 0 = never.
         bf16: whether to train in bf16.
         schedule: name of the schedule, or the schedule.
