@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.ops import PipelineShape
-from megatron_terapipe.config.parallel import OPTIMISED
+from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.search.cost.activation_memory import ScalarOrArray, TokenMemory, logit_limits, token_memory
 from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
 from megatron_terapipe.search.cost.live_memory import (
