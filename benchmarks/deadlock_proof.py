@@ -22,7 +22,7 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.programs.device import Device, Events, check_programs
 from deepspeed_ext.plan.programs.lowering import lower
-from deepspeed_ext.plan.schedules import SCHEDULES, fixed, rank_orders, schedule_named
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, fixed, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 
 DEVICES = {
@@ -32,7 +32,6 @@ DEVICES = {
     "cold": Device(warms_up=False, host_waits=False),
 }
 """The default device waits at every op and drains anywhere; `cold` makes connections in mid-step."""
-OPTIMISED = "optimised"
 EFFORT = 0.01
 
 

@@ -8,7 +8,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
-from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.options import (
     check_choices,
@@ -19,9 +19,6 @@ from megatron_terapipe.config.options import (
 )
 from megatron_terapipe.config.stage_layers import listed_stages, uniform_stages
 from megatron_terapipe.errors import ConfigError
-
-OPTIMISED = "optimised"
-"""The schedule that is found for a run, and so has no generator of its own."""
 
 AUTO = "auto"
 """Token slices, or the layers of stages, that are found for a run once it is known how many ranks it has; until then

@@ -6,10 +6,8 @@ from typing import NoReturn
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Placement
-from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 
-OPTIMISED = "optimised"
-"""Name of the schedule that is searched for."""
 SEQ_LENGTH = 4096
 """Tokens of a sequence that is cut, unless it is said."""
 LAYERS_OF_A_RANK = 8
