@@ -6,13 +6,15 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+# Files go to workers in the order of tests/conftest.py, longest first. What `make check` runs is not run again.
+PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/architecture
 DEMO := runs/demo
 SOURCES := deepspeed_ext megatron_terapipe benchmarks tests examples pretrain_gpt.py setup.py
 
 # Files of the driver: without one, nothing needs to be installed to say that there is no GPU.
 GPU := $(firstword $(wildcard /dev/nvidiactl /dev/dxg))
 
-.PHONY: help demo test check format bench gpu gpu-bench clean
+.PHONY: help demo test test-fast test-all check format bench gpu gpu-bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -29,14 +31,21 @@ $(VENV)/installed: setup.py Makefile
 demo: $(VENV)/installed ## train a GPT on real text: two stages, four token slices; ends in runs/demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh $(DEMO)
 
-test: $(VENV)/installed ## all tests
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+test: $(VENV)/installed ## all tests, on enough setups to cover every pair of values
+	$(PYTEST) --durations=30
 
-check: $(VENV)/installed ## style and types
+test-fast: $(VENV)/installed ## the tests that start no ranks and no programs, and compile nothing
+	$(PYTEST) -m "not ranks and not launches and not compiles"
+
+test-all: $(VENV)/installed ## all tests on all setups
+	$(PYTEST) --all-setups --durations=30
+
+check: $(VENV)/installed ## style, types, names, layers and docstrings
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy --strict deepspeed_ext/plan megatron_terapipe/config megatron_terapipe/strategy.py megatron_terapipe/planning \
 		megatron_terapipe/arguments megatron_terapipe/search
+	$(BIN)/python -m pytest --quiet tests/architecture
 
 format: $(VENV)/installed ## bring the code into style
 	$(BIN)/ruff format $(SOURCES)

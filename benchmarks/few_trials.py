@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.trials.design import propose
-from megatron_terapipe.search.trials.fit import NOISE, fit
+from megatron_terapipe.search.trials.fit import NOISE, fit_efficiency
 from megatron_terapipe.search.trials.intervals import uncalibrated
 from megatron_terapipe.search.trials.read import read_trials
 from megatron_terapipe.search.trials.sample import Sample, sample_sensitivities
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     slopes = sample_sensitivities(sample, HardwareEfficiency(), prior.parameter_names)
 
     def mape(rows: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:
-        efficiency = fit([trials[row] for row in rows]).efficiency
+        efficiency = fit_efficiency(Sample.of([trials[row] for row in rows])).efficiency
         return float(np.abs(np.expm1(sample.errors(efficiency, ratio)[held_out])).mean())
 
     found: dict[str, list[float]] = {"designed": [], "random": []}

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.pointwise import Pointwise
-from deepspeed_ext.runtime import sequence_state
 from deepspeed_ext.runtime.attention_kernels import CudaFlash
-from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.sequence import sequence_state
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks

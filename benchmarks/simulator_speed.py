@@ -11,8 +11,8 @@ from statistics import median
 from typing import TypeVar
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import fixed, interleaved, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders

@@ -15,7 +15,8 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.schedules import one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.solve import PolynomialCosts, op_costs, solve_terapipe, solve_token_slices
+from deepspeed_ext.plan.solve import PolynomialCosts, TerapipeProblem, op_costs, solve_token_slices
+from deepspeed_ext.plan.solve.grid import Grid
 
 SEQ_LENGTH, NUM_STAGES = 131_072, 64
 GRANULARITY, MIN_LENGTH = 128, 1024
@@ -76,19 +77,14 @@ def token_slices(effort: float) -> None:
         )
         timeline = simulate(rank_orders(schedule, shape), shape, op_costs(shape, solved.cut, costs))
         print(f"{name:>12} {num_micro_batches:>3} {count:>4} {seconds:>8.2f} {timeline.bubble_ratio:>7.1%}")
+    grid = Grid(SEQ_LENGTH, GRANULARITY, MIN_LENGTH)
     for count in (None, 16, 64):
         seconds, exact = _timed(
-            lambda count=count: solve_terapipe(
-                costs,
-                SEQ_LENGTH,
-                num_stages=NUM_STAGES,
-                num_token_slices=count,
-                granularity=GRANULARITY,
-                min_length=MIN_LENGTH,
-            )
+            # Stages are equal, so one stands for all.
+            lambda count=count: TerapipeProblem.of({1: costs}, grid, 1, 1, NUM_STAGES - 1).solve(count)
         )
         over = exact.makespan / exact.lower_bound - 1
-        print(f"{'terapipe':>12} {1:>3} {len(exact.cut):>4} {seconds:>8.2f}  at most {over:.2%} over the best")
+        print(f"{'terapipe':>12} {1:>3} {len(exact.micro_batches[0][1]):>4} {seconds:>8.2f}  at most {over:.2%} off")
 
 
 def orders(effort: float) -> None:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from benchmarks.workload import batches, benchmark_model, our_engine
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.initialize import init_distributed
-from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.balance import balanced_token_slices
 from megatron_terapipe.config.presets import find_preset

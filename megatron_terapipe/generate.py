@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from math import inf
-from pathlib import Path
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.tokenizers import TOKENIZER_FILES, TOKENIZER_SPELLINGS
@@ -64,10 +64,7 @@ def _parser() -> CommandParser:
 def _prompt(options: argparse.Namespace) -> str:
     if options.prompt_file is None:
         return str(options.prompt)
-    try:
-        return Path(options.prompt_file).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--prompt-file {options.prompt_file} cannot be read ({error}): name a text file") from None
+    return read_text(options.prompt_file, "--prompt-file")
 
 
 def _continuation(options: argparse.Namespace) -> Iterator[str]:

@@ -1,6 +1,10 @@
 """Settings that all tests share."""
 
+import os
 from typing import Any
+
+# Workers and ranks share the cores. Threads of torch that wait for a core make a product take milliseconds.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
@@ -39,6 +43,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for mark in sorted(marks_of(item)):
                 item.add_marker(mark)
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+@pytest.fixture
+def all_setups(request: pytest.FixtureRequest) -> bool:
+    """Whether to run everything, however long it takes."""
+    return bool(request.config.getoption("all_setups"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Marks that follow from what a test uses, so that nobody has to remember them.
 
-A test bears the mark of what it reaches: through the functions and classes of the tests' own modules, through its
-fixtures and its parameters. What the project's code starts by itself is not seen.
+A test bears the mark of what it reaches: through the functions and classes of tests and benchmarks, through its
+fixtures and its parameters. What the code of the packages starts by itself is not seen.
 """
 
 import multiprocessing
@@ -49,12 +49,13 @@ def _marks(start: Any) -> frozenset[str]:
 
 
 def _is_followed(value: Any) -> bool:
-    """Whether to look into something: functions and classes of the tests, whatever decorates them."""
-    return callable(value) and str(getattr(value, "__module__", "")).startswith("tests.") and value.__hash__ is not None
+    """Whether to look into something: functions and classes of tests and benchmarks, whatever decorates them."""
+    module = str(getattr(value, "__module__", ""))
+    return callable(value) and module.startswith(("tests.", "benchmarks.")) and value.__hash__ is not None
 
 
 def _used_by(value: Any) -> Iterator[Any]:
-    """What a function or class of the tests names, as far as it is found without running it."""
+    """What a function or class names, as far as it is found without running it."""
     value = (getattr(value, "hypothesis", None) and value.hypothesis.inner_test) or value
     value = getattr(value, "__wrapped__", value)
     if isinstance(value, type):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from deepspeed_ext.plan.dependencies import prerequisites, result
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op
-from deepspeed_ext.plan.programs import Channel
+from deepspeed_ext.plan.programs.program import Channel
 from deepspeed_ext.plan.timeline import Span, Timeline, Transfer
 
 

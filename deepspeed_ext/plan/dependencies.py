@@ -42,13 +42,18 @@ DEPENDENCIES = (
     ),
     Dependency(OpKind.WEIGHT_GRADIENT, _GRADIENT),
 )
-"""The data flow as a table, which the simulators read."""
+"""The data flow as a table, which all that puts ops in order or times them reads."""
 
 _BY_KIND = {kind: [dependency for dependency in DEPENDENCIES if dependency.op is kind] for kind in OpKind}
 _RECEIVED = {dependency.op: dependency for dependency in DEPENDENCIES if dependency.stage}
 """What an op reads of another stage: one thing at most, since stages form a chain."""
 _WAY = {dependency.needed: -dependency.stage for dependency in _RECEIVED.values()}
 """Where the stage is that reads a result of its neighbour, by the kind of the result."""
+
+
+def reads_of(kind: OpKind) -> tuple[Dependency, ...]:
+    """Rows of the table for ops of one kind: what simulators and searches make their arrays of."""
+    return tuple(_BY_KIND[kind])
 
 
 def result(op: Op) -> Op:

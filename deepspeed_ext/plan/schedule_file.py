@@ -15,17 +15,20 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deepspeed_ext.plan.errors import PlanError, UserError
-from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
-from deepspeed_ext.plan.schedules import Schedule, fixed
-from deepspeed_ext.plan.simulate import check_complete, check_order
+from deepspeed_ext.plan.programs.lowering import check_lowering
+from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
+from deepspeed_ext.plan.schedules import fixed
+from deepspeed_ext.plan.simulate import check_order
+from deepspeed_ext.plan.text_files import read_text
 
-Orders = list[list[Op]]
 
-
-def read_schedule(path: Path | str) -> tuple[PipelineShape, Orders]:
+def read_schedule(path: Path | str) -> tuple[PipelineShape, list[list[Op]]]:
     """Read a schedule and see that it is whole and can be run.
+
+    Args:
+        path: of the file.
 
     Returns:
         The shape of the pipeline it is for, and the op order of every rank.
@@ -36,18 +39,26 @@ def read_schedule(path: Path | str) -> tuple[PipelineShape, Orders]:
             missing, or the stages are placed neither round and round nor there and back. Names the line.
         ScheduleDeadlock: if ranks would wait for each other.
     """
+    return _read(path)[:2]
+
+
+def parse_schedule(text: str) -> tuple[PipelineShape, list[list[Op]]]:
+    """Read a schedule from the text of its file; see `read_schedule`."""
+    return _parse(text, "this text")[:2]
+
+
+_Parsed = tuple[PipelineShape, list[list[Op]], SimulatedSchedule]
+
+
+def _read(path: Path | str) -> _Parsed:
+    text = read_text(path)
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets begin a CSV with a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        return parse_schedule(text)
+        return _parse(text, str(path))
     except PlanError as error:
         raise type(error)(f"{path}: {error}") from None
 
 
-def parse_schedule(text: str) -> tuple[PipelineShape, Orders]:
-    """Read a schedule from the text of its file; see `read_schedule`."""
+def _parse(text: str, name: str) -> _Parsed:
     lines = dict(_lines_with_ops(text))
     if not lines:
         raise PlanError("no ops: write a line such as '0F0.0, 0B0.0' for each pipeline rank")
@@ -58,29 +69,28 @@ def parse_schedule(text: str) -> tuple[PipelineShape, Orders]:
             check_order(order, shape, rank)
         except PlanError as error:
             raise PlanError(f"line {numbers[rank]}: {error}") from None
-    check_complete(orders, shape)
-    lower(fixed(orders), shape)
-    return shape, orders
+    written = fixed(orders)
+
+    def checked(asked_for: PipelineShape, rank: int) -> Iterator[Op]:
+        if asked_for != shape:
+            raise PlanError(
+                f"the schedule of {name} is for {_in_words(shape)}, and the run has {_in_words(asked_for)}: "
+                "change the run, or choose another schedule"
+            )
+        return written(shape, rank)
+
+    schedule = SimulatedSchedule(checked)
+    check_lowering(schedule, shape)
+    return shape, orders, schedule
 
 
-def schedule_from_file(path: Path | str) -> Schedule:
-    """The schedule of a file, as a generator like any other, for the shape of the file alone.
+def schedule_from_file(path: Path | str) -> SimulatedSchedule:
+    """Return the schedule of a file, which fits the shape of the file alone and is known to end there.
 
     Raises:
         UserError: as `read_schedule` does; and the schedule itself, if it is asked for another shape.
     """
-    written_for, orders = read_schedule(path)
-    schedule = fixed(orders)
-
-    def checked(shape: PipelineShape, rank: int) -> Iterator[Op]:
-        if shape != written_for:
-            raise PlanError(
-                f"the schedule of {path} is for {_in_words(written_for)}, and the run has {_in_words(shape)}: "
-                "change the run, or choose another schedule"
-            )
-        return schedule(shape, rank)
-
-    return checked
+    return _read(path)[2]
 
 
 def write_schedule(orders: Sequence[Sequence[Op]]) -> str:
@@ -99,7 +109,7 @@ def _lines_with_ops(text: str) -> Iterator[tuple[int, list[Op]]]:
             yield number, order
 
 
-def _shape_of(orders: Orders, numbers: Sequence[int]) -> PipelineShape:
+def _shape_of(orders: Sequence[Sequence[Op]], numbers: Sequence[int]) -> PipelineShape:
     """The smallest shape that holds all ops, with the placement that puts every stage on the rank it stands on."""
     num_ranks = len(orders)
     _, *last = map(max, zip(*(op for order in orders for op in order), strict=True))

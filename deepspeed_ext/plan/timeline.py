@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from deepspeed_ext.plan.dependencies import reading_stage
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape
-from deepspeed_ext.plan.programs import Channel
-from deepspeed_ext.plan.reductions import Reduction
+from deepspeed_ext.plan.programs.program import Channel
+from deepspeed_ext.plan.programs.reductions import Reduction
 
 
 class Span(NamedTuple):

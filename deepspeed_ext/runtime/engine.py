@@ -21,25 +21,25 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind
-from deepspeed_ext.plan.programs import Instruction, InstructionKind
-from deepspeed_ext.plan.reductions import completing_ops
+from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
+from deepspeed_ext.plan.programs.reductions import completing_ops
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
-from deepspeed_ext.runtime.accumulated_gradients import OptimizerGradients
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.executor import BatchPlan, Executor
-from deepspeed_ext.runtime.grad_norm import clip_gradients, global_grad_norm
-from deepspeed_ext.runtime.gradient_reductions import gradient_reductions
-from deepspeed_ext.runtime.gradient_sums import sum_over_sharing_ranks, sum_over_tensor_parallel_ranks
+from deepspeed_ext.runtime.gradients.accumulated_gradients import OptimizerGradients
+from deepspeed_ext.runtime.gradients.grad_norm import clip_gradients, global_grad_norm
+from deepspeed_ext.runtime.gradients.gradient_reductions import gradient_reductions
+from deepspeed_ext.runtime.gradients.gradient_sums import sum_over_sharing_ranks, sum_over_tensor_parallel_ranks
+from deepspeed_ext.runtime.gradients.parameter_gathers import parameter_gathers
 from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
+from deepspeed_ext.runtime.ledger.op_clock import OpClock
+from deepspeed_ext.runtime.ledger.op_ledger import OpLedger, accelerator_mark
+from deepspeed_ext.runtime.ledger.stall_watch import StallWatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.op_clock import OpClock
-from deepspeed_ext.runtime.op_ledger import OpLedger, accelerator_mark
-from deepspeed_ext.runtime.parameter_gathers import parameter_gathers
 from deepspeed_ext.runtime.rank_links import RankLinks
 from deepspeed_ext.runtime.rank_programs import RankPrograms
-from deepspeed_ext.runtime.stall_watch import StallWatch
 
 SEQUENCES_PER_STEP = 1 << 32
 """More than any step has, so that every sequence of a run has a number of its own."""

@@ -16,17 +16,17 @@ from torch.autograd.graph import get_gradient_edge
 from deepspeed_ext.plan.dependencies import reader_of
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs import Instruction
+from deepspeed_ext.plan.programs.program import Instruction
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.batch import detached, parts_on_device, to_device
-from deepspeed_ext.runtime.gradient_reductions import Entering, GradientReductions
-from deepspeed_ext.runtime.live_batch import Buffer, LiveBatch
+from deepspeed_ext.runtime.batches.batch import detached, parts_on_device, to_device
+from deepspeed_ext.runtime.batches.live_batch import Buffer, LiveBatch
+from deepspeed_ext.runtime.gradients.gradient_reductions import Entering, GradientReductions
+from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
+from deepspeed_ext.runtime.gradients.weight_gradients import WeightGradients, compute
+from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.op_ledger import OpLedger
-from deepspeed_ext.runtime.parameter_gathers import ParameterGathers
 from deepspeed_ext.runtime.rank_links import RankLinks
-from deepspeed_ext.runtime.sequence_state import SequenceState
-from deepspeed_ext.runtime.weight_gradients import WeightGradients, compute
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 
 Around = Callable[[Op], AbstractContextManager[None]]
 """Surrounds the computing of an op: measures it, and accumulates the gradients it leaves."""

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs import Instruction, InstructionKind, Program
+from deepspeed_ext.plan.programs.program import Instruction, InstructionKind, Program
 
 
 class TokenSliceInstruction(PipeInstruction):

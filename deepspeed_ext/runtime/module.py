@@ -17,12 +17,12 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.batch import SplitBatch, split_along_sequence
+from deepspeed_ext.runtime.batches.batch import SplitBatch, split_along_sequence
+from deepspeed_ext.runtime.batches.data_entries import DataEntries
+from deepspeed_ext.runtime.batches.forward_arguments import ForwardArguments
 from deepspeed_ext.runtime.channels import MessageSpec
-from deepspeed_ext.runtime.data_entries import DataEntries
-from deepspeed_ext.runtime.documents import Documents
-from deepspeed_ext.runtime.forward_arguments import ForwardArguments
-from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from deepspeed_ext.runtime.shared_modules import ConnectedWeights, SharedModules, connect
 from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group, token_slice_grid
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.dependencies import received
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs import Channel, channel_of, communicators, warm_up_order
+from deepspeed_ext.plan.programs.program import Channel, channel_of, communicators, warm_up_order
 from deepspeed_ext.runtime.channels import Incoming, MessageSpec, Outgoing, ShapeBook, TensorSpec
 from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.plan.device import Device
-from deepspeed_ext.plan.lowering import check_lowering, lower_rank, partners
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.played import PlayedSchedule
-from deepspeed_ext.plan.posting import RankMessages
+from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.lowering import check_lowering, lower_rank, partners
+from deepspeed_ext.plan.programs.posting import RankMessages
+from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import Schedule, forward_order
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.instructions import ProgramSchedule
@@ -19,7 +19,7 @@ class RankPrograms:
     """A rank's programs by their extent.
 
     Args:
-        schedule: order of the ops when training. One that was played before is not played again.
+        schedule: order of the ops when training. One that was simulated before is not simulated again.
         rank: the pipeline rank.
         shape: of the pipeline, for any number of micro-batches and token slices.
         loading_ranks: ranks that read the data.
@@ -40,8 +40,8 @@ class RankPrograms:
         self._settles = not get_accelerator().is_synchronized_device() if settles is None else settles
         self._hardware_queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
         self._settled: set[tuple[bool, PipelineShape]] = set()
-        self._training = PlayedSchedule.of(schedule)
-        self._evaluation = PlayedSchedule(forward_order, complete=False)
+        self._training = SimulatedSchedule.of(schedule)
+        self._evaluation = SimulatedSchedule(forward_order, complete=False)
         self._rank, self._shape = rank, shape
         self._loads = rank in loading_ranks
         self._lowered: dict[tuple[bool, PipelineShape, bool], ProgramSchedule] = {}
@@ -70,7 +70,7 @@ class RankPrograms:
             if training:
                 # The trainer has done so before the process group was made.
                 check_lowering(self._training, shape, Device(hardware_queues=self._hardware_queues))
-            spans = (self._training if training else self._evaluation).play(shape)
+            spans = (self._training if training else self._evaluation).spans(shape)
             messages = {rank: RankMessages(rank, spans(rank), shape) for rank in partners(self._rank, shape)}
             program = lower_rank(self._rank, messages, shape, loads=self._loads, under_ops=under_ops)
             self._lowered[key] = ProgramSchedule(program, shape, training=training)

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_s
-from megatron_terapipe.search.cost.cost_model import CostModel, TimePrediction, pipeline_shape, topology_at
+from megatron_terapipe.search.cost.cost_model import CostModel, TimePrediction, pipeline_shape
 from megatron_terapipe.search.cost.prediction import TimeBreakdown
 from megatron_terapipe.search.cost.rank_groups import RankGroups
 from megatron_terapipe.search.cost.simulated_time import Orders
-from megatron_terapipe.search.cost.step_costs import StepCosts, step_costs
+from megatron_terapipe.search.cost.step_costs import StepCosts
 from megatron_terapipe.search.inputs.cluster import Device
-from megatron_terapipe.search.inputs.workload import parameters_per_rank
+from megatron_terapipe.search.op_times.layer_times import LayerQuery
 from megatron_terapipe.search.op_times.software import MEGATRON
 from megatron_terapipe.strategy import Strategy
 
@@ -76,11 +76,11 @@ class DeepSpeedCosts(CostModel):
     def predict_time(self, strategy: Strategy, *, activation_limit: float | None = None) -> TimePrediction:
         """Price one strategy on its real schedule; see `CostModel.predict_time`."""
         shape = pipeline_shape(strategy)
-        stages = self.stage_layers(strategy)
+        stages = self.stages(strategy)
         forward, backward = self._computing_s(strategy, stages)
         costs = self._with_messages(strategy, stages, forward, backward)
         makespan = self._playing.play(strategy.schedule, shape, costs).makespan
-        steps = self.steps(strategy, stages)
+        step = self.end_of_iteration(strategy)
         micro_batches, computing = shape.num_micro_batches, forward + backward
         busy = np.array(costs.forward)[:, 0] + np.array(costs.backward)[:, 0]
         busiest = int(np.argmax(busy))
@@ -89,9 +89,9 @@ class DeepSpeedCosts(CostModel):
             tensor_parallel_s=0.0,
             bubble_s=max(makespan - micro_batches * float(busy[busiest]), 0.0),
             transfer_s=micro_batches * float(busy[busiest] - computing[busiest]),
-            gradient_reduction_s=max(float(step.gradient_reduction) for step in steps),
-            shared_weight_s=max(float(step.shared_weight) for step in steps),
-            optimizer_s=max(float(step.optimizer) for step in steps),
+            gradient_reduction_s=float(np.max(step.gradient_reduction)),
+            shared_weight_s=float(np.max(step.shared_weight)),
+            optimizer_s=float(np.max(step.optimizer)),
             fixed_s=self.efficiency.iteration_s,
         )
         return TimePrediction(
@@ -103,7 +103,7 @@ class DeepSpeedCosts(CostModel):
 
     def pipeline_costs(self, strategy: Strategy) -> OpCosts:
         """Seconds of ops per stage, with the messages that keep them waiting."""
-        stages = self.stage_layers(strategy)
+        stages = self.stages(strategy)
         return self._with_messages(strategy, stages, *self._computing_s(strategy, stages))
 
     def groups(self, strategy: Strategy) -> RankGroups:
@@ -157,9 +157,9 @@ class DeepSpeedCosts(CostModel):
             sent(np.maximum(activation / tensor - BUFFERED_BYTES, 0.0)) - over,
         )
         if tensor > 1:
-            topologies = {topology_at(groups.tensor, rank): rank for rank in range(ranks)}
+            topologies = {groups.tensor.at(rank): rank for rank in range(ranks)}
             gathered = {topology: all_gather_s(activation, topology, self.efficiency) for topology in topologies}
-            rows = [gathered[topology_at(groups.tensor, rank)] for rank in range(ranks - 1)]
+            rows = [gathered[groups.tensor.at(rank)] for rank in range(ranks - 1)]
             received = np.array(rows).reshape(there.shape)
             messages = messages._replace(there=there + received, back=back + received)
         self._messages_of[key] = messages
@@ -172,12 +172,14 @@ class DeepSpeedCosts(CostModel):
         if known is None:
             ops = [
                 self.op_times(
-                    layer,
-                    device,
-                    tensor_parallel_size=float(strategy.tensor_parallel_size),
-                    micro_batch_size=float(strategy.micro_batch_size),
-                    start=0.0,
-                    end=float(layer.tokens),
+                    LayerQuery(
+                        layer,
+                        device,
+                        tensor_parallel_size=float(strategy.tensor_parallel_size),
+                        micro_batch_size=float(strategy.micro_batch_size),
+                        start=0.0,
+                        end=float(layer.tokens),
+                    )
                 )
                 for layer in self.workload.layers
             ]
@@ -212,25 +214,14 @@ class DeepSpeedCosts(CostModel):
             )
         return OpCosts(tuple((time,) for time in forward), tuple((time,) for time in backward), None, transfer)
 
-    def steps(self, strategy: Strategy, stages: list[range]) -> list[StepCosts]:
-        """Per stage, what ends the iteration."""
-        groups = self.groups(strategy)
-        held = parameters_per_rank(
-            self.workload, stages, strategy.pipeline_parallel_size, strategy.tensor_parallel_size
-        )
-        steps = []
-        for rank, (parameters, shared) in enumerate(zip(*held, strict=True)):
-            step = step_costs(
-                parameters,
-                shared,
-                topology_at(groups.data, rank),
-                topology_at(groups.ends, 0),
-                min(device.memory_bandwidth for device in groups.devices[rank]),
-                zero_stage=strategy.zero_stage,
-                precision=self.precision,
-                software=self.software,
-                efficiency=self.efficiency,
-            )
-            share = SHARED_WEIGHT_BYTES / REDUCTION_BYTES
-            steps.append(step._replace(shared_weight=step.shared_weight * share))
-        return steps
+    def stages(self, strategy: Strategy) -> list[range]:
+        """Return the indices of the layers of each stage."""
+        return self.workload.stages(self.workload.partition(strategy.stage_partition, strategy.pipeline_parallel_size))
+
+    def end_of_iteration(self, strategy: Strategy) -> StepCosts:
+        """Return what ends the iteration, arrays of [stages] seconds."""
+        ranks = strategy.pipeline_parallel_size
+        partition = self.workload.partition(strategy.stage_partition, ranks)
+        counts = self.counter.count(partition, ranks, strategy.tensor_parallel_size)
+        step = self.step(counts, self.groups(strategy), strategy.zero_stage)
+        return step._replace(shared_weight=step.shared_weight * (SHARED_WEIGHT_BYTES / REDUCTION_BYTES))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import Strategy
 
@@ -28,15 +29,9 @@ def read_strategies(path: Path, global_batch_size: int) -> list[tuple[Strategy, 
         global_batch_size: of lines that do not say.
 
     Raises:
-        ConfigError: if it cannot be read, or a line is no strategy; it names the line.
+        UserError: if it cannot be read, or a line is no strategy; it names the line.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"--strategies {path}: cannot be read ({reason}): name a file of one strategy a line"
-        ) from None
+    text = read_text(path, "--strategies")
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():

@@ -23,12 +23,12 @@ import numpy as np
 
 from examples.terapipe.published import Setting
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.inputs.cluster import Cluster, Device, Node
+from megatron_terapipe.search.inputs.cluster import Cluster, Node
 from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
 from megatron_terapipe.search.inputs.library import device, machine
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import LayerTimes, ScalarOrArray
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.op_times.roofline import ACCUMULATION_BYTES, Roofline
 from megatron_terapipe.search.op_times.software import MEGATRON
 from megatron_terapipe.strategy import Strategy
@@ -75,31 +75,11 @@ class LaunchedLayers:
         """Reductions are priced by the links that they cross."""
         return False
 
-    def __call__(
-        self,
-        layer: Layer,
-        device: Device,
-        *,
-        tensor_parallel_size: ScalarOrArray,
-        micro_batch_size: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-        recompute: str = "none",
-        sequence_parallel: bool = False,
-    ) -> LayerTimes:
+    def __call__(self, query: LayerQuery) -> LayerTimes:
         """See `OpTimes`."""
-        times = self.roofline(
-            layer,
-            device,
-            tensor_parallel_size=tensor_parallel_size,
-            micro_batch_size=micro_batch_size,
-            start=start,
-            end=end,
-            recompute=recompute,
-            sequence_parallel=sequence_parallel,
-        )
-        weights = sum(product.weights for product in layer.products) / tensor_parallel_size
-        reached = device.memory_bandwidth * self.roofline.efficiency.memory_efficiency
+        times = self.roofline(query)
+        weights = sum(product.weights for product in query.layer.products) / query.tensor_parallel_size
+        reached = query.device.memory_bandwidth * self.roofline.efficiency.memory_efficiency
         weight_gradient = times.weight_gradient - (ACCUMULATION_BYTES - ADDING_BYTES) * weights / reached
         half = LAYER_LAUNCH_S / 2
         return LayerTimes(times.forward, times.input_gradient, weight_gradient, LAYER_LAUNCH_S, half, half)

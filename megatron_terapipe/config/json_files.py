@@ -1,8 +1,8 @@
 """Reading the JSON files that flags name."""
 
 import json
-from pathlib import Path
 
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 
 
@@ -14,15 +14,9 @@ def read_json(path: str, flag: str) -> object:
         flag: flag that named it, for the error.
 
     Raises:
-        ConfigError: if it cannot be read, is not JSON, or has a key twice.
+        UserError: if it cannot be read, is not JSON, or has a key twice.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be read ({error.strerror}): give a file that can") from None
-    except ValueError as error:
-        raise ConfigError(f"{flag} {path} is not text ({error}): mend the file") from None
-    return parse_json(text, f"{flag} {path}")
+    return parse_json(read_text(path, flag), f"{flag} {path}")
 
 
 def parse_json(text: str, described: str) -> object:

@@ -9,7 +9,6 @@ import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -75,16 +74,14 @@ def choices_of(section: type[Any], declared: Field[Any]) -> tuple[str | int, ...
         section: class of the section.
         declared: the field.
     """
-    hint = _type_hints(section)[declared.name]
+    return _choices(get_type_hints(section)[declared.name], declared)
+
+
+def _choices(hint: Any, declared: Field[Any]) -> tuple[str | int, ...]:
+    """Return the values that a field accepts. Its type is given, because resolving the types of a section is slow."""
     literals = [hint, *get_args(hint)] if get_origin(hint) is not Literal else [hint]
     listed = [value for part in literals if get_origin(part) is Literal for value in get_args(part)]
     return option_of(declared).choices or tuple(listed)
-
-
-@cache
-def _type_hints(section: type[Any]) -> dict[str, Any]:
-    """Return the types of a section's fields, which take longer to resolve than all else in reading flags."""
-    return get_type_hints(section)
 
 
 def field_help(section: type[Any]) -> dict[str, str]:
@@ -125,8 +122,9 @@ def check_choices(section: Any) -> None:
     Raises:
         ConfigError: if a value is not among them.
     """
+    hints = get_type_hints(type(section))
     for declared in fields(section):
-        choices = choices_of(type(section), declared)
+        choices = _choices(hints[declared.name], declared)
         value = getattr(section, declared.name)
         if choices and value is not None and value not in choices:
             raise ConfigError(f"{flag(declared.name)} {value} is not known: choose {one_of(choices)}")

@@ -12,6 +12,7 @@ from pathlib import Path
 import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.data.hugging_face_tokenizer import PackageTokenizer
 from megatron_terapipe.errors import DataError
 
@@ -37,7 +38,7 @@ class GPT2BPETokenizer(PackageTokenizer):
             merge_file: one rule `left right` a line, best first, after an optional `#version` line.
 
         Raises:
-            DataError: a file is missing or malformed, or they are not of the same encoding.
+            UserError: a file is missing or malformed, or they are not of the same encoding.
         """
         vocabulary = _read_vocabulary(vocab_file)
         merges = _read_merges(merge_file, vocabulary)
@@ -78,20 +79,9 @@ def _printable_bytes() -> list[str]:
     return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]
 
 
-def _read_text(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(
-            f"cannot read the {what} {path} ({error.strerror}): give the path of GPT-2's own file"
-        ) from None
-    except UnicodeDecodeError:
-        raise DataError(f"the {what} {path} is not UTF-8 text: give GPT-2's own file") from None
-
-
 def _read_vocabulary(path: Path) -> dict[str, int]:
     try:
-        vocabulary = json.loads(_read_text(path, "vocabulary"))
+        vocabulary = json.loads(read_text(path, "--vocab-file"))
     except json.JSONDecodeError as error:
         raise DataError(
             f"the vocabulary {path} is not JSON (line {error.lineno}: {error.msg}): "
@@ -115,7 +105,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 def _read_merges(path: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     rules: dict[tuple[str, str], None] = {}  # of a rule that stands twice, the first counts
-    for number, line in enumerate(_read_text(path, "merge rules").split("\n"), start=1):
+    for number, line in enumerate(read_text(path, "--merge-file").split("\n"), start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
         symbols = line.split()

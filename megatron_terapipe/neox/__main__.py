@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.errors import ConfigError
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.output is None:
             print(text, end="")
         else:
-            _write(options.output, text)
+            write_text(options.output, text, "--output")
         for comment in comments:
             print(comment, file=sys.stderr)
         changed = [note.key for note in conversion.notes if note.effect is Effect.CHANGES]
@@ -54,16 +54,9 @@ def _unfinished(conversion: Conversion) -> list[str]:
     """Say what the trainer itself has against the command, as where a file holds only the model."""
     try:
         parse_arguments(conversion.words())
-    except ConfigError as error:
+    except UserError as error:
         return [f"the trainer does not take this as it is: {error}"]
     return []
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written ({error.strerror}): name another file") from None
 
 
 if __name__ == "__main__":

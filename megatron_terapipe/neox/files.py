@@ -1,9 +1,9 @@
 """Reading NeoX's YAML files."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 
 
@@ -11,7 +11,7 @@ def read_settings(paths: Iterable[str]) -> dict[str, Any]:
     """Read files and put them together, as NeoX does: dashes are underscores, and no key may stand twice.
 
     Raises:
-        ConfigError: if a file cannot be read, is no YAML mapping, or a key stands twice.
+        UserError: if a file cannot be read, is no YAML mapping, or a key stands twice.
     """
     try:
         import yaml
@@ -21,11 +21,9 @@ def read_settings(paths: Iterable[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     came_from: dict[str, str] = {}
     for path in paths:
+        text = read_text(path)
         try:
-            text = Path(path).read_text(encoding="utf-8")
             tree, document = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read ({error.strerror}): give a file that can") from None
         except (yaml.YAMLError, ValueError) as error:
             # YAML's errors have many lines; the last says where.
             reason = " ".join(str(error).split())

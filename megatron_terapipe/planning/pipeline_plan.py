@@ -9,12 +9,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.device import Device
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.lowering import check_lowering
 from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.partition import StagePartition
-from deepspeed_ext.plan.played import PlayedSchedule
+from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.lowering import check_lowering
+from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedule_file import schedule_from_file
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -60,10 +60,10 @@ def check_schedule(
     Raises:
         ConfigError: if it is for another pipeline, or would leave ranks waiting for each other.
     """
-    played, device = PlayedSchedule.of(schedule), Device(hardware_queues=hardware_queues)
+    simulated, device = SimulatedSchedule.of(schedule), Device(hardware_queues=hardware_queues)
     for number in micro_batches:
         try:
-            check_lowering(played, config.parallel.pipeline(number), device)
+            check_lowering(simulated, config.parallel.pipeline(number), device)
         except PlanError as error:
             raise ConfigError(f"--pipeline-schedule {config.parallel.pipeline_schedule}: {error}") from None
 

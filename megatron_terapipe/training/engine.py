@@ -159,7 +159,7 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
         engine, *_ = initialize(
             module,
             run.deepspeed_settings,
-            schedule=run.played_schedule,
+            schedule=run.simulated_schedule,
             timeout=_timeout(run),
             ledger_directory=config.logging.ledgers(config.checkpoint.save),
             overlap_grad_reduce=not config.parallel.no_overlap_grad_reduce,

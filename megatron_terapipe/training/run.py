@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.played import PlayedSchedule
+from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.initialize import check_deepspeed_version
@@ -79,10 +79,12 @@ class Run:
         return pipeline_schedule(self.config)
 
     @cached_property
-    def played_schedule(self) -> PlayedSchedule:
+    def simulated_schedule(self) -> SimulatedSchedule:
         """Order of the ops, with its simulated timelines."""
         found = self.schedule
-        return PlayedSchedule(found, costs=found.costs if isinstance(found, FoundSchedule) else None)
+        if isinstance(found, FoundSchedule):
+            return SimulatedSchedule(found, costs=found.costs)
+        return SimulatedSchedule.of(found)
 
     @property
     def train_iters(self) -> int:
@@ -159,7 +161,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         found_token_slices=planned.found_token_slices,
         found_stages=planned.found_stages,
     )
-    check_schedule(run.played_schedule, config, planned.numbers_of_micro_batches, _hardware_queues())
+    check_schedule(run.simulated_schedule, config, planned.numbers_of_micro_batches, _hardware_queues())
     return run
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.batch import TokenSliceBatch
-from deepspeed_ext.runtime.documents import Documents
+from deepspeed_ext.runtime.batches.batch import TokenSliceBatch
+from deepspeed_ext.runtime.sequence.documents import Documents
 from megatron_terapipe.config import DataConfig
 from megatron_terapipe.data.batch import Batch
 

@@ -1,6 +1,6 @@
 """What documents and examples tell people to type and to open exists.
 
-That every flag is documented, and the documentation fresh, is tested in tests/config.
+That every flag is documented, and the documentation fresh, is tested in tests/arguments.
 """
 
 import ast

@@ -248,7 +248,7 @@ def test_the_walk_sees_what_it_should() -> None:
     [
         ("deepspeed_ext.plan.ops", "math", True),
         ("deepspeed_ext.plan.ops", "torch", False),
-        ("deepspeed_ext.plan.ops", "deepspeed_ext.runtime.batch", False),
+        ("deepspeed_ext.plan.ops", "deepspeed_ext.runtime.batches.batch", False),
         ("deepspeed_ext.runtime.engine", "megatron_terapipe.errors", False),
         ("megatron_terapipe.config.config", "megatron_terapipe.config.flops", True),
         ("megatron_terapipe.config.config", "megatron_terapipe.planning.planned_run", False),

@@ -8,14 +8,13 @@ import pytest
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.block_shape import BlockShape
 
-heterogeneous = pytest.importorskip("megatron.core.transformer.heterogeneous.heterogeneous_config")
-
 HEADS, HIDDEN = 8, 384
 USUAL = {"num_key_value_heads": 4, "ffn_hidden_size": 640}
 
 
 def megatrons(entry: dict[str, Any]) -> BlockShape:
     """The shape of a layer by megatron-core's reader; what it leaves open is as usual, as its layers have it."""
+    heterogeneous = pytest.importorskip("megatron.core.transformer.heterogeneous.heterogeneous_config")
     copied = json.loads(json.dumps(entry))  # it writes to what it reads
     attention = heterogeneous.AttentionConfig.build_config_from_dict(copied, HEADS)
     mlp = heterogeneous.MLPConfig.build_config_from_dict(copied, HIDDEN)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.block_shape import BlockShape
-from megatron_terapipe.errors import ConfigError
 
 PATH = "--heterogeneous-layers-config-path"
 USUAL = BlockShape(num_key_value_heads=8, ffn_hidden_size=256)
@@ -28,7 +28,7 @@ def with_layers(text: str, **given: Any) -> ModelConfig:
 
 
 def assert_refused(rule: str, remedy: str, **given: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         model(**given)
     line = str(caught.value)
     assert "\n" not in line
@@ -153,7 +153,7 @@ def test_a_file_that_is_broken_is_named(tmp_path: Path) -> None:
     file.write_text("{")
     assert_refused(f"{PATH} {file} is not JSON", "mend it", heterogeneous_layers_config_path=str(file))
     file.write_bytes(b"\xff\xfe{")
-    assert_refused(f"{PATH} {file} is not text", "mend the file", heterogeneous_layers_config_path=str(file))
+    assert_refused(f"{PATH} {file} is not UTF-8 text", "mend the file", heterogeneous_layers_config_path=str(file))
 
 
 @pytest.mark.parametrize(

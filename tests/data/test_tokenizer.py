@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import DataConfig
 from megatron_terapipe.config.tokenizers import TOKENIZER_FILES, TOKENIZER_SPELLINGS
 from megatron_terapipe.data.byte_pair_encoding import GPT2BPETokenizer
@@ -161,12 +162,12 @@ def test_files_are_asked_for_and_refused_where_they_do_not_belong(settings: dict
 @pytest.mark.parametrize(
     ("vocabulary", "merges", "message"),
     [
-        (None, "", r"cannot read the vocabulary .*encoder\.json \(No such file"),
+        (None, "", r"^--vocab-file .*encoder\.json cannot be read \(No such file"),
         ("{", "", "is not JSON .line 1"),
         ("[1]", "", "not a JSON object from token to id"),
         ('{"a": "b"}', "", "not a JSON object from token to id"),
         ('{"a": 1}', "", r"has no token '<\|endoftext\|>'"),
-        ("tiny", None, r"cannot read the merge rules .*vocab\.bpe"),
+        ("tiny", None, r"^--merge-file .*vocab\.bpe cannot be read"),
         ("tiny", "#version\nl o w\n", r"vocab\.bpe:2: a merge rule is two tokens"),
         ("tiny", "l o\no w\n", r"vocab\.bpe:2: the vocabulary lacks"),
     ],
@@ -178,5 +179,5 @@ def test_malformed_files_are_named(tmp_path: Path, vocabulary: str | None, merge
             path.unlink()
         elif content != "tiny":
             path.write_text(content)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         GPT2BPETokenizer(vocab_file, merge_file)

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,20 @@ def launch(folder: Path, trainer_flags: Sequence[str]) -> Launch:
     return launched
 
 
-def train_on_this_rank(trainer_flags: Sequence[str]) -> int:
-    """What `tests.distributed.run_distributed` runs where the launcher does not matter, but seconds do."""
+def train_on_this_rank(trainer_flags: Sequence[str], folder: Path | None = None) -> int:
+    """What `tests.distributed.run_distributed` runs where the launcher does not matter, but seconds do.
+
+    Args:
+        trainer_flags: of the run.
+        folder: where to run, with what the rank prints in a file `log_*.txt`; here, if not given.
+    """
     import pretrain_gpt
 
-    return pretrain_gpt.main(trainer_flags)
+    if folder is None:
+        return pretrain_gpt.main(trainer_flags)
+    os.chdir(folder)
+    with Path(f"log_{uuid.uuid4()}.txt").open("w") as log, redirect_stdout(log):
+        return pretrain_gpt.main(trainer_flags)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

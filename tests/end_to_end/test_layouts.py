@@ -1,4 +1,4 @@
-"""A Llama trained on one layout goes on on another, then leaves for other programs: each step a command."""
+"""A Llama trained on one layout goes on on another, then leaves for other programs."""
 
 import json
 import subprocess
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launching import DEEPSPEED, environment, flags, launch, read_metrics
+from tests.distributed import run_distributed
+from tests.end_to_end.launching import environment, flags, read_metrics, train_on_this_rank
 
 LLAMA = (
     "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear"
@@ -21,20 +22,22 @@ ON_TENSOR_RANKS = "--pipeline-model-parallel-size 1 --tensor-model-parallel-size
 def moved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six iterations on two tensor-parallel ranks; the last three again from a checkpoint, on four stages of two ranks;
     and the last two again from there, on two stages whose weight gradients come late."""
-    if not DEEPSPEED.exists():
-        pytest.skip(f"{DEEPSPEED} is not there")
     folder = tmp_path_factory.mktemp("moved")
+
+    def train(*words: object) -> None:
+        assert run_distributed(train_on_this_rank, 2, flags(data, *words), folder) == [0, 0]
+
     common = [*LLAMA, *PACKED, "--token-slices", "12,8,8,4", "--recompute-activations"]
     saved = ["--save", "checkpoints", "--save-interval", 3, "--metrics-file", "before.jsonl"]
-    launch(folder, flags(data, *common, *ON_TENSOR_RANKS, *saved))
+    train(*common, *ON_TENSOR_RANKS, *saved)
     (folder / "checkpoints" / "latest").write_text("global_step3")
     loaded = ["--load", "checkpoints", "--use-checkpoint-args", "--metrics-file", "after.jsonl"]
     others = ["--num-layers-per-virtual-pipeline-stage", 1, "--token-slices", "20,12", "--num-token-slices", 2]
     saved = ["--save", "interleaved", "--save-interval", 1]
-    launch(folder, [*flags(data, *PACKED, *loaded, *others, *saved)])
+    train(*PACKED, *loaded, *others, *saved)
     (folder / "interleaved" / "latest").write_text("global_step4")
     loaded = ["--load", "interleaved", "--use-checkpoint-args", "--metrics-file", "at_last.jsonl"]
-    launch(folder, flags(data, *PACKED, *loaded, "--pipeline-schedule", "zero-bubble"))
+    train(*PACKED, *loaded, "--pipeline-schedule", "zero-bubble")
     return folder
 
 

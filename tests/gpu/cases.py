@@ -13,10 +13,10 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.device import Device
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import fixed, rank_orders, schedule_named
 
 OPTIMISED = "optimised"

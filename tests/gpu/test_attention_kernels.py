@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime import sequence_state
 from deepspeed_ext.runtime.attention_kernels import (
     AttentionKernel,
     CudaFlash,
@@ -18,8 +17,9 @@ from deepspeed_ext.runtime.attention_kernels import (
     kernel_for,
     kernel_of_runs_for,
 )
-from deepspeed_ext.runtime.documents import Documents
-from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.sequence import sequence_state
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.block_shape import BlockShape
 from megatron_terapipe.model.block import TransformerBlock

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_ext.runtime.documents import Documents
+from deepspeed_ext.runtime.sequence.documents import Documents
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.block_shape import BlockShape
 from megatron_terapipe.model.attention import SelfAttention

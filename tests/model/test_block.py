@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.positional_dropout import DropoutPlace, attention_keep_mask, keep_mask
-from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, attention_keep_mask, keep_mask
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.block_shape import BlockShape
 from megatron_terapipe.inference.whole_model import WholeModel

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from deepspeed_ext.runtime.documents import Documents
-from deepspeed_ext.runtime.positional_dropout import DropoutPlace, keep_mask
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, keep_mask
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from tests.model.configs import SEQ, llama_config, model_config

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime import sequence_state
 from deepspeed_ext.runtime.attention_kernels import CudaFlash, CudaFlashOfRuns
-from deepspeed_ext.runtime.documents import Documents
-from deepspeed_ext.runtime.sequence_state import SequenceState
+from deepspeed_ext.runtime.sequence import sequence_state
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.inference.whole_model import WholeModel
 from megatron_terapipe.model.gpt import gpt_loss
 from tests.model.configs import SEQ, model_config

@@ -5,7 +5,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.sequence_state import Past
+from deepspeed_ext.runtime.sequence.sequence_state import Past
 from tests.runtime import models
 
 FIRST, BETWEEN, LAST = 0, 3, 6

@@ -4,9 +4,9 @@ import pytest
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeSchedule, ReduceGrads, ReduceTiedGrads
 from hypothesis import given
 
-from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.programs import Instruction, InstructionKind
+from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
 from deepspeed_ext.plan.schedules import schedule_named
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule

@@ -15,7 +15,7 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule, stage_partition, takes_past
-from deepspeed_ext.runtime.sequence_state import Past, SequenceState
+from deepspeed_ext.runtime.sequence.sequence_state import Past, SequenceState
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.reference import Reference

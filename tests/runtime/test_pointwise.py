@@ -10,8 +10,8 @@ from torch import Tensor
 from deepspeed_ext import pointwise
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.pointwise import Pointwise, is_compiled
-from deepspeed_ext.runtime import positional_dropout
 from deepspeed_ext.runtime.attention_kernels import plain
+from deepspeed_ext.runtime.sequence import positional_dropout
 from megatron_terapipe.model import activation, norm, rotary
 
 

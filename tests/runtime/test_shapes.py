@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.ops import OpKind, PipelineShape, Placement
-from deepspeed_ext.plan.programs import SEND
+from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.programs.program import SEND
 from deepspeed_ext.plan.schedules import forward_order, schedule_named
 from tests.distributed import run_distributed
 from tests.runtime import models

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_ext.runtime.weight_gradients import Product, WeightGradients, compute
+from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients, compute
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.gpt import gpt_layers

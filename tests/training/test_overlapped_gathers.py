@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from deepspeed_ext.runtime import parameter_gathers
-from deepspeed_ext.runtime.parameter_gathers import ParameterGathers
+from deepspeed_ext.runtime.gradients import parameter_gathers
+from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
 from megatron_terapipe.training import engine as trainer_engine
 from tests.distributed import run_distributed
 from tests.training.gpt_runs import Setup, batches, run_of

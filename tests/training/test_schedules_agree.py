@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from deepspeed_ext.runtime.weight_gradients import Product, WeightGradients
+from deepspeed_ext.runtime.gradients.weight_gradients import Product, WeightGradients
 from tests.distributed import run_distributed
 from tests.training.gpt_runs import Setup, Step, gradients
 from tests.training.test_gpt_equivalence import (

@@ -8,7 +8,6 @@ from typing import Any
 
 from deepspeed_ext.plan.command.drawings import write_drawings
 from deepspeed_ext.plan.command.figures import activation, by_what, lines, memory_figures, order_texts, with_unit
-from deepspeed_ext.plan.command.files import write
 from deepspeed_ext.plan.command.sizes import Memory, memory_of
 from deepspeed_ext.plan.command.steps import alike, name_of, read_steps
 from deepspeed_ext.plan.critical_path import critical_path
@@ -18,6 +17,7 @@ from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.render.labels import KIND_NAMES, rank_name
 from deepspeed_ext.plan.schedule_file import write_schedule
+from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import executed_order
 
 _SHOWN_DIFFERENCES = 5
@@ -42,7 +42,7 @@ def show_measured(options: argparse.Namespace) -> int:
     memory = memory_of(options, comparison.shape, steps[0].token_slices)
     write_drawings(options, [(f"{title}: measured", comparison.measured), ("simulated", simulated)], memory, title)
     if options.write_schedule is not None:
-        write(options.write_schedule, write_schedule(executed_order(comparison.measured)))
+        write_text(options.write_schedule, write_schedule(executed_order(comparison.measured)))
     print(json.dumps(_figures(comparison, steps, memory)) if options.json else _report(comparison))
     return 0
 

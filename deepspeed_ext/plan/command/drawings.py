@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed_ext.plan.command.files import write
 from deepspeed_ext.plan.command.sizes import Memory
 from deepspeed_ext.plan.render import Panel, render_chrome_trace, render_comparison, render_html, render_svg
+from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 
 
@@ -24,9 +24,9 @@ def write_drawings(
     svg: Path | None = options.svg
     timeline = panels[0][1]
     if svg is not None:
-        write(svg, render_svg(timeline, title) if len(panels) == 1 else render_comparison(panels))
+        write_text(svg, render_svg(timeline, title) if len(panels) == 1 else render_comparison(panels))
     if options.trace is not None:
-        write(options.trace, render_chrome_trace(timeline, memory.curves(timeline)))
+        write_text(options.trace, render_chrome_trace(timeline, memory.curves(timeline)))
     if options.html is not None:
         pages = [Panel(name, each, memory.curves(each), memory.unit) for name, each in panels]
-        write(options.html, render_html(pages, title))
+        write_text(options.html, render_html(pages, title))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from deepspeed_ext.plan.command.files import read
 from deepspeed_ext.plan.command.options import LAYERS_OF_A_RANK, OPTIMISED, SEQ_LENGTH
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.costs.attention_costs import attention_costs
@@ -17,6 +16,7 @@ from deepspeed_ext.plan.schedule_file import read_schedule
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.text_files import read_text
 
 Orders = Sequence[Sequence[Op]]
 _NAMES = frozenset({*SCHEDULES, OPTIMISED})
@@ -175,7 +175,7 @@ def _costs(
     """Times of ops: from the file, from the share of attention, or 1 for each."""
     if options.costs is not None:
         try:
-            return OpCosts.from_json(read(options.costs), shape)
+            return OpCosts.from_json(read_text(options.costs), shape)
         except PlanError as error:
             raise PlanError(f"{options.costs}: {error}") from None
     if options.attention_share is not None:

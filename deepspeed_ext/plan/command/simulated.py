@@ -6,17 +6,17 @@ from math import isfinite
 
 from deepspeed_ext.plan.command.drawings import write_drawings
 from deepspeed_ext.plan.command.figures import activation, figures, order_texts, summary
-from deepspeed_ext.plan.command.files import write
 from deepspeed_ext.plan.command.options import OPTIMISED
 from deepspeed_ext.plan.command.request import Request, request_of
 from deepspeed_ext.plan.command.sizes import memory_of
-from deepspeed_ext.plan.device import Device
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
-from deepspeed_ext.plan.lowering import lower
+from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import fixed
 from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 
 _TOLERANCE = 1e-9
@@ -43,7 +43,7 @@ def show_simulated(options: argparse.Namespace) -> int:
     if options.memory_limit is not None:
         _check_memory(timeline, request, options.memory_limit)
     if options.write_schedule is not None:
-        write(options.write_schedule, write_schedule(request.orders))
+        write_text(options.write_schedule, write_schedule(request.orders))
     memory = memory_of(options, request.shape, request.lengths)
     write_drawings(options, [(request.schedule, timeline)], memory, request.schedule)
     if options.json:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from deepspeed_ext.plan.command.files import read
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.memory import StepFunction, TokenBytes, activation_over_time, memory_over_time
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.text_files import read_text
 from deepspeed_ext.plan.timeline import Timeline
 
 _BY_STAGE = ("activation", "key_value", "key_value_gradient")
@@ -54,7 +54,7 @@ def memory_of(options: argparse.Namespace, shape: PipelineShape, lengths: Sequen
             "--token-bytes needs the tokens of a sequence: add --seq-length, or show a timeline of the trainer's"
         )
     try:
-        return Memory(lengths, parse_token_bytes(read(options.token_bytes), shape))
+        return Memory(lengths, parse_token_bytes(read_text(options.token_bytes), shape))
     except PlanError as error:
         raise PlanError(f"{options.token_bytes}: {error}") from None
 

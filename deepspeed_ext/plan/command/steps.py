@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from deepspeed_ext.plan.command.files import read
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.measured.step_record import StepRecord
+from deepspeed_ext.plan.text_files import read_text
 from deepspeed_ext.plan.timeline import executed_order
 
 STEP_FILES = "iteration_*.json"
@@ -25,7 +25,7 @@ def read_steps(path: Path) -> list[StepRecord]:
     steps = []
     for file in files:
         try:
-            steps.append(StepRecord.from_json(read(file)))
+            steps.append(StepRecord.from_json(read_text(file)))
         except PlanError as error:
             raise PlanError(f"{file}: {error}") from None
     return steps

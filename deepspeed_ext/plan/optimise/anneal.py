@@ -12,7 +12,7 @@ pipelines without memory are). Moves over the memory limit, and those that deadl
 import numpy as np
 
 from deepspeed_ext.plan.optimise.kernel import UNKNOWN, kernel
-from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, Problem, Tables
+from deepspeed_ext.plan.optimise.problem import NOTHING, ROUNDING, Numbers, Problem, Tables
 from deepspeed_ext.plan.optimise.replay import Orders, peak_of_row, play_rows
 
 HOT, COLD = 1e-3, 1e-6
@@ -47,7 +47,7 @@ def _critical_path(
     lengths: Numbers,
     starts: Numbers,
     ends: Numbers,
-    arrival: Numbers,
+    ready: Numbers,
     places: Numbers,
     path: Numbers,
 ) -> int:
@@ -57,6 +57,7 @@ def _critical_path(
     """
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
+    reads, gives = tables.flow.reads, tables.flow.gives
     rank = 0
     for each in range(1, len(rows)):
         if ends[each, lengths[each] - 1] > ends[rank, lengths[rank] - 1]:
@@ -72,23 +73,30 @@ def _critical_path(
         op = rows[rank, position]
         unit, stage, kind = op % num_units, op // num_units % num_stages, op // num_units // num_stages
         follows = position > 0 and ends[rank, position - 1] >= start
-        reads = False
-        if kind == 0:
-            reads = stage > 0 and arrival[0, stage, unit] >= start
-        elif kind != 2:
-            reads = stage < num_stages - 1 and arrival[1, stage, unit] >= start
-        if reads and not (follows and np.random.random() < 0.5):
-            if kind == 0:
-                stage -= 1
-            else:
-                stage += 1
-                # The gradient came from a BI or from a whole backward.
-                kind = 1 if places[1, stage, unit] >= 0 else 3
-            rank, position = tables.rank_of[stage], places[kind, stage, unit]
+        awaited = _awaited(reads, op // num_units, unit % num_token_slices, unit, start, ready)
+        if awaited != NOTHING and not (follows and np.random.random() < 0.5):
+            row, unit = awaited // num_units, awaited % num_units
+            result, stage = row // num_stages % 2, tables.flow.makers[row]
+            # A gradient came from a BI or from a whole backward.
+            for kind in range(len(gives)):
+                if gives[kind] == result and places[kind, stage, unit] >= 0:
+                    position = places[kind, stage, unit]
+            rank = tables.rank_of[stage]
         elif follows:
             position -= 1
         else:
             return count
+
+
+@kernel
+def _awaited(reads: Numbers, place: int, token_slice: int, unit: int, start: float, ready: Numbers) -> int:
+    """Where in `ready` a result stands that came from another stage as the op started; NOTHING if there is none."""
+    for number in range(reads.shape[2]):
+        offset = reads[place, token_slice, number]
+        # Results of other stages are in the second half.
+        if offset != NOTHING and offset + unit >= len(ready) // 2 and ready[offset + unit] >= start:
+            return int(offset + unit)
+    return NOTHING
 
 
 @kernel
@@ -104,7 +112,7 @@ def _farthest(tables: Tables, row: Numbers, position: int, wanted: int) -> int:
         if other // num_units % num_stages == stage:
             other_kind = other // num_units // num_stages
             # A whole backward stands in the queue of input gradients, and in that of weight gradients.
-            same_queue = other_kind == kind or (other_kind > 0 and kind > 0 and (other_kind == 3 or kind == 3))
+            same_queue = tables.flow.parts[other_kind] & tables.flow.parts[kind] > 0
             if same_queue or other % num_units == op % num_units:
                 break
         position += step
@@ -129,17 +137,16 @@ def _anneal(
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
     starts, ends = np.zeros(rows.shape), np.zeros(rows.shape)
-    arrival = np.zeros((2, num_stages, num_units))
-    turned = np.zeros((2, num_stages, num_units), np.bool_)
+    ready = np.zeros(4 * num_stages * num_units)
     places = np.full((4, num_stages, num_units), -1, np.int64)
     for rank in range(len(rows)):
         for position in range(lengths[rank]):
             op = rows[rank, position]
             places[op // num_units // num_stages, op // num_units % num_stages, op % num_units] = position
-    shortest = makespan = play_rows(tables, rows, lengths, starts, ends, arrival, turned)
+    shortest = makespan = play_rows(tables, rows, lengths, starts, ends, ready)
     best[:] = rows
     path = np.zeros((rows.size, 2), np.int64)
-    length = _critical_path(tables, rows, lengths, starts, ends, arrival, places, path)
+    length = _critical_path(tables, rows, lengths, starts, ends, ready, places, path)
     for number in range(num_moves):
         temperature = makespan * HOT * (COLD / HOT) ** (number / num_moves)
         drawn = np.random.randint(length)
@@ -154,7 +161,7 @@ def _anneal(
         _move(rows[rank], position, target)
         changed = UNKNOWN
         if peak_of_row(tables, rows[rank], lengths[rank]) <= limit:
-            changed = play_rows(tables, rows, lengths, starts, ends, arrival, turned)
+            changed = play_rows(tables, rows, lengths, starts, ends, ready)
         if changed > makespan - temperature * np.log(1 - np.random.random()):
             _move(rows[rank], target, position)
             continue
@@ -162,7 +169,7 @@ def _anneal(
         for place in range(min(position, target), max(position, target) + 1):
             op = rows[rank, place]
             places[op // num_units // num_stages, op // num_units % num_stages, op % num_units] = place
-        length = _critical_path(tables, rows, lengths, starts, ends, arrival, places, path)
+        length = _critical_path(tables, rows, lengths, starts, ends, ready, places, path)
         if makespan < shortest:
             shortest = makespan
             best[:] = rows

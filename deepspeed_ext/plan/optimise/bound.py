@@ -23,7 +23,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, Problem
+from deepspeed_ext.plan.optimise.problem import (
+    FORWARD,
+    INPUT_GRADIENT,
+    NOTHING,
+    RESULTS,
+    ROUNDING,
+    WEIGHT_GRADIENT,
+    Numbers,
+    Problem,
+)
 
 
 class _Key(NamedTuple):
@@ -56,36 +65,47 @@ def _transfer(problem: Problem, result: int, stage: int, unit: int) -> float:
 
 def _in_order(problem: Problem) -> Iterator[_Key]:
     """All ops, each after all that it waits for."""
-    shape = problem.shape
-    stages, token_slices = range(shape.num_stages), range(shape.num_token_slices)
-    for first in range(0, problem.num_units, shape.num_token_slices):
-        yield from (_Key(0, stage, first + at) for stage in stages for at in token_slices)
-        for kind in (1, 2):
-            yield from (_Key(kind, stage, first + at) for stage in reversed(stages) for at in reversed(token_slices))
+    for first in range(0, problem.num_units, problem.shape.num_token_slices):
+        yield from (_Key(kind, stage, first + at) for kind, stage, at in _one_micro_batch(problem))
+
+
+def _one_micro_batch(problem: Problem) -> Iterator[_Key]:
+    """Ops of the first micro-batch, each after all that it reads."""
+    shape, flow = problem.shape, problem.tables.flow
+    for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
+        token_slices = range(shape.num_token_slices)[:: -1 if flow.is_reversed[kind] else 1]
+        first = [_Key(kind, stage, token_slices[0]) for stage in range(shape.num_stages)]
+        needs_later = any(earlier.stage > key.stage for key in first for earlier, _ in _read(problem, key))
+        yield from (_Key(kind, key.stage, at) for key in first[:: -1 if needs_later else 1] for at in token_slices)
+
+
+def _read(problem: Problem, key: _Key) -> Iterator[tuple[_Key, float]]:
+    """Ops whose results an op reads, and how long these are on their way at least."""
+    shape, flow = problem.shape, problem.tables.flow
+    kind, stage, unit = key
+    for offset in flow.reads[kind * shape.num_stages + stage, unit % shape.num_token_slices].tolist():
+        if offset != NOTHING:
+            row, earlier = divmod(offset + unit, problem.num_units)
+            # Results have the numbers of the kinds that make them, whole backwards being two ops here.
+            result, maker = row // shape.num_stages % len(RESULTS), int(flow.makers[row])
+            delay = 0.0 if maker == stage else _transfer(problem, result, maker, earlier)
+            yield _Key(result, maker, earlier), delay
 
 
 def _before(problem: Problem, key: _Key, room: "_Room") -> Iterator[tuple[_Key, float]]:
     """Ops that must end before an op starts, and by how much."""
+    yield from _read(problem, key)
     kind, stage, unit = key
     last = problem.shape.num_token_slices - 1
-    if kind == 0:
-        if stage > 0:
-            yield _Key(0, stage - 1, unit), _transfer(problem, 0, stage - 1, unit)
-        if unit > 0:
-            yield _Key(0, stage, unit - 1), 0.0
-        yield from ((earlier, 0.0) for earlier in room.makers(stage, unit))
-        return
-    if kind == 2:
-        yield _Key(1, stage, unit), 0.0
+    # The op before it in its queue.
+    if not problem.tables.flow.is_reversed[kind]:
+        ahead = unit - 1
     else:
-        yield _Key(0, stage, unit), 0.0
-        if stage < problem.shape.num_stages - 1:
-            yield _Key(1, stage + 1, unit), _transfer(problem, 1, stage + 1, unit)
-    token_slice = unit % (last + 1)
-    if token_slice < last:
-        yield _Key(kind, stage, unit + 1), 0.0
-    elif unit > last:
-        yield _Key(kind, stage, unit - 2 * last - 1), 0.0
+        ahead = unit + 1 if unit % (last + 1) < last else unit - 2 * last - 1
+    if ahead >= 0:
+        yield _Key(kind, stage, ahead), 0.0
+    if problem.tables.flow.live_change[kind] > 0:
+        yield from ((earlier, 0.0) for earlier in room.makers(stage, unit))
 
 
 class _Room:
@@ -122,10 +142,13 @@ def _heads_and_tails(problem: Problem) -> tuple[Numbers, Numbers]:
     room = _Room(problem)
     heads, tails = _loads(problem)
     # The ranks start when the first token slice reaches them, whatever they have to do then.
-    starts = {0: 0.0}
-    for stage in range(1, problem.shape.num_stages):
-        before = _duration(problem, _Key(0, stage - 1, 0)) + _transfer(problem, 0, stage - 1, 0)
-        starts[stage] = starts[stage - 1] + before
+    starts: dict[int, float] = {}
+    for stage in range(problem.shape.num_stages):
+        reached = [
+            starts[key.stage] + (_duration(problem, key) + delay)
+            for key, delay in _read(problem, _Key(FORWARD, stage, 0))
+        ]
+        starts[stage] = max(reached, default=0.0)
     for rank in range(problem.shape.num_ranks):
         stages = list(problem.shape.stages_of(rank))
         heads[:, stages] += min(starts[stage] for stage in stages)
@@ -223,20 +246,22 @@ def _area(problem: Problem) -> float:
     """The third argument above."""
     if problem.memory_limit == inf:
         return 0.0
-    shape, times = problem.shape, problem.tables.times
-    num_stages, num_token_slices = shape.num_stages, shape.num_token_slices
-    # Longest chains between each (stage, token slice) and the last token slice on the last stage, both ends counted.
-    chains = np.zeros((2, num_stages, num_token_slices))
-    for stage in reversed(range(num_stages)):
-        for at in reversed(range(num_token_slices)):
-            for result in (0, 1):
-                onward = 0.0
-                if stage < num_stages - 1:
-                    sender = stage if result == 0 else stage + 1
-                    onward = chains[result, stage + 1, at] + _transfer(problem, result, sender, at)
-                if at < num_token_slices - 1:
-                    onward = max(onward, chains[result, stage, at + 1])
-                chains[result, stage, at] = onward + times[result, stage, at]
-    held = (chains.sum(axis=0) + times[2]) * problem.tables.activation * shape.num_micro_batches
+    shape = problem.shape
+    extents = (shape.num_stages, shape.num_token_slices)
+    # Longest chains from the start of each forward of a micro-batch to the end of each op behind it.
+    chains: dict[_Key, Numbers] = {}
+    longest = np.zeros(extents)
+    for key in _one_micro_batch(problem):
+        chain = np.full(extents, -inf)
+        for earlier, delay in _read(problem, key):
+            chain = np.maximum(chain, chains[earlier] + delay)
+        if key.kind == FORWARD:
+            chain[key[1:]] = 0.0
+        chain += _duration(problem, key)
+        if problem.tables.flow.live_change[key.kind] < 0:
+            longest[key[1:]] = chain[key[1:]]
+        else:
+            chains[key] = chain
+    held = longest * problem.tables.activation * shape.num_micro_batches
     by_rank = np.bincount(problem.tables.rank_of, held.sum(axis=1), shape.num_ranks)
     return float(by_rank.max()) / problem.memory_limit

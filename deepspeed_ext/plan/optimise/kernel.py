@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from numba import njit
 
-from deepspeed_ext.plan.optimise.problem import Numbers, Tables
+from deepspeed_ext.plan.optimise.problem import NOTHING, Numbers, Tables
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -21,7 +21,7 @@ def kernel(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _R
     """Compile a function when it is first called, and keep the machine code on disk where there is a folder for it.
 
     numba compiles anew when the file of a function has changed. Of functions in other files that it calls it does not
-    know: whoever edits `hand_over`, `play_rows` or `peak_of_row` should remove `__pycache__` of this package.
+    know: whoever edits one that another file calls should remove `__pycache__` of this package.
     """
     try:
         return njit(cache=True)(function)
@@ -30,24 +30,48 @@ def kernel(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _R
 
 
 @kernel
-def hand_over(tables: Tables, result: int, stage: int, unit: int, end: float, arrival: Numbers) -> int:
+def available_at(reads: Numbers, place: int, token_slice: int, unit: int, ready: Numbers) -> float:
+    """Return when all that an op reads is there; at least UNKNOWN if some of it has not been made.
+
+    Args:
+        reads: [4 N, S, K] as in `DataFlow`.
+        place: kind and stage of the op, as one number.
+        token_slice: of the op.
+        unit: of the op.
+        ready: [4 N x units] when each result is there.
+    """
+    time = 0.0
+    for number in range(reads.shape[2]):
+        offset = reads[place, token_slice, number]
+        if offset == NOTHING:
+            break
+        time = max(time, ready[offset + unit])
+    return time
+
+
+@kernel
+def hand_over(tables: Tables, result: int, stage: int, token_slice: int, unit: int, end: float, ready: Numbers) -> int:
     """Bring a result to the stage that reads it, as `simulate.simulate` does; return that stage's rank, or -1.
 
     Args:
         tables: of the problem; `free` is brought up to date.
         result: 0 an activation, 1 the gradient of one.
         stage: that made it.
-        unit: token slice of a micro-batch.
+        token_slice: of the op.
+        unit: of the op.
         end: of the op.
-        arrival: [2, N, units] when each result is there, by the stage that reads it; written.
+        ready: [4 N x units] when each result is there, as in `DataFlow`; written.
     """
-    reader = stage + 1 if result == 0 else stage - 1
-    if reader < 0 or reader >= len(tables.rank_of):
+    num_stages = len(tables.rank_of)
+    num_units = len(ready) // (4 * num_stages)
+    ready[(result * num_stages + stage) * num_units + unit] = end
+    reader = tables.flow.reader[result, stage]
+    if reader < 0:
         return -1
     channel = tables.channel[result, stage]
     if channel >= 0:
-        sent = max(end, tables.free[channel]) + tables.sending[result, stage, unit % tables.times.shape[2]]
+        sent = max(end, tables.free[channel]) + tables.sending[result, stage, token_slice]
         tables.free[channel] = sent
         end = sent + tables.latency[result, stage]
-    arrival[result, reader, unit] = end
+    ready[((2 + result) * num_stages + reader) * num_units + unit] = end
     return int(tables.rank_of[reader])

@@ -14,7 +14,7 @@ and be given up, and after it k + 1: some op can always run (the banker's algori
 
 import numpy as np
 
-from deepspeed_ext.plan.optimise.kernel import UNKNOWN, hand_over, kernel
+from deepspeed_ext.plan.optimise.kernel import UNKNOWN, available_at, hand_over, kernel
 from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, Problem, Tables
 
 
@@ -37,15 +37,23 @@ def list_schedule(problem: Problem, priorities: Numbers, patience: float) -> tup
 
 
 @kernel
-def _unit(kind: int, position: int, num_token_slices: int) -> int:
-    """The unit at a position of a queue of a kind."""
+def _place(is_reversed: bool, position: int, num_token_slices: int) -> tuple[int, int]:
+    """Return the token slice and the unit at a position of a queue."""
     token_slice = position % num_token_slices
-    return position if kind == 0 else position - token_slice + num_token_slices - 1 - token_slice
+    if not is_reversed:
+        return token_slice, position
+    first = position - token_slice
+    token_slice = num_token_slices - 1 - token_slice
+    return token_slice, first + token_slice
 
 
 @kernel
 def _next_op(
-    tables: Tables,
+    reads: Numbers,
+    is_reversed: Numbers,
+    live_change: Numbers,
+    activation: Numbers,
+    stages: Numbers,
     limit: float,
     later_limit: float,
     priorities: Numbers,
@@ -56,44 +64,40 @@ def _next_op(
     reserved: float,
     oldest: int,
     done: Numbers,
-    arrival: Numbers,
+    ready: Numbers,
     starts: Numbers,
 ) -> tuple[float, int, int]:
     """When a rank can go on, and with the queue of which kind and model chunk; UNKNOWN if nothing is there yet."""
-    num_token_slices = tables.times.shape[2]
-    num_stages = len(tables.rank_of)
-    num_units = tables.num_micro_batches * num_token_slices
+    num_stages, num_units = priorities.shape[1:]
+    num_token_slices = len(activation)
     soonest = UNKNOWN
-    for model_chunk in range(tables.stages.shape[1]):
-        stage = tables.stages[rank, model_chunk]
+    for model_chunk in range(stages.shape[1]):
+        stage = stages[rank, model_chunk]
         for kind in range(3):
             start = UNKNOWN
             position = done[kind, stage]
             if position < num_units:
-                unit = _unit(kind, position, num_token_slices)
-                if kind == 0:
-                    room = tables.activation[unit % num_token_slices]
+                token_slice, unit = _place(is_reversed[kind], position, num_token_slices)
+                fits = True
+                if live_change[kind] > 0:
+                    room = activation[token_slice]
                     fits = held + room <= limit
-                    if unit // num_token_slices > oldest:
+                    if unit >= (oldest + 1) * num_token_slices:
                         fits = fits and reserved + room <= later_limit
-                    if fits:
-                        start = max(clock, arrival[0, stage, unit] if stage > 0 else 0.0)
-                elif kind == 1:
-                    if done[0, stage] > unit:
-                        start = max(clock, arrival[1, stage, unit] if stage < num_stages - 1 else 0.0)
-                elif done[1, stage] > position:
-                    start = clock
+                if fits:
+                    start = max(clock, available_at(reads, kind * num_stages + stage, token_slice, unit, ready))
             starts[kind, model_chunk] = start
             soonest = min(soonest, start)
     best_kind, best_model_chunk = -1, -1
     if soonest >= UNKNOWN:
         return UNKNOWN, best_kind, best_model_chunk
     smallest = np.inf
-    for model_chunk in range(tables.stages.shape[1]):
-        stage = tables.stages[rank, model_chunk]
+    for model_chunk in range(stages.shape[1]):
+        stage = stages[rank, model_chunk]
         for kind in range(3):
             if starts[kind, model_chunk] <= soonest + patience:
-                priority = priorities[kind, stage, _unit(kind, done[kind, stage], num_token_slices)]
+                unit = _place(is_reversed[kind], done[kind, stage], num_token_slices)[1]
+                priority = priorities[kind, stage, unit]
                 if best_kind < 0 or priority < smallest:
                     smallest, best_kind, best_model_chunk = priority, kind, model_chunk
     return starts[best_kind, best_model_chunk], best_kind, best_model_chunk
@@ -118,8 +122,9 @@ def _fill(tables: Tables, limit: float, priorities: Numbers, patience: float, or
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
     whole = tables.activation.sum() * num_model_chunks
+    is_reversed, live_change = tables.flow.is_reversed, tables.flow.live_change
     done = np.zeros((3, num_stages), np.int64)
-    arrival = np.full((2, num_stages, num_units), UNKNOWN)
+    ready = np.full(4 * num_stages * num_units, UNKNOWN)
     tables.free[:] = 0.0
     starts = np.empty((3, num_model_chunks))
     clock, held, reserved = np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks)
@@ -135,7 +140,11 @@ def _fill(tables: Tables, limit: float, priorities: Numbers, patience: float, or
             if stale[each]:
                 stale[each] = False
                 next_start[each], next_kind[each], next_model_chunk[each] = _next_op(
-                    tables,
+                    tables.flow.reads,
+                    is_reversed,
+                    live_change,
+                    tables.activation,
+                    tables.stages,
                     limit,
                     limit - whole,
                     priorities,
@@ -146,7 +155,7 @@ def _fill(tables: Tables, limit: float, priorities: Numbers, patience: float, or
                     reserved[each],
                     oldest[each],
                     done,
-                    arrival,
+                    ready,
                     starts,
                 )
             if next_start[each] < UNKNOWN and (rank < 0 or next_start[each] < next_start[rank]):
@@ -154,23 +163,22 @@ def _fill(tables: Tables, limit: float, priorities: Numbers, patience: float, or
         if rank < 0:
             return UNKNOWN
         kind, stage = next_kind[rank], tables.stages[rank, next_model_chunk[rank]]
-        unit = _unit(kind, done[kind, stage], num_token_slices)
-        clock[rank] = next_start[rank] + tables.times[kind, stage, unit % num_token_slices]
+        token_slice, unit = _place(is_reversed[kind], done[kind, stage], num_token_slices)
+        clock[rank] = next_start[rank] + tables.times[kind, stage, token_slice]
         done[kind, stage] += 1
         orders[rank, count[rank]] = (kind * num_stages + stage) * num_units + unit
         count[rank] += 1
         stale[rank] = True
-        if kind == 0:
-            held[rank] += tables.activation[unit % num_token_slices]
+        held[rank] += live_change[kind] * tables.activation[token_slice]
+        if live_change[kind] > 0:
             behind = num_units
             for model_chunk in range(num_model_chunks):
-                behind = min(behind, done[0, tables.stages[rank, model_chunk]])
+                behind = min(behind, done[kind, tables.stages[rank, model_chunk]])
             oldest[rank] = behind // num_token_slices
-            reserved[rank] = _held_after(tables, rank, oldest[rank], done[0])
-        elif kind == 2:
-            held[rank] -= tables.activation[unit % num_token_slices]
-        if kind < 2:
-            reader = hand_over(tables, kind, stage, unit, clock[rank], arrival)
+            reserved[rank] = _held_after(tables, rank, oldest[rank], done[kind])
+        result = tables.flow.gives[kind]
+        if result >= 0:
+            reader = hand_over(tables, result, stage, token_slice, unit, clock[rank], ready)
             if reader >= 0:
                 stale[reader] = True
     return float(clock.max())

@@ -1,9 +1,10 @@
-"""What the optimiser works on: the pipeline, its costs and the memory limit as arrays.
+"""What the optimiser works on: the pipeline, its data flow, its costs and the memory limit as arrays.
 
 Kinds are numbers here: 0 forward, 1 input gradient, 2 weight gradient, 3 whole backward. A unit is a token slice of a
 micro-batch, `micro_batch * S + token_slice`. An op is one number, `(kind * N + stage) * M * S + unit`, for N stages.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -12,28 +13,96 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.dependencies import reading_stage
+from deepspeed_ext.plan.dependencies import parts, reading_stage, reads_of, result
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs import Channel
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs.program import Channel
 
 Numbers = np.ndarray[Any, Any]
 
 KINDS = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT, OpKind.BACKWARD)
 """Kinds of ops by their numbers."""
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, BACKWARD = range(4)
+RESULTS = (OpKind.FORWARD, OpKind.INPUT_GRADIENT)
+"""Results by their numbers: an activation, and the gradient of one."""
 
 ROUNDING = 1e-9
 """How far sums of shares may be over the limit, in activations of one micro-batch."""
 
 
+NOTHING = np.iinfo(np.int64).min
+"""Fills up rows of what an op reads."""
+
+
+class DataFlow(NamedTuple):
+    """`dependencies.DEPENDENCIES` and `ops.LIVE_CHANGE` as arrays for N stages.
+
+    Kernels keep the times at which results are there in an array `ready` of [4 N x units]. Result r of stage i has the
+    row r N + i of it where it is made; a result that stage i reads from a neighbour has row (2 + r) N + i.
+    """
+
+    reads: Numbers
+    """[4 N, S, K] by kind and stage, and token slice: where an op of unit 0 finds in `ready` what it reads; of another
+    unit, so many places further. NOTHING fills up behind."""
+    makers: Numbers
+    """[4 N] stage that makes the results of each row of `ready`."""
+    gives: Numbers
+    """[4] result of each kind of op; -1 where nothing reads it."""
+    reader: Numbers
+    """[2, N] stage that reads the result of another; -1 if none does."""
+    parts: Numbers
+    """[4] bits of the kinds F, BI and BW that an op computes."""
+    is_reversed: Numbers
+    """[3] whether ops of a kind go through token slices last to first."""
+    live_change: Numbers
+    """[4] by how many an op changes the live token slices."""
+
+    @classmethod
+    def of(cls, shape: PipelineShape) -> "DataFlow":
+        """Make the arrays for a shape."""
+        num_stages, num_token_slices = shape.num_stages, shape.num_token_slices
+        num_units = shape.num_micro_batches * num_token_slices
+        width = max(len(reads_of(kind)) for kind in KINDS)
+        reads = np.full((len(KINDS) * num_stages, num_token_slices, width), NOTHING, np.int64)
+        makers = np.tile(np.arange(num_stages), 4)
+        places = itertools.product(enumerate(KINDS), range(num_stages), range(num_token_slices))
+        for (number, kind), stage, token_slice in places:
+            found = []
+            for _, needed, stages, token_slices in reads_of(kind):
+                if 0 <= stage + stages < num_stages and 0 <= token_slice + token_slices < num_token_slices:
+                    row = (RESULTS.index(needed) + 2 * (stages != 0)) * num_stages + stage
+                    makers[row] = stage + stages
+                    found.append(row * num_units + token_slices)
+            reads[number * num_stages + stage, token_slice, : len(found)] = found
+        given = [result(Op(kind, 0, 0, 0)).kind for kind in KINDS]
+        readers = [[reading_stage(Op(kind, stage, 0, 0), shape) for stage in range(num_stages)] for kind in RESULTS]
+        return cls(
+            reads,
+            makers,
+            np.array([RESULTS.index(kind) if kind in RESULTS else -1 for kind in given], np.int64),
+            np.array([[-1 if stage is None else stage for stage in row] for row in readers], np.int64),
+            np.array(
+                [sum(1 << KINDS.index(part.kind) for part in parts(Op(kind, 0, 0, 0))) for kind in KINDS], np.int64
+            ),
+            np.array([_is_reversed(kind) for kind in KINDS[:3]]),
+            np.array([LIVE_CHANGE[kind] for kind in KINDS], np.int64),
+        )
+
+
+def _is_reversed(kind: OpKind) -> bool:
+    """Whether a token slice needs those after it. Weight gradients, which need no other, go as what they read does."""
+    shift = next((each.token_slice for each in reads_of(kind) if each.token_slice), 0)
+    return shift > 0 if shift else any(_is_reversed(each.needed) for each in reads_of(kind) if each.needed is not kind)
+
+
 class Tables(NamedTuple):
     """Arrays that the kernels read. N stages on P ranks with V model chunks each, S token slices.
 
-    Results are those of forwards (0) and of input gradients (1); they go to the stage after, or before.
+    Results are activations (0) and their gradients (1).
     """
 
     num_micro_batches: int
+    flow: DataFlow
     rank_of: Numbers
     """[N] rank of each stage."""
     stages: Numbers
@@ -153,18 +222,19 @@ def _tables(shape: PipelineShape, costs: OpCosts, shares: Sequence[float]) -> Ta
     sending = np.zeros((2, shape.num_stages, shape.num_token_slices))
     latency = np.zeros((2, shape.num_stages))
     numbers: dict[Channel, int] = {}
-    for result, kind in enumerate((OpKind.FORWARD, OpKind.INPUT_GRADIENT)):
-        for stage in range(shape.num_stages):
-            target = reading_stage(Op(kind, stage, 0, 0), shape)
-            if target is None or rank_of[target] == rank_of[stage]:
+    flow = DataFlow.of(shape)
+    for number, kind in enumerate(RESULTS):
+        for stage, target in enumerate(flow.reader[number].tolist()):
+            if target < 0 or rank_of[target] == rank_of[stage]:
                 continue
             way = Channel(rank_of[stage], rank_of[target], kind)
-            channel[result, stage] = numbers.setdefault(way, len(numbers))
+            channel[number, stage] = numbers.setdefault(way, len(numbers))
             boundary = min(stage, target)
-            latency[result, stage] = costs.latency(boundary)
-            sending[result, stage] = [costs.sending_time(boundary, at) for at in range(shape.num_token_slices)]
+            latency[number, stage] = costs.latency(boundary)
+            sending[number, stage] = [costs.sending_time(boundary, at) for at in range(shape.num_token_slices)]
     return Tables(
         shape.num_micro_batches,
+        flow,
         np.array(rank_of, np.int64),
         np.array([list(shape.stages_of(rank)) for rank in range(shape.num_ranks)], np.int64),
         np.array(times, np.float64),

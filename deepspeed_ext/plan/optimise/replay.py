@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_ext.plan.optimise.kernel import UNKNOWN, hand_over, kernel
+from deepspeed_ext.plan.optimise.kernel import UNKNOWN, available_at, hand_over, kernel
 from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, Problem, Tables
 
 
@@ -42,9 +42,8 @@ class Orders:
 def replay(problem: Problem, orders: Orders) -> float:
     """Makespan of orders; infinite if they deadlock."""
     starts, ends = np.zeros(orders.rows.shape), np.zeros(orders.rows.shape)
-    arrival = np.zeros((2, problem.shape.num_stages, problem.num_units))
-    turned = np.zeros((2, problem.shape.num_stages, problem.num_units), np.bool_)
-    makespan = play_rows(problem.tables, orders.rows, orders.lengths, starts, ends, arrival, turned)
+    ready = np.zeros(4 * problem.shape.num_stages * problem.num_units)
+    makespan = play_rows(problem.tables, orders.rows, orders.lengths, starts, ends, ready)
     return makespan if makespan < UNKNOWN else np.inf
 
 
@@ -67,20 +66,14 @@ def peak_of_row(tables: Tables, row: Numbers, length: int) -> float:
     per_kind = num_stages * tables.num_micro_batches * num_token_slices
     held = peak = 0.0
     for position in range(length):
-        kind = row[position] // per_kind
-        room = tables.activation[row[position] % num_token_slices]
-        if kind == 0:
-            held += room
-            peak = max(peak, held)
-        elif kind >= 2:
-            held -= room
+        change = tables.flow.live_change[row[position] // per_kind]
+        held += change * tables.activation[row[position] % num_token_slices]
+        peak = max(peak, held)
     return peak
 
 
 @kernel
-def play_rows(
-    tables: Tables, rows: Numbers, lengths: Numbers, starts: Numbers, ends: Numbers, arrival: Numbers, turned: Numbers
-) -> float:
+def play_rows(tables: Tables, rows: Numbers, lengths: Numbers, starts: Numbers, ends: Numbers, ready: Numbers) -> float:
     """Play orders.
 
     Args:
@@ -89,8 +82,7 @@ def play_rows(
         lengths: [P] how many.
         starts: [P, longest] becomes the start of each op.
         ends: [P, longest] becomes its end.
-        arrival: [2, N, units] becomes the time at which each activation and gradient reaches the stage that reads it.
-        turned: [2, N, units] becomes whether the forward, and the input gradient, of a unit has run.
+        ready: [4 N x units] becomes the time at which each result is there, as in `DataFlow`.
 
     Returns:
         Makespan; UNKNOWN if ranks wait for each other.
@@ -98,8 +90,8 @@ def play_rows(
     num_ranks = len(rows)
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
-    arrival[:] = UNKNOWN
-    turned[:] = False
+    reads, gives = tables.flow.reads, tables.flow.gives
+    ready[:] = UNKNOWN
     tables.free[:] = 0.0
     clock = np.zeros(num_ranks)
     positions = np.zeros(num_ranks, np.int64)
@@ -114,26 +106,12 @@ def play_rows(
         is_listed[rank] = False
         while positions[rank] < lengths[rank]:
             op = rows[rank, positions[rank]]
-            unit = op % num_units
-            stage = op // num_units % num_stages
-            kind = op // num_units // num_stages
+            place = op // num_units
+            unit = op - place * num_units
+            kind = place // num_stages
+            stage = place - kind * num_stages
             token_slice = unit % num_token_slices
-            start = clock[rank]
-            if kind == 0:
-                if token_slice > 0 and not turned[0, stage, unit - 1]:
-                    break
-                if stage > 0:
-                    start = max(start, arrival[0, stage, unit])
-            elif kind == 2:
-                if not turned[1, stage, unit]:
-                    break
-            else:
-                if not turned[0, stage, unit]:
-                    break
-                if token_slice < num_token_slices - 1 and not turned[1, stage, unit + 1]:
-                    break
-                if stage < num_stages - 1:
-                    start = max(start, arrival[1, stage, unit])
+            start = max(clock[rank], available_at(reads, place, token_slice, unit, ready))
             if start >= UNKNOWN:
                 break
             if kind == 3:
@@ -145,10 +123,9 @@ def play_rows(
             clock[rank] = end
             positions[rank] += 1
             num_played += 1
-            if kind != 2:
-                result = 0 if kind == 0 else 1
-                turned[result, stage, unit] = True
-                reader = hand_over(tables, result, stage, unit, end, arrival)
+            result = gives[kind]
+            if result >= 0:
+                reader = hand_over(tables, result, stage, token_slice, unit, end, ready)
                 if reader >= 0 and not is_listed[reader]:
                     is_listed[reader] = True
                     runnable[num_runnable] = reader

@@ -12,8 +12,8 @@ from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.dependencies import parts, prerequisites, reading_stage, result
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.programs import Channel
-from deepspeed_ext.plan.reductions import reductions_beside
+from deepspeed_ext.plan.programs.program import Channel
+from deepspeed_ext.plan.programs.reductions import reductions_beside
 from deepspeed_ext.plan.timeline import Span, Timeline, Transfer
 
 

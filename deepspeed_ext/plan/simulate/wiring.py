@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.plan.dependencies import DEPENDENCIES, parts, reading_stage, result
+from deepspeed_ext.plan.dependencies import parts, reading_stage, reads_of, result
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.simulate.play import NOTHING
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 KINDS = tuple(OpKind)
 CODE = {kind: code for code, kind in enumerate(KINDS)}
 """Number of each kind of op."""
-_MOST_NEEDS = max(sum(dependency.op is kind for dependency in DEPENDENCIES) for kind in OpKind)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -149,11 +148,10 @@ def _needs(columns: OpColumns, shape: PipelineShape, num_made: int) -> "Numbers"
     import numpy as np
 
     ranks = ranks_of_stages(shape)
-    needs = np.full((len(columns.kind), _MOST_NEEDS), NOTHING, np.int64)
+    needs = np.full((len(columns.kind), max(len(reads_of(kind)) for kind in KINDS)), NOTHING, np.int64)
     for kind in KINDS:
         ops = np.flatnonzero(columns.kind == CODE[kind])
-        rows = [dependency for dependency in DEPENDENCIES if dependency.op is kind]
-        for column, (_, needed, stages, token_slices) in enumerate(rows):
+        for column, (_, needed, stages, token_slices) in enumerate(reads_of(kind)):
             there, then = columns.stage[ops] + stages, columns.token_slice[ops] + token_slices
             inside = (there >= 0) & (there < shape.num_stages) & (then >= 0) & (then < shape.num_token_slices)
             readers, there, then = ops[inside], there[inside], then[inside]

@@ -2,7 +2,7 @@
 
 | file | finds | for |
 |---|---|---|
-| `terapipe` | token slices, exactly | gpipe on equal stages: TeraPipe's dynamic program |
+| `terapipe` | micro-batches and token slices, exactly | gpipe on equal stages: TeraPipe's dynamic program |
 | `slicing.TokenSlices.balanced` | token slices of equal forward, in closed form | any schedule, roughly: Seq1F1B's |
 | `token_slices` | token slices, by search | the schedule that runs, fixed or optimised |
 | `stages` | layers of each stage and token slices, by search | the same, with a language-model head |
@@ -12,7 +12,7 @@ a step takes with a cut. Results depend on the arguments alone, not on the clock
 """
 
 from deepspeed_ext.plan.solve.stages import SolvedStages, solve_stages
-from deepspeed_ext.plan.solve.terapipe import TerapipeCut, solve_terapipe
+from deepspeed_ext.plan.solve.terapipe import TerapipeCut, TerapipeProblem
 from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, TokenSliceCosts, op_costs
 from deepspeed_ext.plan.solve.token_slices import SolvedTokenSlices, solve_token_slices
 
@@ -21,9 +21,9 @@ __all__ = [
     "SolvedStages",
     "SolvedTokenSlices",
     "TerapipeCut",
+    "TerapipeProblem",
     "TokenSliceCosts",
     "op_costs",
     "solve_stages",
-    "solve_terapipe",
     "solve_token_slices",
 ]

@@ -1,19 +1,25 @@
-"""TeraPipe's token slices: exact for gpipe, by dynamic programming (arXiv 2102.07988 section 3.3).
+"""TeraPipe's dynamic program: cuts a batch into micro-batches, and each of them into token slices, for gpipe.
 
-With equal stages and no transfers, gpipe runs all forwards in a wave over the P stages, then all backwards:
+TeraPipe (arXiv 2102.07988 sections 3.3 and 3.4) runs all forwards in a wave over P equal stages, then all backwards:
 
-    makespan = M sum(F_j) + (P - 1) max(F_j) + M sum(B_j) + (P - 1) max(B_j)
+    makespan = sum of all ops of a stage + (P - 1) (longest forward + longest backward)
 
-for M micro-batches of one cut, with B = BI + BW. If no F may be above f and no B above b, the sums alone are left, and
-the shortest sum over cuts of the first n tokens is found from those of fewer tokens. What limits to try? The paper
-tries many values of a maximum that F and B share. Here pairs (f, b) are searched by branch and bound, which is exact
-for any costs. A box of pairs holds the cuts whose maxima are in it; its bound is the shortest sum under the box's
-upper corner, plus P - 1 times its lower corner.
+If no forward may be above one limit and no backward above another, the sum alone is left. Then every micro-batch is
+best cut on its own, by a dynamic program over its tokens, and a knapsack finds the sizes of micro-batches that fill the
+batch. The paper tries many values of a limit that forward and backward share. Here pairs of limits are searched by
+branch and bound, which is exact for any times: a box of pairs holds the cuts whose maxima are in it, and its bound is
+the shortest sum under the box's upper corner, plus P - 1 times its lower corner.
+
+It is exact for equal stages and no transfers. Of uneven stages the busiest counts for the sum and the mean of all
+others for the waits, so the caller should simulate what is found.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count, pairwise
+from itertools import count
+from math import inf, nextafter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,145 +30,207 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.grid import Grid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 
-MOST_POINTS = 4096
-"""Points where a sequence may be cut: tables have this squared."""
+MOST_POINTS = 1024
+"""Places where a sequence may be cut: each micro-batch size has tables of this squared."""
+
+_Pair = tuple[float, float]
+"""One number for forwards and one for backwards."""
+_Ends = tuple[int, ...]
+"""Numbers of the points at which token slices begin or end."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TerapipeCut:
-    """A cut and its makespan under gpipe.
+    """A batch in micro-batches and token slices.
 
     Attributes:
-        cut: the token slices.
-        makespan: of the formula above.
-        lower_bound: makespan that no cut can beat.
+        micro_batches: sequences of each micro-batch and its cut, the largest micro-batch first.
+        makespan: by the formula above.
+        lower_bound: makespan that nothing can beat.
     """
 
-    cut: TokenSlices
+    micro_batches: tuple[tuple[int, TokenSlices], ...]
     makespan: float
     lower_bound: float
 
 
-def solve_terapipe(
-    token_slice_costs: TokenSliceCosts,
-    seq_length: int,
-    *,
-    num_stages: int,
-    num_micro_batches: int = 1,
-    num_token_slices: int | None = None,
-    granularity: int = 1,
-    min_length: int = 1,
-    tolerance: float = 1e-3,
-) -> TerapipeCut:
-    """Find the cut with the shortest makespan under gpipe.
-
-    Args:
-        token_slice_costs: times of token slices; of uneven stages the slowest counts, as if all were like it.
-        seq_length: tokens of the sequence.
-        num_stages: P.
-        num_micro_batches: M.
-        num_token_slices: how many; None for any number, which needs costs with a fixed part to be a small one.
-        granularity: cuts are at multiples of this.
-        min_length: tokens that each token slice has at least.
-        tolerance: how far the makespan may be above the best, relative; 0 for exact.
-
-    Raises:
-        PlanError: if the token slices cannot all be that long, or there are too many places to cut at.
-    """
-    grid = Grid(seq_length, granularity, min_length)
-    grid.check_count(num_token_slices or 1)
-    points = grid.points
-    if len(points) - 1 > MOST_POINTS:
-        raise PlanError(
-            f"granularity {granularity} leaves {len(points) - 1} places to cut {seq_length} tokens at: "
-            f"give {-(-seq_length // MOST_POINTS)} or more"
-        )
-    forward, backward = _tables(token_slice_costs, points, num_stages, min_length)
-    search = _Search(forward, backward, num_stages - 1, num_micro_batches, num_token_slices or 0)
-    makespan, ends, bound = search.run(tolerance)
-    return TerapipeCut(TokenSlices(tuple(int(length) for length in np.diff(points[ends]))), makespan, bound)
-
-
-def _tables(
-    token_slice_costs: TokenSliceCosts, points: Numbers, num_stages: int, min_length: int
-) -> tuple[Numbers, Numbers]:
-    """[points, points] times of F and of B from each point to each later one; infinite where that is too short."""
-    whole = token_slice_costs(range(num_stages), points[:1], points[-1:])
-    slowest = int(whole.sum(axis=(0, 2)).argmax())
-    starts, ends = np.meshgrid(points, points, indexing="ij")
-    times = token_slice_costs([slowest], starts, ends)[:, 0]
-    too_short = ends - starts < min_length
-    forward, backward = times[0], times[1] + times[2]
-    forward[too_short] = np.inf
-    backward[too_short] = np.inf
-    return forward, backward
-
-
 @dataclass(frozen=True, eq=False)
-class _Search:
-    """Branch and bound over pairs of limits."""
+class TerapipeProblem:
+    """A batch to be cut, its times tabulated. Make it with `of`.
 
+    Attributes:
+        tables: times of token slices, by size of micro-batches.
+        grid: where token slices may begin and end.
+        batch_size: sequences that one pipeline trains on in a step.
+        num_waits: how often the longest ops count: P - 1.
+    """
+
+    tables: Mapping[int, "_Tables"]
+    grid: Grid
+    batch_size: int
+    num_waits: int
+
+    @classmethod
+    def of(
+        cls, costs: Mapping[int, TokenSliceCosts], grid: Grid, batch_size: int, num_stages: int, num_waits: int
+    ) -> "TerapipeProblem":
+        """Tabulate the times of all token slices there can be.
+
+        Args:
+            costs: times of token slices, by size of micro-batches in sequences.
+            grid: where token slices may begin and end.
+            batch_size: sequences that one pipeline trains on in a step; with micro-batches of size 1 alone, their
+                number.
+            num_stages: stages that `costs` knows.
+            num_waits: P - 1, however many of the stages `costs` tells apart.
+
+        Raises:
+            PlanError: if there are too many places to cut at.
+        """
+        places = len(grid.points) - 1
+        if places > MOST_POINTS:
+            raise PlanError(
+                f"granularity {grid.granularity} leaves {places} places to cut {grid.seq_length} tokens at: "
+                f"give {-(-grid.seq_length // MOST_POINTS)} or more"
+            )
+        tables = {size: _Tables.of(one, grid, num_stages) for size, one in costs.items()}
+        return cls(tables, grid, batch_size, num_waits)
+
+    def solve(
+        self, num_token_slices: int | None = None, *, equal_sizes: bool = False, tolerance: float = 1e-3
+    ) -> TerapipeCut:
+        """Find the micro-batches and token slices with the shortest makespan under gpipe.
+
+        Args:
+            num_token_slices: of each micro-batch; None for any number, which needs costs with a fixed part to be a
+                small one.
+            equal_sizes: whether all micro-batches have one size, as the trainer runs them.
+            tolerance: how far the makespan may be above the best, relative; 0 for exact.
+
+        Raises:
+            PlanError: if so many token slices do not fit, or the sizes cannot fill the batch.
+        """
+        self.grid.check_count(num_token_slices or 1)
+        best: _Filling | None = None
+        best_makespan, lower_bound = inf, None
+        ties = count()
+        boxes: list[tuple[float, int, _Pair, _Pair]] = [(0.0, next(ties), (0.0, 0.0), self._highest())]
+        while boxes:
+            bound, _, low, high = heappop(boxes)
+            if bound >= best_makespan * (1 - tolerance) and best is not None:
+                lower_bound = min(bound, best_makespan)
+                break
+            found = self._shortest(num_token_slices or 0, equal_sizes, high)
+            if found is None:
+                continue
+            makespan = found.total + self.num_waits * sum(found.longest)
+            if makespan < best_makespan:
+                best, best_makespan = found, makespan
+            # Nothing in this box with maxima of at least these is better, so one of the maxima must be smaller.
+            below = (nextafter(found.longest[0], -inf), nextafter(found.longest[1], -inf))
+            forward_smaller = (low, (below[0], high[1]))
+            backward_smaller = ((max(low[0], found.longest[0]), low[1]), (high[0], below[1]))
+            for box in (forward_smaller, backward_smaller):
+                for half in _halves(*box):
+                    bound = found.total + self.num_waits * sum(half[0])
+                    if bound < best_makespan * (1 - tolerance):
+                        heappush(boxes, (bound, next(ties), *half))
+        if best is None:
+            sizes = ", ".join(map(str, self.tables))
+            raise PlanError(f"micro-batches of {sizes} sequences do not fill a batch of {self.batch_size}")
+        cuts = {size: self._token_slices(ends) for size, ends in best.ends.items()}
+        micro_batches = tuple((size, cuts[size]) for size in best.sizes)
+        return TerapipeCut(
+            micro_batches, best_makespan, best_makespan * (1 - tolerance) if lower_bound is None else lower_bound
+        )
+
+    def makespan(self, size: int, cut: TokenSlices) -> float:
+        """Return the makespan by the formula above for a batch of equal micro-batches.
+
+        Args:
+            size: sequences of each micro-batch.
+            cut: token slices of each, cut at points of the grid.
+        """
+        bounds = np.searchsorted(self.grid.points, [0, *np.cumsum(cut.lengths)])
+        table, between = self.tables[size], (bounds[:-1], bounds[1:])
+        total = float(table.times[between].sum()) * (self.batch_size // size)
+        return total + self.num_waits * float(table.forward[between].max() + table.backward[between].max())
+
+    def _highest(self) -> _Pair:
+        """Limits that every token slice is within."""
+        forward, backward = (
+            max(float(table[np.isfinite(table)].max()) for table in tables)
+            for tables in zip(*((one.forward, one.backward) for one in self.tables.values()), strict=True)
+        )
+        return forward, backward
+
+    def _token_slices(self, ends: _Ends) -> TokenSlices:
+        return TokenSlices(tuple(int(length) for length in np.diff(self.grid.points[list(ends)])))
+
+    def _shortest(self, num_token_slices: int, equal_sizes: bool, limits: _Pair) -> "_Filling | None":
+        """The shortest sum under limits: a cut for each size, then sizes that fill the batch."""
+        totals, cuts = {}, {}
+        for size, table in self.tables.items():
+            total, ends = _shortest_cut(table, num_token_slices, limits)
+            if ends:
+                totals[size], cuts[size] = total, ends
+        fill = _equal_sizes if equal_sizes else _sizes
+        sizes = fill(totals, self.batch_size)
+        if not sizes:
+            return None
+        forward, backward = (
+            max(float(getattr(self.tables[size], name)[cuts[size][:-1], cuts[size][1:]].max()) for size in set(sizes))
+            for name in ("forward", "backward")
+        )
+        return _Filling(sum(totals[size] for size in sizes), (forward, backward), sizes, cuts)
+
+
+class _Filling(NamedTuple):
+    """Micro-batches that fill the batch."""
+
+    total: float
+    """Sum of all their ops on the busiest stage."""
+    longest: _Pair
+    """Their longest forward and longest backward."""
+    sizes: list[int]
+    """Sequences of each, the largest first."""
+    ends: dict[int, _Ends]
+    """How each size is cut."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Tables:
+    """Times of the token slices between points, of one size of micro-batches.
+
+    Attributes:
+        times: [points, points] of all ops of the busiest stage, which add up.
+        forward: [points, points] of the forward of other stages; infinite where there is no token slice.
+        backward: [points, points] of their backward.
+    """
+
+    times: Numbers
     forward: Numbers
     backward: Numbers
-    num_waits: int
-    num_micro_batches: int
-    num_token_slices: int
 
-    def run(self, tolerance: float) -> tuple[float, Numbers, float]:
-        """Makespan, the points cut at, and the bound."""
-        best, best_ends = np.inf, np.zeros(0, np.int64)
-        ties = count()
-        highest = [float(table[np.isfinite(table)].max()) for table in (self.forward, self.backward)]
-        boxes = [(0.0, next(ties), (0.0, 0.0), (highest[0], highest[1]))]
-        while boxes:
-            bound, _, low, high = boxes[0]
-            if bound >= best * (1 - tolerance):
-                return best, best_ends, min(bound, best)
-            heappop(boxes)
-            total, ends = self._shortest_sum(*high)
-            if not len(ends):
-                continue
-            most = tuple(
-                max(float(table[start, end]) for start, end in pairwise(ends.tolist()))
-                for table in (self.forward, self.backward)
-            )
-            makespan = total + self.num_waits * sum(most)
-            if makespan < best:
-                best, best_ends = makespan, ends
-            # No cut in this box with maxima of at least these is better, so one of the maxima must be smaller.
-            below = (np.nextafter(most[0], 0), np.nextafter(most[1], 0))
-            for box in (
-                (low, (below[0], high[1])),
-                ((max(low[0], most[0]), low[1]), (high[0], below[1])),
-            ):
-                for half in _halves(*box):
-                    bound = total + self.num_waits * sum(half[0])
-                    if bound < best * (1 - tolerance):
-                        heappush(boxes, (bound, next(ties), *half))
-        return best, best_ends, best * (1 - tolerance)
+    @classmethod
+    def of(cls, costs: TokenSliceCosts, grid: Grid, num_stages: int) -> "_Tables":
+        """Ask for the times of all token slices there can be."""
+        points = grid.points
+        whole = costs(range(num_stages), points[:1], points[-1:])
+        busiest = int(whole.sum(axis=(0, 2)).argmax())
+        starts, ends = np.triu_indices(len(points), 1)
+        long_enough = points[ends] - points[starts] >= grid.min_length
+        starts, ends = starts[long_enough], ends[long_enough]
+        values = costs(range(num_stages), points[starts], points[ends])
+        others = [stage for stage in range(num_stages) if stage != busiest] or [busiest]
+        waits = values[:, others].mean(axis=1)
 
-    def _shortest_sum(self, most_forward: float, most_backward: float) -> tuple[float, Numbers]:
-        """The shortest sum under limits, and the points to cut at; no points if there is no cut."""
-        size = len(self.forward)
-        previous = np.zeros((self.num_token_slices or 1, size), np.int64)
-        reached = np.full(size, np.inf)
-        reached[0] = 0.0
-        for begins in previous:
-            # Any number of token slices go on from points that this very row reached.
-            further = np.full(size, np.inf) if self.num_token_slices else reached
-            _extend(self.forward, self.backward, most_forward, most_backward, reached, further, begins)
-            reached = further
-        total = float(reached[-1])
-        if not np.isfinite(total):
-            return total, np.zeros(0, np.int64)
-        ends = [size - 1]
-        while ends[-1] > 0:
-            row = self.num_token_slices - len(ends) if self.num_token_slices else 0
-            ends.append(int(previous[row, ends[-1]]))
-        return total * self.num_micro_batches, np.array(ends[::-1])
+        def table(entries: Numbers) -> Numbers:
+            filled = np.full((len(points), len(points)), np.inf)
+            filled[starts, ends] = entries
+            return filled
 
-
-_Pair = tuple[float, float]
+        return cls(table(values[:, busiest].sum(axis=0)), table(waits[0]), table(waits[1] + waits[2]))
 
 
 def _halves(low: _Pair, high: _Pair) -> list[tuple[_Pair, _Pair]]:
@@ -176,34 +244,80 @@ def _halves(low: _Pair, high: _Pair) -> list[tuple[_Pair, _Pair]]:
     return [(low, (high[0], middle)), ((low[0], middle), high)]
 
 
+def _equal_sizes(totals: Mapping[int, float], batch_size: int) -> list[int]:
+    """The one size that fills the batch best, as often as it takes; none if there is none."""
+    fitting = [size for size in totals if batch_size % size == 0]
+    best = min(fitting, key=lambda size: totals[size] * (batch_size // size), default=None)
+    return [] if best is None else [best] * (batch_size // best)
+
+
+def _sizes(totals: Mapping[int, float], batch_size: int) -> list[int]:
+    """The sizes, the largest first, that fill the batch in the shortest time; none if they cannot: a knapsack."""
+    reached: list[tuple[float, int] | None] = [(0.0, 0)]
+    for filled in range(1, batch_size + 1):
+        choices = []
+        for size, total in totals.items():
+            before = reached[filled - size] if size <= filled else None
+            if before is not None:
+                choices.append((before[0] + total, size))
+        reached.append(min(choices, default=None))
+    sizes: list[int] = []
+    while (left := batch_size - sum(sizes)) and (last := reached[left]) is not None:
+        sizes.append(last[1])
+    return sorted(sizes, reverse=True) if sum(sizes) == batch_size else []
+
+
+def _shortest_cut(table: _Tables, num_token_slices: int, limits: _Pair) -> tuple[float, _Ends]:
+    """The shortest sum of one micro-batch and the points it is cut at; no points if there is no cut."""
+    begins = np.zeros((num_token_slices or 1, len(table.times)), np.int64)
+    total = _shortest_sum(table.times, table.forward, table.backward, *limits, not num_token_slices, begins)
+    if not np.isfinite(total):
+        return total, ()
+    ends = [len(table.times) - 1]
+    while ends[-1] > 0:
+        ends.append(int(begins[-len(ends) if num_token_slices else 0, ends[-1]]))
+    return total, tuple(reversed(ends))
+
+
 @kernel
-def _extend(
+def _shortest_sum(
+    times: Numbers,
     forward: Numbers,
     backward: Numbers,
     most_forward: float,
     most_backward: float,
-    reached: Numbers,
-    further: Numbers,
-    previous: Numbers,
-) -> None:
-    """Add one token slice within the limits to the shortest sums that reach each point.
+    any_number: bool,
+    begins: Numbers,
+) -> float:
+    """Shortest sum of times over the cuts of a sequence, none of whose token slices is above a limit.
 
     Args:
-        forward: times of the token slice from a point to another.
-        backward: the same.
-        most_forward: limit of the first.
-        most_backward: limit of the second.
-        reached: sum up to each point; infinite where none leads.
-        further: the same with the token slice; brought up to date. May be `reached`.
-        previous: where that token slice begins; brought up to date.
+        times: [points, points] time of the token slice from a point to a later one.
+        forward: [points, points] what the first limit is for; infinite = no such token slice.
+        backward: [points, points] the same for the second.
+        most_forward: first limit.
+        most_backward: second limit.
+        any_number: whether any number of token slices is allowed, or as many as there are rows.
+        begins: [rows, points] becomes the point where the token slice that ends at each point begins; one row for any
+            number of them.
+
+    Returns:
+        The sum; infinite if there is no such cut.
     """
-    size = len(forward)
-    for start in range(size - 1):
-        if not np.isfinite(reached[start]):
-            continue
-        for end in range(start + 1, size):
-            if forward[start, end] <= most_forward and backward[start, end] <= most_backward:
-                total = reached[start] + forward[start, end] + backward[start, end]
-                if total < further[end]:
-                    further[end] = total
-                    previous[end] = start
+    rows, size = begins.shape
+    reached = np.full(size, np.inf)
+    reached[0] = 0.0
+    for row in range(rows):
+        # Any number of token slices go on from points that this very row reached.
+        further = reached if any_number else np.full(size, np.inf)
+        for start in range(size - 1):
+            if not np.isfinite(reached[start]):
+                continue
+            for end in range(start + 1, size):
+                if forward[start, end] <= most_forward and backward[start, end] <= most_backward:
+                    total = reached[start] + times[start, end]
+                    if total < further[end]:
+                        further[end] = total
+                        begins[row, end] = start
+        reached = further
+    return float(reached[size - 1])

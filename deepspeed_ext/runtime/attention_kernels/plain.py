@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deepspeed_ext.pointwise import Pointwise
 from deepspeed_ext.runtime.attention_kernels.interface import Attended, Gradients
-from deepspeed_ext.runtime.positional_dropout import DropoutPlace, head_rows, scaled_mask
+from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, head_rows, scaled_mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,16 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.memory_overheads import default_overheads
 from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster, Device
-from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.aiconfigurator import measured_tables, why_no_tables
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import LayerTimes, OpTimes
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, OpTimes
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
@@ -45,9 +43,9 @@ class TablesByDevice:
         """Whether times include collectives: they do not, links price them."""
         return False
 
-    def __call__(self, layer: Layer, device: Device, **sizes: Any) -> LayerTimes:
+    def __call__(self, query: LayerQuery) -> LayerTimes:
         """Return the times of one layer; see `OpTimes`."""
-        return self.by_name[device.name](layer, device, **sizes)
+        return self.by_name[query.device.name](query)
 
 
 def tables_of(

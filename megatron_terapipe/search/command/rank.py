@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.costs import Costs, costs_of
 from megatron_terapipe.search.command.shared_flags import (
@@ -31,7 +32,6 @@ from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.report.answer import Answer, answer_json
 from megatron_terapipe.search.report.comparison import compare
 from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
-from megatron_terapipe.search.report.launch import write_text
 from megatron_terapipe.search.report.output_files import (
     TERMINAL,
     OpCostsOf,
@@ -123,7 +123,8 @@ def write_proposals(
     candidates = [entry.strategy for entry in found.entries]
     model = costs.pricing_on(problem.cluster).cost_model
     chosen = propose_strategies(model, candidates, costs.calibration, NUM_TRIALS)
-    write_text(path, "".join(json.dumps(strategy.to_json()) + "\n" for strategy in chosen))
+    lines = [json.dumps(strategy.to_json()) + "\n" for strategy in chosen]
+    write_text(path, "".join(lines), make_folder=True)
     return (
         f"{path} has {len(chosen)} of the {len(candidates)} best strategies, the trials of which would teach most, the "
         f"most telling first: run them with `trial --strategies {path}`, then `rank --calibrate`"

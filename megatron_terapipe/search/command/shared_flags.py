@@ -5,9 +5,10 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.options import field_help
@@ -170,7 +171,7 @@ def read_one_strategy(path: str) -> Strategy:
     """
     try:
         return _strategy(read_json(path, "STRATEGY.json"))
-    except ConfigError as error:
+    except UserError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
@@ -180,14 +181,9 @@ def read_strategies(path: str) -> list[Strategy]:
     Empty lines are nothing. So the files that `rank` writes can be read, `strategy.json` and `ranking.json`.
 
     Raises:
-        ConfigError: if it cannot be read, or a line is no strategy; it names the line.
+        UserError: if it cannot be read, or a line is no strategy; it names the line.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--strategies {path} cannot be read ({error.strerror}): give a file that can") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--strategies {path} is not text ({error}): give JSON lines") from None
+    text = read_text(path, "--strategies")
     whole = _whole(text)
     if whole is not None:
         return _strategies_of(whole, path)

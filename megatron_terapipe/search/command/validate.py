@@ -4,9 +4,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.shared_flags import add_json_flag
 
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print_validation(document, Console(), show_groups=options.show_groups)
     if options.json is not None:
-        _write(options.json, document)
+        write_text(options.json, json.dumps(document, indent=1) + "\n", "--json")
     return 0
 
 
@@ -91,8 +91,7 @@ def _check(options: argparse.Namespace) -> None:
 def _predicted(
     options: argparse.Namespace, trials: "Sequence[Trial]", calibrating: "Sequence[Trial]"
 ) -> "list[Predicted]":
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from tqdm import tqdm
 
     from megatron_terapipe.search.op_times.profile_files import read_profile
     from megatron_terapipe.search.trials.calibration_files import read_calibrations, write_calibrations
@@ -100,19 +99,14 @@ def _predicted(
     from megatron_terapipe.search.trials.predicted import predict_in_folds, predict_trials
 
     profile = read_profile(options.profile) if options.profile else None
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} of {task.total} trials"))
-    console = Console(stderr=True)
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("predicting", total=len(trials))
+    # Silent when nobody watches.
+    with tqdm(total=len(trials), desc="predicting", unit="trial", file=sys.stderr, leave=False, disable=None) as bar:
 
         def step(done: int) -> None:
-            bar.update(task, advance=done, description="predicting")
+            bar.set_description_str("predicting", refresh=False)
+            bar.update(done)
 
-        def progress(what: str) -> None:
-            bar.update(task, description=what)
-
+        progress = bar.set_description_str
         if options.folds:
             return predict_in_folds(
                 trials, options.folds, more=calibrating, profile=profile, step=step, progress=progress
@@ -138,10 +132,3 @@ def _tell_ignored(trials: "Sequence[Trial]") -> None:
     fields = sorted({name for one in trials for name in one.ignored})
     if fields:
         print(f"note: fields that mean nothing here are left out: {', '.join(fields)}", file=sys.stderr)
-
-
-def _write(path: str, document: dict[str, Any]) -> None:
-    try:
-        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written ({error.strerror}): name another file") from None

@@ -11,9 +11,12 @@ its drain with weight gradients: of each other rank F + BI - BW remain (arXiv 24
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.stage_ops import StageOps
 from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
+
+Floats = NDArray[np.float64]
 
 
 def pipeline_time(
@@ -47,6 +50,20 @@ def pipeline_time(
         filling = activation_limit * others.weight_gradient
         waits = np.maximum(others.forward + others.input_gradient - filling, 0.0)
     return num_micro_batches * total + waits / (num_token_slices * num_model_chunks) + latency_s
+
+
+def of_slowest_and_others(schedule: str, ops: Floats, multiplicity: Floats | None = None) -> tuple[StageOps, StageOps]:
+    """Return the ops of the slowest rank, and those of all others added up.
+
+    Args:
+        schedule: its name.
+        ops: [parts of `StageOps`, rows, ...] seconds of one micro-batch on each rank.
+        multiplicity: [rows] ranks that a row stands for; None = one each.
+    """
+    totals = np.asarray(total_s(schedule, StageOps(*ops)))
+    slowest = np.take_along_axis(ops, np.argmax(totals, axis=0)[None, None], axis=1)[:, 0]
+    everything = ops.sum(axis=1) if multiplicity is None else np.tensordot(ops, multiplicity, axes=([1], [0]))
+    return StageOps(*slowest), StageOps(*(everything - slowest))
 
 
 def total_s(schedule: str, ops: StageOps) -> ScalarOrArray:

@@ -7,35 +7,14 @@ of the network; NCCL climbs a tree between many nodes, so that their latencies g
 Massively Scale Your Deep Learning Training with NCCL 2.4).
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.search.cost.rank_groups import GroupTopology
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
 
 Flags = NDArray[np.bool_]
-
-
-class GroupTopology(NamedTuple):
-    """What the ranks of a group have between them; numbers or arrays.
-
-    Attributes:
-        size: ranks of the group.
-        num_nodes: nodes that they are on.
-        inside_bandwidth: bytes per second of the slowest link inside those nodes.
-        inside_latency_s: of those links.
-        network_bandwidth: bytes per second that the group gets of the network cards of a node, others sharing them.
-        network_latency_s: of the network.
-    """
-
-    size: ScalarOrArray
-    num_nodes: ScalarOrArray
-    inside_bandwidth: ScalarOrArray
-    inside_latency_s: ScalarOrArray
-    network_bandwidth: ScalarOrArray
-    network_latency_s: ScalarOrArray
 
 
 def _ring_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:

@@ -1,7 +1,7 @@
 """The time of one iteration: ops of each stage, played in the schedule's order, then the optimizer step."""
 
-from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -11,15 +11,25 @@ from numpy.typing import NDArray
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
-from megatron_terapipe.search.cost.collectives import GroupTopology, all_gather_s, transfer_bandwidth, transfer_s
-from megatron_terapipe.search.cost.rank_groups import GroupLinks, RankGroups
+from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_bandwidth, transfer_s
+from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
+from megatron_terapipe.search.cost.rank_groups import GroupTopology, RankGroups
 from megatron_terapipe.search.cost.simulated_time import Orders, closed_form_of
-from megatron_terapipe.search.cost.stage_ops import StageOps, layer_ops
+from megatron_terapipe.search.cost.stage_ops import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    LayerPrices,
+    OpSizes,
+    StageOps,
+    on_slowest_device,
+    stage_ops,
+)
 from megatron_terapipe.search.cost.step_costs import StepCosts, step_costs
 from megatron_terapipe.search.cost.time_breakdown import TimePrediction, time_prediction
 from megatron_terapipe.search.inputs.cluster import Cluster, Device
-from megatron_terapipe.search.inputs.layer import Layer
-from megatron_terapipe.search.inputs.workload import Workload, parameters_per_rank
+from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import OpTimes
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
@@ -33,7 +43,6 @@ __all__ = [
     "Messages",
     "TimePrediction",
     "pipeline_shape",
-    "topology_at",
 ]
 
 Floats = NDArray[np.float64]
@@ -58,16 +67,21 @@ class Messages(NamedTuple):
     crosses_nodes: NDArray[np.bool_]
 
 
-def topology_at(links: GroupLinks, rank: int) -> GroupTopology:
-    """Links of the groups of one pipeline rank."""
-    return GroupTopology(
-        links.size,
-        float(links.num_nodes[rank]),
-        float(links.inside_bandwidth[rank]),
-        float(links.inside_latency_s[rank]),
-        float(links.network_bandwidth[rank]),
-        float(links.network_latency_s[rank]),
-    )
+@dataclass(frozen=True, kw_only=True)
+class PlacedStrategy:
+    """A strategy with what its layout makes of the cluster and the model, looked up once.
+
+    Attributes:
+        strategy: the strategy.
+        groups: links and devices of its ranks.
+        counts: layers and parameters of its stages.
+        shares: [S + 1] bounds of its token slices, as shares of the sequence.
+    """
+
+    strategy: Strategy
+    groups: RankGroups
+    counts: LayerCounts
+    shares: Floats
 
 
 class CostModel:
@@ -102,7 +116,11 @@ class CostModel:
         self.op_times = op_times or Roofline(self.efficiency, software, precision)
         self.precision = precision
         self.element_bytes = 4 if precision == "fp32" else 2
-        self._layer_ops: dict[tuple[object, ...], StageOps] = {}
+        self.counter = LayerCounter(workload)
+        """Counts the layers of stages."""
+        self.prices = LayerPrices(self.counter.kinds, self.op_times, self.efficiency, self.element_bytes)
+        """Prices the kinds of layers."""
+        self._known_ops: dict[tuple[object, ...], Floats] = {}
         self._orders = orders or Orders()
 
     def with_efficiency(self, efficiency: HardwareEfficiency, op_times: OpTimes | None = None) -> "CostModel":
@@ -146,29 +164,48 @@ class CostModel:
             ConfigError: if it does not fit the cluster or the model.
             PlanError: if its schedule does not take its shape.
         """
-        groups = self.groups(strategy)
-        stages = self.stage_ops(strategy, groups)
+        placed = self.placed(strategy)
+        stages = self.stage_ops(placed)
         shape = pipeline_shape(strategy)
-        costs = self._costs(strategy, groups, stages)
+        costs = self._costs(placed, stages)
         if activation_limit is None or strategy.schedule != "zero-bubble":
-            played = self._orders.play(strategy.schedule, shape, costs)
+            simulated = self._orders.play(strategy.schedule, shape, costs)
         else:
-            played = closed_form_of(shape, costs, activation_limit)
+            simulated = closed_form_of(shape, costs, activation_limit)
         return time_prediction(
             shape,
             stages,
             costs,
-            played,
-            self._step(strategy, groups),
-            layers=[len(layers) for layers in self.stage_layers(strategy)[: shape.num_ranks]],
+            simulated,
+            self.step(placed.counts, placed.groups, strategy.zero_stage),
+            layers=placed.counts.first_stage.sum(axis=1),
             software=self.software,
             efficiency=self.efficiency,
         )
 
     def pipeline_costs(self, strategy: Strategy) -> OpCosts:
-        """Times of ops per stage and token slice, and of messages, in seconds, as the plan reads them."""
-        groups = self.groups(strategy)
-        return self._costs(strategy, groups, self.stage_ops(strategy, groups))
+        """Return the seconds of ops per stage and token slice, and of messages, as the plan reads them."""
+        placed = self.placed(strategy)
+        return self._costs(placed, self.stage_ops(placed))
+
+    def placed(self, strategy: Strategy) -> PlacedStrategy:
+        """Look up what a strategy's layout makes of the cluster and the model.
+
+        Raises:
+            ConfigError: if it does not fit the cluster or the model.
+        """
+        num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
+        lengths = strategy.cut(self.workload.seq_length).lengths
+        return PlacedStrategy(
+            strategy=strategy,
+            groups=self.groups(strategy),
+            counts=self.counter.count(
+                self.workload.partition(strategy.stage_partition, num_stages),
+                strategy.pipeline_parallel_size,
+                strategy.tensor_parallel_size,
+            ),
+            shares=np.array([*accumulate(lengths, initial=0)], dtype=float) / self.workload.seq_length,
+        )
 
     def groups(self, strategy: Strategy) -> RankGroups:
         """Links of the groups of a strategy."""
@@ -179,76 +216,71 @@ class CostModel:
         )
         return RankGroups(self.cluster, layout, strategy.placement)
 
-    def stage_layers(self, strategy: Strategy) -> list[range]:
-        """Indices of the layers of each stage."""
-        num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
-        return self.workload.stages(self.workload.partition(strategy.stage_partition, num_stages))
-
-    def stage_ops(self, strategy: Strategy, groups: RankGroups) -> list[StageOps]:
-        """Per stage the ops of one micro-batch, arrays of [S] seconds by token slice; without messages."""
-        lengths = strategy.cut(self.workload.seq_length).lengths
-        bounds = np.array([*accumulate(lengths, initial=0)], dtype=float) / self.workload.seq_length
-        ranks = strategy.pipeline_parallel_size
-        stages = []
-        for stage, layers in enumerate(self.stage_layers(strategy)):
-            rank = stage % ranks
-            topology = topology_at(groups.tensor, rank)
-            counts = Counter(id(self.workload.layers[index]) for index in layers)
-            unique = {id(self.workload.layers[index]): self.workload.layers[index] for index in layers}
-            per_device = []
-            for device in groups.devices[rank]:
-                zero = np.zeros(len(lengths))
-                ops = StageOps(zero, zero, zero, zero, zero)
-                for key, layer in unique.items():
-                    ops = ops + self._ops_of(layer, device, topology, strategy, bounds).times(counts[key])
-                per_device.append(ops)
-            # Replicas wait for each other once per iteration, and tensor-parallel ranks all the time.
-            stages.append(max(per_device, key=lambda ops: float(np.sum(ops.forward + ops.backward))))
-        return stages
-
-    def _ops_of(
-        self, layer: Layer, device: Device, topology: GroupTopology, strategy: Strategy, bounds: Floats
-    ) -> StageOps:
-        key = (
-            id(layer),
-            device,
-            topology,
-            strategy.micro_batch_size,
-            strategy.recompute,
-            strategy.sequence_parallel,
-            bounds.tobytes(),
+    def stage_ops(self, placed: PlacedStrategy) -> Floats:
+        """Return the seconds of the ops of one micro-batch, without messages: [5 parts of `StageOps`, stages, S]."""
+        strategy, shares = placed.strategy, placed.shares
+        sizes = OpSizes(
+            tensor_parallel_size=float(strategy.tensor_parallel_size),
+            micro_batch_size=float(strategy.micro_batch_size),
+            start=shares[:-1],
+            end=shares[1:],
+            recompute=strategy.recompute,
+            sequence_parallel=strategy.sequence_parallel,
         )
-        known = self._layer_ops.get(key)
+        key = strategy.micro_batch_size, strategy.recompute, strategy.sequence_parallel, shares.tobytes()
+        return self.priced_stages(placed, sizes, key=key)
+
+    def priced_stages(
+        self,
+        placed: PlacedStrategy,
+        sizes: OpSizes,
+        *,
+        stages: Sequence[int] | None = None,
+        whole: int | None = None,
+        key: tuple[object, ...] | None = None,
+    ) -> Floats:
+        """Return the seconds of the ops of stages for T token slices: [5 parts of `StageOps`, stages, T].
+
+        Args:
+            placed: the strategy.
+            sizes: arrays of [T].
+            stages: the stages to price; None = all.
+            whole: the token slice that is the whole sequence; None = all T together are.
+            key: what the sizes are, to keep the times of layers; None = they are not kept.
+        """
+        counts = placed.counts.per_stage if stages is None else placed.counts.per_stage[stages]
+        ranks = np.arange(len(counts)) if stages is None else np.array(stages)
+        ranks = ranks % placed.strategy.pipeline_parallel_size
+        out = np.empty((len(StageOps._fields), len(counts), len(np.atleast_1d(sizes.start))))
+        for kind in placed.groups.kinds:
+            rows = np.flatnonzero(np.isin(ranks, kind.ranks))
+            per_device = [
+                stage_ops(counts[rows], self._ops(device, kind.topology, sizes, key)) for device in kind.devices
+            ]
+            forward_backward = [ops[FORWARD] + ops[BACKWARD] for ops in per_device]
+            whole_s = [each.sum(axis=-1) if whole is None else each[:, whole] for each in forward_backward]
+            out[:, rows] = on_slowest_device(per_device, [each[:, None] for each in whole_s])
+        return out
+
+    def _ops(self, device: Device, topology: GroupTopology, sizes: OpSizes, key: tuple[object, ...] | None) -> Floats:
+        if key is None:
+            return self.prices.ops(device, topology, sizes)
+        known = self._known_ops.get((device, topology, *key))
         if known is None:
-            known = layer_ops(
-                layer,
-                device,
-                self.op_times,
-                self.efficiency,
-                topology,
-                tensor_parallel_size=float(strategy.tensor_parallel_size),
-                micro_batch_size=float(strategy.micro_batch_size),
-                start=bounds[:-1] * layer.tokens,
-                end=bounds[1:] * layer.tokens,
-                recompute=strategy.recompute,
-                sequence_parallel=strategy.sequence_parallel,
-                element_bytes=self.element_bytes,
-            )
-            self._layer_ops[key] = known
+            known = self._known_ops[device, topology, *key] = self.prices.ops(device, topology, sizes)
         return known
 
-    def messages(self, strategy: Strategy, groups: RankGroups) -> "Messages":
-        """What one rank sends to the next in one micro-batch, by boundary between stages."""
-        lengths = np.array(strategy.cut(self.workload.seq_length).lengths, dtype=float)
-        shares = lengths / self.workload.seq_length
-        last = [self.workload.layers[layers[-1]] for layers in self.stage_layers(strategy)[:-1]]
-        outputs = np.array([layer.output_elements for layer in last])[:, None] * shares * strategy.micro_batch_size
+    def messages(self, placed: PlacedStrategy) -> Messages:
+        """Return what one rank sends to the next in one micro-batch, by boundary between stages."""
+        strategy, links = placed.strategy, placed.groups.pipe
+        last = [self.workload.layers[index] for index in placed.counts.last_layers]
+        outputs = np.array([layer.output_elements for layer in last], dtype=float)[:, None] * np.diff(placed.shares)
+        outputs *= strategy.micro_batch_size
         extra = np.array([layer.extra_output_elements for layer in last], dtype=float)[:, None]
-        links = groups.pipe
         index = np.arange(len(last)) % strategy.pipeline_parallel_size
         if strategy.sequence_parallel:
             # Between layers each tensor-parallel rank has its part of the tokens alone, and sends no more.
-            outputs = outputs / strategy.tensor_parallel_size
+            outputs /= strategy.tensor_parallel_size
         return Messages(
             self.element_bytes * (outputs + extra),
             links.bandwidth[index],
@@ -256,9 +288,10 @@ class CostModel:
             links.crosses_nodes[index],
         )
 
-    def _sending_s(self, strategy: Strategy, groups: RankGroups) -> Floats:
+    def _sending_s(self, placed: PlacedStrategy) -> Floats:
         """[boundaries, S] seconds of one message."""
-        num_bytes, bandwidth, latency, crosses = self.messages(strategy, groups)
+        strategy = placed.strategy
+        num_bytes, bandwidth, latency, crosses = self.messages(placed)
         tensor = strategy.tensor_parallel_size
         shared = self.software.shares_transfers and tensor > 1 and not strategy.sequence_parallel
         part = num_bytes / tensor if shared else num_bytes
@@ -268,31 +301,29 @@ class CostModel:
         if shared:
             ranks = np.arange(len(num_bytes)) % strategy.pipeline_parallel_size
             gathers = [
-                all_gather_s(row, topology_at(groups.tensor, rank), self.efficiency)
+                all_gather_s(row, placed.groups.tensor.at(rank), self.efficiency)
                 for row, rank in zip(num_bytes, ranks.tolist(), strict=True)
             ]
             sending = sending + np.array(gathers).reshape(sending.shape)
         return sending
 
-    def _costs(self, strategy: Strategy, groups: RankGroups, stages: list[StageOps]) -> OpCosts:
-        split = strategy.schedule in SPLIT_SCHEDULES
-        op_s = self.efficiency.op_s
-        forward = np.array([ops.forward for ops in stages]) + op_s
-        backward = np.array([ops.input_gradient if split else ops.backward for ops in stages]) + op_s
-        weight = np.array([ops.weight_gradient for ops in stages]) + op_s
+    def _costs(self, placed: PlacedStrategy, stages: Floats) -> OpCosts:
+        split = placed.strategy.schedule in SPLIT_SCHEDULES
+        kinds = [FORWARD, INPUT_GRADIENT if split else BACKWARD, WEIGHT_GRADIENT]
+        forward, backward, weight = stages[kinds] + self.efficiency.op_s
         transfer: float | TransferCosts = 0.0
-        if len(stages) > 1 and strategy.pipeline_parallel_size > 1:
+        if placed.strategy.pipeline_parallel_size > 1:
             if self.software.overlaps_transfers:
-                transfer = self._transfers(strategy, groups)
+                transfer = self._transfers(placed)
             else:
-                sending = self._sending_s(strategy, groups)
+                sending = self._sending_s(placed)
                 # Both ends wait for a message: the sender's next op does not start before it has left.
                 forward[:-1] += sending
                 backward[1:] += sending
         return OpCosts(_table(forward), _table(backward), _table(weight) if split else None, transfer)
 
-    def _transfers(self, strategy: Strategy, groups: RankGroups) -> TransferCosts:
-        num_bytes, bandwidth, latency, crosses = self.messages(strategy, groups)
+    def _transfers(self, placed: PlacedStrategy) -> TransferCosts:
+        num_bytes, bandwidth, latency, crosses = self.messages(placed)
         reached = transfer_bandwidth(bandwidth, crosses, self.efficiency)
         # Messages of other sizes (uneven models) are written as other bandwidths: the plan has one size for all.
         sizes = np.maximum(num_bytes[0], 1.0)
@@ -303,30 +334,25 @@ class CostModel:
             message_bytes=tuple(sizes.tolist()),
         )
 
-    def parameters(self, strategy: Strategy) -> tuple[Floats, Floats]:
-        """[P] parameters that a rank holds, and of them those of a weight that two pipeline ranks hold."""
-        ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
-        held = parameters_per_rank(self.workload, self.stage_layers(strategy), ranks, tensor)
-        return np.array(held.total), np.array(held.shared)
+    def step(self, counts: LayerCounts, groups: RankGroups, zero_stage: int) -> StepCosts:
+        """Return the end of the iteration, arrays of [P] seconds.
 
-    def _step(self, strategy: Strategy, groups: RankGroups) -> list[StepCosts]:
-        """Per pipeline rank, the end of the iteration."""
-        parameters, shared = self.parameters(strategy)
-        ends = topology_at(groups.ends, 0)
-        return [
-            step_costs(
-                float(parameters[rank]),
-                float(shared[rank]),
-                topology_at(groups.data, rank),
-                ends,
-                min(device.memory_bandwidth for device in groups.devices[rank]),
-                zero_stage=strategy.zero_stage,
-                precision=self.precision,
-                software=self.software,
-                efficiency=self.efficiency,
-            )
-            for rank in range(strategy.pipeline_parallel_size)
-        ]
+        Args:
+            counts: parameters of the P pipeline ranks.
+            groups: links and devices of their layout.
+            zero_stage: 0 or 1.
+        """
+        return step_costs(
+            counts.parameters,
+            counts.shared_parameters,
+            groups.data.all_ranks,
+            groups.ends.at(0),
+            np.array([min(device.memory_bandwidth for device in devices) for devices in groups.devices]),
+            zero_stage=zero_stage,
+            precision=self.precision,
+            software=self.software,
+            efficiency=self.efficiency,
+        )
 
 
 def pipeline_shape(strategy: Strategy) -> PipelineShape:

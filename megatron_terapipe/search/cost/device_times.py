@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer
-from megatron_terapipe.search.op_times.layer_times import LayerTimes, ScalarOrArray
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, ScalarOrArray
 from megatron_terapipe.search.op_times.roofline import Roofline
 
 MOVING_BACKWARD = 1.4
@@ -92,9 +92,8 @@ def device_times(
         sharing = np.ones_like(np.asarray(tensor_parallel_size, dtype=float))
 
     def computed(what: Layer) -> LayerTimes:
-        return roofline(
-            what, device, tensor_parallel_size=sharing, micro_batch_size=micro_batch_size, start=start, end=end
-        )
+        sizes = {"tensor_parallel_size": sharing, "micro_batch_size": micro_batch_size, "start": start, "end": end}
+        return roofline(LayerQuery(what, device, **sizes))
 
     body = replace(layer, kind="other") if layer.kind == "head" else layer
     alone = replace(body, kind="other", attention=None, num_norms=0, activation_width=0)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.ops import OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES
-from megatron_terapipe.search.cost.activation_memory import LogitLimits
+from megatron_terapipe.search.cost.activation_memory import LogitLimits, ScalarOrArray
 
 Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -44,17 +44,12 @@ class StageBytes(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Bytes at the moment of the peak."""
+    """Bytes at the moment of the peak; numbers, or arrays that broadcast against each other."""
 
-    activations: float
-    key_values: float
-    logits: float
-    working: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return sum(self)
+    activations: ScalarOrArray
+    key_values: ScalarOrArray
+    logits: ScalarOrArray
+    working: ScalarOrArray
 
 
 class RankOrder(NamedTuple):

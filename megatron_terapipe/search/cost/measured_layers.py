@@ -25,7 +25,7 @@ from megatron_terapipe.search.cost.stage_ops import reductions
 from megatron_terapipe.search.inputs.cluster import Device, Link
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.layer_times import LayerTimes, Numbers, ScalarOrArray
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
 from megatron_terapipe.search.op_times.roofline import Roofline
 
 CLEARLY = 1.2
@@ -111,39 +111,29 @@ class MeasuredLayers:
         """Reductions are in the times, as they were in the measurement: over the links inside a node."""
         return True
 
-    def __call__(
-        self,
-        layer: Layer,
-        device: Device,
-        *,
-        tensor_parallel_size: ScalarOrArray,
-        micro_batch_size: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-        recompute: str = "none",
-        sequence_parallel: bool = False,
-    ) -> LayerTimes:
+    def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`. Sequence parallelism moves the same bytes, and costs the same.
 
         Raises:
             DataError: if it was not measured on this device, or not with this tensor-parallel size.
         """
+        layer, device = query.layer, query.device
         measured = self.devices.get(device.name)
         if measured is None:
             raise DataError(f"no profile of {device.name}: the profiles are of {', '.join(self.devices)}")
         known = self._known[device.name, layer.name]
-        sizes = np.asarray(tensor_parallel_size, dtype=float)
+        sizes = np.asarray(query.tensor_parallel_size, dtype=float)
         missing = sorted(set(np.unique(sizes).tolist()) - set(known.scale))
         if missing:
             raise DataError(
                 f"profile of {device.name}: layer {layer.name!r} was not measured with tensor-parallel size "
                 f"{missing[0]:g}: choose among {', '.join(map(str, known.scale))}"
             )
-        times = self._device_times(measured, layer, sizes, micro_batch_size, start, end)
+        times = self._device_times(measured, layer, sizes, query.micro_batch_size, query.start, query.end)
         of_products = _at({size: scale.products for size, scale in known.scale.items()}, sizes)
         of_moving = _at({size: scale.moving for size, scale in known.scale.items()}, sizes)
         launch = _at(known.launch_s, sizes)
-        reduced = self._one_reduction_s(measured, layer, sizes, micro_batch_size * (end - start))
+        reduced = self._one_reduction_s(measured, layer, sizes, query.rows)
         entering, leaving = reductions(layer)
         # The loss is no pipeline layer, so that nobody measured it: the roofline's time of it stands.
         computed = of_products * times.products + of_moving * times.moving
@@ -153,7 +143,7 @@ class MeasuredLayers:
         weights = of_products * times.weight_gradient
         whole = hidden(others + weights, BACKWARD_LAUNCHES * launch)
         of_weights = weights / np.maximum(others + weights, 1e-12)
-        again = forward if recompute == "full" else 0.0
+        again = forward if query.recompute == "full" else 0.0
         return LayerTimes(forward, whole * (1 - of_weights) + again, whole * of_weights)
 
     def _launch_limits(self) -> Limits:

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deepspeed_ext.plan.ops import PipelineShape
 from megatron_terapipe.config.parallel import OPTIMISED
-from megatron_terapipe.search.cost.activation_memory import TokenMemory, logit_limits, token_memory
+from megatron_terapipe.search.cost.activation_memory import ScalarOrArray, TokenMemory, logit_limits, token_memory
+from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
 from megatron_terapipe.search.cost.live_memory import (
     Held,
     RankOrder,
@@ -20,13 +22,14 @@ from megatron_terapipe.search.cost.memory_overheads import Counted, MemoryOverhe
 from megatron_terapipe.search.cost.prediction import RankMemory
 from megatron_terapipe.search.cost.state_memory import bucket_bytes, state_bytes
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.inputs.layer import Layer
-from megatron_terapipe.search.inputs.workload import Workload, parameters_per_rank
+from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.software import TERAPIPE, Software
 from megatron_terapipe.strategy import Strategy
 
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
 """Bytes of an activation."""
+
+Floats = NDArray[np.float64]
 
 WORKING = TokenMemory._fields.index("working")
 
@@ -52,13 +55,15 @@ class MemoryModel:
     software: Software = TERAPIPE
     precision: str = "bf16"
     overheads: MemoryOverheads = field(default=None)  # type: ignore[assignment]
+    counter: LayerCounter = field(init=False, repr=False)
     _orders: dict[tuple[str, PipelineShape], list[RankOrder]] = field(default_factory=dict, repr=False)
-    _layers: dict[tuple[Layer, int, str, bool], TokenMemory] = field(default_factory=dict, repr=False)
+    _tokens: dict[tuple[int, str, bool], Floats] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Fill in the defaults."""
         if self.overheads is None:
             self.overheads = default_overheads(self.cluster)
+        self.counter = LayerCounter(self.workload)
 
     def predict(self, strategy: Strategy, *, activation_limit: float | None = None) -> tuple[RankMemory, ...]:
         """Peak memory of every pipeline rank: of the moment in which it holds the most.
@@ -76,57 +81,105 @@ class MemoryModel:
 
     def count(self, strategy: Strategy, *, activation_limit: float | None = None) -> list[Counted]:
         """What `predict` counts, for each rank, before overheads are applied; arguments and errors as there."""
-        ranks = strategy.pipeline_parallel_size
-        stages = self._stages(strategy)
-        held = self._held(strategy, stages, activation_limit)
-        states = state_bytes(
-            self.software.name,
-            self.precision,
-            zero_stage=strategy.zero_stage,
+        ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
+        partition = self.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
+        counts = self.counter.count(partition, ranks, tensor)
+        longest = max(strategy.cut(self.workload.seq_length).lengths) / self.workload.seq_length
+        own = tensor if strategy.sequence_parallel else 1
+        states = self.states(
+            counts.parameters,
             data_parallel_size=strategy.data_parallel_size,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=ranks,
+            zero_stage=strategy.zero_stage,
         )
-        communicators = sum(size > 1 for size in (strategy.data_parallel_size, strategy.tensor_parallel_size, ranks))
-        transfers = 0.0 if ranks == 1 else TRANSFERS * self._message_bytes(strategy)
-        parameters_of = parameters_per_rank(self.workload, stages, ranks, strategy.tensor_parallel_size).total
+        messages = self.message_bytes(ranks, strategy.micro_batch_size * longest / own)
         counted = []
-        for peak, parameters in zip(held, parameters_of, strict=True):
-            buckets = float(bucket_bytes(self.software.name, self.precision, parameters, strategy.zero_stage))
-            counted.append(
-                Counted(
-                    weights=parameters * states.weights,
-                    gradients=parameters * states.gradients,
-                    optimizer=parameters * float(states.optimizer),
-                    step=parameters * float(states.step),
-                    activations=peak.activations,
-                    key_values=peak.key_values,
-                    logits=peak.logits,
-                    working=peak.working,
-                    buffers=transfers + buckets,
-                    communicators=float(communicators),
-                )
-            )
+        for rank, peak in enumerate(self._held(strategy, counts, activation_limit)):
+            each = Counted(*(float(np.broadcast_to(part, (ranks,))[rank]) for part in states))
+            counted.append(each.holding(peak, messages))
         return counted
+
+    def states(
+        self,
+        parameters: Floats,
+        *,
+        data_parallel_size: int,
+        tensor_parallel_size: int,
+        pipeline_parallel_size: int,
+        zero_stage: int,
+    ) -> Counted:
+        """Count what ranks hold whatever they compute: weights, gradients, optimizer state, buckets, communicators.
+
+        Args:
+            parameters: [...] parameters of each rank.
+            data_parallel_size: ranks that share the batch.
+            tensor_parallel_size: ranks that share each layer.
+            pipeline_parallel_size: pipeline ranks.
+            zero_stage: 0 or 1.
+        """
+        each = state_bytes(
+            self.software.name, self.precision, zero_stage=zero_stage, data_parallel_size=data_parallel_size
+        )
+        return Counted(
+            weights=parameters * each.weights,
+            gradients=parameters * each.gradients,
+            optimizer=parameters * float(each.optimizer),
+            step=parameters * float(each.step),
+            buffers=bucket_bytes(self.software.name, self.precision, parameters, zero_stage),
+            communicators=float(
+                sum(size > 1 for size in (data_parallel_size, tensor_parallel_size, pipeline_parallel_size))
+            ),
+        )
+
+    def message_bytes(self, pipeline_parallel_size: int, sequences: ScalarOrArray) -> ScalarOrArray:
+        """Return the bytes of the messages that a rank holds.
+
+        Args:
+            pipeline_parallel_size: pipeline ranks.
+            sequences: sequences of one message on one tensor-parallel rank, less than 1 for a token slice.
+        """
+        if pipeline_parallel_size == 1:
+            return 0.0 * sequences
+        elements = max(layer.output_elements for layer in self.workload.layers)
+        return TRANSFERS * ELEMENT_BYTES[self.precision] * elements * sequences
+
+    def token_bytes(self, tensor_parallel_size: int, recompute: str, sequence_parallel: bool) -> Floats:
+        """Return the bytes of one token of one sequence in each kind of layer: [fields of `TokenMemory`, K].
+
+        Args:
+            tensor_parallel_size: ranks that share a layer.
+            recompute: `none`, `selective` or `full`.
+            sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
+        """
+        key = tensor_parallel_size, recompute, sequence_parallel
+        if key not in self._tokens:
+            config = self.workload.config
+            rows = [
+                token_memory(
+                    layer,
+                    self.software,
+                    element_bytes=ELEMENT_BYTES[self.precision],
+                    tensor_parallel_size=tensor_parallel_size,
+                    recompute=recompute,
+                    sequence_parallel=sequence_parallel,
+                    activation_is_read_off_output=config is not None and config.activation == "relu",
+                )
+                for layer in self.counter.kinds
+            ]
+            # A layer may have more rows of a sequence than the sequence has tokens, or fewer: windows, pooling.
+            rows_per_token = np.array([layer.tokens / self.workload.seq_length for layer in self.counter.kinds])
+            self._tokens[key] = rows_per_token * np.array(rows, dtype=float).T
+        return self._tokens[key]
 
     def fits(self, memory: Sequence[RankMemory]) -> bool:
         """Whether no device runs out of memory; every rank may be on the smallest."""
         smallest = min(node.device.memory_bytes for node in self.cluster.nodes)
         return max(rank.total for rank in memory) <= smallest * self.overheads.usable_share
 
-    def _stages(self, strategy: Strategy) -> list[range]:
-        num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
-        return self.workload.stages(self.workload.partition(strategy.stage_partition, num_stages))
-
-    def _message_bytes(self, strategy: Strategy) -> float:
-        """What flows between two stages for one token slice."""
-        longest = max(strategy.cut(self.workload.seq_length).lengths) / self.workload.seq_length
-        elements = max(layer.output_elements for layer in self.workload.layers)
-        # Under sequence parallelism a tensor-parallel rank has its part of the tokens alone between layers.
-        ranks = strategy.tensor_parallel_size if strategy.sequence_parallel else 1
-        return ELEMENT_BYTES[self.precision] * strategy.micro_batch_size * longest * elements / ranks
-
-    def _held(self, strategy: Strategy, stages: Sequence[range], limit: float | None) -> list[Held]:
+    def _held(self, strategy: Strategy, counts: LayerCounts, limit: float | None) -> list[Held]:
         """What each rank holds at its peak."""
-        of_stage = self._stage_bytes(strategy, stages)
+        of_stage = self._stage_bytes(strategy, counts)
         lengths = strategy.cut(self.workload.seq_length).lengths
         ranks, token_slices = strategy.pipeline_parallel_size, strategy.num_token_slices
         model_chunks, schedule = strategy.num_model_chunks, strategy.schedule
@@ -157,55 +210,21 @@ class MemoryModel:
             self._orders[key] = [rank_order(schedule, shape, rank) for rank in range(shape.num_ranks)]
         return self._orders[key]
 
-    def _stage_bytes(self, strategy: Strategy, stages: Sequence[range]) -> StageBytes:
+    def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:
         """Bytes of a token of a micro-batch on each stage."""
-        rows = []
-        for stage in stages:
-            layers = [self.workload.layers[index] for index in stage]
-            memories = [self._layer_memory(layer, strategy) for layer in layers]
-            # A layer may have more rows of a sequence than the sequence has tokens, or fewer: windows, pooling.
-            rows_per_token = np.array([layer.tokens / self.workload.seq_length for layer in layers])
-            kept = rows_per_token[:, None] * np.array(memories, dtype=float).reshape(
-                len(layers), len(TokenMemory._fields)
-            )
-            heads = np.array([layer.kind == "head" for layer in layers], dtype=bool)
-            sums, working = kept.sum(axis=0), kept[~heads, WORKING].max(initial=0.0)
-            rows.append((*sums[:WORKING], working, *sums[WORKING + 1 :], kept[heads, WORKING].max(initial=0.0)))
-        limits = logit_limits(self.software, ELEMENT_BYTES[self.precision])
-        return StageBytes(*(strategy.micro_batch_size * np.array(rows).T))._replace(limits=limits)
-
-    def _layer_memory(self, layer: Layer, strategy: Strategy) -> TokenMemory:
-        key = (layer, strategy.tensor_parallel_size, strategy.recompute, strategy.sequence_parallel)
-        if key not in self._layers:
-            config = self.workload.config
-            self._layers[key] = token_memory(
-                layer,
-                self.software,
-                element_bytes=ELEMENT_BYTES[self.precision],
-                tensor_parallel_size=strategy.tensor_parallel_size,
-                recompute=strategy.recompute,
-                sequence_parallel=strategy.sequence_parallel,
-                activation_is_read_off_output=config is not None and config.activation == "relu",
-            )
-        return self._layers[key]
-
-
-def predict_memory(
-    workload: Workload,
-    cluster: Cluster,
-    strategy: Strategy,
-    *,
-    software: Software = TERAPIPE,
-    precision: str = "bf16",
-    overheads: MemoryOverheads | None = None,
-    activation_limit: float | None = None,
-) -> tuple[RankMemory, ...]:
-    """Peak memory of every pipeline rank; see `MemoryModel.predict`, which is faster for many strategies."""
-    model = MemoryModel(
-        workload=workload,
-        cluster=cluster,
-        software=software,
-        precision=precision,
-        overheads=overheads or default_overheads(cluster),
-    )
-    return model.predict(strategy, activation_limit=activation_limit)
+        of_kind = self.token_bytes(strategy.tensor_parallel_size, strategy.recompute, strategy.sequence_parallel)
+        sums = TokenMemory(*(of_kind @ counts.per_stage.T))
+        is_head = np.array([layer.kind == "head" for layer in self.counter.kinds], dtype=bool)
+        # Of what layers hold while they run, only the most counts: they run one after the other.
+        present = np.where(counts.per_stage > 0, of_kind[WORKING], 0.0)
+        of_stage = StageBytes(
+            activations=sums.activations,
+            key_values=sums.key_values,
+            key_value_gradients=sums.key_value_gradients,
+            logits=sums.logits,
+            working=present[:, ~is_head].max(axis=1, initial=0.0),
+            freed=sums.freed_by_input_gradient,
+            head_working=present[:, is_head].max(axis=1, initial=0.0),
+        )
+        in_micro_batch = (strategy.micro_batch_size * each for each in of_stage[:-1])
+        return StageBytes(*in_micro_batch, limits=logit_limits(self.software, ELEMENT_BYTES[self.precision]))

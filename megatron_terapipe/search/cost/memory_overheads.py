@@ -1,15 +1,15 @@
 """From bytes that are counted to bytes that are taken: where the constants of `MemoryOverheads` enter."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.search.cost.live_memory import Held
 from megatron_terapipe.search.cost.prediction import RankMemory
 from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.op_times.constants import constant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,11 +25,11 @@ class MemoryOverheads:
         usable_share: part of a device's memory that predictions may fill; above it, a strategy is said not to fit.
     """
 
-    framework_bytes: float = 3.0e9
-    communicator_bytes: float = 0.5e9
-    state_factor: float = 1.02
-    activation_factor: float = 1.06
-    working_factor: float = 1.0
+    framework_bytes: float = constant(3.0e9, 0.7)
+    communicator_bytes: float = constant(0.5e9, 0.7)
+    state_factor: float = constant(1.02, 0.03)
+    activation_factor: float = constant(1.06, 0.08)
+    working_factor: float = constant(1.0, 0.5)
     usable_share: float = 1.0
 
 
@@ -42,18 +42,6 @@ ON_CPU = MemoryOverheads(
 def default_overheads(cluster: Cluster) -> MemoryOverheads:
     """Constants before anything was measured, by what a cluster is made of."""
     return MemoryOverheads() if any(node.device.is_gpu for node in cluster.nodes) else ON_CPU
-
-
-PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
-    {
-        "framework_bytes": 0.7,
-        "communicator_bytes": 0.7,
-        "state_factor": 0.03,
-        "activation_factor": 0.08,
-        "working_factor": 0.5,
-    }
-)
-"""Fields that calibration may move, and the standard deviation of their logarithms before any trial was seen."""
 
 
 ScalarOrArray = NDArray[np.float64] | float
@@ -79,12 +67,21 @@ class Counted(NamedTuple):
     gradients: ScalarOrArray
     optimizer: ScalarOrArray
     step: ScalarOrArray
-    activations: ScalarOrArray
-    key_values: ScalarOrArray
-    logits: ScalarOrArray
-    working: ScalarOrArray
-    buffers: ScalarOrArray
-    communicators: ScalarOrArray
+    activations: ScalarOrArray = 0.0
+    key_values: ScalarOrArray = 0.0
+    logits: ScalarOrArray = 0.0
+    working: ScalarOrArray = 0.0
+    buffers: ScalarOrArray = 0.0
+    communicators: ScalarOrArray = 0.0
+
+    def holding(self, held: Held, messages: ScalarOrArray) -> "Counted":
+        """Add what comes and goes.
+
+        Args:
+            held: bytes at the moment of the peak.
+            messages: bytes of messages between stages.
+        """
+        return self._replace(**held._asdict(), buffers=self.buffers + messages)
 
 
 def total_bytes(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:

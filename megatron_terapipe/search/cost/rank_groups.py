@@ -7,6 +7,7 @@ placement puts them. A node's network cards carry the traffic of every group tha
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,30 @@ from numpy.typing import NDArray
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster, Device
+from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
 
 Floats = NDArray[np.float64]
 Whole = NDArray[np.int64]
+
+
+class GroupTopology(NamedTuple):
+    """What the ranks of a group have between them; numbers or arrays.
+
+    Attributes:
+        size: ranks of the group.
+        num_nodes: nodes that they are on.
+        inside_bandwidth: bytes per second of the slowest link inside those nodes.
+        inside_latency_s: of those links.
+        network_bandwidth: bytes per second that the group gets of the network cards of a node, others sharing them.
+        network_latency_s: of the network.
+    """
+
+    size: ScalarOrArray
+    num_nodes: ScalarOrArray
+    inside_bandwidth: ScalarOrArray
+    inside_latency_s: ScalarOrArray
+    network_bandwidth: ScalarOrArray
+    network_latency_s: ScalarOrArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +60,34 @@ class GroupLinks:
     inside_latency_s: Floats
     network_bandwidth: Floats
     network_latency_s: Floats
+
+    def at(self, rank: int) -> GroupTopology:
+        """Return the links of the groups of one pipeline rank, as numbers."""
+        return GroupTopology(self.size, *(float(column[rank]) for column in self._columns))
+
+    @property
+    def all_ranks(self) -> GroupTopology:
+        """Links of the groups of all pipeline ranks, as arrays of [P]."""
+        return GroupTopology(float(self.size), *self._columns)
+
+    @property
+    def _columns(self) -> tuple[Floats, ...]:
+        links = self.inside_bandwidth, self.inside_latency_s, self.network_bandwidth, self.network_latency_s
+        return (self.num_nodes, *links)
+
+
+class RankKind(NamedTuple):
+    """Pipeline ranks that compute alike.
+
+    Attributes:
+        ranks: [n] which they are.
+        devices: their different devices.
+        topology: links between their tensor-parallel ranks.
+    """
+
+    ranks: Whole
+    devices: tuple[Device, ...]
+    topology: GroupTopology
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +153,14 @@ class RankGroups:
         return tuple(
             tuple(dict.fromkeys(nodes[index].device for index in np.unique(stage).tolist())) for stage in self.nodes
         )
+
+    @cached_property
+    def kinds(self) -> tuple[RankKind, ...]:
+        """Pipeline ranks by what they compute with; those of a kind share the times of their layers."""
+        found: dict[tuple[tuple[Device, ...], GroupTopology], list[int]] = {}
+        for rank, devices in enumerate(self.devices):
+            found.setdefault((devices, self.tensor.at(rank)), []).append(rank)
+        return tuple(RankKind(np.array(ranks), *key) for key, ranks in found.items())
 
     @cached_property
     def tensor(self) -> GroupLinks:

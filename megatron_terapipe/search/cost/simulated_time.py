@@ -8,8 +8,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
-from megatron_terapipe.search.cost.closed_form import pipeline_time, total_s
-from megatron_terapipe.search.cost.stage_ops import StageOps
+from megatron_terapipe.search.cost.closed_form import of_slowest_and_others, pipeline_time
 
 MOST_OPS = 8_000
 """Ops that are played one by one: compiling their orders takes a few hundredths of a second, once per shape."""
@@ -115,20 +114,17 @@ class Orders:
 def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float) -> SimulatedTime:
     """Zero-bubble under a limit of activations, in closed form."""
     assert costs.weight_gradient is not None
-    tables = [np.sum(table, axis=1) for table in (costs.forward, costs.backward, costs.weight_gradient)]
-    per_rank = [np.sum(table.reshape(shape.num_model_chunks, shape.num_ranks), axis=0) for table in tables]
-    forward, input_gradient, weight_gradient = per_rank
-    parts = (forward, input_gradient + weight_gradient, input_gradient, weight_gradient, np.zeros_like(forward))
-    slowest = int(np.argmax(total_s("zero-bubble", StageOps(*parts))))
-    makespan = float(
-        pipeline_time(
-            "zero-bubble",
-            num_micro_batches=shape.num_micro_batches,
-            num_token_slices=shape.num_token_slices,
-            num_model_chunks=shape.num_model_chunks,
-            slowest=StageOps(*(part[slowest] for part in parts)),
-            others=StageOps(*(part.sum() - part[slowest] for part in parts)),
-            activation_limit=activation_limit,
-        )
+    tables = np.array([costs.forward, costs.backward, costs.weight_gradient]).sum(axis=2)
+    forward, input_gradient, weight_gradient = tables.reshape(3, shape.num_model_chunks, -1).sum(axis=1)
+    ops = np.array([forward, input_gradient + weight_gradient, input_gradient, weight_gradient])
+    slowest, others = of_slowest_and_others("zero-bubble", ops)
+    makespan = pipeline_time(
+        "zero-bubble",
+        num_micro_batches=shape.num_micro_batches,
+        num_token_slices=shape.num_token_slices,
+        num_model_chunks=shape.num_model_chunks,
+        slowest=slowest,
+        others=others,
+        activation_limit=activation_limit,
     )
-    return SimulatedTime(makespan, makespan, ("the order of ops is priced in closed form",))
+    return SimulatedTime(float(makespan), float(makespan), ("the order of ops is priced in closed form",))

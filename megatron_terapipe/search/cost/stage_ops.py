@@ -1,14 +1,27 @@
-"""Seconds of the ops of one layer as a stage runs it: kernels, launches, and reductions of tensor-parallel ranks."""
+"""Seconds of the ops of a stage: what each kind of layer takes, times how many of it there are.
 
+    kinds of layers [K] x sizes (micro-batch, token slice, ...)  --LayerPrices--> ops of a kind  [parts, K, *sizes]
+    how many of each kind a stage has [stages, K]                --stage_ops----> ops of a stage [parts, stages, *sizes]
+
+Sizes are arrays of any shape: the token slices of one strategy, a grid of strategies, all token slices that there can
+be. One strategy is a grid of one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.collectives import GroupTopology, all_gather_s, all_reduce_s, reduce_scatter_s
+from megatron_terapipe.search.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from megatron_terapipe.search.cost.rank_groups import GroupTopology
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import OpTimes, ScalarOrArray
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, OpTimes, ScalarOrArray
+
+Floats = NDArray[np.float64]
 
 
 class StageOps(NamedTuple):
@@ -26,84 +39,155 @@ class StageOps(NamedTuple):
     backward: ScalarOrArray
     input_gradient: ScalarOrArray
     weight_gradient: ScalarOrArray
-    tensor_parallel: ScalarOrArray
+    tensor_parallel: ScalarOrArray = 0.0
 
-    def __add__(self, other: object) -> "StageOps":
-        """Both, one after the other."""
-        assert isinstance(other, StageOps)
-        return StageOps(*map(np.add, self, other))
 
-    def times(self, count: ScalarOrArray) -> "StageOps":
-        """As many of the same."""
-        return StageOps(*(part * count for part in self))
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL = range(5)
+"""Rows of the first axis of arrays of ops, in the order of `StageOps`."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OpSizes:
+    """What ops depend on besides their layer, device and links; the arrays broadcast against each other.
+
+    Attributes:
+        tensor_parallel_size: ranks that share each layer.
+        micro_batch_size: sequences.
+        start: where the token slice begins, as a share of the sequence.
+        end: where it ends, as a share of the sequence.
+        recompute: `none`, `selective` or `full`.
+        sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
+    """
+
+    tensor_parallel_size: ScalarOrArray
+    micro_batch_size: ScalarOrArray
+    start: ScalarOrArray
+    end: ScalarOrArray
+    recompute: str
+    sequence_parallel: bool
+
+
+class LayerPrices:
+    """Prices the layers of a model, each kind of them once."""
+
+    def __init__(
+        self, kinds: Sequence[Layer], op_times: OpTimes, efficiency: HardwareEfficiency, element_bytes: int
+    ) -> None:
+        """Prepare.
+
+        Args:
+            kinds: the K different layers of a model.
+            op_times: times of layers.
+            efficiency: constants of collectives and launches.
+            element_bytes: bytes of an activation.
+        """
+        self._kinds, self._op_times = kinds, op_times
+        self._efficiency, self._element_bytes = efficiency, element_bytes
+
+    def ops(self, device: Device, topology: GroupTopology, sizes: OpSizes) -> Floats:
+        """Return the seconds of the ops of each kind of layer: [5 parts of `StageOps`, K, *shape of the sizes].
+
+        Args:
+            device: the device that computes.
+            topology: links between its tensor-parallel ranks.
+            sizes: what the ops are computed for.
+        """
+        rows = []
+        for layer in self._kinds:
+            query = LayerQuery(
+                layer,
+                device,
+                tensor_parallel_size=sizes.tensor_parallel_size,
+                micro_batch_size=sizes.micro_batch_size,
+                start=sizes.start * layer.tokens,
+                end=sizes.end * layer.tokens,
+                recompute=sizes.recompute,
+                sequence_parallel=sizes.sequence_parallel,
+            )
+            rows.append(layer_ops(query, self._op_times, self._efficiency, topology, self._element_bytes))
+        each = (sizes.tensor_parallel_size, sizes.micro_batch_size, sizes.start, sizes.end)
+        shape = np.broadcast_shapes(*map(np.shape, each))
+        out = np.empty((len(StageOps._fields), len(rows), *shape))
+        for kind, parts in enumerate(rows):
+            for part, seconds in enumerate(parts):
+                out[part, kind] = seconds
+        return out
+
+
+def stage_ops(counts: Floats, ops: Floats) -> Floats:
+    """Return the seconds of the ops of stages, or of ranks with all their stages: [parts, rows, *sizes].
+
+    Args:
+        counts: [rows, K] layers of each kind; or [rows, K, *sizes], where each strategy has stages of its own.
+        ops: [parts, K, *sizes] seconds of each kind.
+    """
+    if counts.ndim > 2:
+        return np.asarray(np.einsum("rk...,pk...->pr...", counts, ops))
+    parts, kinds = ops.shape[:2]
+    product = counts @ ops.reshape(parts, kinds, -1)
+    return np.asarray(product.reshape(parts, len(counts), *ops.shape[2:]))
+
+
+def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats]) -> Floats:
+    """Return the ops of stages that stand on several kinds of devices: [parts, rows, *sizes].
+
+    All ops of a stage take as long as on the device that needs most for the forward and backward of a whole
+    micro-batch: tensor-parallel ranks wait for it in every layer, replicas at the end of the iteration.
+
+    Args:
+        per_device: [parts, rows, *sizes] of each device.
+        whole_s: [rows, ...] seconds of a whole micro-batch on each device; broadcasts against the ops.
+    """
+    slowest, most = per_device[0], whole_s[0]
+    for ops, seconds in zip(per_device[1:], whole_s[1:], strict=True):
+        slowest = np.where(seconds > most, ops, slowest)
+        most = np.maximum(seconds, most)
+    return slowest
 
 
 def layer_ops(
-    layer: Layer,
-    device: Device,
+    query: LayerQuery,
     op_times: OpTimes,
     efficiency: HardwareEfficiency,
-    tensor_topology: GroupTopology,
-    *,
-    tensor_parallel_size: ScalarOrArray,
-    micro_batch_size: ScalarOrArray,
-    start: ScalarOrArray,
-    end: ScalarOrArray,
-    recompute: str,
-    sequence_parallel: bool,
+    topology: GroupTopology,
     element_bytes: int = 2,
 ) -> StageOps:
-    """Price one layer. All grids broadcast against each other.
+    """Return the seconds of the ops of one layer: kernels, launches, and reductions of tensor-parallel ranks.
 
     Args:
-        layer: which.
-        device: what computes.
+        query: the layer, and what its times depend on.
         op_times: times of its kernels.
-        efficiency: of collectives.
-        tensor_topology: links between its tensor-parallel ranks.
-        tensor_parallel_size: how many those are.
-        micro_batch_size: sequences.
-        start: first token of the token slice.
-        end: token behind its last.
-        recompute: `none`, `selective` or `full`.
-        sequence_parallel: whether they share the tokens between the matrices, too.
-        element_bytes: of an activation.
+        efficiency: constants of collectives and launches.
+        topology: links between its tensor-parallel ranks.
+        element_bytes: bytes of an activation.
     """
-    kernels = op_times(
-        layer,
-        device,
-        tensor_parallel_size=tensor_parallel_size,
-        micro_batch_size=micro_batch_size,
-        start=start,
-        end=end,
-        recompute=recompute,
-        sequence_parallel=sequence_parallel,
-    )
+    layer = query.layer
+    kernels = op_times(query)
     forward_reduction: ScalarOrArray = 0.0
     backward_reduction: ScalarOrArray = 0.0
     if not op_times.includes_collectives:
-        num_bytes = element_bytes * micro_batch_size * (end - start) * layer.hidden_size
-        one = _reduction_s(num_bytes, tensor_topology, efficiency, sequence_parallel)
+        one = _reduction_s(
+            element_bytes * query.rows * layer.hidden_size, topology, efficiency, query.sequence_parallel
+        )
         entering, leaving = reductions(layer)
         forward_reduction = leaving * one
-        repeated = leaving if recompute == "full" and layer.kind in ("block", "other") else 0
+        repeated = leaving if query.recompute == "full" and layer.kind in ("block", "other") else 0
         backward_reduction = (entering + repeated) * one
     # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
-    jitter = 1 + efficiency.launch_jitter * np.log2(tensor_parallel_size)
+    jitter = 1 + efficiency.launch_jitter * np.log2(query.tensor_parallel_size)
     launch_forward = kernels.launch_forward * jitter
     launch_input, launch_weight = kernels.launch_input_gradient * jitter, kernels.launch_weight_gradient * jitter
     launch_backward = launch_input + launch_weight
     backward = kernels.input_gradient + kernels.weight_gradient
-    whole_forward = hidden(kernels.forward + forward_reduction, launch_forward, efficiency.launch_exposed)
-    whole_backward = hidden(backward + backward_reduction, launch_backward, efficiency.launch_exposed)
-    alone = hidden(kernels.forward, launch_forward, efficiency.launch_exposed) + hidden(
-        backward, launch_backward, efficiency.launch_exposed
-    )
+    exposed = efficiency.launch_exposed
+    whole_forward = launched(kernels.forward + forward_reduction, launch_forward, exposed)
+    whole_backward = launched(backward + backward_reduction, launch_backward, exposed)
+    alone = launched(kernels.forward, launch_forward, exposed) + launched(backward, launch_backward, exposed)
     return StageOps(
         whole_forward,
         whole_backward,
-        hidden(kernels.input_gradient + backward_reduction, launch_input, efficiency.launch_exposed),
-        hidden(kernels.weight_gradient, launch_weight, efficiency.launch_exposed),
+        launched(kernels.input_gradient + backward_reduction, launch_input, exposed),
+        launched(kernels.weight_gradient, launch_weight, exposed),
         np.maximum(whole_forward + whole_backward - alone, 0.0),
     )
 
@@ -120,12 +204,12 @@ def reductions(layer: Layer) -> tuple[int, int]:
     return entering, leaving + (layer.kind == "embedding")
 
 
-def hidden(device_s: ScalarOrArray, launch_s: ScalarOrArray, exposed: float) -> ScalarOrArray:
-    """Seconds of work of a device that a host launches ahead of it.
+def launched(device_s: ScalarOrArray, launch_s: ScalarOrArray, exposed: float) -> ScalarOrArray:
+    """Return the seconds of a device's work that its host launches ahead of it.
 
     Args:
-        device_s: what the device needs.
-        launch_s: what the host needs.
+        device_s: seconds that the device needs.
+        launch_s: seconds that the host needs.
         exposed: share of the shorter that the longer does not hide; 1 = the host waits for each kernel.
     """
     return np.maximum(device_s, launch_s) + exposed * np.minimum(device_s, launch_s)

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_terapipe.search.cost.collectives import GroupTopology, all_gather_s, all_reduce_s, reduce_scatter_s
+from megatron_terapipe.search.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from megatron_terapipe.search.cost.rank_groups import GroupTopology
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
 from megatron_terapipe.search.op_times.software import Software
@@ -106,7 +107,7 @@ def shown_reduction_s(
     """Seconds of a rank's gradient reduction that no op hides, where it starts as gradients are complete.
 
     The layers of the rank's stage finish one after the other in its last op, and their reductions run one after the
-    other, as `deepspeed_ext.plan.reductions` plays them.
+    other, as `deepspeed_ext.plan.programs.reductions` plays them.
 
     Args:
         step: the end of the iteration, of the rank.
@@ -117,3 +118,18 @@ def shown_reduction_s(
     summed, layers = step.gradient_reduction - step.late, np.maximum(layers, 1.0)
     shown = np.maximum(summed - last_op_s * (layers - 1) / layers, summed / layers)
     return np.maximum(shown - cool_down_s, 0.0) + step.late
+
+
+def exposed_reduction_s(
+    step: StepCosts, last_op_s: ScalarOrArray, layers: ScalarOrArray, *, drains: bool
+) -> ScalarOrArray:
+    """Return the seconds of each rank's gradient reduction that no op hides: [P, ...].
+
+    Args:
+        step: the end of the iteration, of each rank.
+        last_op_s: [P, ...] seconds of the op that completes a rank's gradients.
+        layers: [P, ...] layers of the stage that it completes.
+        drains: whether that op passes the ranks in turn, last to first; deferred weight gradients end on all together.
+    """
+    cool_down_s = np.cumsum(last_op_s, axis=0) - last_op_s if drains else 0.0
+    return shown_reduction_s(step, last_op_s, layers, cool_down_s)

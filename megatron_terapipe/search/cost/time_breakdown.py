@@ -1,18 +1,26 @@
 """Where the time of an iteration goes, on the busiest pipeline rank."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from megatron_terapipe.search.cost.prediction import TimeBreakdown
 from megatron_terapipe.search.cost.simulated_time import SimulatedTime
-from megatron_terapipe.search.cost.stage_ops import StageOps
-from megatron_terapipe.search.cost.step_costs import StepCosts, shown_reduction_s
+from megatron_terapipe.search.cost.stage_ops import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    TENSOR_PARALLEL,
+    WEIGHT_GRADIENT,
+)
+from megatron_terapipe.search.cost.step_costs import StepCosts, exposed_reduction_s
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.software import Software
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +42,12 @@ class TimePrediction:
 
 def time_prediction(
     shape: PipelineShape,
-    stages: Sequence[StageOps],
+    stages: Floats,
     costs: OpCosts,
     played: SimulatedTime,
-    steps: Sequence[StepCosts],
+    step: StepCosts,
     *,
-    layers: Sequence[int],
+    layers: Floats,
     software: Software,
     efficiency: HardwareEfficiency,
 ) -> TimePrediction:
@@ -47,34 +55,32 @@ def time_prediction(
 
     Args:
         shape: of the pipeline.
-        stages: per stage the ops of one micro-batch, [S] by token slice, without messages.
+        stages: [5 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
         costs: the same with messages that block; with weight gradients apart if the schedule computes them so.
         played: how long all of them take.
-        steps: per pipeline rank the end of the iteration.
-        layers: of the first stage of each rank, whose gradients are complete one after the other at the very end.
+        step: the end of the iteration, arrays of [P] seconds.
+        layers: [P] layers of the first stage of each rank, whose gradients are complete last, one after the other.
         software: whether reductions travel under the last backward.
         efficiency: fixed times.
     """
     ranks, micro_batches = shape.num_ranks, shape.num_micro_batches
     split = costs.weight_gradient is not None
-    busy, reducing, computing = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
-    for stage, ops in enumerate(stages):
-        whole = ops.forward + (ops.input_gradient + ops.weight_gradient if split else ops.backward)
-        weight = 0.0 if costs.weight_gradient is None else sum(costs.weight_gradient[stage])
-        rank = shape.rank_of(stage)
-        busy[rank] += sum(costs.forward[stage]) + sum(costs.backward[stage]) + weight
-        reducing[rank] += float(np.sum(ops.tensor_parallel))
-        computing[rank] += float(np.sum(whole)) + (2 + split) * efficiency.op_s * shape.num_token_slices
+
+    def by_rank(seconds: Floats) -> Floats:
+        """Sum [stages, S] over the stages of each rank, and over token slices: [P]."""
+        return np.asarray(seconds.sum(axis=1).reshape(-1, ranks).sum(axis=0))
+
+    backward = stages[INPUT_GRADIENT] + stages[WEIGHT_GRADIENT] if split else stages[BACKWARD]
+    op_s = (2 + split) * efficiency.op_s * shape.num_token_slices * shape.num_model_chunks
+    computing = by_rank(stages[FORWARD] + backward) + op_s
+    reducing = by_rank(stages[TENSOR_PARALLEL])
+    tables = [costs.forward, costs.backward, *([] if costs.weight_gradient is None else [costs.weight_gradient])]
+    busy = by_rank(np.sum(tables, axis=0))
     busiest = int(np.argmax(busy))
-    reduction = max(float(step.gradient_reduction) for step in steps)
+    reduction = step.gradient_reduction
     if software.overlaps_gradient_reduction:
-        completing = costs.weight_gradient or costs.backward
-        last_ops = [completing[rank][0] for rank in range(ranks)]
-        # The last token slice passes the ranks in turn, last to first; put-off weight gradients end on all together.
-        cool_down = [0.0 if split else sum(last_ops[:rank]) for rank in range(ranks)]
-        reduction = max(
-            float(shown_reduction_s(*each)) for each in zip(steps, last_ops, layers, cool_down, strict=True)
-        )
+        last_op_s = np.array(costs.weight_gradient or costs.backward)[:ranks, 0]
+        reduction = exposed_reduction_s(step, last_op_s, layers, drains=not split)
     blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)
     waiting = max(played.makespan - micro_batches * float(busy[busiest]), 0.0)
     exposed = min(max(played.makespan - played.makespan_without_transfers, 0.0), waiting)
@@ -83,9 +89,9 @@ def time_prediction(
         tensor_parallel_s=micro_batches * float(reducing[busiest]),
         bubble_s=waiting - exposed,
         transfer_s=blocked + exposed,
-        gradient_reduction_s=reduction,
-        shared_weight_s=max(float(step.shared_weight) for step in steps),
-        optimizer_s=max(float(step.optimizer) for step in steps),
+        gradient_reduction_s=float(np.max(reduction)),
+        shared_weight_s=float(np.max(step.shared_weight)),
+        optimizer_s=float(np.max(step.optimizer)),
         fixed_s=efficiency.iteration_s,
     )
     bubble = 1 - micro_batches * float(busy.sum()) / (ranks * played.makespan)

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable
 from math import ceil
 
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
-from megatron_terapipe.search.inputs.documents import Fields, parse_text, read_text, short
+from megatron_terapipe.search.inputs.documents import Fields, parse_text, short
 from megatron_terapipe.search.inputs.library import GIGABIT, GIGABYTE
 from megatron_terapipe.search.inputs.node_entries import (
     MOST_DEVICES,

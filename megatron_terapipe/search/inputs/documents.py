@@ -5,10 +5,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.json_files import parse_json
 from megatron_terapipe.errors import ConfigError
 
@@ -19,23 +19,9 @@ def read_document(path: str) -> object:
     """Read a JSON or YAML file.
 
     Raises:
-        ConfigError: if it cannot be read, or is not what its name says.
+        UserError: if it cannot be read, or is not what its name says.
     """
     return parse_text(read_text(path), path)
-
-
-def read_text(path: str) -> str:
-    """Read a text file.
-
-    Raises:
-        ConfigError: if it cannot be read, or is not text.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): give a file that can") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not text ({error}): mend the file") from None
 
 
 def parse_text(text: str, path: str) -> object:

@@ -8,10 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.documents import MOST, Fields, parse_text, read_text, short, suggestion
+from megatron_terapipe.search.inputs.documents import MOST, Fields, parse_text, short, suggestion
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.layer import Attention, Layer, LayerKind, Parallel, Product
 from megatron_terapipe.search.inputs.workload import Workload
@@ -186,7 +188,7 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
         raise ConfigError(f"{where}: {', '.join(missing)} must be given: add {'it' if len(missing) == 1 else 'them'}")
     try:
         model = ModelConfig(**settings)
-    except ConfigError as error:
+    except UserError as error:
         raise ConfigError(f"{where}: {_as_fields(str(error))}") from None
     return gpt_workload(model, name or (preset if preset and values.keys() <= OF_ANY_SIZE else ""))
 

@@ -20,10 +20,10 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.accumulated_gradients import AccumulatedGradients
+from deepspeed_ext.runtime.gradients.accumulated_gradients import AccumulatedGradients
+from deepspeed_ext.runtime.gradients.weight_gradients import WeightGradients, compute
 from deepspeed_ext.runtime.module import takes_past
-from deepspeed_ext.runtime.sequence_state import SequenceState
-from deepspeed_ext.runtime.weight_gradients import WeightGradients, compute
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.model.gpt import LAYERS_BEFORE_BLOCKS, gpt_layers, gpt_loss
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload

@@ -1,8 +1,8 @@
 """What of a data sheet is reached: efficiencies, latencies and overheads, which are the same for every strategy."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+
+from megatron_terapipe.search.op_times.constants import constant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,8 @@ class HardwareEfficiency:
     - `transfer_inside_efficiency`: 80 of 450 GB/s on H100s, as NCCL sends by default (nccl-tests/issues/268).
     - `flash_efficiency`: between forward and backward of FlashAttention-2 on A100 (arXiv 2307.08691 section 4.1).
     - the rest are guesses with wide priors.
+
+    The second number of a field is how far off the default may be, `Prior` says how; those without one are not fitted.
 
     Attributes:
         gemm_efficiency: share of the peak that large matrix products reach.
@@ -50,49 +52,23 @@ class HardwareEfficiency:
         iteration_s: what an iteration takes however small it is.
     """
 
-    gemm_efficiency: float = 0.87
+    gemm_efficiency: float = constant(0.87, 0.15, most=1.0)
     gemm_depth: float = 60.0
-    gemm_area: float = 1.0e6
-    attention_efficiency: float = 0.35
+    gemm_area: float = constant(1.0e6, 0.7)
+    attention_efficiency: float = constant(0.35, 0.4, most=1.0)
     flash_efficiency: float = 0.45
-    misaligned_efficiency: float = 0.1
-    memory_efficiency: float = 0.85
-    launch_s: float = 30e-6
-    launch_jitter: float = 0.1
-    launch_exposed: float = 0.1
-    whole_loss_factor: float = 1.0
-    inside_efficiency: float = 0.77
-    network_efficiency: float = 0.65
-    transfer_inside_efficiency: float = 0.18
-    transfer_network_efficiency: float = 0.8
-    collective_s: float = 20e-6
+    misaligned_efficiency: float = constant(0.1, 0.5, most=1.0)
+    memory_efficiency: float = constant(0.85, 0.25, most=1.0)
+    launch_s: float = constant(30e-6, 0.7)
+    launch_jitter: float = constant(0.1, 0.7)
+    launch_exposed: float = constant(0.1, 1.0, most=1.0)
+    whole_loss_factor: float = constant(1.0, 0.7)
+    inside_efficiency: float = constant(0.77, 0.2, most=1.0)
+    network_efficiency: float = constant(0.65, 0.6, most=1.0)
+    transfer_inside_efficiency: float = constant(0.18, 0.5, most=1.0)
+    transfer_network_efficiency: float = constant(0.8, 0.3, most=1.0)
+    collective_s: float = constant(20e-6, 0.7)
     transfer_s: float = 30e-6
-    optimizer_passes: float = 1.8
+    optimizer_passes: float = constant(1.8, 0.3)
     op_s: float = 0.0
-    iteration_s: float = 0.003
-
-
-PRIOR_WIDTH: Mapping[str, float] = MappingProxyType(
-    {
-        "gemm_efficiency": 0.15,
-        "gemm_area": 0.7,
-        "attention_efficiency": 0.4,
-        "misaligned_efficiency": 0.5,
-        "memory_efficiency": 0.25,
-        "launch_s": 0.7,
-        "launch_jitter": 0.7,
-        "launch_exposed": 1.0,
-        "whole_loss_factor": 0.7,
-        "inside_efficiency": 0.2,
-        "network_efficiency": 0.6,
-        "transfer_inside_efficiency": 0.5,
-        "transfer_network_efficiency": 0.3,
-        "collective_s": 0.7,
-        "optimizer_passes": 0.3,
-        "iteration_s": 1.0,
-    }
-)
-"""Fields that calibration may move, and the standard deviation of their logarithms before any trial was seen."""
-
-SHARES = ("launch_exposed", *(name for name in PRIOR_WIDTH if name.endswith("efficiency")))
-"""Of these, the ones that are shares of something, and so at most 1."""
+    iteration_s: float = constant(0.003, 1.0)

@@ -1,5 +1,6 @@
 """The seam between where op times come from (a roofline, op tables, measured profiles) and what is made of them."""
 
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -34,6 +35,37 @@ class LayerTimes(NamedTuple):
     launch_weight_gradient: ScalarOrArray = 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class LayerQuery:
+    """One layer, and what the times of its ops depend on. The arrays broadcast against each other.
+
+    Attributes:
+        layer: the layer.
+        device: the device that computes.
+        tensor_parallel_size: ranks that share the layer.
+        micro_batch_size: sequences.
+        start: first token of the token slice.
+        end: token behind its last one.
+        recompute: `none`, `selective` or `full`.
+        sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
+    """
+
+    layer: Layer
+    device: Device
+    _: KW_ONLY
+    tensor_parallel_size: ScalarOrArray
+    micro_batch_size: ScalarOrArray
+    start: ScalarOrArray
+    end: ScalarOrArray
+    recompute: str = "none"
+    sequence_parallel: bool = False
+
+    @property
+    def rows(self) -> ScalarOrArray:
+        """Rows of the layer's matrices: tokens of all sequences of the token slice."""
+        return self.micro_batch_size * (self.end - self.start)
+
+
 class OpTimes(Protocol):
     """Times of the ops of a layer, wherever they come from."""
 
@@ -42,28 +74,6 @@ class OpTimes(Protocol):
         """Whether the reductions between tensor-parallel ranks are in the times."""
         ...
 
-    def __call__(
-        self,
-        layer: Layer,
-        device: Device,
-        *,
-        tensor_parallel_size: ScalarOrArray,
-        micro_batch_size: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-        recompute: str = "none",
-        sequence_parallel: bool = False,
-    ) -> LayerTimes:
-        """Times of one layer.
-
-        Args:
-            layer: which.
-            device: what computes.
-            tensor_parallel_size: ranks that share the layer.
-            micro_batch_size: sequences.
-            start: first token of the token slice.
-            end: token behind its last.
-            recompute: `none`, `selective` or `full`.
-            sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
-        """
+    def __call__(self, query: LayerQuery) -> LayerTimes:
+        """Return the seconds of the ops of one layer; arrays have the shape that those of the query broadcast to."""
         ...

@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.op_times.constants import constant
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import LayerTimes, OpTimes, ScalarOrArray
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, OpTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileFactors:
     """Seconds in training per second of the profile.
+
+    The priors are guesses: that of `ops` is wide enough for two ranks that share what one had alone, that of `messages`
+    for collectives that wait for a busy processor.
 
     Attributes:
         ops: of what layers compute.
@@ -25,10 +28,10 @@ class ProfileFactors:
         step: of what comes once an iteration: the optimizer, and what an iteration takes however small it is.
     """
 
-    ops: float = 1.0
-    messages: float = 1.0
-    gaps: float = 1.0
-    step: float = 1.0
+    ops: float = constant(1.0, 0.4)
+    messages: float = constant(1.0, 0.8)
+    gaps: float = constant(1.0, 0.7)
+    step: float = constant(1.0, 0.5)
 
     def efficiency(self, measured: HardwareEfficiency) -> HardwareEfficiency:
         """HardwareEfficiency of training.
@@ -67,30 +70,9 @@ class ScaledTimes:
         """As the measured ones say."""
         return self.op_times.includes_collectives
 
-    def __call__(
-        self,
-        layer: Layer,
-        device: Device,
-        *,
-        tensor_parallel_size: ScalarOrArray,
-        micro_batch_size: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-        recompute: str = "none",
-        sequence_parallel: bool = False,
-    ) -> LayerTimes:
+    def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
-        times = self.op_times(
-            layer,
-            device,
-            tensor_parallel_size=tensor_parallel_size,
-            micro_batch_size=micro_batch_size,
-            start=start,
-            end=end,
-            recompute=recompute,
-            sequence_parallel=sequence_parallel,
-        )
-        return LayerTimes(*(np.multiply(part, self.factor) for part in times))
+        return LayerTimes(*(np.multiply(part, self.factor) for part in self.op_times(query)))
 
 
 class RememberedTimes:
@@ -110,37 +92,17 @@ class RememberedTimes:
         """As the others say."""
         return self._op_times.includes_collectives
 
-    def __call__(
-        self,
-        layer: Layer,
-        device: Device,
-        *,
-        tensor_parallel_size: ScalarOrArray,
-        micro_batch_size: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-        recompute: str = "none",
-        sequence_parallel: bool = False,
-    ) -> LayerTimes:
+    def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
-        grids = [np.asarray(each, dtype=float) for each in (tensor_parallel_size, micro_batch_size, start, end)]
+        sizes = query.tensor_parallel_size, query.micro_batch_size, query.start, query.end
+        grids = [np.asarray(each, dtype=float) for each in sizes]
         key = (
-            id(layer),
-            device,
-            recompute,
-            sequence_parallel,
+            id(query.layer),
+            query.device,
+            query.recompute,
+            query.sequence_parallel,
             *((each.shape, each.tobytes()) for each in grids),
         )
         if key not in self._known:
-            times = self._op_times(
-                layer,
-                device,
-                tensor_parallel_size=tensor_parallel_size,
-                micro_batch_size=micro_batch_size,
-                start=start,
-                end=end,
-                recompute=recompute,
-                sequence_parallel=sequence_parallel,
-            )
-            self._known[key] = layer, times
+            self._known[key] = query.layer, self._op_times(query)
         return self._known[key][1]

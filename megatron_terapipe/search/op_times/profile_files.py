@@ -3,10 +3,9 @@
 import json
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from megatron_terapipe.errors import ConfigError
+from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.search.inputs.documents import Fields, read_document
 from megatron_terapipe.search.op_times.profile import (
     OpPoint,
@@ -55,13 +54,10 @@ def write_profile(profile: Profile, path: str) -> None:
     """Write a profile, each point on a line of its own.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        UserError: if the file cannot be written.
     """
     text = json.dumps(profile_to_json(profile), indent=1)
-    try:
-        Path(path).write_text(_points_on_lines(text) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written ({error.strerror}): name another file") from None
+    write_text(path, _points_on_lines(text) + "\n", "--json")
 
 
 def read_profile(path: str) -> Profile:

@@ -7,10 +7,9 @@ from functools import cached_property
 import numpy as np
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.layer_times import LayerTimes, Numbers, ScalarOrArray
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
 from megatron_terapipe.search.op_times.profile import Profile, ProfiledLayer, Shape, shape_in_words, shape_of
 from megatron_terapipe.search.op_times.surface import Point, Surface
 
@@ -55,37 +54,26 @@ class MeasuredProfile:
         """Each rank was measured alone."""
         return False
 
-    def __call__(
-        self,
-        layer: Layer,
-        device: Device,
-        *,
-        tensor_parallel_size: ScalarOrArray,
-        micro_batch_size: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-        recompute: str = "none",
-        sequence_parallel: bool = False,
-    ) -> LayerTimes:
+    def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`.
 
         Raises:
             ConfigError: if no layer of this shape was measured.
         """
+        layer, start, end = query.layer, query.start, query.end
         if layer.attention is None:
             # Where a token slice begins means nothing to the layer: it was measured at the start of sequences.
             start, end = 0.0, np.subtract(end, start)
-        tensor, size, begin, stop = np.broadcast_arrays(
-            *(np.asarray(each, float) for each in (tensor_parallel_size, micro_batch_size, start, end))
-        )
+        sizes = query.tensor_parallel_size, query.micro_batch_size, start, end
+        tensor, size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in sizes))
         forward, of_input, of_weight = (np.empty(tensor.shape) for _ in range(3))
         for each in np.unique(tensor):
             mine = tensor == each
             times = self._on(layer, float(each), size[mine], begin[mine], stop[mine])
             forward[mine], of_input[mine], of_weight[mine] = times
-            if layer.kind == "block" and recompute == "full":
+            if layer.kind == "block" and query.recompute == "full":
                 of_input[mine] += times[0]
-            elif layer.kind == "block" and recompute == "selective":
+            elif layer.kind == "block" and query.recompute == "selective":
                 of_input[mine] += self._selective(layer, float(each), size[mine], begin[mine], stop[mine], times[0])
         return LayerTimes(forward[()], of_input[()], of_weight[()])
 

@@ -10,7 +10,7 @@ from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer, Product
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.kernel_tables import KernelTables
-from megatron_terapipe.search.op_times.layer_times import LayerTimes, ScalarOrArray
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, ScalarOrArray
 from megatron_terapipe.search.op_times.software import Software
 
 LAUNCHES = {"product": 3, "attention": 8, "norm": 1, "activation": 1, "residual": 1, "embedding": 6, "loss": 12}
@@ -81,30 +81,18 @@ class Roofline:
     def _element_bytes(self) -> int:
         return 4 if self.precision == "fp32" else 2
 
-    def __call__(
-        self,
-        layer: Layer,
-        device: Device,
-        *,
-        tensor_parallel_size: ScalarOrArray,
-        micro_batch_size: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-        recompute: str = "none",
-        sequence_parallel: bool = False,
-    ) -> LayerTimes:
+    def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
-        tp = tensor_parallel_size
-        rows = micro_batch_size * (end - start)
+        layer, device, tp, rows = query.layer, query.device, query.tensor_parallel_size, query.rows
         # The host launches the same kernels however small they are.
         parts = [self._product(product, device, tp, rows) for product in layer.products]
         if layer.attention is not None:
-            parts.append(self._attention(layer, device, tp, micro_batch_size, start, end))
-        parts.append(self._element_wise(layer, device, tp, rows, sequence_parallel))
+            parts.append(self._attention(layer, device, tp, query.micro_batch_size, query.start, query.end))
+        parts.append(self._element_wise(layer, device, tp, rows, query.sequence_parallel))
         if layer.kind == "head":
             parts.append(self._loss(layer, device, tp, rows))
             if self.software.logits_at_once is not None:
-                again = self._logits_again(layer, tp, micro_batch_size)
+                again = self._logits_again(layer, tp, query.micro_batch_size)
                 # What is not kept cannot wait: the gradients of the head's weight are computed with those of its input.
                 parts = [
                     part._replace(
@@ -122,10 +110,10 @@ class Roofline:
         launch_again = 0.0
         # Megatron recomputes transformer layers; embedding, last norm and head stay as they are.
         if layer.kind in ("block", "other"):
-            if recompute == "full":
+            if query.recompute == "full":
                 input_gradient = input_gradient + forward
                 launch_again = launch
-            elif recompute == "selective":
+            elif query.recompute == "selective":
                 input_gradient = input_gradient + sum(part.selective for part in parts)
                 launch_again = launch / 3
         return LayerTimes(forward, input_gradient, weight_gradient, launch, launch + launch_again, launch)

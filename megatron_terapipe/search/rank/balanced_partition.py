@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.partition import StagePartition
+from megatron_terapipe.search.cost.layer_counts import LayerCounter
 from megatron_terapipe.search.cost.rank_groups import RankGroups
-from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.rank.grid_times import RankKinds
+from megatron_terapipe.search.cost.stage_ops import BACKWARD, FORWARD
 from megatron_terapipe.search.rank.op_tables import OpTables
 from megatron_terapipe.search.rank.stage_partition import best_partition
 from megatron_terapipe.search.space.problem import SearchProblem
@@ -23,23 +23,21 @@ from megatron_terapipe.search.space.strategy_grid import StrategyGrid
 Floats = NDArray[np.float64]
 
 
-def layer_times(workload: Workload, grid: StrategyGrid, groups: RankGroups, tables: OpTables) -> Floats:
-    """[P, layers] seconds of forward and backward of one micro-batch, for the first value of each axis of a grid.
+def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, tables: OpTables) -> Floats:
+    """Return the seconds of forward and backward of one micro-batch of each layer on each pipeline rank: [P, layers].
 
     Args:
-        workload: the layers.
-        grid: the grid.
+        counter: knows the kind of each layer.
+        grid: the grid; the first value of each axis counts.
         groups: links and devices of its layout.
         tables: prices layers.
     """
-    kinds = RankKinds(grid, groups, tables)
-    kind_of = {id(layer): kind for kind, layer in enumerate(tables.layers)}
-    columns = np.array([kind_of[id(layer)] for layer in workload.layers])
-    rows = []
-    for of_devices in kinds.tables:
-        slowest = np.maximum.reduce([(table.whole[0] + table.whole[1])[:, 0, 0, 0, 0] for table in of_devices])
-        rows.append(slowest[columns])
-    return np.array(rows)[kinds.of_rank]
+    times = np.empty((len(groups.devices), len(counter.kind_of_layer)))
+    for kind in groups.kinds:
+        whole = [tables.table(grid, device, kind.topology).whole[..., 0, 0, 0, 0] for device in kind.devices]
+        slowest = np.maximum.reduce([ops[FORWARD] + ops[BACKWARD] for ops in whole])
+        times[kind.ranks] = slowest[counter.kind_of_layer]
+    return times
 
 
 def balanced_partition(

@@ -103,7 +103,7 @@ def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing)
     if num_stages == 1:
         return []
     tables = OpTables(model, (strategy.micro_batch_size,))
-    times = layer_times(problem.workload, StrategyGrid.of_strategy(strategy), model.groups(strategy), tables)
+    times = layer_times(model.counter, StrategyGrid.of_strategy(strategy), model.groups(strategy), tables)
     partition = balanced_partition(
         problem, times, strategy.pipeline_parallel_size, strategy.num_model_chunks, strategy.num_micro_batches
     )

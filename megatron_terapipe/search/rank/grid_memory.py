@@ -8,97 +8,171 @@ holds for whichever ranks are left out. A rank holds most as a backward starts a
     interleaved   min((V - 1) G S + S - 1 + 2 (P - i - 1) + 1, V M S)           (`plan.schedules`, groups of G)
     gpipe         V M S
 
-token slices are live on rank i. `memory.model` counts the same op by op for strategies that may win.
+token slices are live on rank i. `cost.memory_model` counts the same op by op for strategies that may win.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.activation_memory import logit_limits, token_memory
-from megatron_terapipe.search.cost.memory_model import ELEMENT_BYTES, TRANSFERS, MemoryModel
+from megatron_terapipe.search.cost.activation_memory import TokenMemory, logit_limits
+from megatron_terapipe.search.cost.layer_counts import LayerCounts
+from megatron_terapipe.search.cost.live_memory import Held
+from megatron_terapipe.search.cost.memory_model import ELEMENT_BYTES, MemoryModel
+from megatron_terapipe.search.cost.memory_overheads import Counted, total_bytes
 from megatron_terapipe.search.cost.rank_groups import RankGroups
-from megatron_terapipe.search.cost.state_memory import bucket_bytes, state_bytes
-from megatron_terapipe.search.inputs.layer import Layer
-from megatron_terapipe.search.rank.stage_counts import StageCounts
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
 
 Floats = NDArray[np.float64]
 
-ACTIVATIONS, KEY_VALUES, KEY_VALUE_GRADIENTS, LOGITS, WORKING = range(5)
 
+class GridMemory:
+    """Says which strategies of one grid may fit. Bytes are counted once for each stage partition, and kept."""
 
-def grid_fits(
-    grid: StrategyGrid,
-    groups: RankGroups,
-    model: MemoryModel,
-    layers: tuple[Layer, ...],
-    counts: Mapping[tuple[int, int], StageCounts],
-) -> NDArray[np.bool_]:
-    """Which strategies of a grid may fit the devices: [grid]; those that surely do not are False.
+    def __init__(self, grid: StrategyGrid, model: MemoryModel) -> None:
+        """Count what all partitions share.
 
-    Args:
-        grid: the grid.
-        groups: devices of its layout.
-        model: prices memory.
-        layers: the K kinds of layers.
-        counts: layers of each rank, by number of model chunks and place on the axis `partition`.
-    """
-    usable = model.overheads.usable_share
-    fits = np.zeros(grid.shape, dtype=bool)
-    tokens: Floats | None = None
-    messages = np.zeros(())
-    for (model_chunks, place), found in counts.items():
-        ranks = _ranks_to_look_at(found)
-        capacities = [min(each.memory_bytes for each in groups.devices[rank]) * usable for rank in ranks]
-        states = [_state_bytes(grid, model, found, rank) for rank in ranks]
-        if any((held.kept > capacity).all() for held, capacity in zip(states, capacities, strict=True)):
-            continue
-        if tokens is None:
-            tokens, messages = _token_bytes(grid, model, layers), _message_bytes(grid, model, layers)
-        for order, (schedule, its_model_chunks) in enumerate(grid.order):
-            if its_model_chunks != model_chunks:
+        Args:
+            grid: the grid.
+            model: prices memory.
+        """
+        self._grid, self._model = grid, model
+        self._known: dict[tuple[object, ...], Floats] = {}
+        self._micro_batches = grid.num_micro_batches.reshape(-1, 1).astype(float)
+        """[B, 1]"""
+        self._num_token_slices = np.array(grid.token_slices, dtype=float)[None, :]
+        """[1, S]"""
+        sizes = np.array(grid.micro_batch, dtype=float)[:, None]
+        self._sequence = model.workload.seq_length * sizes
+        """[B, 1] tokens of a micro-batch."""
+        self._token_slice = self._sequence / self._num_token_slices
+        """[B, S] tokens of a token slice."""
+        tables = [
+            [model.token_bytes(grid.tensor_parallel_size, recompute, parallel) for parallel in grid.sequence_parallel]
+            for recompute in grid.recompute
+        ]
+        self._tokens = TokenMemory(*np.moveaxis(np.array(tables), (0, 1), (2, 3)))
+        """Each [K, R, Q] bytes of a token of one sequence."""
+        own = np.array([1 / grid.tensor_parallel_size if parallel else 1.0 for parallel in grid.sequence_parallel])
+        sequences = (sizes / self._num_token_slices)[:, :, None, None] * own
+        self._messages = np.asarray(model.message_bytes(grid.pipeline_parallel_size, sequences))
+        """[B, S, 1, Q] bytes."""
+        self._limits = logit_limits(model.software, ELEMENT_BYTES[model.precision])
+        working = self._token_slice[:, :, None, None] * self._tokens.working[:, None, None]
+        is_head = np.any(self._tokens.logits, axis=(1, 2))
+        working[is_head] = np.minimum(working[is_head], self._limits.working)
+        self._working = working
+        """[K, B, S, R, Q] bytes that the backward of each kind of layer holds while it runs."""
+
+    def fits(self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts]) -> NDArray[np.bool_]:
+        """Return which strategies may fit the devices: [grid]; those that surely do not are False.
+
+        Args:
+            groups: devices of the layout.
+            counts: layers of each rank, by number of model chunks and place on the axis `partition`.
+        """
+        grid, overheads = self._grid, self._model.overheads
+        smallest = np.array([min(each.memory_bytes for each in devices) for devices in groups.devices])
+        fits = np.zeros(grid.shape, dtype=bool)
+        for (model_chunks, place), found in counts.items():
+            ranks = _ranks_to_look_at(found)
+            capacity = smallest[ranks] * overheads.usable_share
+            states = [self._states(found, ranks, zero_stage) for zero_stage in grid.zero]
+            possible = [bool(np.all(total_bytes(each, overheads) <= capacity)) for each in states]
+            if not any(possible):
                 continue
-            fits[order, place] = True
-            for rank, held, capacity in zip(ranks, states, capacities, strict=True):
-                moving = _moving_bytes(grid, model, tokens, found, rank, schedule, model_chunks)
-                fits[order, place] &= held.kept + messages + np.maximum(moving[..., None], held.step) <= capacity
-    return fits
+            # Ranks lead, so that numbers of each broadcast against the axes of the grid.
+            limit = capacity.reshape(-1, 1, 1, 1, 1)
+            for order, (schedule, its_model_chunks) in enumerate(grid.order):
+                if its_model_chunks != model_chunks:
+                    continue
+                for zero, each in enumerate(states):
+                    if possible[zero]:
+                        total = self._total(found, ranks, schedule, zero, each)
+                        fits[order, place, ..., zero] = np.all(total <= limit, axis=0)
+        return fits
+
+    def _states(self, counts: LayerCounts, ranks: list[int], zero_stage: int) -> Counted:
+        """[ranks] bytes whatever the schedule."""
+        grid = self._grid
+        return self._model.states(
+            counts.parameters[ranks],
+            data_parallel_size=grid.data_parallel_size,
+            tensor_parallel_size=grid.tensor_parallel_size,
+            pipeline_parallel_size=grid.pipeline_parallel_size,
+            zero_stage=zero_stage,
+        )
+
+    def _total(self, counts: LayerCounts, ranks: list[int], schedule: str, zero: int, states: Counted) -> Floats:
+        """[ranks, B, S, R, Q] bytes at the peak, at least."""
+        key = counts.per_stage.tobytes(), schedule, zero
+        if key not in self._known:
+            lead = (-1, 1, 1, 1, 1)
+            columns = Counted(*(np.reshape(np.asarray(part, dtype=float), lead) for part in states))
+            held = self._held(counts, ranks, schedule)
+            self._known[key] = np.asarray(total_bytes(columns.holding(held, self._messages), self._model.overheads))
+        return self._known[key]
+
+    def _held(self, counts: LayerCounts, ranks: list[int], schedule: str) -> Held:
+        """[ranks, B, S, R, Q] bytes that come and go, at least."""
+        num_ranks, kinds = len(counts.parameters), counts.per_stage.shape[1]
+        stages = counts.per_stage.reshape(-1, num_ranks, kinds)[:, ranks].swapaxes(0, 1)
+        model_chunks = stages.shape[1]
+        live = live_token_slices(
+            schedule,
+            num_ranks,
+            model_chunks,
+            np.array(ranks)[:, None, None],
+            self._micro_batches,
+            self._num_token_slices,
+        )
+        group = group_size(num_ranks, self._micro_batches, self._num_token_slices)
+        tokens = self._token_slice[..., None] * _live_per_model_chunk(live, model_chunks, group, self._num_token_slices)
+
+        def on_all_stages(each: Floats) -> Floats:
+            """[ranks, B, S, V] tokens x [K, R, Q] bytes -> [ranks, B, S, R, Q]."""
+            of_stage = (stages @ each.reshape(kinds, -1))[:, None]
+            return np.asarray((tokens @ of_stage).reshape(*tokens.shape[:3], *each.shape[1:]))
+
+        last = stages[:, -1]
+        gradients = (last @ self._tokens.key_value_gradients.reshape(kinds, -1)).reshape(
+            len(ranks), 1, 1, *self._tokens.working.shape[1:]
+        )
+        # The first backward is one of the last stage of the rank.
+        waiting = (self._sequence - self._token_slice)[:, :, None, None] * gradients
+        return Held(
+            activations=on_all_stages(self._tokens.activations + self._tokens.key_values),
+            key_values=waiting,
+            logits=np.minimum(on_all_stages(self._tokens.logits), self._limits.kept),
+            working=np.array([self._working[row > 0].max(axis=0) for row in last]),
+        )
 
 
-def _ranks_to_look_at(counts: StageCounts) -> list[int]:
+def _ranks_to_look_at(counts: LayerCounts) -> list[int]:
     ranks = len(counts.parameters)
     return sorted({0, ranks - 1, int(np.argmax(counts.parameters)), int(np.argmax(counts.per_rank.sum(axis=1)))})
 
 
-def _token_bytes(grid: StrategyGrid, model: MemoryModel, layers: tuple[Layer, ...]) -> Floats:
-    """[5 parts, K, R, Q] bytes of one token of one sequence in each kind of layer."""
-    table = np.zeros((5, len(layers), len(grid.recompute), len(grid.sequence_parallel)))
-    config = model.workload.config
-    for kind, layer in enumerate(layers):
-        for mode, recompute in enumerate(grid.recompute):
-            for column, parallel in enumerate(grid.sequence_parallel):
-                found = token_memory(
-                    layer,
-                    model.software,
-                    element_bytes=ELEMENT_BYTES[model.precision],
-                    tensor_parallel_size=grid.tensor_parallel_size,
-                    recompute=recompute,
-                    sequence_parallel=parallel,
-                    activation_is_read_off_output=config is not None and config.activation == "relu",
-                )
-                rows_per_token = layer.tokens / model.workload.seq_length
-                table[:, kind, mode, column] = [float(part) * rows_per_token for part in found[:5]]
-    return table
-
-
 def live_token_slices(
-    schedule: str, num_ranks: int, model_chunks: int, rank: int, num_micro_batches: Floats, num_token_slices: Floats
+    schedule: str,
+    num_ranks: int,
+    model_chunks: int,
+    rank: int | NDArray[np.int64],
+    num_micro_batches: Floats,
+    num_token_slices: Floats,
 ) -> Floats:
-    """Token slices, of one stage each, that are live on a rank when it holds most; arrays broadcast."""
-    most = model_chunks * num_micro_batches * num_token_slices
+    """Return how many token slices, of one stage each, are live on a rank when it holds most.
+
+    Args:
+        schedule: its name.
+        num_ranks: pipeline ranks.
+        model_chunks: stages of each rank.
+        rank: the rank, or an array that broadcasts.
+        num_micro_batches: micro-batches; broadcasts.
+        num_token_slices: token slices of each; broadcasts.
+    """
+    most = model_chunks * num_micro_batches * num_token_slices + 0.0 * np.asarray(rank)
     if schedule == "gpipe":
         return most
     if schedule == "zero-bubble":
@@ -110,101 +184,23 @@ def live_token_slices(
 
 
 def group_size(num_ranks: int, num_micro_batches: Floats, num_token_slices: Floats) -> Floats:
-    """Micro-batches of the longest group that passes a model chunk together (`plan.schedules.interleaved`)."""
+    """Return the micro-batches of the longest group that passes a model chunk together (`plan.schedules.interleaved`).
+
+    Args:
+        num_ranks: pipeline ranks.
+        num_micro_batches: micro-batches; broadcasts.
+        num_token_slices: token slices of each; broadcasts.
+    """
     least = np.ceil(num_ranks / num_token_slices)
     return np.asarray(np.ceil(num_micro_batches / np.maximum(num_micro_batches // least, 1)))
 
 
-class _States(NamedTuple):
-    """[Z] bytes of one rank whatever its schedule."""
-
-    kept: Floats
-    step: Floats
-
-
-def _state_bytes(grid: StrategyGrid, model: MemoryModel, counts: StageCounts, rank: int) -> _States:
-    overheads = model.overheads
-    parameters = float(counts.parameters[rank])
-    axes = (grid.data_parallel_size, grid.tensor_parallel_size, grid.pipeline_parallel_size)
-    communicators = sum(size > 1 for size in axes) * any(node.device.is_gpu for node in model.cluster.nodes)
-    kept, step = [], []
-    for zero_stage in grid.zero:
-        each = state_bytes(
-            model.software.name, model.precision, zero_stage=zero_stage, data_parallel_size=grid.data_parallel_size
-        )
-        bytes_each = each.weights + each.gradients + float(each.optimizer)
-        buckets = float(bucket_bytes(model.software.name, model.precision, parameters, zero_stage))
-        kept.append(parameters * bytes_each * overheads.state_factor + buckets)
-        step.append(parameters * float(each.step))
-    framework = overheads.framework_bytes + communicators * overheads.communicator_bytes
-    return _States(np.array(kept) + framework, np.array(step))
-
-
-def _live_per_model_chunk(live: Floats, model_chunks: int, group: Floats, num_token_slices: Floats) -> list[Floats]:
-    """How many of the live token slices are on each of a rank's stages: groups pass one stage after the other."""
+def _live_per_model_chunk(live: Floats, model_chunks: int, group: Floats, num_token_slices: Floats) -> Floats:
+    """[..., V] of the live token slices, those on each of a rank's stages: groups pass one stage after the other."""
     if model_chunks == 1:
-        return [live]
+        return live[..., None]
     each = group * num_token_slices
     rounds = live // (model_chunks * each)
     rest = live - rounds * model_chunks * each
-    return [rounds * each + np.clip(rest - model_chunk * each, 0, each) for model_chunk in range(model_chunks)]
-
-
-def _moving_bytes(
-    grid: StrategyGrid,
-    model: MemoryModel,
-    tokens: Floats,
-    counts: StageCounts,
-    rank: int,
-    schedule: str,
-    model_chunks: int,
-) -> Floats:
-    """[B, S, R, Q] bytes of one rank that come and go, at least."""
-    ranks, overheads = grid.pipeline_parallel_size, model.overheads
-    num_token_slices = np.array(grid.token_slices, dtype=float)[None, :]
-    sizes = np.array(grid.micro_batch, dtype=float)[:, None]
-    micro_batches = grid.num_micro_batches.reshape(-1, 1).astype(float)
-    live = live_token_slices(schedule, ranks, model_chunks, rank, micro_batches, num_token_slices)
-    group = group_size(ranks, micro_batches, num_token_slices)
-    stages = counts.per_stage[rank::ranks]
-    sequence = model.workload.seq_length * sizes  # tokens of a micro-batch
-    of_token_slice = sequence / num_token_slices
-
-    def times(amount: Floats, each: Floats) -> Floats:
-        return amount[:, :, None, None] * each
-
-    on_stages = np.stack(_live_per_model_chunk(live, model_chunks, group, num_token_slices), axis=-1)
-    amounts = on_stages * of_token_slice[..., None]
-
-    def on_all_stages(each: Floats) -> Floats:
-        each = np.tensordot(stages, each, axes=1)
-        total = amounts.reshape(-1, model_chunks) @ each.reshape(model_chunks, -1)
-        return np.asarray(total.reshape(*live.shape, *each.shape[1:]))
-
-    limits = logit_limits(model.software, ELEMENT_BYTES[model.precision])
-    held = on_all_stages(tokens[ACTIVATIONS] + tokens[KEY_VALUES])
-    held += np.minimum(on_all_stages(tokens[LOGITS]), limits.kept)
-    # The first backward is one of the last stage of the rank.
-    held += times(sequence - of_token_slice, np.tensordot(stages[-1], tokens[KEY_VALUE_GRADIENTS], axes=1))
-    on_last = stages[-1] > 0
-    working = [times(of_token_slice, each) for each in tokens[WORKING][on_last]]
-    for index, logits in enumerate(tokens[LOGITS][on_last]):
-        if np.any(logits):
-            working[index] = np.minimum(working[index], limits.working)
-    held += overheads.working_factor * np.max(working, axis=0)
-    return np.asarray(overheads.activation_factor * held)
-
-
-def _message_bytes(grid: StrategyGrid, model: MemoryModel, layers: tuple[Layer, ...]) -> Floats:
-    """[B, S, 1, Q, 1] bytes of the messages that a rank holds."""
-    if grid.pipeline_parallel_size == 1:
-        return np.zeros((1,) * 5)
-    sizes = np.array(grid.micro_batch, dtype=float).reshape(-1, 1, 1, 1, 1)
-    num_token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1, 1)
-    elements = max(layer.output_elements for layer in layers) * _own_share(grid).reshape(1, 1, 1, -1, 1)
-    return np.asarray(TRANSFERS * ELEMENT_BYTES[model.precision] * elements * sizes / num_token_slices)
-
-
-def _own_share(grid: StrategyGrid) -> Floats:
-    """[Q] of the tokens between layers, what a tensor-parallel rank has."""
-    return np.array([1 / grid.tensor_parallel_size if parallel else 1.0 for parallel in grid.sequence_parallel])
+    before = np.arange(model_chunks) * each[..., None]
+    return np.asarray((rounds * each)[..., None] + np.clip(rest[..., None] - before, 0, each[..., None]))

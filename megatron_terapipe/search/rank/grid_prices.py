@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.partition import StagePartition
+from megatron_terapipe.search.cost.layer_counts import LayerCounter
 from megatron_terapipe.search.cost.rank_groups import RankGroups
 from megatron_terapipe.search.rank.balanced_partition import balanced_partition, layer_times
-from megatron_terapipe.search.rank.grid_memory import grid_fits
+from megatron_terapipe.search.rank.grid_memory import GridMemory
 from megatron_terapipe.search.rank.grid_times import grid_times
 from megatron_terapipe.search.rank.op_tables import OpTables
-from megatron_terapipe.search.rank.stage_counts import StageCounts, stage_counts
 from megatron_terapipe.search.space.choices import Choices
 from megatron_terapipe.search.space.legal_grids import LegalGrid, SearchCounts, layouts, legal_grids
 from megatron_terapipe.search.space.problem import SearchProblem
@@ -95,8 +95,9 @@ def price_space(
         if progress is not None:
             progress(number, total, "closed form")
         different, fitting = np.zeros(found.grid.shape, dtype=bool), np.zeros(found.grid.shape, dtype=bool)
+        memory = GridMemory(found.grid, pricings[0].memory_model)
         for order, (pricing, table) in enumerate(zip(pricings, tables, strict=True)):
-            priced, legal, fits = _price(problem, found, order, pricing, table)
+            priced, legal, fits = _price(problem, found, order, pricing, table, memory)
             different |= legal
             fitting |= fits
             if len(priced.places):
@@ -135,7 +136,7 @@ def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
 
 
 def _price(
-    problem: SearchProblem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables
+    problem: SearchProblem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables, memory: GridMemory
 ) -> tuple[PricedGrid, Flags, Flags]:
     """Return the strategies of a grid that may win; [grid] which differ from each other; [grid] which of those fit."""
     grid = found.grid
@@ -146,14 +147,13 @@ def _price(
         pipeline_parallel_size=grid.pipeline_parallel_size,
     )
     groups = RankGroups(cost_model.cluster, layout)
-    partitions = _partitions(problem, found, groups, tables)
-    kind_of = {id(layer): kind for kind, layer in enumerate(tables.layers)}
-    counts: dict[tuple[int, int], StageCounts] = {
-        key: stage_counts(problem.workload, partition, grid.pipeline_parallel_size, grid.tensor_parallel_size, kind_of)
+    partitions = _partitions(problem, found, groups, tables, cost_model.counter)
+    counts = {
+        key: cost_model.counter.count(partition, grid.pipeline_parallel_size, grid.tensor_parallel_size)
         for key, partition in partitions.items()
     }
     legal = found.legal & _priceable(grid, partitions)
-    fits: Flags = grid_fits(grid, groups, pricing.memory_model, tables.layers, counts) & legal
+    fits: Flags = memory.fits(groups, counts) & legal
     if not fits.any():
         nothing = np.zeros(0)
         return PricedGrid(grid, order, partitions, nothing.astype(np.int64), nothing, nothing), legal, fits
@@ -177,7 +177,7 @@ def _priceable(grid: StrategyGrid, partitions: dict[tuple[int, int], StagePartit
 
 
 def _partitions(
-    problem: SearchProblem, legal: LegalGrid, groups: RankGroups, tables: OpTables
+    problem: SearchProblem, legal: LegalGrid, groups: RankGroups, tables: OpTables, counter: LayerCounter
 ) -> dict[tuple[int, int], StagePartition]:
     """Return the stages of every pair of model chunks and partition rule that a legal strategy has."""
     grid = legal.grid
@@ -192,7 +192,7 @@ def _partitions(
                 continue
             if rule == SOLVED:
                 if times is None:
-                    times = layer_times(problem.workload, _first_values(grid), groups, tables)
+                    times = layer_times(counter, _first_values(grid), groups, tables)
                 micro_batches = int(grid.num_micro_batches.max())
                 partition = balanced_partition(problem, times, ranks, model_chunks, micro_batches)
                 if all(

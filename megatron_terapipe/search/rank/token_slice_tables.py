@@ -1,6 +1,5 @@
 """Times of every token slice there can be, looked up in tables: solvers ask for thousands of cuts."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,8 +8,8 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.optimise.problem import Numbers
 from deepspeed_ext.plan.solve.grid import Grid
-from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel, topology_at
-from megatron_terapipe.search.cost.stage_ops import layer_ops
+from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel, PlacedStrategy
+from megatron_terapipe.search.cost.stage_ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, OpSizes
 from megatron_terapipe.strategy import Strategy
 
 
@@ -66,65 +65,47 @@ class TabulatedCosts:
         """
         points = grid.points
         first, last = np.triu_indices(len(points), 1)
-        whole = cls._kinds(cost_model, strategy, points[first], points[last])
-        table = np.zeros((3, len(whole.times), len(points), len(points)))
-        table[:, :, first, last] = np.array(whole.times).swapaxes(0, 1)
+        placed = cost_model.placed(strategy)
+        sizes = OpSizes(
+            tensor_parallel_size=float(strategy.tensor_parallel_size),
+            micro_batch_size=float(strategy.micro_batch_size),
+            start=points[first] / grid.seq_length,
+            end=points[last] / grid.seq_length,
+            recompute=strategy.recompute,
+            sequence_parallel=strategy.sequence_parallel,
+        )
+        # All tokens in one token slice say which device is the slowest.
+        whole = int(np.flatnonzero((first == 0) & (last == len(points) - 1))[0])
+        stages, kind_of_stage = _different_stages(placed)
+        ops = cost_model.priced_stages(placed, sizes, stages=stages, whole=whole)
+        if strategy.schedule in SPLIT_SCHEDULES:
+            times = ops[[FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT]]
+        else:
+            times = np.array([ops[FORWARD], ops[BACKWARD], np.zeros_like(ops[FORWARD])])
+        table = np.zeros((3, times.shape[1], len(points), len(points)))
+        table[:, :, first, last] = times
         index = np.searchsorted(points, np.arange(grid.seq_length + 1))
-        silent = np.zeros((2, len(whole.kind_of_stage), 2))
-        costs = cls(table, np.array(whole.kind_of_stage), silent, index)
-        if cost_model.software.overlaps_transfers or len(whole.kind_of_stage) == 1 or len(points) < 3:
+        silent = np.zeros((2, len(kind_of_stage), 2))
+        costs = cls(table, kind_of_stage, silent, index)
+        if cost_model.software.overlaps_transfers or len(kind_of_stage) == 1 or len(points) < 3:
             return costs
         return replace(costs, sending=_sending(cost_model, strategy, costs, points))
 
-    @staticmethod
-    def _kinds(cost_model: CostModel, strategy: Strategy, starts: Numbers, ends: Numbers) -> "_StageKinds":
-        """Times of each kind of stage: those with the same layers, devices and links have the same."""
-        workload, groups = cost_model.workload, cost_model.groups(strategy)
-        split = strategy.schedule in SPLIT_SCHEDULES
-        numbers: dict[object, int] = {}
-        found = _StageKinds([], [])
-        for stage, layers in enumerate(cost_model.stage_layers(strategy)):
-            rank = stage % strategy.pipeline_parallel_size
-            topology, devices = topology_at(groups.tensor, rank), tuple(dict.fromkeys(groups.devices[rank]))
-            by_id = {id(workload.layers[index]): workload.layers[index] for index in layers}
-            counts = Counter(id(workload.layers[index]) for index in layers)
-            key = (frozenset(counts.items()), topology, devices)
-            if key not in numbers:
-                numbers[key] = len(found.times)
-                per_device = []
-                for device in devices:
-                    times = np.zeros((3, len(starts)))
-                    for one, layer in by_id.items():
-                        ops = layer_ops(
-                            layer,
-                            device,
-                            cost_model.op_times,
-                            cost_model.efficiency,
-                            topology,
-                            tensor_parallel_size=float(strategy.tensor_parallel_size),
-                            micro_batch_size=float(strategy.micro_batch_size),
-                            start=starts * (layer.tokens / workload.seq_length),
-                            end=ends * (layer.tokens / workload.seq_length),
-                            recompute=strategy.recompute,
-                            sequence_parallel=strategy.sequence_parallel,
-                            element_bytes=cost_model.element_bytes,
-                        )
-                        times[0] += counts[one] * ops.forward
-                        times[1] += counts[one] * (ops.input_gradient if split else ops.backward)
-                        times[2] += counts[one] * ops.weight_gradient if split else 0.0
-                    per_device.append(times)
-                # Ranks of one stage wait for the slowest of them.
-                found.times.append(np.max(per_device, axis=0))
-            found.kind_of_stage.append(numbers[key])
-        return found
 
-
-@dataclass(frozen=True, slots=True)
-class _StageKinds:
-    """Times [3, token slices] of each kind of stage, and the kind of each stage."""
-
-    times: list[Numbers]
-    kind_of_stage: list[int]
+def _different_stages(placed: PlacedStrategy) -> tuple[list[int], NDArray[np.int64]]:
+    """The first stage of each kind, and [stages] the kind of each: the same layers, devices and links."""
+    kind_of_rank = np.empty(len(placed.groups.devices), np.int64)
+    for number, kind in enumerate(placed.groups.kinds):
+        kind_of_rank[kind.ranks] = number
+    numbers: dict[tuple[int, bytes], int] = {}
+    first, kinds = [], []
+    for stage, row in enumerate(placed.counts.per_stage):
+        key = int(kind_of_rank[stage % len(kind_of_rank)]), row.tobytes()
+        if key not in numbers:
+            numbers[key] = len(first)
+            first.append(stage)
+        kinds.append(numbers[key])
+    return first, np.array(kinds)
 
 
 def _sending(cost_model: CostModel, strategy: Strategy, costs: TabulatedCosts, points: Numbers) -> Numbers:

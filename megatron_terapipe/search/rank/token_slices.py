@@ -3,7 +3,7 @@
     all numbers --gpipe's formula--> a few --simulated--> the best two --searched--> all of the few --priced--> the best
 
 For each number of token slices balanced cuts and the formula of gpipe say about what it is worth. Of the most promising
-numbers gpipe's exact cut (`token_slices_joint`) is simulated with the schedule that runs, and the best of those are
+numbers gpipe's exact cut (`plan.solve.terapipe`) is simulated with the schedule that runs, and the best of those are
 searched further: tokens move between token slices as long as the simulated step gets shorter
 (`plan.solve.token_slices`). What is found is priced by the cost model like any other strategy. The answer depends on
 the arguments alone, not on time.
@@ -19,12 +19,12 @@ from deepspeed_ext.plan.schedules import Schedule, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.evaluation import FixedSchedule
 from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.terapipe import TerapipeCut, TerapipeProblem
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 from deepspeed_ext.plan.solve.token_slices import search_cuts
 from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.cost_model import CostModel, pipeline_shape
-from megatron_terapipe.search.rank.joint_token_slices import JointCut, JointProblem
 from megatron_terapipe.search.rank.token_slice_tables import TabulatedCosts
 from megatron_terapipe.strategy import Strategy
 
@@ -184,7 +184,7 @@ def solve_batch(
     sizes: Sequence[int],
     equal_sizes: bool = False,
     granularity: int = 8,
-) -> JointCut:
+) -> TerapipeCut:
     """Run TeraPipe's joint program: micro-batches and token slices of one pipeline's batch, for gpipe.
 
     Args:
@@ -205,7 +205,7 @@ def solve_batch(
         of_size = replace(strategy, micro_batch_size=size, global_batch_size=None)
         costs[size] = TabulatedCosts.of(cost_model, of_size, grid).busiest_and_others(ranks)
     batch_size = strategy.num_micro_batches * strategy.micro_batch_size
-    return JointProblem.of(costs, grid, batch_size, 2, ranks - 1).solve(equal_sizes=equal_sizes)
+    return TerapipeProblem.of(costs, grid, batch_size, 2, ranks - 1).solve(equal_sizes=equal_sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class _Solver:
         self._granularity = granularity
         self._schedule = schedule_named(strategy.schedule)
         self._costs: dict[Grid, TabulatedCosts] = {}
-        self._problems: dict[Grid, JointProblem] = {}
+        self._problems: dict[Grid, TerapipeProblem] = {}
         self._evaluations: dict[int, ExtrapolatedSchedule] = {}
         self.refusal = ""
 
@@ -242,7 +242,7 @@ class _Solver:
             self.refusal = f" ({error})"
             return None
         problem = self._problem(grid)
-        return min(problem.time_s(1, cut) for cut in cuts)
+        return min(problem.makespan(1, cut) for cut in cuts)
 
     def simulated(self, counts: Sequence[int]) -> dict[int, _Judged]:
         """The better of equal lengths and gpipe's best, for each number that the sequence and the schedule allow."""
@@ -293,14 +293,14 @@ class _Solver:
             self._costs[grid] = TabulatedCosts.of(self._cost_model, self._strategy, grid)
         return self._costs[grid]
 
-    def _problem(self, grid: Grid) -> JointProblem:
+    def _problem(self, grid: Grid) -> TerapipeProblem:
         if grid not in self._problems:
             strategy = self._strategy
             # A rank with several model chunks passes every micro-batch as often.
             passes = strategy.num_micro_batches * strategy.num_model_chunks
             ranks = strategy.pipeline_parallel_size
             costs = self._tabulated(grid).busiest_and_others(ranks)
-            self._problems[grid] = JointProblem.of({1: costs}, grid, passes, 2, ranks - 1)
+            self._problems[grid] = TerapipeProblem.of({1: costs}, grid, passes, 2, ranks - 1)
         return self._problems[grid]
 
     def _for_gpipe(self, count: int) -> TokenSlices:

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster, Node
@@ -85,7 +86,7 @@ class Launch:
         paths = []
         for name, content in contents.items():
             path = Path(directory) / name
-            write_text(str(path), content)
+            write_text(path, content, make_folder=True)
             paths.append(str(path))
         (Path(directory) / "launch.sh").chmod(0o755)
         return paths
@@ -186,20 +187,3 @@ def model_flags(model: ModelConfig) -> list[str]:
 def _quoted(words: Sequence[str]) -> str:
     """Return words for a script; those that begin with its directory are expanded there."""
     return " ".join(f'"{word}"' if word.startswith("$here") else shlex.quote(word) for word in words)
-
-
-def write_text(path: str, content: str) -> None:
-    """Write a file; its directory is created if needed.
-
-    Args:
-        path: path of the file.
-        content: its text.
-
-    Raises:
-        ConfigError: if that cannot be done.
-    """
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}): give another place") from None

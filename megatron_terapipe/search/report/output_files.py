@@ -12,12 +12,13 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.render.html import Panel
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.report.answer import Answer, answer_json
 from megatron_terapipe.search.report.comparison import rivals
 from megatron_terapipe.search.report.figures import strategy_text
-from megatron_terapipe.search.report.launch import Launch, launch_of, write_text
+from megatron_terapipe.search.report.launch import Launch, launch_of
 from megatron_terapipe.search.report.page import Extras, render_page
 from megatron_terapipe.strategy import Strategy
 
@@ -90,7 +91,7 @@ def write_json(path: str, document: Any) -> None:
     if path == TERMINAL:
         sys.stdout.write(text)
     else:
-        write_text(path, text)
+        write_text(path, text, make_folder=True)
 
 
 def winner_launch(answer: Answer) -> tuple[Launch | None, str]:
@@ -146,4 +147,8 @@ def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str =
         panels.append(Panel(title, drawn[0]))
         if drawn[1]:
             notes.append(f"rank {entry.rank}: {drawn[1]}")
-    write_text(path, render_page(answer, Extras(command=command, panels=panels, panels_note="; ".join(notes))))
+    write_text(
+        path,
+        render_page(answer, Extras(command=command, panels=panels, panels_note="; ".join(notes))),
+        make_folder=True,
+    )

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
 from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.op_times.constants import Prior
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors
-from megatron_terapipe.search.trials.fit import fit
+from megatron_terapipe.search.trials.fit import fit_efficiency
 from megatron_terapipe.search.trials.intervals import Intervals, conformal, uncalibrated
 from megatron_terapipe.search.trials.memory_fit import fit_memory
-from megatron_terapipe.search.trials.sample import Sample
+from megatron_terapipe.search.trials.sample import Sample, sample_sensitivities
 from megatron_terapipe.search.trials.trial import Trial
 
 
@@ -62,18 +63,25 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
         trials: at least one; they may be of several models, layouts and groups.
         memory_trials: those that memory is fitted to; None = the same.
     """
-    fitted = fit(trials)
     sample = Sample.of(trials)
+    fitted = fit_efficiency(sample)
+    efficiency, prior, seen = fitted.efficiency, Prior.of(HardwareEfficiency()), ~sample.cut_off
     intervals = uncalibrated()
-    if len(sample):
-        errors = sample.errors(fitted.efficiency, sample.simulated_ratio(fitted.efficiency))
-        intervals = conformal(fitted, sample, errors)
+    if seen.any():
+        intervals = conformal(
+            sample.errors(efficiency, sample.simulated_ratio(efficiency))[seen],
+            sample_sensitivities(sample, efficiency, prior.names)[seen],
+            [(one.source, one.group) for one, used in zip(sample.trials, seen, strict=True) if used],
+            prior=prior,
+            residual_sd=fitted.residual_sd,
+            covariance=fitted.covariance,
+        )
     return calibration_of(
         trials,
         memory_trials=trials if memory_trials is None else memory_trials,
-        efficiency=fitted.efficiency,
+        efficiency=efficiency,
         intervals=intervals,
-        num_trials=fitted.num_trials,
+        num_trials=len(sample),
     )
 
 

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
 from megatron_terapipe.search.inputs.cluster import Cluster
@@ -28,13 +28,10 @@ def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
     """Write a calibration file.
 
     Raises:
-        ConfigError: if it cannot be written.
+        UserError: if it cannot be written.
     """
     document = {"format": FORMAT, "version": VERSION, "calibrations": [_to_json(one) for one in calibrations]}
-    try:
-        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}): name another file") from None
+    write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def read_calibrations(path: str) -> list[Calibration]:

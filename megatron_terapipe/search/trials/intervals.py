@@ -14,16 +14,17 @@ The fit without a group is not run again but taken from the fit with it, which i
 with the residuals r, their standard deviation s and the widths W of the prior.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, exp, sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.op_times.hardware_efficiency import PRIOR_WIDTH
-from megatron_terapipe.search.trials.fit import NOISE, FittedEfficiency
-from megatron_terapipe.search.trials.sample import Sample, sample_sensitivities
+from megatron_terapipe.search.op_times.constants import Prior
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.trials.fit import NOISE
 
 Floats = NDArray[np.float64]
 
@@ -76,73 +77,48 @@ class Intervals:
         return time_s / factor, time_s * factor
 
 
-def uncalibrated(prior_width: Mapping[str, float] = PRIOR_WIDTH) -> Intervals:
-    """Intervals before any trial was seen: as wide as the prior of the constants is."""
-    names = tuple(prior_width)
+def uncalibrated(prior: Prior[Any] | None = None) -> Intervals:
+    """Return intervals before any trial was seen: as wide as the prior is, that of the efficiency if it is None."""
+    prior = prior or Prior.of(HardwareEfficiency())
     return Intervals(
         coverage=COVERAGE,
         multiplier=NORMAL,
         residual_sd=PRIOR_RESIDUAL_SD,
-        covariance=np.diag([prior_width[name] ** 2 for name in names]),
-        parameter_names=names,
+        covariance=np.diag(prior.widths**2),
+        parameter_names=prior.names,
     )
 
 
-def conformal(fitted: FittedEfficiency, sample: Sample, errors: Floats, coverage: float = COVERAGE) -> Intervals:
-    """Intervals from the trials that efficiency was fitted to.
-
-    Args:
-        fitted: the fit.
-        sample: its n trials.
-        errors: [n] log(predicted / measured) of the fit.
-        coverage: share of measurements that shall be inside.
-    """
-    names = fitted.parameter_names
-    seen = ~sample.cut_off
-    if not seen.any():
-        return uncalibrated()
-    slopes = sample_sensitivities(sample, fitted.efficiency, names)[seen]
-    groups = [(one.source, one.group) for one, used in zip(sample.trials, seen, strict=True) if used]
-    widths = np.array([PRIOR_WIDTH.get(name, 1.0) for name in names])
-    measured = len(slopes)
-    spread = sqrt((measured * fitted.residual_sd**2 + PRIOR_TRIALS * NOISE**2) / (measured + PRIOR_TRIALS))
-    unseen = errors_without_own_group(errors[seen], slopes, groups, spread, widths)
-    scores = np.abs(unseen) / _scale(spread, fitted.covariance, slopes)
-    return Intervals(
-        coverage=coverage,
-        multiplier=conformal_quantile(scores, coverage),
-        residual_sd=spread,
-        covariance=fitted.covariance,
-        parameter_names=names,
-    )
-
-
-def intervals_left_out(
-    errors: Floats, slopes: Floats, prior_width: Mapping[str, float], noise: float = NOISE, coverage: float = COVERAGE
+def conformal(
+    errors: Floats,
+    slopes: Floats,
+    groups: Sequence[object],
+    *,
+    prior: Prior[Any],
+    residual_sd: float,
+    covariance: Floats | None = None,
 ) -> Intervals:
-    """Intervals from a fit of n trials with a time, each predicted as if the fit had not seen it.
+    """Return intervals from n trials with a time, each predicted as if the fit had not seen its group.
 
     Args:
         errors: [n] log(predicted / measured) of the fit.
-        slopes: [n, p].
-        prior_width: the p constants, and the standard deviation of their logarithms before.
-        noise: standard deviation of log(measured / predicted) that was expected.
-        coverage: share of measurements that shall be inside.
+        slopes: [n, p] of log(time).
+        groups: of each trial.
+        prior: of the p constants.
+        residual_sd: standard deviation of the errors, the fit's freedom taken off.
+        covariance: [p, p] of the logarithms of the constants; None = what slopes and errors say.
     """
-    widths = np.array([*prior_width.values()])
-    count, prior = len(errors), np.diag(widths**-2.0)
-    # Of every constant the trials determine a part, and the prior the rest.
-    share = np.linalg.inv(slopes.T @ slopes / noise**2 + prior) @ prior
-    freedom = max(count - (len(widths) - float(np.trace(share))), 1.0)
-    spread = sqrt((count / freedom * float(np.sum(errors**2)) + PRIOR_TRIALS * noise**2) / (count + PRIOR_TRIALS))
-    covariance: Floats = np.linalg.inv(slopes.T @ slopes / spread**2 + prior).astype(np.float64)
-    unseen = errors_without_own_group(errors, slopes, range(count), spread, widths)
+    count = len(errors)
+    spread = sqrt((count * residual_sd**2 + PRIOR_TRIALS * NOISE**2) / (count + PRIOR_TRIALS))
+    if covariance is None:
+        covariance = np.linalg.inv(slopes.T @ slopes / spread**2 + np.diag(prior.widths**-2.0)).astype(np.float64)
+    unseen = errors_without_own_group(errors, slopes, groups, spread, prior.widths)
     return Intervals(
-        coverage=coverage,
-        multiplier=conformal_quantile(np.abs(unseen) / _scale(spread, covariance, slopes), coverage),
+        coverage=COVERAGE,
+        multiplier=conformal_quantile(np.abs(unseen) / _scale(spread, covariance, slopes), COVERAGE),
         residual_sd=spread,
         covariance=covariance,
-        parameter_names=tuple(prior_width),
+        parameter_names=prior.names,
     )
 
 

@@ -4,22 +4,22 @@ As in `fit`, constants are fitted as logarithms around their defaults, and a rob
 that ran out of memory says that it wanted more than there is, and one that did not, that it wanted less.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.memory_model import MemoryModel
 from megatron_terapipe.search.cost.memory_overheads import (
-    PRIOR_WIDTH,
     Counted,
     MemoryOverheads,
     default_overheads,
     total_bytes,
 )
-from megatron_terapipe.search.trials.fit import soft_l1
-from megatron_terapipe.search.trials.trial import Trial
+from megatron_terapipe.search.op_times.constants import Prior
+from megatron_terapipe.search.trials.fit import fit_constants
+from megatron_terapipe.search.trials.trial import Trial, models_of
 
 Floats = NDArray[np.float64]
 
@@ -81,16 +81,14 @@ class MemorySample:
 
 def count_memory(trials: Sequence[Trial]) -> list[list[Counted]]:
     """What the memory model counts for each pipeline rank of each trial."""
-    models: dict[tuple[object, ...], MemoryModel] = {}
-    counted = []
-    for one in trials:
-        key = id(one.workload), id(one.cluster), one.software, one.precision
-        if key not in models:
-            models[key] = MemoryModel(
-                workload=one.workload, cluster=one.cluster, software=one.software, precision=one.precision
-            )
-        counted.append(models[key].count(one.strategy, activation_limit=one.activation_limit))
-    return counted
+
+    def make(one: Trial) -> MemoryModel:
+        return MemoryModel(workload=one.workload, cluster=one.cluster, software=one.software, precision=one.precision)
+
+    return [
+        model.count(one.strategy, activation_limit=one.activation_limit)
+        for model, one in zip(models_of(trials, make), trials, strict=True)
+    ]
 
 
 def device_memory_bytes(trial: Trial) -> float:
@@ -98,38 +96,14 @@ def device_memory_bytes(trial: Trial) -> float:
     return min(node.device.memory_bytes for node in trial.cluster.nodes)
 
 
-def fit_memory(
-    trials: Sequence[Trial],
-    overheads: MemoryOverheads | None = None,
-    *,
-    prior_width: Mapping[str, float] = PRIOR_WIDTH,
-    noise: float = NOISE,
-) -> FittedMemory:
-    """Fit memory overheads to trials of one cluster.
-
-    Args:
-        trials: measured runs; those without a peak that did not run out of memory say nothing.
-        overheads: constants before the first trial; None = the defaults.
-        prior_width: constants that are fitted, and the standard deviation of their logarithms before.
-        noise: standard deviation of log(measured / predicted) that is expected of right constants.
-    """
-    from scipy.optimize import least_squares
-
+def fit_memory(trials: Sequence[Trial]) -> FittedMemory:
+    """Fit memory overheads to trials of one cluster; those that say nothing of memory are left out."""
     sample = MemorySample(trials)
     if not len(sample):
-        return FittedMemory(overheads=overheads or MemoryOverheads(), residual_sd=noise, num_trials=0)
-    start = overheads or default_overheads(sample.trials[0].cluster)
-    names = tuple(prior_width)
-    widths = np.array([prior_width[name] for name in names])
-
-    def at(logs: Floats) -> MemoryOverheads:
-        values = {name: getattr(start, name) * float(np.exp(log)) for name, log in zip(names, logs, strict=True)}
-        return replace(start, **values)
-
-    def residuals(logs: Floats) -> Floats:
-        return np.concatenate([soft_l1(sample.errors(at(logs)) / noise, LARGE), logs / widths])
-
-    found = least_squares(residuals, np.zeros(len(names)), x_scale=widths, max_nfev=60).x
-    errors = sample.errors(at(found))[~np.isnan(sample.measured)]
-    spread = float(np.sqrt(np.mean(errors**2))) if len(errors) else noise
-    return FittedMemory(overheads=at(found), residual_sd=spread, num_trials=len(sample))
+        return FittedMemory(overheads=MemoryOverheads(), residual_sd=NOISE, num_trials=0)
+    prior = Prior.of(default_overheads(sample.trials[0].cluster))
+    logs, _ = fit_constants(lambda logs: sample.errors(prior.at(logs)), prior, noise=NOISE, large=LARGE, max_nfev=60)
+    overheads = prior.at(logs)
+    errors = sample.errors(overheads)[~np.isnan(sample.measured)]
+    spread = float(np.sqrt(np.mean(errors**2))) if len(errors) else NOISE
+    return FittedMemory(overheads=overheads, residual_sd=spread, num_trials=len(sample))

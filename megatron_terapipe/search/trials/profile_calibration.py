@@ -5,30 +5,30 @@ A profile leaves few things open, so few factors are fitted, as logarithms with 
 straight lines in the logarithms of the factors, which they nearly are, and drawn again where the last ones led.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.op_times.constants import Prior, moved
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, RememberedTimes
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
 from megatron_terapipe.search.trials.calibration import Calibration, calibration_of
-from megatron_terapipe.search.trials.fit import NOISE, fit_lines
-from megatron_terapipe.search.trials.intervals import intervals_left_out, uncalibrated
-from megatron_terapipe.search.trials.trial import Trial
+from megatron_terapipe.search.trials.fit import NOISE, fit_constants, residual_sd_of
+from megatron_terapipe.search.trials.intervals import conformal, uncalibrated
+from megatron_terapipe.search.trials.trial import Trial, models_of
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-PRIOR_WIDTH: Mapping[str, float] = MappingProxyType({"ops": 0.4, "messages": 0.8, "gaps": 0.7, "step": 0.5})
-"""Factors that are fitted, and the standard deviation of their logarithms before any trial was seen: guesses, the first
-wide enough for two ranks that share what one had alone, the second for collectives that wait for a busy processor."""
+PRIOR = Prior.of(ProfileFactors())
+"""Factors that are fitted, around 1."""
 
 STEP = 0.05
 """Change of a factor's logarithm over which a slope is taken."""
@@ -48,24 +48,23 @@ class _Runs:
 
     @classmethod
     def of(cls, trials: Sequence[Trial], profile: MeasuredProfile) -> "_Runs":
-        known = tuple(one for one in trials if one.iteration_time_s or one.longer_than_s)
-        shared: dict[tuple[object, ...], CostModel] = {}
+        known = tuple(one for one in trials if one.least_time_s)
         op_times = RememberedTimes(profile)
-        for one in known:
-            key = _shared_by(one)
-            if key not in shared:
-                shared[key] = CostModel(
-                    one.workload,
-                    one.cluster,
-                    software=one.software,
-                    efficiency=measured_efficiency(profile.profile, one.cluster, software=one.software),
-                    op_times=op_times,
-                    precision=one.precision,
-                )
+
+        def make(one: Trial) -> CostModel:
+            return CostModel(
+                one.workload,
+                one.cluster,
+                software=one.software,
+                efficiency=measured_efficiency(profile.profile, one.cluster, software=one.software),
+                op_times=op_times,
+                precision=one.precision,
+            )
+
         return cls(
             known,
-            tuple(shared[_shared_by(one)] for one in known),
-            np.array([one.iteration_time_s or one.longer_than_s or 0.0 for one in known]),
+            tuple(models_of(known, make)),
+            np.array([one.least_time_s for one in known]),
             np.array([one.iteration_time_s is None for one in known], dtype=bool),
         )
 
@@ -81,8 +80,19 @@ class _Runs:
 
     def slopes(self, factors: ProfileFactors, log_times: Floats) -> Floats:
         """[n, p] change of them with the logarithm of each factor."""
-        columns = [self.log_times(_moved(factors, name)) - log_times for name in PRIOR_WIDTH]
+        columns = [self.log_times(moved(factors, name, STEP)) - log_times for name in PRIOR.names]
         return np.stack(columns, axis=1) / STEP
+
+    def errors_on_lines(self, at_one: Floats, slopes: Floats, logs: Floats) -> Floats:
+        """Return [n] log(predicted / measured), where the logarithms of times are straight lines.
+
+        Args:
+            at_one: [n] the same where all factors are 1.
+            slopes: [n, p] of the lines.
+            logs: [p] logarithms of the factors.
+        """
+        errors = at_one + slopes @ logs
+        return np.where(self.cut_off & (errors > 0), 0.0, errors)
 
 
 def calibrate_on_profile(
@@ -111,22 +121,23 @@ def calibrate_on_profile(
     left_out = len(trials) - len(covered)
     notes = (f"{left_out} trials are of models that the profile does not cover, and are left out",) if left_out else ()
     runs = _Runs.of(covered, measured)
-    factors, intervals = ProfileFactors(), uncalibrated(PRIOR_WIDTH)
+    factors, intervals = ProfileFactors(), uncalibrated(PRIOR)
     if len(runs.trials):
-        logs = np.zeros(len(PRIOR_WIDTH))
-        widths = np.array([*PRIOR_WIDTH.values()])
+        logs = np.zeros(len(PRIOR.names))
         for _ in range(LINES):
-            at = _factors(logs)
+            at = PRIOR.at(logs)
             log_times = runs.log_times(at)
             slopes = runs.slopes(at, log_times)
-            # The straight lines' values where all factors are 1.
-            errors = log_times - np.log(runs.measured) - slopes @ logs
-            logs = fit_lines(errors, slopes, widths, runs.cut_off, NOISE)
-        factors = _factors(logs)
+            line = partial(runs.errors_on_lines, log_times - np.log(runs.measured) - slopes @ logs, slopes)
+            logs, _ = fit_constants(line, PRIOR)
+        factors = PRIOR.at(logs)
         errors = runs.log_times(factors) - np.log(runs.measured)
         seen = ~runs.cut_off
         if seen.any():
-            intervals = intervals_left_out(errors[seen], slopes[seen], PRIOR_WIDTH, NOISE)
+            errors, slopes = errors[seen], slopes[seen]
+            precision = slopes.T @ slopes / NOISE**2 + np.diag(PRIOR.widths**-2.0)
+            spread = residual_sd_of(errors, precision, PRIOR)
+            intervals = conformal(errors, slopes, range(len(errors)), prior=PRIOR, residual_sd=spread)
     return calibration_of(
         covered,
         memory_trials=trials if memory_trials is None else memory_trials,
@@ -145,10 +156,10 @@ def factor_slopes(model: CostModel, strategies: Sequence[Strategy]) -> Floats:
         strategies: n of them.
 
     Returns:
-        [n, p] change of log(time) with the logarithm of each factor, in the order of `PRIOR_WIDTH`.
+        [n, p] change of log(time) with the logarithm of each factor, in the order of `PRIOR`.
     """
     known = model.with_efficiency(model.efficiency, RememberedTimes(model.op_times))
-    models = [known, *(known.with_factors(_moved(ProfileFactors(), name)) for name in PRIOR_WIDTH)]
+    models = [known, *(known.with_factors(moved(ProfileFactors(), name, STEP)) for name in PRIOR.names)]
     times = np.array([[_log_time(each, one) for each in models] for one in strategies])
     slopes: Floats = (times[:, 1:] - times[:, :1]) / STEP
     return slopes
@@ -156,15 +167,3 @@ def factor_slopes(model: CostModel, strategies: Sequence[Strategy]) -> Floats:
 
 def _log_time(model: CostModel, strategy: Strategy, activation_limit: float | None = None) -> float:
     return float(np.log(model.predict_time(strategy, activation_limit=activation_limit).iteration_time_s))
-
-
-def _factors(logs: Floats) -> ProfileFactors:
-    return ProfileFactors(**dict(zip(PRIOR_WIDTH, np.exp(logs).tolist(), strict=True)))
-
-
-def _moved(factors: ProfileFactors, name: str) -> ProfileFactors:
-    return replace(factors, **{name: getattr(factors, name) * float(np.exp(STEP))})
-
-
-def _shared_by(trial: Trial) -> tuple[object, ...]:
-    return id(trial.workload), id(trial.cluster), trial.software, trial.precision

@@ -7,14 +7,16 @@ from math import isinf
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parallel import OPTIMISED
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.cluster_files import is_trial_form, parse_cluster, read_trial_form
-from megatron_terapipe.search.inputs.documents import Fields, parse_text, read_text
+from megatron_terapipe.search.inputs.documents import Fields, parse_text
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.software import MEGATRON, SOFTWARE
@@ -128,7 +130,7 @@ def read_trials(path: str | Path) -> list[Trial]:
         ConfigError: if the file cannot be read, holds no trial, or a line is wrong; it names the line and the field.
     """
     reader = _Reader(str(path))
-    lines = enumerate(read_text(str(path)).splitlines(), start=1)
+    lines = enumerate(read_text(path).splitlines(), start=1)
     trials = [reader.read(number, line) for number, line in lines if line.strip()]
     if not trials:
         raise ConfigError(f"trials {path} holds no trial: write one JSON object a line")
@@ -150,7 +152,7 @@ class _Reader:
         document = Fields(parse_text(line, where), where)
         try:
             return self._trial(document, number)
-        except ConfigError as error:
+        except UserError as error:
             # Checks of the model, the cluster or the strategy do not know which line they check.
             raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
 

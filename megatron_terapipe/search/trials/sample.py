@@ -1,16 +1,17 @@
 """Measured runs, ready to be priced again and again under other constants; how much each constant moves their times."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.batch import Batch, batch_key
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.cost.simulated_time import Orders
+from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
+from megatron_terapipe.search.op_times.constants import moved
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.trials.trial import Trial
+from megatron_terapipe.search.trials.trial import Trial, models_of
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
@@ -30,30 +31,31 @@ class Sample:
 
     trials: tuple[Trial, ...]
     models: tuple[CostModel, ...]
-    batches: tuple[tuple[Batch, NDArray[np.int64]], ...]
+    batches: tuple[tuple[StrategyBatch, NDArray[np.int64]], ...]
     measured: Floats
     cut_off: NDArray[np.bool_]
 
     @classmethod
     def of(cls, trials: Sequence[Trial]) -> "Sample":
         """Take those with a time, or a time that they took at least."""
-        known = tuple(one for one in trials if one.iteration_time_s or one.longer_than_s)
-        shared: dict[tuple[object, ...], CostModel] = {}
-        models, orders = [], Orders()
+        known = tuple(one for one in trials if one.least_time_s)
+        orders = Orders()
+
+        def make(one: Trial) -> CostModel:
+            return CostModel(one.workload, one.cluster, software=one.software, precision=one.precision, orders=orders)
+
+        models = models_of(known, make)
         places: dict[tuple[object, ...], list[int]] = {}
-        for index, one in enumerate(known):
-            key = id(one.workload), id(one.cluster), one.software, one.precision
-            if key not in shared:
-                shared[key] = CostModel(
-                    one.workload, one.cluster, software=one.software, precision=one.precision, orders=orders
-                )
-            models.append(shared[key])
-            places.setdefault(batch_key(shared[key], one.strategy), []).append(index)
+        for index, (model, one) in enumerate(zip(models, known, strict=True)):
+            places.setdefault(batch_key(model, one.strategy), []).append(index)
         batches = tuple(
-            (Batch.of([models[index] for index in rows], [known[index].strategy for index in rows]), np.array(rows))
+            (
+                StrategyBatch.of([models[index] for index in rows], [known[index].strategy for index in rows]),
+                np.array(rows),
+            )
             for rows in places.values()
         )
-        measured = np.array([one.iteration_time_s or one.longer_than_s or 0.0 for one in known])
+        measured = np.array([one.least_time_s for one in known])
         cut_off = np.array([one.iteration_time_s is None for one in known], dtype=bool)
         return cls(known, tuple(models), batches, measured, cut_off)
 
@@ -103,7 +105,7 @@ def sample_sensitivities(sample: Sample, efficiency: HardwareEfficiency, names: 
     """
     slopes = np.empty((len(sample), len(names)))
     for column, name in enumerate(names):
-        above, below = (sample.closed_form(_moved(efficiency, name, sign * STEP)) for sign in (1, -1))
+        above, below = (sample.closed_form(moved(efficiency, name, sign * STEP)) for sign in (1, -1))
         slopes[:, column] = np.log(above / below) / (2 * STEP)
     return slopes
 
@@ -117,12 +119,8 @@ def strategy_sensitivities(
         places.setdefault(batch_key(model, strategy), []).append(index)
     slopes = np.empty((len(strategies), len(names)))
     for rows in places.values():
-        batch = Batch.of([model] * len(rows), [strategies[index] for index in rows])
+        batch = StrategyBatch.of([model] * len(rows), [strategies[index] for index in rows])
         for column, name in enumerate(names):
-            above, below = (batch.times(_moved(efficiency, name, sign * STEP)) for sign in (1, -1))
+            above, below = (batch.times(moved(efficiency, name, sign * STEP)) for sign in (1, -1))
             slopes[rows, column] = np.log(above / below) / (2 * STEP)
     return slopes
-
-
-def _moved(efficiency: HardwareEfficiency, name: str, logarithm: float) -> HardwareEfficiency:
-    return replace(efficiency, **{name: getattr(efficiency, name) * float(np.exp(logarithm))})

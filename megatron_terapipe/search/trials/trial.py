@@ -1,14 +1,16 @@
 """One measured training run, and the line of a trials file that holds it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.software import Software
 from megatron_terapipe.strategy import Strategy
+
+Model = TypeVar("Model")
 
 GIBIBYTE = float(2**30)
 """Bytes of a "GB" in trials: tools that print memory (nvidia-smi, PyTorch) count in powers of two."""
@@ -66,6 +68,28 @@ class Trial:
     def device(self) -> str:
         """Kinds of devices of its cluster."""
         return "+".join(sorted({node.device.name for node in self.cluster.nodes}))
+
+    @property
+    def least_time_s(self) -> float:
+        """Seconds of an iteration, measured or cut off; 0 if the trial says nothing of time."""
+        return self.iteration_time_s or self.longer_than_s or 0.0
+
+
+def models_of(trials: Sequence[Trial], make: Callable[[Trial], Model]) -> list[Model]:
+    """Return a model for each trial; trials of one workload, cluster, software and precision share theirs.
+
+    Args:
+        trials: n trials.
+        make: makes the model of a trial.
+    """
+    made: dict[tuple[object, ...], Model] = {}
+    found = []
+    for one in trials:
+        key = id(one.workload), id(one.cluster), one.software, one.precision
+        if key not in made:
+            made[key] = make(one)
+        found.append(made[key])
+    return found
 
 
 def trial_line(

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.lowering import lower
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.optimise import optimise
@@ -17,6 +16,7 @@ from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
 from deepspeed_ext.plan.optimise.merge import merged
 from deepspeed_ext.plan.optimise.problem import Problem
 from deepspeed_ext.plan.optimise.replay import Orders, keeps_limit, replay
+from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import check_complete, simulate
 from tests.plan.optimise.pipelines import problems

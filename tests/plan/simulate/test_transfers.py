@@ -13,7 +13,7 @@ from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.dependencies import result
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.programs import channel_of, channels
+from deepspeed_ext.plan.programs.program import channel_of, channels
 from deepspeed_ext.plan.schedules import forward_order, gpipe, interleaved, rank_orders
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.timeline import Timeline

@@ -1,3 +1,7 @@
+"""TeraPipe's dynamic program against every batch, and every cut, that there can be."""
+
+from itertools import combinations_with_replacement, product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,21 +11,44 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import gpipe, rank_orders
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.solve.terapipe import solve_terapipe
+from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.terapipe import TerapipeProblem
 from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
 from tests.plan.solve.cuts import all_cuts
 
-
-def simulated(cut, token_slice_costs, num_stages, num_micro_batches):
-    shape = PipelineShape(num_stages, num_micro_batches, len(cut))
-    return simulate(rank_orders(gpipe, shape), shape, op_costs(shape, cut, token_slice_costs)).makespan
+SEQ_LENGTH = 6
 
 
-def makespan_of(cut, token_slice_costs, num_stages, num_micro_batches):
-    ends = np.cumsum(cut.lengths)
-    forward, *parts = token_slice_costs([0], ends - cut.lengths, ends)[:, 0]
-    passes = (forward, sum(parts))
-    return sum(num_micro_batches * times.sum() + (num_stages - 1) * times.max() for times in passes)
+def problem_of(costs_of_size, grid, batch_size, num_stages, sizes=(1,)):
+    costs = {size: costs_of_size(size) for size in sizes}
+    return TerapipeProblem.of(costs, grid, batch_size, num_stages, num_stages - 1)
+
+
+def anything(seed, size=1, seq_length=SEQ_LENGTH):
+    """Times without any order in them, for micro-batches of a size."""
+    table = np.random.default_rng([seed, size]).uniform(0.5, 2, (3, seq_length + 1, seq_length + 1)) * size**0.7
+
+    def times(stages, starts, ends):
+        return np.repeat(table[:, None, starts, ends], len(stages), axis=1)
+
+    return times
+
+
+def time_of(micro_batches, costs_of_size, num_stages):
+    forwards, backwards = [], []
+    for size, cut in micro_batches:
+        ends = np.cumsum(cut.lengths)
+        forward, *parts = costs_of_size(size)([0], ends - cut.lengths, ends)[:, 0]
+        forwards.extend(forward)
+        backwards.extend(sum(parts))
+    return sum(sum(times) + (num_stages - 1) * max(times) for times in (forwards, backwards))
+
+
+def all_sizes(batch_size, sizes):
+    for number in range(1, batch_size + 1):
+        for chosen in combinations_with_replacement(sizes, number):
+            if sum(chosen) == batch_size:
+                yield chosen
 
 
 @given(
@@ -37,70 +64,118 @@ def makespan_of(cut, token_slice_costs, num_stages, num_micro_batches):
 def test_no_cut_is_better_under_gpipe(
     num_stages, num_micro_batches, count, granularity, min_length, attention_share, fixed
 ):
-    seq_length = 11
-    token_slice_costs = PolynomialCosts.of_layers([1] * num_stages, seq_length, attention_share, fixed=fixed)
-    candidates = list(all_cuts(seq_length, [count] if count else range(1, 12), granularity, min_length))
+    costs = PolynomialCosts.of_layers([1] * num_stages, 11, attention_share, fixed=fixed)
+    candidates = list(all_cuts(11, [count] if count else range(1, 12), granularity, min_length))
     if not candidates:
         return
-    solved = solve_terapipe(
-        token_slice_costs,
-        seq_length,
-        num_stages=num_stages,
-        num_micro_batches=num_micro_batches,
-        num_token_slices=count,
-        granularity=granularity,
-        min_length=min_length,
-        tolerance=0.0,
-    )
-
-    def formula(cut):
-        return makespan_of(cut, token_slice_costs, num_stages, num_micro_batches)
-
-    assert solved.cut in candidates
-    assert solved.makespan == pytest.approx(simulated(solved.cut, token_slice_costs, num_stages, num_micro_batches))
-    assert solved.makespan == pytest.approx(min(map(formula, candidates)))
-    assert solved.lower_bound == pytest.approx(solved.makespan)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_no_cut_is_better_where_times_are_anything(seed):
-    # No order at all in the times: the two limits are far apart, and many pairs of them must be looked at.
-    random = np.random.default_rng(seed)
-    table = random.uniform(0.5, 2, (3, 17, 17))
-
-    def times(stages, starts, ends):
-        return np.repeat(table[:, None, starts, ends], len(stages), axis=1)
-
-    solved = solve_terapipe(times, 16, num_stages=12, num_token_slices=4, tolerance=0.0)
-    best = min(makespan_of(cut, times, 12, 1) for cut in all_cuts(16, [4]))
+    problem = problem_of(lambda size: costs, Grid(11, granularity, min_length), num_micro_batches, num_stages)
+    solved = problem.solve(count, tolerance=0.0)
+    cut = solved.micro_batches[0][1]
+    assert cut in candidates and solved.micro_batches == ((1, cut),) * num_micro_batches
+    shape = PipelineShape(num_stages, num_micro_batches, len(cut))
+    simulated = simulate(rank_orders(gpipe, shape), shape, op_costs(shape, cut, costs))
+    assert solved.makespan == pytest.approx(simulated.makespan)
+    best = min(time_of([(1, cut)] * num_micro_batches, lambda size: costs, num_stages) for cut in candidates)
     assert solved.makespan == pytest.approx(best)
     assert solved.lower_bound == pytest.approx(best)
 
 
-def test_with_a_tolerance_it_is_that_near():
-    token_slice_costs = PolynomialCosts.of_layers([1] * 8, 4096, 0.6, fixed=0.01)
-    exact = solve_terapipe(token_slice_costs, 4096, num_stages=8, granularity=64, tolerance=0)
-    near = solve_terapipe(token_slice_costs, 4096, num_stages=8, granularity=64, tolerance=0.01)
-    assert exact.makespan <= near.makespan <= exact.makespan * 1.0101
-    assert near.lower_bound <= exact.makespan
+@pytest.mark.parametrize("equal_sizes", [False, True])
+@pytest.mark.parametrize("count", [None, 1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_batch_is_better(seed, count, equal_sizes):
+    batch_size, num_stages, sizes = 3, 5, (1, 2, 3)
+    cuts = list(all_cuts(SEQ_LENGTH, [count] if count else range(1, SEQ_LENGTH + 1), 2))
+
+    def costs(size):
+        return anything(seed, size)
+
+    # Of each size only one cut is worth having once the limits are fixed; the oracle tries a cut for each all the same.
+    candidates = [
+        list(zip(chosen, each, strict=True))
+        for chosen in all_sizes(batch_size, sizes)
+        if not equal_sizes or len(set(chosen)) == 1
+        for each in product(cuts, repeat=len(chosen))
+    ]
+    problem = problem_of(costs, Grid(SEQ_LENGTH, 2), batch_size, num_stages, sizes)
+    solved = problem.solve(count, equal_sizes=equal_sizes, tolerance=0.0)
+    best = min(time_of(candidate, costs, num_stages) for candidate in candidates)
+    assert solved.makespan == pytest.approx(best)
+    assert solved.lower_bound == pytest.approx(best)
+    assert time_of(solved.micro_batches, costs, num_stages) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_forward_and_backward_may_be_longest_in_different_token_slices(seed):
+    # No order at all in the times: the two limits are far apart, and many pairs of them must be looked at.
+    times = anything(seed, seq_length=16)
+    solved = problem_of(lambda size: times, Grid(16), 1, 12).solve(4, tolerance=0.0)
+    best = min(time_of([(1, cut)], lambda size: times, 12) for cut in all_cuts(16, [4]))
+    assert solved.makespan == pytest.approx(best)
+    assert solved.lower_bound == pytest.approx(best)
+
+
+def test_sizes_need_not_divide_the_batch():
+    # Micro-batches of two cost hardly more than those of one, so five sequences go as 2 + 2 + 1.
+    def costs(size):
+        return PolynomialCosts.of_layers([1], SEQ_LENGTH, 0.1, layer_time=1 + 0.01 * size, fixed=5.0)
+
+    solved = problem_of(costs, Grid(SEQ_LENGTH), 5, 1, (1, 2)).solve(tolerance=0.0)
+    assert [size for size, _ in solved.micro_batches] == [2, 2, 1]
+
+
+def test_the_formula_is_what_gpipe_takes_with_one_size():
+    def costs(size):
+        return PolynomialCosts.of_layers([1] * 4, 64, 0.3, layer_time=size, fixed=0.02)
+
+    problem = problem_of(costs, Grid(64, 8), 4, 4, (1, 2, 4))
+    solved = problem.solve(equal_sizes=True)
+    sizes, cuts = zip(*solved.micro_batches, strict=True)
+    assert len(set(sizes)) == 1
+    shape = PipelineShape(4, len(sizes), len(cuts[0]))
+    simulated = simulate(rank_orders(gpipe, shape), shape, op_costs(shape, cuts[0], costs(sizes[0])))
+    assert solved.makespan == pytest.approx(simulated.makespan)
+    assert problem.makespan(sizes[0], cuts[0]) == pytest.approx(simulated.makespan)
+
+
+@pytest.mark.parametrize(("seq_length", "num_stages", "sizes"), [(4096, 8, (1,)), (256, 12, (1, 2, 4))])
+def test_with_a_tolerance_it_is_that_near(seq_length, num_stages, sizes):
+    def costs(size):
+        return PolynomialCosts.of_layers([1] * num_stages, seq_length, 0.5, layer_time=size, fixed=0.01)
+
+    problem = problem_of(costs, Grid(seq_length, seq_length // 64), sizes[-1], num_stages, sizes)
+    exact, near = (problem.solve(tolerance=tolerance) for tolerance in (0.0, 0.03))
+    assert exact.makespan <= near.makespan <= exact.makespan * 1.0310
+    assert near.lower_bound <= exact.makespan * (1 + 1e-9)
 
 
 def test_what_every_op_costs_besides_makes_token_slices_longer():
     def count(fixed):
-        token_slice_costs = PolynomialCosts.of_layers([1] * 4, 256, 0.5, fixed=fixed)
-        return len(solve_terapipe(token_slice_costs, 256, num_stages=4).cut)
+        costs = PolynomialCosts.of_layers([1] * 4, 256, 0.5, fixed=fixed)
+        return len(problem_of(lambda size: costs, Grid(256), 1, 4).solve().micro_batches[0][1])
 
     assert count(0.0) > count(0.01) > count(5.0) == 1
 
 
-@pytest.mark.parametrize(
-    ("seq_length", "options", "message"),
-    [
-        (100000, {}, "granularity 1 leaves 100000 places to cut 100000 tokens at: give 25 or more"),
-        (100, {"num_token_slices": 5, "min_length": 30}, "5 token slices of 100 tokens, each of at least 30"),
-        (100, {"granularity": 0}, "granularity=0 is not a positive whole number"),
-    ],
-)
-def test_what_cannot_be_cut(seq_length, options, message):
-    with pytest.raises(PlanError, match=message):
-        solve_terapipe(PolynomialCosts.of_layers([1], 100, 0.5), seq_length, num_stages=2, **options)
+def test_times_of_nothing_end():
+    free = PolynomialCosts(np.zeros((3, 2, 3)))
+    assert problem_of(lambda size: free, Grid(32, 8), 2, 2, (1, 2)).solve().makespan == 0
+
+
+def test_sizes_that_cannot_fill_the_batch():
+    problem = problem_of(lambda size: anything(0, size), Grid(SEQ_LENGTH), 3, 2, (2,))
+    with pytest.raises(PlanError, match="micro-batches of 2 sequences do not fill a batch of 3"):
+        problem.solve()
+
+
+def test_too_many_places_to_cut_at():
+    with pytest.raises(PlanError, match="granularity 1 leaves 8192 places to cut 8192 tokens at: give 8 or more"):
+        problem_of(lambda size: anything(0, size), Grid(8192), 1, 2)
+
+
+def test_what_cannot_be_cut():
+    costs = PolynomialCosts.of_layers([1], 100, 0.5)
+    with pytest.raises(PlanError, match="5 token slices of 100 tokens, each of at least 30"):
+        problem_of(lambda size: costs, Grid(100, 1, 30), 1, 1).solve(5)
+    with pytest.raises(PlanError, match="granularity=0 is not a positive whole number"):
+        Grid(100, 0)

@@ -7,6 +7,7 @@ from megatron_terapipe.search.inputs import library
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster
 from megatron_terapipe.search.inputs.workload_files import read_workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import LayerQuery
 from megatron_terapipe.search.op_times.roofline import Roofline
 from megatron_terapipe.search.op_times.software import TERAPIPE
 
@@ -19,8 +20,8 @@ def test_each_device_has_its_own_times() -> None:
     layer = read_workload("gpt2").layers[1]
     sizes = {"tensor_parallel_size": 1.0, "micro_batch_size": 1.0, "start": 0.0, "end": 1024.0}
     for name, alone in (("A100", fast), ("V100", slow)):
-        device = library.device(name)
-        assert times(layer, device, **sizes) == alone(layer, device, **sizes)
+        query = LayerQuery(layer, library.device(name), **sizes)
+        assert times(query) == alone(query)
 
 
 def test_devices_without_tables_keep_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import TransferCosts
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cost.batch import Batch, batch_key
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
-from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
+from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import LayerTimes, ScalarOrArray
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.op_times.software import MEGATRON, TERAPIPE, Software
 from tests.search.cost.machines import A100, GPT, NODE, nodes, strategy
 
@@ -46,8 +45,8 @@ class Given:
 
     includes_collectives = True
 
-    def __call__(self, layer: Layer, device: Device, *, start: ScalarOrArray, **_: object) -> LayerTimes:
-        time = {"embedding": 0.0, "block": 1.0, "norm": 0.0, "head": 2.0}[layer.kind] + np.zeros_like(start)
+    def __call__(self, query: LayerQuery) -> LayerTimes:
+        time = {"embedding": 0.0, "block": 1.0, "norm": 0.0, "head": 2.0}[query.layer.kind] + np.zeros_like(query.start)
         return LayerTimes(time, time, time)
 
 
@@ -87,7 +86,7 @@ def test_sequence_parallel_ranks_send_their_part_of_the_tokens_alone(software: S
     whole, parts = (
         strategy(tensor_parallel_size=4, data_parallel_size=1, sequence_parallel=on) for on in (False, True)
     )
-    sent = [model.messages(one, model.groups(one)).num_bytes for one in (whole, parts)]
+    sent = [model.messages(model.placed(one)).num_bytes for one in (whole, parts)]
     assert sent[1] == pytest.approx(sent[0] / 4)
     transfers = [model.predict_time(one).breakdown.transfer_s for one in (whole, parts)]
     assert transfers[1] < transfers[0]
@@ -95,7 +94,8 @@ def test_sequence_parallel_ranks_send_their_part_of_the_tokens_alone(software: S
 
 def test_one_rank_with_both_ends_steps_the_tied_embedding_once() -> None:
     model = CostModel(GPT, TWO)
-    total, shared = model.parameters(strategy(data_parallel_size=16, tensor_parallel_size=1, pipeline_parallel_size=1))
+    counts = model.placed(strategy(data_parallel_size=16, tensor_parallel_size=1, pipeline_parallel_size=1)).counts
+    total, shared = counts.parameters, counts.shared_parameters
     assert (total.tolist(), shared.tolist()) == ([GPT.parameters], [0.0])
 
 
@@ -180,9 +180,23 @@ def test_a_batch_is_priced_as_its_members(software: Software, schedule: str) -> 
     model = CostModel(GPT, TWO, software=software)
     assert len({batch_key(model, one) for one in members}) == 1
     efficiency = HardwareEfficiency(gemm_efficiency=0.6, network_efficiency=0.4)
-    together = Batch.of([model] * len(members), members).times(efficiency)
+    together = StrategyBatch.of([model] * len(members), members).times(efficiency)
     alone = [model.with_efficiency(efficiency).predict_time(one).iteration_time_s for one in members]
     # The embedding and the head make stages uneven, which a closed form rounds off.
     assert together == pytest.approx(alone, rel=0.1)
     single = [index for index, one in enumerate(members) if one.pipeline_parallel_size == 1]
     assert together[single] == pytest.approx([alone[index] for index in single], rel=1e-9)
+
+
+def test_closed_forms_of_a_mixed_cluster_count_the_slowest_device_of_each_stage() -> None:
+    """Not the first that the file lists: swapping nodes that hold replicas of the same stages changes nothing."""
+    node = replace(NODE, device=replace(A100, name="slow", half_flops=100e12))
+    orders = [Cluster(nodes=nodes) for nodes in ((NODE, node), (node, NODE))]
+    models = [CostModel(GPT, cluster, software=MEGATRON) for cluster in orders]
+    replicas = strategy(data_parallel_size=2, tensor_parallel_size=8, pipeline_parallel_size=1)
+    stages = strategy(data_parallel_size=2, tensor_parallel_size=1, pipeline_parallel_size=8)
+    times = [[float(StrategyBatch.of([m], [one]).times(m.efficiency)[0]) for m in models] for one in (replicas, stages)]
+    assert times[0][0] == pytest.approx(times[0][1], rel=1e-9)
+    for one, closed_forms in zip((replicas, stages), times, strict=True):
+        simulated = [model.predict_time(one).iteration_time_s for model in models]
+        assert closed_forms == pytest.approx(simulated, rel=0.1)

@@ -11,6 +11,7 @@ from megatron_terapipe.search.inputs.cluster import Device, Link
 from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import LayerQuery
 from megatron_terapipe.search.op_times.roofline import Roofline
 from megatron_terapipe.search.op_times.software import MEGATRON
 
@@ -63,12 +64,14 @@ def measured(layers, **forward_s):
 
 def forward(op_times, layer, device, micro_batch_size=1.0, tensor_parallel_size=1.0):
     times = op_times(
-        layer,
-        device,
-        tensor_parallel_size=tensor_parallel_size,
-        micro_batch_size=micro_batch_size,
-        start=0.0,
-        end=float(TOKENS),
+        LayerQuery(
+            layer,
+            device,
+            tensor_parallel_size=tensor_parallel_size,
+            micro_batch_size=micro_batch_size,
+            start=0.0,
+            end=float(TOKENS),
+        )
     )
     return times.forward, times.input_gradient + times.weight_gradient
 
@@ -148,7 +151,8 @@ def test_grids_are_priced_as_numbers_are():
     layer = block("a")
     op_times = measured((layer,), fast=lambda name, tp: 2e-3 * tp, slow=lambda name, tp: 9e-3)
     sizes, tensors = np.array([1.0, 2.0, 8.0]), np.array([[1.0], [2.0]])
-    times = op_times(layer, SLOW, tensor_parallel_size=tensors, micro_batch_size=sizes, start=0.0, end=float(TOKENS))
+    query = LayerQuery(layer, SLOW, tensor_parallel_size=tensors, micro_batch_size=sizes, start=0.0, end=float(TOKENS))
+    times = op_times(query)
     for row, tensor in enumerate((1.0, 2.0)):
         for column, size in enumerate(sizes):
             assert times.forward[row, column] == pytest.approx(forward(op_times, layer, SLOW, size, tensor)[0])

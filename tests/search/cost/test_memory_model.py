@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.cost.memory_model import MemoryModel, predict_memory
+from megatron_terapipe.search.cost.memory_model import MemoryModel
 from megatron_terapipe.search.cost.memory_overheads import ON_CPU, Counted, MemoryOverheads, assemble, total_bytes
 from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
@@ -65,7 +65,9 @@ def test_what_the_engine_was_measured_to_hold(
             zero_stage=0,
             recompute=recompute,
         )
-        first = predict_memory(workload(**parts), cluster(2), strategy, precision="fp32", overheads=COUNTS_ALONE)[0]
+        first = MemoryModel(
+            workload=workload(**parts), cluster=cluster(2), precision="fp32", overheads=COUNTS_ALONE
+        ).predict(strategy)[0]
         held = first.activations + first.key_values + first.buffers
         assert held / MIB == pytest.approx(expected, rel=0.02)
 
@@ -90,7 +92,9 @@ def test_parts_add_up_for_every_rank() -> None:
 
 def test_a_shared_weight_is_there_once_on_a_rank_that_has_both_ends() -> None:
     strategy = Strategy(zero_stage=0)
-    (alone,) = predict_memory(workload(), cluster(1), strategy, precision="fp32", overheads=COUNTS_ALONE)
+    (alone,) = MemoryModel(workload=workload(), cluster=cluster(1), precision="fp32", overheads=COUNTS_ALONE).predict(
+        strategy
+    )
     assert alone.weights == 4 * workload().parameters
 
 
@@ -104,7 +108,9 @@ def test_ranks_of_bloom() -> None:
     assert bloom.parameters == pytest.approx(176.3e9, rel=0.001)
     bounds = (0, *range(5, 66, 6), 70)
     strategy = Strategy(tensor_parallel_size=size, pipeline_parallel_size=12, zero_stage=0, stage_partition=bounds)
-    ranks = predict_memory(bloom, cluster(48), strategy, software=MEGATRON, precision="fp16", overheads=COUNTS_ALONE)
+    ranks = MemoryModel(
+        workload=bloom, cluster=cluster(48), software=MEGATRON, precision="fp16", overheads=COUNTS_ALONE
+    ).predict(strategy)
     block = (12 * hidden**2 + 7 * hidden) / size + 6 * hidden
     assert ranks[1].weights == pytest.approx(2 * 6 * block)
     assert ranks[0].weights == pytest.approx(2 * (5 * block + words * hidden / size + 2048 * hidden))
@@ -114,7 +120,9 @@ def test_ranks_of_bloom() -> None:
 def test_zero_shares_the_optimizer_alone() -> None:
     def rank(zero_stage: int, size: int):  # type: ignore[no-untyped-def]
         strategy = Strategy(data_parallel_size=size, zero_stage=zero_stage, global_batch_size=8)
-        return predict_memory(workload(), cluster(), strategy, software=MEGATRON, precision="fp16")[0]
+        return MemoryModel(workload=workload(), cluster=cluster(), software=MEGATRON, precision="fp16").predict(
+            strategy
+        )[0]
 
     assert rank(1, 4).optimizer == pytest.approx(rank(1, 2).optimizer / 2)
     assert rank(1, 4).weights == rank(0, 4).weights

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.documents import Fields, parse_quantity, parse_text, read_document, suggestion
 
@@ -106,8 +107,8 @@ def test_yaml_and_json_read_alike(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         read_document(str(tmp_path / "none.json"))
     (tmp_path / "b.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="is not text"):
+    with pytest.raises(UserError, match="is not UTF-8 text"):
         read_document(str(tmp_path / "b.json"))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
@@ -121,7 +122,7 @@ def test_errors(document: Any, message: str) -> None:
 def test_neither_a_file_nor_a_preset() -> None:
     with pytest.raises(ConfigError, match=r"model gpt3-13 is neither a file nor a preset: did you mean gpt3-13b\?"):
         read_workload("gpt3-13")
-    with pytest.raises(ConfigError, match=r"missing\.json cannot be read"):
+    with pytest.raises(UserError, match=r"missing\.json cannot be read"):
         read_workload("missing.json")
 
 

@@ -8,6 +8,7 @@ import pytest
 from megatron_terapipe.search.op_times import aiconfigurator as reading
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.kernel_tables import KernelTables, product_table
+from megatron_terapipe.search.op_times.layer_times import LayerQuery
 from megatron_terapipe.search.op_times.roofline import Roofline
 from megatron_terapipe.search.op_times.software import TERAPIPE
 from tests.search.cost.machines import A100, GPT
@@ -51,10 +52,10 @@ def test_attention_of_grids() -> None:
 
 def test_the_roofline_reads_them() -> None:
     grid = {"tensor_parallel_size": np.array([1.0, 2.0]), "micro_batch_size": 1.0, "start": 0.0, "end": 2048.0}
-    fast = Roofline(HardwareEfficiency(), TERAPIPE)(GPT.layers[1], A100, **grid)  # type: ignore[arg-type]
-    slow = Roofline(HardwareEfficiency(), TERAPIPE, tables=tables())(GPT.layers[1], A100, **grid)  # type: ignore[arg-type]
+    fast = Roofline(HardwareEfficiency(), TERAPIPE)(LayerQuery(GPT.layers[1], A100, **grid))  # type: ignore[arg-type]
+    slow = Roofline(HardwareEfficiency(), TERAPIPE, tables=tables())(LayerQuery(GPT.layers[1], A100, **grid))  # type: ignore[arg-type]
     assert np.all(np.asarray(slow.forward) > 1.5 * np.asarray(fast.forward))
-    single = Roofline(HardwareEfficiency(), TERAPIPE, "fp32", tables())(GPT.layers[1], A100, **grid)  # type: ignore[arg-type]
+    single = Roofline(HardwareEfficiency(), TERAPIPE, "fp32", tables())(LayerQuery(GPT.layers[1], A100, **grid))  # type: ignore[arg-type]
     assert np.all(np.asarray(single.forward) > np.asarray(slow.forward))
 
 

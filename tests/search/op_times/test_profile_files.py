@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.op_times.profile_files import profile_to_json, read_profile, write_profile
 from tests.search.op_times.profiles import profile
@@ -62,6 +63,6 @@ def test_what_is_wrong_is_said(change: str, value: Any, line: str, tmp_path: Pat
 
 def test_a_file_that_cannot_be_written() -> None:
     with pytest.raises(
-        ConfigError, match=r"--json /nowhere/P.json cannot be written \(No such file or directory\): name"
+        UserError, match=r"--json /nowhere/P.json cannot be written \(No such file or directory\): name"
     ):
         write_profile(profile(), "/nowhere/P.json")

@@ -12,7 +12,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.inputs.library import device
-from megatron_terapipe.search.op_times.layer_times import LayerTimes
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
 from megatron_terapipe.search.op_times.surface import Point, Surface
 from tests.search.op_times.profiles import LENGTHS, MODEL, SIZES, profile, seconds, workload
@@ -28,7 +28,7 @@ def measured() -> MeasuredProfile:
 
 def times(measured: MeasuredProfile, layer: Layer = BLOCK, **more: object) -> LayerTimes:
     arguments: dict[str, object] = {"tensor_parallel_size": 1, "micro_batch_size": 1, "start": 0, "end": 64}
-    return measured(layer, CPU, **(arguments | more))  # type: ignore[arg-type]
+    return measured(LayerQuery(layer, CPU, **(arguments | more)))  # type: ignore[arg-type]
 
 
 def test_points_come_back(measured: MeasuredProfile) -> None:

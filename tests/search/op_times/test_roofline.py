@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import LayerTimes
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.op_times.roofline import Roofline
 from megatron_terapipe.search.op_times.software import MEGATRON, TERAPIPE, Software
 from tests.search.cost.machines import A100, GPT
@@ -23,7 +23,7 @@ def times(software: Software = TERAPIPE, efficiency: HardwareEfficiency | None =
         "start": 0.0,
         "end": 2048.0,
     }
-    return Roofline(efficiency or HardwareEfficiency(), software)(BLOCK, A100, **(values | changes))  # type: ignore[arg-type]
+    return Roofline(efficiency or HardwareEfficiency(), software)(LayerQuery(BLOCK, A100, **(values | changes)))  # type: ignore[arg-type]
 
 
 def test_large_products_reach_the_efficiency_and_small_ones_do_not() -> None:
@@ -72,7 +72,7 @@ def test_scores_cost_more_than_flash_and_odd_heads_more_than_even_ones() -> None
     odd = replace(BLOCK, attention=replace(BLOCK.attention, head_size=127, query_heads=16))
     roofline = Roofline(HardwareEfficiency(), TERAPIPE)
     grid = {"tensor_parallel_size": 1.0, "micro_batch_size": 1.0, "start": 0.0, "end": 2048.0}
-    assert roofline(odd, A100, **grid).forward > roofline(BLOCK, A100, **grid).forward  # type: ignore[arg-type]
+    assert roofline(LayerQuery(odd, A100, **grid)).forward > roofline(LayerQuery(BLOCK, A100, **grid)).forward  # type: ignore[arg-type]
 
 
 def test_later_token_slices_attend_to_more() -> None:
@@ -119,14 +119,14 @@ def test_a_faster_device_is_never_slower(
         "end": 2048.0,
         "recompute": recompute,
     }
-    slow = roofline(layer, A100, **grid)  # type: ignore[arg-type]
-    fast = roofline(layer, FASTER[what](A100, factor), **grid)  # type: ignore[arg-type]
+    slow = roofline(LayerQuery(layer, A100, **grid))  # type: ignore[arg-type]
+    fast = roofline(LayerQuery(layer, FASTER[what](A100, factor), **grid))  # type: ignore[arg-type]
     for one, other in zip(fast, slow, strict=True):
         assert one <= other * (1 + 1e-12)
 
 
 def test_full_precision_has_the_other_peak_and_twice_the_bytes() -> None:
     grid = {"tensor_parallel_size": 1.0, "micro_batch_size": 2.0, "start": 0.0, "end": 2048.0}
-    half = Roofline(HardwareEfficiency(), TERAPIPE)(BLOCK, A100, **grid)  # type: ignore[arg-type]
-    single = Roofline(HardwareEfficiency(), TERAPIPE, "fp32")(BLOCK, A100, **grid)  # type: ignore[arg-type]
+    half = Roofline(HardwareEfficiency(), TERAPIPE)(LayerQuery(BLOCK, A100, **grid))  # type: ignore[arg-type]
+    single = Roofline(HardwareEfficiency(), TERAPIPE, "fp32")(LayerQuery(BLOCK, A100, **grid))  # type: ignore[arg-type]
     assert 8 * half.forward < single.forward < 16 * half.forward

@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.op_times.hardware_efficiency import PRIOR_WIDTH, SHARES, HardwareEfficiency
+from megatron_terapipe.search.op_times.constants import Prior
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.software import MEGATRON
-from megatron_terapipe.search.trials.fit import FittedEfficiency, fit
+from megatron_terapipe.search.trials.fit import FittedEfficiency, fit_efficiency
 from megatron_terapipe.search.trials.sample import Sample
 from megatron_terapipe.search.trials.trial import Trial
 from megatron_terapipe.strategy import Strategy
 from tests.search.cost.machines import GPT, nodes, strategy
 
+PRIOR = Prior.of(HardwareEfficiency())
 CLUSTER = nodes(2)
 TRUTH = HardwareEfficiency(
     gemm_efficiency=0.6, memory_efficiency=0.6, network_efficiency=0.3, inside_efficiency=0.5, launch_s=60e-6
@@ -73,7 +75,7 @@ def errors(efficiency: HardwareEfficiency) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def fitted() -> FittedEfficiency:
-    return fit(trials())
+    return fit_efficiency(Sample.of(trials()))
 
 
 def test_strategies_that_nobody_measured_are_predicted(fitted: FittedEfficiency) -> None:
@@ -83,27 +85,25 @@ def test_strategies_that_nobody_measured_are_predicted(fitted: FittedEfficiency)
 
 
 def test_constants_are_found_and_are_surer_than_before(fitted: FittedEfficiency) -> None:
-    assert fitted.parameter_names == tuple(PRIOR_WIDTH)
     deviations = np.sqrt(np.diag(fitted.covariance))
-    for name, deviation in zip(fitted.parameter_names, deviations, strict=True):
-        assert deviation <= PRIOR_WIDTH[name] * (1 + 1e-9)
-        assert name not in SHARES or getattr(fitted.efficiency, name) <= 1 + 1e-6
+    assert (deviations <= PRIOR.widths * (1 + 1e-9)).all()
+    shares = [name for name in PRIOR.names if name.endswith("efficiency") or name == "launch_exposed"]
+    assert len(shares) == 9 and all(getattr(fitted.efficiency, name) <= 1 + 1e-6 for name in shares)
     assert fitted.efficiency.network_efficiency == pytest.approx(TRUTH.network_efficiency, rel=0.1)
     # Constants that do much the same are told apart as well as the covariance says.
-    for name, deviation in zip(fitted.parameter_names, deviations, strict=True):
+    for name, deviation in zip(PRIOR.names, deviations, strict=True):
         assert abs(np.log(getattr(fitted.efficiency, name) / getattr(TRUTH, name))) < 3 * deviation, name
 
 
 def test_eight_trials_already_help() -> None:
-    few = fit(trials()[::2][:8])
-    assert few.num_trials == 8
+    few = fit_efficiency(Sample.of(trials()[::2][:8]))
     assert errors(few.efficiency).mean() < 0.4 * errors(HardwareEfficiency()).mean()
 
 
 def test_one_failed_measurement_does_not_spoil_the_rest() -> None:
     spoilt = trials()
     spoilt[5] = replace(spoilt[5], iteration_time_s=5 * (spoilt[5].iteration_time_s or 1.0))
-    assert errors(fit(spoilt).efficiency).mean() < 0.05
+    assert errors(fit_efficiency(Sample.of(spoilt)).efficiency).mean() < 0.05
 
 
 def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
@@ -111,10 +111,10 @@ def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
     slow = strategies((1,))[0]
     time = CostModel(GPT, CLUSTER, software=MEGATRON).predict_time(slow).iteration_time_s
     harmless = measured(slow, None, longer_than_s=0.1 * time)
-    assert fit([harmless]).efficiency == HardwareEfficiency()
+    assert fit_efficiency(Sample.of([harmless])).efficiency == HardwareEfficiency()
     telling = measured(slow, None, longer_than_s=1.5 * time)
     assert (
-        CostModel(GPT, CLUSTER, software=MEGATRON, efficiency=fit([telling]).efficiency)
+        CostModel(GPT, CLUSTER, software=MEGATRON, efficiency=fit_efficiency(Sample.of([telling])).efficiency)
         .predict_time(slow)
         .iteration_time_s
         > 1.2 * time
@@ -124,9 +124,9 @@ def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
 
 
 def test_without_trials_it_is_what_was_known_before() -> None:
-    nothing = fit([])
+    nothing = fit_efficiency(Sample.of([]))
     assert nothing.efficiency == HardwareEfficiency()
-    assert np.sqrt(np.diag(nothing.covariance)) == pytest.approx(list(PRIOR_WIDTH.values()))
+    assert np.sqrt(np.diag(nothing.covariance)) == pytest.approx(PRIOR.widths)
 
 
 def test_trials_of_equal_models_share_what_is_computed() -> None:

@@ -13,6 +13,7 @@ from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cluster
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.workload_files import read_workload
+from megatron_terapipe.search.op_times.layer_times import LayerQuery
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
@@ -21,7 +22,7 @@ from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
 from megatron_terapipe.search.op_times.software import TERAPIPE
 from megatron_terapipe.search.trials.journal import SOURCE, Journal, cluster_document, explicit, model_document
 from megatron_terapipe.search.trials.predicted import predict_in_folds
-from megatron_terapipe.search.trials.profile_calibration import PRIOR_WIDTH, calibrate_on_profile, factor_slopes
+from megatron_terapipe.search.trials.profile_calibration import PRIOR, calibrate_on_profile, factor_slopes
 from megatron_terapipe.search.trials.trial import Trial, trial_line
 from megatron_terapipe.strategy import Strategy
 from tests.search.op_times.profiles import MODEL, profile
@@ -135,7 +136,7 @@ def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
 def test_intervals_hold_the_measurements_and_are_wider_where_trials_scatter() -> None:
     calm, wild = (calibrate_on_profile(trials(noise), PROFILE) for noise in (0.01, 0.2))
     slopes = factor_slopes(model(PROFILE, calm.factors), STRATEGIES)
-    assert slopes.shape == (len(STRATEGIES), len(PRIOR_WIDTH)) and calm.intervals.parameter_names == tuple(PRIOR_WIDTH)
+    assert slopes.shape == (len(STRATEGIES), len(PRIOR.names)) and calm.intervals.parameter_names == PRIOR.names
     # Everything that takes time belongs to a factor, but for the latency of links.
     assert slopes.sum(axis=1) == pytest.approx(1, abs=0.06)
     assert (calm.intervals.half_width(slopes) > errors(calm.factors)).all()
@@ -155,9 +156,10 @@ def test_models_that_the_profile_does_not_cover_are_left_out() -> None:
 def test_scaled_times_are_all_scaled() -> None:
     arguments = {"tensor_parallel_size": 2, "micro_batch_size": np.array([1, 2]), "start": 8, "end": 24}
     plain = MeasuredProfile(PROFILE)
-    one = plain(WORKLOAD.layers[1], CLUSTER.nodes[0].device, recompute="full", **arguments)  # type: ignore[arg-type]
+    query = LayerQuery(WORKLOAD.layers[1], CLUSTER.nodes[0].device, recompute="full", **arguments)  # type: ignore[arg-type]
+    one = plain(query)  # type: ignore[arg-type]
     scaled = ScaledTimes(plain, 1.5)
-    two = scaled(WORKLOAD.layers[1], CLUSTER.nodes[0].device, recompute="full", **arguments)  # type: ignore[arg-type]
+    two = scaled(query)  # type: ignore[arg-type]
     assert not scaled.includes_collectives
     for first, second in zip(one, two, strict=True):
         assert np.asarray(second) == pytest.approx(1.5 * np.asarray(first))

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.trials.read import read_trials
 from megatron_terapipe.search.trials.trial import Trial, trial_line
@@ -136,7 +137,7 @@ def test_errors_say_where_and_what(tmp_path: Path, document: Any, said: str) -> 
 
 
 def test_no_file_and_no_trial(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         read_trials(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="holds no trial"):
         read(tmp_path)

@@ -1,0 +1,396 @@
+"""Whether programs end on the devices that run them: a model of what waits for what on CPUs and on CUDA devices.
+
+On a CPU the host computes and waits itself. On CUDA it enqueues, and the device has a stream for computing and one for
+each communicator, of messages and of collectives:
+
+    host       F0  post receive 1  F1  post receive 2  ...           enqueues in order, and waits for nothing
+    compute    [F0     ][F1     ]   ...                              an op starts when those before it and its
+    stream a   [receive 1  ][receive 2                ]              message are there
+    stream b           [send 0        ]                              a message runs from when the work enqueued before
+                                                                     it is done until its other end has run as well
+
+The host does wait where a connection between two ranks is first used, until the other host uses it too; and at a
+drain, which ends when all that was enqueued before is done. Streams that share a hardware queue
+(`CUDA_DEVICE_MAX_CONNECTIONS`) start their work in the order in which the host enqueued it.
+
+All of this is known before anything runs: it is a graph of events, each with those it needs. Programs end if the graph
+has no circle. One drain anywhere on one rank does not lock if no message needs an event that its rank enqueues after
+posting it. ADR 22 has the sources of these assumptions.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from deepspeed_ext.plan.dependencies import prerequisites, reader_of, reading_stage, result
+from deepspeed_ext.plan.errors import ScheduleDeadlock
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs.program import (
+    COMPLETES,
+    COMPUTES,
+    RECEIVES,
+    SENDS,
+    Channel,
+    Instruction,
+    InstructionKind,
+    Program,
+    communicators,
+    message_of,
+    warm_up_order,
+)
+
+COMPUTE_STREAM = 0
+
+
+class Drains(StrEnum):
+    """On which ranks a host may wait, at any instruction, until its device has run empty."""
+
+    NONE = "none"
+    ONE_RANK = "one rank"
+    """One rank, at one instruction."""
+    ALL_RANKS = "all ranks"
+    """Every rank at every op, as where each loads the kernels of its first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What runs the program of a rank.
+
+    The default waits as often as any device may, so programs that end on it end on CPUs too, and on CUDA devices whose
+    streams have a hardware queue each.
+
+    Attributes:
+        hardware_queues: queues that the streams of a rank share; None for one each.
+        warms_up: every connection is used once, in the order of `warm_up_order`, before the programs run. Without, the
+            first message of a connection makes it.
+        host_waits: the host waits for each op and completion: it computes itself, or copies block it.
+        drains: ranks that may drain.
+    """
+
+    hardware_queues: int | None = None
+    warms_up: bool = True
+    host_waits: bool = True
+    drains: Drains = Drains.ONE_RANK
+
+    def has_queues_for(self, shape: PipelineShape) -> bool:
+        """Whether every stream of a rank has a hardware queue of its own."""
+        return self.hardware_queues is None or self.hardware_queues >= num_streams(shape)
+
+    def sharing(self, shape: PipelineShape) -> str:
+        """How many streams share how many hardware queues, and the setting that helps, in words."""
+        queues = "1 hardware queue" if self.hardware_queues == 1 else f"{self.hardware_queues} hardware queues"
+        return f"{num_streams(shape)} streams share {queues}: set CUDA_DEVICE_MAX_CONNECTIONS=32"
+
+
+def num_streams(shape: PipelineShape) -> int:
+    """Streams of a rank: for computing, gradient reductions, tensor-parallel collectives, and for each communicator."""
+    return 3 + len(set(communicators(shape).values()))
+
+
+def check_programs(programs: Sequence[Program], shape: PipelineShape, device: Device | None = None) -> None:
+    """See that programs end.
+
+    Args:
+        programs: one for each rank.
+        shape: extent of the pipeline.
+        device: what runs each of them; None for the default of `Device`.
+
+    Raises:
+        ScheduleDeadlock: if some rank waits for ever, or a channel's two ends disagree about the order of messages.
+    """
+    _check_channels(programs, shape)
+    device = device or Device()
+    events = Events(programs, shape, device)
+    levels = events.levels()
+    if device.drains is Drains.ONE_RANK:
+        events.check_drains(levels)
+
+
+@dataclass
+class _Rank:
+    """Events of one rank that those to come need."""
+
+    host: int | None = None
+    """The last that the host waits for."""
+    computed: int | None = None
+    """The last on the stream that computes."""
+    messages: dict[int, int] = field(default_factory=dict)
+    """The last message on the stream of each communicator."""
+    reduced: int | None = None
+    """The last reduction."""
+    queues: dict[int, int] = field(default_factory=dict)
+    """The last that was enqueued in each hardware queue."""
+
+
+class Events:
+    """All that happens when ranks run their programs: what each event needs, and which instruction it belongs to.
+
+    Args:
+        programs: one for each rank.
+        shape: extent of the pipeline.
+        device: what runs them.
+    """
+
+    def __init__(self, programs: Sequence[Program], shape: PipelineShape, device: Device) -> None:
+        self._programs, self._shape, self._device = programs, shape, device
+        self._needs: list[list[int]] = []
+        self._places: list[tuple[int, int]] = []  # rank, and position in its program; -1 where there is none
+        self._of_instruction: dict[tuple[int, int], int] = {}
+        self._results: dict[Op, int] = {}
+        self._messages: dict[Op, int] = {}
+        self._connections: dict[Channel, tuple[int, int]] = {}  # what the hosts of source and target do at first use
+        self._posted: list[tuple[int, int, int]] = []  # rank, position, message
+        self._under_way: dict[int, list[int]] = defaultdict(list)  # per rank, messages that no drain has waited for
+        self._ranks = [shape.rank_of(stage) for stage in range(shape.num_stages)]
+        self._channels: dict[tuple[OpKind, int], Channel] = {}  # by kind and stage of a message
+        self._numbers = communicators(shape)
+        self._reduction_stream = COMPUTE_STREAM + 1 + len(set(self._numbers.values()))
+        self._connected: set[tuple[int, Channel]] = set()
+        for program in programs:
+            self._add_program(program)
+
+    # ------------------------------------------------------------------ the graph
+
+    def _event(self, rank: int, position: int, *needs: int | None) -> int:
+        self._needs.append([need for need in needs if need is not None])
+        self._places.append((rank, position))
+        return len(self._needs) - 1
+
+    def _result(self, op: Op) -> int:
+        """The event that a result is there on its rank."""
+        if op not in self._results:
+            self._results[op] = self._event(self._ranks[op.stage], -1)
+        return self._results[op]
+
+    def _message(self, op: Op) -> int:
+        """The event that a message is there, which needs both of its ends."""
+        if op not in self._messages:
+            self._messages[op] = self._event(-1, -1)
+        return self._messages[op]
+
+    def _add_program(self, program: Program) -> None:
+        rank = _Rank()
+        if self._device.warms_up:
+            for channel in warm_up_order(self._shape):
+                if program.rank in channel[:2]:
+                    rank.host = self._connect(program.rank, channel, rank, -1)
+        for position, instruction in enumerate(program.instructions):
+            if instruction.kind in COMPUTES:
+                event = self._add_op(program.rank, position, instruction.op, rank)
+            elif instruction.kind in COMPLETES:
+                event = self._event(program.rank, position, rank.host, rank.computed, self._message(instruction.op))
+                self._enqueue(event, COMPUTE_STREAM, rank)
+            elif instruction.kind is InstructionKind.REDUCE_GRADIENTS:
+                # Replicas follow one program, so a reduction needs of them what it needs here.
+                event = self._event(program.rank, position, rank.host, rank.computed, rank.reduced)
+                self._enqueue(event, self._reduction_stream, rank)
+                rank.reduced = event
+            elif instruction.kind in SENDS or instruction.kind in RECEIVES:
+                event = self._add_post(program.rank, position, instruction, rank)
+            else:
+                continue
+            self._of_instruction[program.rank, position] = event
+
+    def _add_op(self, number: int, position: int, op: Op, rank: _Rank) -> int:
+        event = self._event(number, position, rank.host, rank.computed)
+        for needed in prerequisites(op, self._shape):
+            here = self._ranks[needed.stage] == number
+            self._needs[event].append(self._result(needed) if here else self._message(needed))
+        self._needs[self._result(result(op))].append(event)
+        if self._device.drains is Drains.ALL_RANKS:
+            self._needs[event] += self._under_way.pop(number, [])
+        self._enqueue(event, COMPUTE_STREAM, rank)
+        return event
+
+    def _add_post(self, number: int, position: int, instruction: Instruction, rank: _Rank) -> int:
+        travels = message_of(instruction, self._shape) if instruction.kind in RECEIVES else instruction.op
+        channel = self._channel(travels)
+        if (number, channel) not in self._connected:
+            rank.host = self._connect(number, channel, rank, position)
+        message = self._message(travels)
+        stream = self._numbers[channel]
+        event = self._event(number, position, rank.host, rank.computed, rank.messages.get(stream))
+        self._enqueue(event, COMPUTE_STREAM + 1 + stream, rank)
+        rank.messages[stream] = message
+        self._needs[message].append(event)
+        self._posted.append((number, position, message))
+        self._under_way[number].append(message)
+        return event
+
+    def _channel(self, message: Op) -> Channel:
+        way = message.kind, message.stage
+        if way not in self._channels:
+            reader = reading_stage(message, self._shape)
+            assert reader is not None, "a message has a reader"
+            self._channels[way] = Channel(self._ranks[message.stage], self._ranks[reader], message.kind)
+        return self._channels[way]
+
+    def _connect(self, number: int, channel: Channel, rank: _Rank, position: int) -> int:
+        """Let a host come to a connection. Returns the event that the other host has come too."""
+        self._connected.add((number, channel))
+        if channel not in self._connections:
+            self._connections[channel] = self._event(channel.source, -1), self._event(channel.target, -1)
+        ends = self._connections[channel]
+        if rank.host is not None:
+            self._needs[ends[number == channel.target]].append(rank.host)
+        return self._event(number, position, *ends)
+
+    def _enqueue(self, event: int, stream: int, rank: _Rank) -> None:
+        if stream == COMPUTE_STREAM:
+            rank.computed = event
+            if self._device.host_waits:
+                rank.host = event
+        if self._device.hardware_queues is not None:
+            queue = stream % self._device.hardware_queues
+            if queue in rank.queues:
+                self._needs[event].append(rank.queues[queue])
+            rank.queues[queue] = event
+
+    # ------------------------------------------------------------------ what follows from it
+
+    def levels(self) -> list[list[int]]:
+        """Events so that each comes after those it needs: first those that need none, then those that need these, ...
+
+        Raises:
+            ScheduleDeadlock: if some need each other in a circle.
+        """
+        followers: dict[int, list[int]] = defaultdict(list)
+        missing = []
+        for event, needs in enumerate(self._needs):
+            for need in needs:
+                followers[need].append(event)
+            missing.append(len(needs))
+        # A result of which no program has the op needs nothing, and never comes.
+        absent = {event for event in (*self._results.values(), *self._messages.values()) if not self._needs[event]}
+        level = [event for event, count in enumerate(missing) if not count and event not in absent]
+        levels, reached = [], 0
+        while level:
+            levels.append(level)
+            reached += len(level)
+            following = []
+            for event in level:
+                for follower in followers[event]:
+                    missing[follower] -= 1
+                    if not missing[follower]:
+                        following.append(follower)
+            level = following
+        if reached < len(missing):
+            stuck = absent | {event for event, count in enumerate(missing) if count}
+            raise ScheduleDeadlock(self._describe(stuck))
+        return levels
+
+    def check_drains(self, levels: Sequence[Sequence[int]]) -> None:
+        """See that one rank may wait at any instruction until its device has run empty.
+
+        Args:
+            levels: as `levels` gives them.
+
+        Raises:
+            ScheduleDeadlock: if a message would then wait for what the rank enqueues later.
+        """
+        latest = self._latest_positions(levels)
+        for rank, position, message in self._posted:
+            needed = latest[message][rank]
+            if needed > position:
+                posted, later = (self._programs[rank].instructions[each] for each in (position, needed))
+                raise ScheduleDeadlock(
+                    f"the programs deadlock if rank {rank} waits at '{later}' for its device to run empty: "
+                    f"'{posted}' is enqueued before, and its other end waits for '{later}'; {self._remedy()}"
+                )
+
+    def _latest_positions(self, levels: Sequence[Sequence[int]]) -> list[list[int]]:
+        """[events][ranks]: the last position in the program of a rank that an event needs; -1 if none."""
+        nothing = [-1] * len(self._programs)
+        latest = [nothing] * len(self._needs)
+        for level in levels:
+            for event in level:
+                row = list(map(max, nothing, nothing, *(latest[need] for need in self._needs[event])))
+                rank, position = self._places[event]
+                row[rank] = max(row[rank], position)
+                latest[event] = row
+        return latest
+
+    def makespan(self, costs: Any) -> float:
+        """Time until the last event, in the unit of the costs.
+
+        Args:
+            costs: `OpCosts` of ops and transfers.
+        """
+        duration = defaultdict[int, float](float)
+        for program in self._programs:
+            for position, instruction in enumerate(program.instructions):
+                if instruction.kind in COMPUTES:
+                    duration[self._of_instruction[program.rank, position]] = costs.duration(instruction.op)
+        for message, event in self._messages.items():
+            reader = reader_of(message, self._shape)
+            assert reader is not None, "a message has a reader"
+            boundary = min(message.stage, reader.stage)
+            duration[event] = costs.sending_time(boundary, message.token_slice) + costs.latency(boundary)
+        end: dict[int, float] = {}
+        for level in self.levels():
+            for event in level:
+                end[event] = max((end[need] for need in self._needs[event]), default=0.0) + duration[event]
+        return max(end.values(), default=0.0)
+
+    # ------------------------------------------------------------------ in words
+
+    def _describe(self, stuck: set[int]) -> str:
+        """Say for every rank that is stuck at which instruction it is, and what it waits for."""
+        results = {event: op for op, event in self._results.items()}
+        messages = {event: op for op, event in self._messages.items()}
+        receives = {message: self._of_instruction[rank, place] for rank, place, message in self._receives()}
+
+        def waits(event: int) -> Iterator[str]:
+            for need in self._needs[event]:
+                if need in results and need in stuck:
+                    yield str(results[need])
+                elif need in messages and need in stuck:
+                    yield f"the receive of {messages[need]}" if receives.get(need) in stuck else str(messages[need])
+
+        lines = []
+        for program in self._programs:
+            for position, instruction in enumerate(program.instructions):
+                event = self._of_instruction.get((program.rank, position))
+                if event in stuck:
+                    what = " and ".join(waits(event)) or "the host of the other end"
+                    lines.append(f"rank {program.rank} at '{instruction}' waits for {what}")
+                    break
+        return f"the programs deadlock: {'; '.join(lines)}; {self._remedy()}"
+
+    def _receives(self) -> Iterator[tuple[int, int, int]]:
+        for rank, position, message in self._posted:
+            if self._programs[rank].instructions[position].kind in RECEIVES:
+                yield rank, position, message
+
+    def _remedy(self) -> str:
+        if not self._device.warms_up:
+            return "make all connections before the first step"
+        return (
+            "reorder these instructions"
+            if self._device.has_queues_for(self._shape)
+            else self._device.sharing(self._shape)
+        )
+
+
+def _check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
+    """Hold what one end of a channel sends against what the other end receives: the same messages in the same order."""
+    sent: dict[Channel, list[Op]] = defaultdict(list)
+    taken: dict[Channel, list[Op]] = defaultdict(list)
+    for program in programs:
+        for instruction in program.instructions:
+            if instruction.kind in SENDS:
+                reader = reader_of(instruction.op, shape)
+                assert reader is not None, "what is sent is read by another stage"
+                sent[Channel(program.rank, shape.rank_of(reader.stage), reader.kind)].append(instruction.op)
+            elif instruction.kind in RECEIVES:
+                message = message_of(instruction, shape)
+                taken[Channel(shape.rank_of(message.stage), program.rank, message.kind)].append(message)
+    for channel in sorted(sent.keys() | taken.keys()):
+        if sent[channel] != taken[channel]:
+            messages, receives = (", ".join(map(str, ops[channel])) or "nothing" for ops in (sent, taken))
+            raise ScheduleDeadlock(
+                f"rank {channel.source} sends {messages} to rank {channel.target}, which receives {receives}: "
+                "both ends of a channel must keep one order"
+            )

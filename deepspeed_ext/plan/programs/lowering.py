@@ -1,0 +1,212 @@
+"""Lowers a schedule to one program per pipeline rank: ops, transfers and buffers, ready to run.
+
+    schedule --simulate--> timeline --post messages--> instructions --assign buffers--> Program
+
+The timeline holds the ops of all ranks. Each rank's program is a part of it in the same order, and
+whatever a rank waits for is earlier on the timeline, so the programs end:
+
+- a send does not wait: it is posted when its op is done, and travels while the next ops compute;
+- a receive does not wait either: it is posted one op ahead of its reader, and only the reader waits. `posting` says
+  which of the two are held back a little so that no device can lock;
+- a sent tensor is dropped once its send is complete, which a rank waits for only where the timeline says that the
+  reader has ended;
+- messages match by their order alone, as NCCL wants: on the channel from one rank to another, receives are posted
+  in the order in which the other rank sends;
+- between two stages of one rank nothing travels: the result is passed on.
+
+    stage 0 | [F0.0 ....] send [F0.1 ....] send          complete 0.0
+    stage 1 | receive 0.0       receive 0.1 [F0.0 ....] receive 1.0 [F0.1 ....]
+                                ^ the message of F0.1 travels under F0.0
+
+`lower` lowers all ranks and has `device.check_programs` play the programs. A rank of a large pipeline lowers its own
+program alone, for which it needs the ops of itself and of those it exchanges messages with: `lower_rank`.
+"""
+
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
+
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.dependencies import reader_of, result
+from deepspeed_ext.plan.errors import ScheduleDeadlock
+from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.programs.device import Device, Drains, check_programs
+from deepspeed_ext.plan.programs.posting import Posting, RankMessages, postings
+from deepspeed_ext.plan.programs.program import (
+    COMPLETE,
+    COMPUTE,
+    PASS,
+    RECEIVE,
+    SEND,
+    UNBUFFERED,
+    Instruction,
+    InstructionKind,
+    Program,
+    channels,
+)
+from deepspeed_ext.plan.programs.reductions import with_reductions
+from deepspeed_ext.plan.programs.simulated_schedule import (
+    FEW_OPS,
+    SimulatedSchedule,
+    SpansOfRank,
+    lowering_costs,
+    num_ops,
+)
+from deepspeed_ext.plan.schedules import Schedule, rank_orders
+from deepspeed_ext.plan.simulate import simulate
+
+_Step = tuple[InstructionKind, Op]
+"""An instruction before it has a buffer, and the op that it is or serves."""
+
+
+def lower(
+    schedule: Schedule,
+    shape: PipelineShape,
+    *,
+    loading_ranks: Container[int] | None = None,
+    costs: OpCosts | None = None,
+    under_ops: bool = True,
+    device: Device | None = None,
+) -> list[Program]:
+    """Lower a schedule to one program per pipeline rank, and check that they run to their end.
+
+    Args:
+        schedule: order of the ops.
+        shape: of the pipeline.
+        loading_ranks: ranks that take micro-batches from the data iterator; None for those of the first and the last
+            stage, which read tokens and labels.
+        costs: of the ops, which say where messages are best posted; None for `lowering_costs`.
+        under_ops: messages may travel while ranks compute; False for steps in which all ranks may drain at any op.
+        device: on which they must end; None for the default of `Device`, with drains on one rank or on all.
+
+    Raises:
+        ScheduleDeadlock: if the schedule, or the placement of its transfers, would leave ranks waiting for each other.
+    """
+    spans = simulate(rank_orders(schedule, shape), shape, costs or lowering_costs(shape)).spans
+    programs = _lower_all(spans.__getitem__, shape, loading_ranks, under_ops=under_ops)
+    check_programs(programs, shape, device or Device(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS))
+    return programs
+
+
+def _lower_all(
+    spans: SpansOfRank, shape: PipelineShape, loading_ranks: Container[int] | None = None, *, under_ops: bool = True
+) -> list[Program]:
+    if loading_ranks is None:
+        loading_ranks = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
+    messages = {rank: RankMessages(rank, spans(rank), shape) for rank in range(shape.num_ranks)}
+    return [lower_rank(rank, messages, shape, loads=rank in loading_ranks, under_ops=under_ops) for rank in messages]
+
+
+def check_lowering(schedule: SimulatedSchedule, shape: PipelineShape, device: Device | None = None) -> None:
+    """See that the programs that ranks will lower by themselves end. What was found once is not looked for again.
+
+    Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the schedule
+    can be simulated: the rules of `posting` see to the rest, where each stream has a hardware queue of its own.
+
+    Args:
+        schedule: order of the ops.
+        shape: of the pipeline.
+        device: on which they must end; None for the default of `Device`.
+
+    Raises:
+        PlanError: if the schedule does not fit the shape, or misses ops.
+        ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
+    """
+    device = device or Device()
+    if (shape, device) in schedule.proven:
+        return
+    spans = schedule.spans(shape)
+    if num_ops(shape) <= FEW_OPS:
+        check_programs(_lower_all(spans, shape), shape, device)
+    elif not device.has_queues_for(shape):
+        raise ScheduleDeadlock(
+            f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where {device.sharing(shape)}"
+        )
+    schedule.proven.add((shape, device))
+
+
+def partners(rank: int, shape: PipelineShape) -> set[int]:
+    """A rank, and those it exchanges messages with."""
+    return {rank, *(member for channel in channels(shape) if rank in channel[:2] for member in channel[:2])}
+
+
+def lower_rank(
+    rank: int, messages: Mapping[int, RankMessages], shape: PipelineShape, *, loads: bool, under_ops: bool = True
+) -> Program:
+    """Lower the ops of one rank.
+
+    Args:
+        rank: the pipeline rank.
+        messages: those of its `partners`, on one simulated timeline.
+        shape: of the pipeline.
+        loads: whether the rank takes micro-batches from the data iterator.
+        under_ops: messages may travel while ranks compute.
+    """
+    sends, receives, completions = (defaultdict[int, list[Posting]](list) for _ in range(3))
+    for channel in channels(shape):
+        if rank not in channel[:2]:
+            continue
+        for posting in postings(channel, messages[channel.source], messages[channel.target], under_ops=under_ops):
+            if channel.source == rank:
+                sends[posting.send].append(posting)
+                completions[posting.complete].append(posting)
+            else:
+                receives[posting.receive].append(posting)
+
+    def transfers(place: int) -> tuple[list[_Step], list[_Step], list[_Step]]:
+        """Sends, receives and completions of a place."""
+        sent = sorted(sends[place], key=lambda posting: posting.expected)
+        due = sorted(receives[place], key=lambda posting: posting.reader)
+        complete = sorted(completions[place], key=lambda posting: (posting.send, posting.expected))
+        return (
+            [(SEND[posting.message.kind], posting.message) for posting in sent],
+            [(RECEIVE[posting.message.kind], _reader(posting.message, shape)) for posting in due],
+            [(COMPLETE[posting.message.kind], posting.message) for posting in complete],
+        )
+
+    steps: list[_Step] = []
+    loaded = set()
+    for place, (op, *_) in enumerate(messages[rank].spans):
+        sending, receiving, completing = transfers(place)
+        steps += sending
+        if loads and op.micro_batch not in loaded:
+            loaded.add(op.micro_batch)
+            steps.append((InstructionKind.LOAD_MICRO_BATCH, op))
+        steps += [*receiving, *completing, (COMPUTE[op.kind], op)]
+        reader = reader_of(result(op), shape)
+        if reader is not None and shape.rank_of(reader.stage) == rank:
+            steps.append((PASS[reader.kind], result(op)))
+    sending, _, completing = transfers(len(messages[rank].spans))
+    return with_reductions(_assign_buffers(rank, steps + sending + completing))
+
+
+def _reader(message: Op, shape: PipelineShape) -> Op:
+    reader = reader_of(message, shape)
+    assert reader is not None, "a message has a reader"
+    return reader
+
+
+def _assign_buffers(rank: int, steps: Sequence[_Step]) -> Program:
+    """Give each token slice of a stage a buffer from a free list, from its first instruction to its last.
+
+    DeepSpeed's cyclic `unit % num_buffers` would overwrite live buffers here, since token slices retire in reverse.
+    """
+    last_use = {op[1:]: position for position, (kind, op) in enumerate(steps) if kind not in UNBUFFERED}
+    owned: dict[tuple[int, int, int], int] = {}
+    free: list[int] = []
+    num_buffers = 0
+    instructions = []
+    for position, (kind, op) in enumerate(steps):
+        unit = op[1:]
+        if kind in UNBUFFERED:
+            instructions.append(Instruction(kind, *unit))
+            continue
+        if unit not in owned:
+            if not free:
+                free.append(num_buffers)
+                num_buffers += 1
+            owned[unit] = free.pop()
+        instructions.append(Instruction(kind, *unit, owned[unit]))
+        if last_use[unit] == position:
+            free.append(owned.pop(unit))
+            instructions.append(Instruction(InstructionKind.FREE, *unit, free[-1]))
+    return Program(rank, tuple(instructions), num_buffers)

@@ -1,0 +1,1 @@
+"""Micro-batches: cut into token slices, handed to the layers, and what lives of one between forward and backward."""

@@ -1,0 +1,89 @@
+"""What a rank holds of the batch in progress: micro-batches, what they remember, buffers, losses."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.batches.batch import TokenSliceBatch, join_micro_batches, join_token_slices
+from deepspeed_ext.runtime.gradients.weight_gradients import Product
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Tensors of one live token slice of a stage.
+
+    Attributes:
+        inputs: what the stage before gave, until their gradients are taken; empty on the first stage.
+        outputs: what goes to the stage after, until it is sent or passed on.
+        roots: where backward starts: the loss on the last stage, else the outputs that need gradients, as edges of the
+            graph, so that the tensors themselves can go once they are sent.
+        later: products of weights that the backward put off, first to last.
+    """
+
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    roots: tuple[Tensor | GradientEdge, ...] = ()
+    later: list[Product] = field(default_factory=list)
+
+    def take_gradients(self) -> tuple[Tensor, ...]:
+        """Gradients of the inputs. Both leave the buffer: weight gradients may be far off, and need neither."""
+        inputs, self.inputs = self.inputs, ()
+        return tuple(
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in inputs
+            if tensor.requires_grad
+        )
+
+
+class LiveBatch:
+    """One batch on one rank.
+
+    Attributes:
+        parts: per micro-batch, what its token slices read; on the ranks that load.
+        documents: per micro-batch, where its documents begin, when the module asks.
+        states: per stage and micro-batch, what token slices leave to others.
+        buffers: by the number that the program gives them.
+        passed: by the op that reads it, what one stage of this rank gave another.
+        losses: per micro-batch, the weighted losses of its token slices so far; where the last stage is.
+        outputs: per micro-batch, the last layer's outputs of its token slices, where they are asked for.
+        labels: per micro-batch, the labels of its token slices, where they are asked for.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[int, list[TokenSliceBatch]] = {}
+        self.documents: dict[int, Documents] = {}
+        self.states: dict[tuple[int, int], SequenceState] = {}
+        self.buffers: dict[int, Buffer] = defaultdict(Buffer)
+        self.passed: dict[Op, tuple[Tensor, ...]] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, list[Any]] = defaultdict(list)
+        self.labels: dict[int, list[Any]] = defaultdict(list)
+
+    def add_loss(self, micro_batch: int, loss: Tensor) -> None:
+        """Add a token slice's share to the loss of its micro-batch."""
+        earlier = self.losses.get(micro_batch)
+        self.losses[micro_batch] = loss.detach() if earlier is None else earlier + loss.detach()
+
+    def outputs_by_micro_batch(self, token_slices: TokenSlices) -> list[Any]:
+        """The outputs kept of each micro-batch, its token slices put together."""
+        return [join_token_slices(parts, token_slices) for _, parts in sorted(self.outputs.items())]
+
+    def outputs_and_labels(self, token_slices: TokenSlices) -> tuple[Any, Any]:
+        """Outputs and labels of the whole batch; None where the last stage is not."""
+        if not self.outputs:
+            return None, None
+        labels = [join_token_slices(parts, token_slices) for _, parts in sorted(self.labels.items())]
+        return join_micro_batches(self.outputs_by_micro_batch(token_slices)), join_micro_batches(labels)
+
+    def forget_batch(self, micro_batch: int) -> None:
+        """Let go of the data of a micro-batch that no op of this rank needs any more."""
+        self.parts.pop(micro_batch, None)
+        self.documents.pop(micro_batch, None)

@@ -1,0 +1,1 @@
+"""Gradients of weights: computed apart, added up, and summed over replicas, tensor-parallel ranks and tied stages."""

@@ -1,0 +1,169 @@
+"""What a rank has done of its program, is doing, and waits for: kept as it runs, to be read when it does not.
+
+An accelerator runs behind the host, which enqueues a wait and goes on. So there the ledger keeps what the host said
+until the accelerator has come to the same place in its queue:
+
+    host          done 0 | waits for 1 | came | done 1 |  ...           all enqueued at once
+    accelerator   ......... done 0, waiting for rank 1                  the position
+    told by       event               message   event
+
+An accelerator tells where it is by an event after each op. Transfers tell by themselves whether they are over, and what
+costs it nothing, such as to post a message, it has done as soon as it has done what was before.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.plan.programs.program import COMPUTES, Instruction
+from deepspeed_ext.runtime.ledger.stall import Position
+
+Reached = Callable[[], bool]
+"""Says whether the accelerator has come to a place in its queue. Any thread calls it until it has, and never again."""
+
+Mark = Callable[[], Reached]
+"""Marks the place in the accelerator's queue at which the host is."""
+
+
+class _State(NamedTuple):
+    batch: str
+    program: Sequence[Instruction]
+    done: int
+    waits_for: int | None
+
+
+class OpLedger:
+    """The ledger of one rank. The thread that runs the program writes, another may read at any time.
+
+    Args:
+        rank: global rank.
+        mark: see `Mark`; None where the host computes by itself.
+    """
+
+    def __init__(self, rank: int, mark: Mark | None = None) -> None:
+        self._rank, self._mark = rank, mark
+        self._said = self._reached = _State("no batch yet", (), 0, None)
+        self._since = time.monotonic()
+        self._ahead: deque[tuple[Reached | None, _State]] = deque()
+        self._lock = Lock()
+
+    def begin(self, batch: str, program: Sequence[Instruction]) -> None:
+        """Start on a batch."""
+        self._say(_State(batch, program, 0, None), self._mark)
+
+    def done(self) -> None:
+        """The instruction at hand is done."""
+        said = self._said
+        is_op = said.done < len(said.program) and said.program[said.done].kind in COMPUTES
+        self._say(said._replace(done=said.done + 1), self._mark if is_op else None)
+
+    @contextmanager
+    def waiting_for(self, rank: int, over: Reached | None = None) -> Iterator[None]:
+        """Around a wait for another rank.
+
+        Args:
+            rank: the rank.
+            over: says whether the accelerator has what it waits for; None to mark the place.
+        """
+        self._say(self._said._replace(waits_for=rank), None)
+        yield
+        # Not in a `finally`: where the wait fails, it is what the ledger should say.
+        self._say(self._said._replace(waits_for=None), self._mark if over is None else lambda: over)
+
+    def position(self) -> Position:
+        """Where the rank is now."""
+        return self._now()[0]
+
+    def _now(self) -> tuple[Position, Sequence[Instruction]]:
+        """Where the rank is, and the program that it is in."""
+        with self._lock:
+            self._catch_up()
+            (batch, program, done, waits_for), since = self._reached, self._since
+        position = Position(
+            rank=self._rank,
+            batch=batch,
+            done=done,
+            total=len(program),
+            doing=str(program[done]) if done < len(program) else "",
+            waits_for=waits_for,
+            seconds=time.monotonic() - since,
+        )
+        return position, program
+
+    def _say(self, state: _State, mark: Mark | None) -> None:
+        """Note where the host is; None marks nothing: the accelerator gets there with what was said before."""
+        self._said = state
+        with self._lock:
+            if self._mark is None:
+                self._reached, self._since = state, time.monotonic()
+                return
+            # Before the mark, so that the event of one that was reached can serve again.
+            self._catch_up()
+            self._ahead.append((None if mark is None else mark(), state))
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        while self._ahead and ((reached := self._ahead[0][0]) is None or reached()):
+            self._reached, self._since = self._ahead.popleft()[1], time.monotonic()
+
+    def write(self, directory: Path, line: str) -> Path:
+        """Write the ledger as JSON.
+
+        Args:
+            directory: made where it is missing.
+            line: which rank is behind.
+
+        Returns:
+            The file.
+        """
+        position, program = self._now()
+        doing = program[position.done] if position.done < len(program) else None
+        fields = {
+            "behind": line,
+            "position": position.to_fields(),
+            "waiting": doing
+            and {
+                "instruction": doing.kind.value,
+                "op": str(doing.op),
+                "stage": doing.stage,
+                "micro_batch": doing.micro_batch,
+                "token_slice": doing.token_slice,
+                "peer": position.waits_for,
+            },
+            "done": [str(instruction) for instruction in program[: position.done]],
+            "to_do": [str(instruction) for instruction in program[position.done :]],
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"rank_{self._rank:05d}.json"
+        path.write_text(json.dumps(fields, indent=1) + "\n")
+        return path
+
+
+def accelerator_mark() -> Mark | None:
+    """How to mark places in the queue of this host's accelerator."""
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return None
+
+    free: list[Any] = []
+
+    def mark() -> Reached:
+        event = free.pop() if free else accelerator.Event()
+        event.record()
+
+        def reached() -> bool:
+            if not event.query():
+                return False
+            free.append(event)
+            return True
+
+        return reached
+
+    return mark

@@ -1,0 +1,230 @@
+"""Documents that lie one after the other in a sequence, and attention that keeps them apart."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel, CudaFlashOfRuns, Gradients, Runs
+from deepspeed_ext.runtime.batches.batch import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Where documents begin in the rows of a micro-batch.
+
+    Attributes:
+        starts: for each row, the positions at which a document begins, ascending; the first is 0.
+        attend_apart: tokens see their own document alone.
+        positions_restart: positions count from the start of the document.
+        whole: positions [B, T] of whole sequences, once they are on the device of the layers.
+        seen_from: what token slices see, by their first token, where that is on a device already; see `on`.
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+    attend_apart: bool = True
+    positions_restart: bool = True
+    whole: Tensor | None = field(default=None, compare=False, repr=False)
+    seen_from: Mapping[int, tuple["SeenKeys", ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def on(self, device: torch.device, token_slices: TokenSlices) -> "Documents":
+        """The same documents; what token slices need of them is computed and moved to a device, for all at once."""
+        whole, seen_from = self.whole, self.seen_from
+        if self.positions_restart:
+            whole = to_device(self.positions(0, token_slices.seq_length), device)
+        if self.attend_apart and device.type != "cpu":
+            seen_from = self._seen(token_slices.bounds(), device)
+        return replace(self, whole=whole, seen_from=seen_from)
+
+    def positions(self, start: int, length: int) -> Tensor:
+        """Positions [B, N] of the tokens start .. start + N in their documents."""
+        if self.whole is not None:
+            return self.whole[:, start : start + length]
+        tokens = torch.arange(start, start + length)
+        rows = []
+        for row in self.starts:
+            begin = torch.tensor(row)
+            rows.append(tokens - begin[torch.searchsorted(begin, tokens, right=True) - 1])
+        return torch.stack(rows)
+
+    def seen(self, start: int, end: int, device: torch.device) -> tuple["SeenKeys", ...]:
+        """What the tokens start .. end of each row see: their documents, as far as these have come.
+
+        Args:
+            start: first token of a token slice.
+            end: where it ends.
+            device: that attends.
+        """
+        return self.seen_from.get(start) or self._seen([(start, end)], device)[start]
+
+    def _seen(self, bounds: Iterable[tuple[int, int]], device: torch.device) -> Mapping[int, tuple["SeenKeys", ...]]:
+        """What `seen` gives, by the first token of each token slice."""
+        cumulative = [[_cumulative(row, start, end) for row in self.starts] for start, end in bounds]
+        flat = [ends for rows in cumulative for row in rows for ends in (row.queries, row.keys)]
+        numbers = torch.tensor([each for ends in flat for each in ends], dtype=torch.int32)
+        # One copy for all of them, which nobody waits for.
+        tensors = iter(to_device(numbers, device).split([len(ends) for ends in flat]))
+
+        def on_device(row: _Cumulative) -> SeenKeys:
+            runs = Runs(next(tensors), next(tensors), _longest(row.queries), _longest(row.keys))
+            return SeenKeys(row.first_key, runs)
+
+        return {rows[0].start: tuple(map(on_device, rows)) for rows in cumulative}
+
+
+class _Cumulative(NamedTuple):
+    """Where documents begin in a token slice from `start` and in the keys from `first_key`, and where both end."""
+
+    start: int
+    first_key: int
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+def _cumulative(starts: Sequence[int], start: int, end: int) -> _Cumulative:
+    first_key = max(each for each in starts if each <= start)
+    inner = [each for each in starts if start < each < end]
+    queries, keys = (tuple(each - first for each in (first, *inner, end)) for first in (start, first_key))
+    return _Cumulative(start, first_key, queries, keys)
+
+
+class SeenKeys(NamedTuple):
+    """Which keys the tokens of a token slice see, in one row.
+
+        keys        [ document 0 | document 1         | document 2 ]      of the row, up to the end of the token slice
+        queries                       [ 1 1 1 1 1 1 1 1 2 2 2 2 2 2 ]     this token slice
+                                 first key
+
+    Attributes:
+        first_key: start of the first document that has tokens in the token slice; keys before it are not seen.
+        runs: its documents, keys counted from `first_key`.
+    """
+
+    first_key: int
+    runs: Runs
+
+
+def _longest(cumulative: Sequence[int]) -> int:
+    return max(end - start for start, end in pairwise(cumulative))
+
+
+class DocumentsAtOnce:
+    """Attention within each document, by a kernel that takes many in one call: one call for each row.
+
+    Args:
+        kernel: attends within runs of tokens.
+        seen: what the tokens of each row see.
+    """
+
+    def __init__(self, kernel: CudaFlashOfRuns, seen: Sequence[SeenKeys]) -> None:
+        self._kernel, self._seen = kernel, seen
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Attend, row by row."""
+        rows = [
+            self._kernel.forward(query[row], key[row, seen.first_key :], value[row, seen.first_key :], seen.runs, scale)
+            for row, seen in enumerate(self._seen)
+        ]
+        return Attended(*(_stacked(each) for each in zip(*rows, strict=True)))
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Gradients, row by row; keys that no query of a row sees get 0, or none if no row sees them."""
+        first_key = min(seen.first_key for seen in self._seen)
+        rows = []
+        for row, (first, runs) in enumerate(self._seen):
+            of_query, *of_seen = self._kernel.backward(
+                output_gradient[row],
+                query[row],
+                key[row, first:],
+                value[row, first:],
+                attended.output[row],
+                attended.log_sum_exp[row],
+                runs,
+                scale,
+            )
+            if first > first_key:
+                of_seen = [F.pad(each, (0, 0, 0, 0, first - first_key, 0)) for each in of_seen]
+            rows.append((of_query, *of_seen))
+        return Gradients.cut(*(_stacked(each) for each in zip(*rows, strict=True)))
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Rows as one tensor, without a copy if there is one."""
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(tuple(rows))
+
+
+class _Piece(NamedTuple):
+    """The part of one document that lies in one token slice, in tokens of the whole sequence."""
+
+    row: int
+    first_key: int
+    """Start of the document."""
+    first: int
+    """First token of it in the token slice."""
+    end: int
+
+
+class DocumentAttention:
+    """Attention within each document, by any kernel: one call for each piece of a document.
+
+    A document may have begun in an earlier token slice. Its piece is then attended as a token slice is, to a prefix
+    and to itself, only that the prefix begins at the document:
+
+        keys      [ document 0 | document 1         ]      of a row, up to the end of this token slice
+        queries                       [ 1 1 1 1 1 1 ]      this token slice: one piece
+                               prefix   diagonal
+
+    Args:
+        kernel: for a piece, given its row, its first query and its first key, counted in the whole sequence.
+        documents: of the micro-batch.
+    """
+
+    def __init__(self, kernel: Callable[[int, int, int], AttentionKernel], documents: Documents) -> None:
+        self._kernel, self._documents = kernel, documents
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+        """Attend, piece by piece."""
+        output = torch.empty_like(query)
+        at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
+        log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
+        start = key.shape[1] - query.shape[1]
+        for row, first_key, first, end in self._pieces(start, key.shape[1]):
+            here = slice(row, row + 1), slice(first - start, end - start)
+            keys = slice(row, row + 1), slice(first_key, end)
+            attended = self._kernel(row, first, first_key).forward(query[here], key[keys], value[keys], scale)
+            output[here] = attended.output
+            log_sum_exp[here[0], :, here[1]] = attended.log_sum_exp
+        return Attended(output, log_sum_exp)
+
+    def backward(
+        self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+    ) -> Gradients:
+        """Gradients, piece by piece; a key that no query of the token slice sees gets 0."""
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        start = key.shape[1] - query.shape[1]
+        for row, first_key, first, end in self._pieces(start, key.shape[1]):
+            here = slice(row, row + 1), slice(first - start, end - start)
+            keys = slice(row, row + 1), slice(first_key, end)
+            piece = Attended(attended.output[here], attended.log_sum_exp[here[0], :, here[1]].contiguous())
+            gradients = self._kernel(row, first, first_key).backward(
+                output_gradient[here], query[here], key[keys], value[keys], piece, scale
+            )
+            of_query[here] = gradients.query
+            for total, prefix, own in zip((of_key, of_value), gradients.prefix, gradients.own, strict=True):
+                total[row : row + 1, first_key:first] = prefix
+                total[row : row + 1, first:end] = own
+        return Gradients.cut(of_query, of_key, of_value)
+
+    def _pieces(self, start: int, end: int) -> Iterator[_Piece]:
+        """Pieces of documents among the tokens start .. end."""
+        for row, starts in enumerate(self._documents.starts):
+            for first_key, following in zip(starts, (*starts[1:], end), strict=True):
+                if first_key < end and following > start:
+                    yield _Piece(row, first_key, max(first_key, start), min(following, end))

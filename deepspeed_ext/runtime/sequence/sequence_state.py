@@ -1,0 +1,182 @@
+"""What a stage remembers of a micro-batch from one token slice to the next, and what it knows of its tokens."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.attention_kernels import (
+    AttentionDropout,
+    AttentionKernel,
+    PlainAttention,
+    kernel_for,
+    kernel_of_runs_for,
+)
+from deepspeed_ext.runtime.sequence import positional_dropout
+from deepspeed_ext.runtime.sequence.attention import KeyValueState, TokenSliceAttention
+from deepspeed_ext.runtime.sequence.documents import DocumentAttention, Documents, DocumentsAtOnce
+from deepspeed_ext.runtime.sequence.positional_dropout import DrawnNumbers, DropoutPlace
+
+Made = TypeVar("Made")
+
+
+class SequenceState:
+    """State of one live micro-batch on one stage: one `KeyValueState` per layer that attends.
+
+    The engine makes one at a micro-batch's first forward and drops it after its last backward (evaluating, after its
+    last forward); nobody else owns one.
+
+    Args:
+        token_slices: how the sequence is cut.
+        seed: of the masks of dropout.
+        sequences: number of each row, by which its masks differ from those of all other sequences.
+        documents: where documents begin; None if every row is one document.
+    """
+
+    def __init__(
+        self,
+        token_slices: TokenSlices,
+        *,
+        seed: int = 0,
+        sequences: Sequence[int] = (0,),
+        documents: Documents | None = None,
+    ) -> None:
+        self.token_slices = token_slices
+        self.seed, self.sequences, self.documents = seed, tuple(sequences), documents
+        self._layers: dict[int, KeyValueState] = defaultdict(lambda: KeyValueState(token_slices.seq_length))
+        self.shared: dict[tuple[int, str], Any] = {}
+        """What layers share of a token slice, by its first position and a name; see `Past.once`."""
+        self.drawn = DrawnNumbers(token_slices.seq_length)
+        """Random numbers of dropout."""
+
+    def past(self, layer: int, token_slice: int) -> "Past":
+        """The state as one layer sees it while it computes one token slice."""
+        return Past(self.token_slices.prefix_len(token_slice), layer, self, self._layers[layer])
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What came before a token slice, for one layer. A layer gets it by having an argument named `past`.
+
+    Attributes:
+        prefix_len: tokens before this token slice.
+    """
+
+    prefix_len: int
+    _layer: int
+    _sequence: SequenceState
+    _keys_and_values: KeyValueState
+
+    @property
+    def positions_restart(self) -> bool:
+        """Whether positions restart with documents; if not, they count on from `prefix_len`."""
+        documents = self._sequence.documents
+        return documents is not None and documents.positions_restart
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Positions of the N tokens of this token slice: [1, N], or [B, N] where they restart with documents.
+
+        Args:
+            length: tokens N.
+            device: where they are needed; None for torch's default.
+        """
+        if not self.positions_restart:
+            return torch.arange(self.prefix_len, self.prefix_len + length, device=device).unsqueeze(0)
+        positions = self._sequence.documents.positions(self.prefix_len, length)
+        return positions if device is None else positions.to(device)
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """What all layers of this stage need of this token slice: made by the first that asks, given to the others.
+
+        Args:
+            name: what it is.
+            make: makes it.
+        """
+        key = self.prefix_len, name
+        if key not in self._sequence.shared:
+            self._sequence.shared[key] = make()
+        return self._sequence.shared[key]
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        first_head: int = 0,
+    ) -> Tensor:
+        """Causal attention of this token slice to itself and to all token slices before it.
+
+        Args:
+            query: [B, N, H, D], of the N tokens of this token slice.
+            key: [B, N, G, D]; H must be a multiple of G.
+            value: [B, N, G, D].
+            scale: factor of the scores; 1 / sqrt(D) if None.
+            dropout: probability that a weight is dropped.
+            first_head: number of the first query head, where a rank holds some of them.
+
+        Returns:
+            [B, N, H, D].
+        """
+        return TokenSliceAttention.apply(
+            query,
+            key,
+            value,
+            self._keys_and_values,
+            self.prefix_len,
+            query.shape[-1] ** -0.5 if scale is None else scale,
+            self._kernel(query, dropout, first_head),
+        )
+
+    def dropout(
+        self,
+        inputs: Tensor,
+        probability: float,
+        *,
+        site: int,
+        first_token: int = 0,
+        first_channel: int = 0,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Dropout whose mask depends on the place of each element alone.
+
+        Args:
+            inputs: [B, N, C], of tokens of this token slice.
+            probability: of zero.
+            site: a number, from 1, for each use of dropout in a layer.
+            first_token: tokens of this token slice before those of `inputs`, where ranks share them.
+            first_channel: channels before those of `inputs`, where ranks share them.
+            residual: [B, N, C], what the result is added to, in the same pass; None for nothing.
+        """
+        place = self._place(site, first_token, self._sequence.sequences)
+        return positional_dropout.dropout(inputs, probability, place, first_channel=first_channel, residual=residual)
+
+    def _place(self, site: int, first_token: int, sequences: Sequence[int]) -> DropoutPlace:
+        start, drawn = self.prefix_len + first_token, self._sequence.drawn
+        return DropoutPlace.at(self._sequence.seed, self._layer, site, sequences, start, drawn)
+
+    def _kernel(self, query: Tensor, dropout: float, first_head: int) -> AttentionKernel:
+        documents, sequences = self._sequence.documents, self._sequence.sequences
+        apart = documents is not None and documents.attend_apart and any(len(row) > 1 for row in documents.starts)
+
+        def dropping(sequences: Sequence[int], first: int, first_key: int) -> AttentionKernel:
+            place = self._place(0, first - self.prefix_len, sequences)
+            return PlainAttention(AttentionDropout(dropout, place, first_head, first_key))
+
+        if apart and dropout:
+            return DocumentAttention(
+                lambda row, first, first_key: dropping(sequences[row : row + 1], first, first_key), documents
+            )
+        if apart and (at_once := kernel_of_runs_for(query)) is not None:
+            end = self.prefix_len + query.shape[1]
+            seen = self.once("seen keys", lambda: documents.seen(self.prefix_len, end, query.device))
+            return DocumentsAtOnce(at_once, seen)
+        if apart:
+            return DocumentAttention(lambda *_: kernel_for(query), documents)
+        return dropping(sequences, self.prefix_len, 0) if dropout else kernel_for(query)

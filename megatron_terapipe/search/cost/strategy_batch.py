@@ -1,0 +1,263 @@
+"""Times of many strategies at once, in closed form, as calibration asks for them again and again with other constants.
+
+Strategies of a batch have one workload and all that is no number (recompute, software, ...) in common. What their
+layouts make of the cluster is looked up once; other constants then cost a few array operations.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.cost.closed_form import of_slowest_and_others, pipeline_time
+from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_s
+from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel
+from megatron_terapipe.search.cost.rank_groups import GroupTopology, RankKind
+from megatron_terapipe.search.cost.stage_ops import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    LayerPrices,
+    OpSizes,
+    StageOps,
+    on_slowest_device,
+    stage_ops,
+)
+from megatron_terapipe.search.cost.step_costs import exposed_reduction_s, step_costs
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.strategy import Strategy
+
+Floats = NDArray[np.float64]
+
+NUMBERS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "micro_batch_size",
+    "num_micro_batches",
+    "num_token_slices",
+    "num_model_chunks",
+)
+"""Numbers of a strategy that the formulas read; the data-parallel size is in the links of its groups."""
+
+
+def batch_key(model: CostModel, strategy: Strategy) -> tuple[object, ...]:
+    """Return what strategies of one batch have in common.
+
+    Where all ranks compute alike, layouts may differ. On a mixed cluster each layout has a batch of its own.
+
+    Args:
+        model: prices the strategy.
+        strategy: the strategy.
+    """
+    kinds = model.groups(strategy).kinds
+    layout = None
+    if len(kinds) > 1:
+        sizes = strategy.data_parallel_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size
+        layout = *sizes, strategy.placement, id(model.cluster)
+    return (
+        id(model.workload),
+        tuple(kind.devices for kind in kinds),
+        layout,
+        model.software,
+        model.precision,
+        strategy.schedule,
+        strategy.recompute,
+        strategy.sequence_parallel,
+        strategy.zero_stage,
+        strategy.cut(model.workload.seq_length).lengths,
+    )
+
+
+@dataclass(frozen=True)
+class StrategyBatch:
+    """n strategies, ready to be priced. Make it with `of`.
+
+    Attributes:
+        model: cost model of one of them; for what they have in common.
+        strategy: one of them, likewise.
+        per_rank: [P, K, n] layers of each kind on each rank; ranks that a strategy does not have hold none.
+        first_stage: [P, K, n] layers of the first stage of each rank.
+        parameters: [P, n] parameters that a rank holds.
+        shared: [P, n] of them those of a weight that two ranks hold.
+        numbers: [n] by name.
+        kinds: ranks that compute alike; the links of their tensor-parallel ranks broadcast with [n].
+        tensor: links of tensor-parallel ranks, arrays of [P, n].
+        data: links of data-parallel ranks, arrays of [P, n].
+        ends: links of the first and the last pipeline rank, arrays of [n].
+        memory_bandwidth: [P, n] bytes per second of the slowest memory of each rank.
+        message: [stages, n] bytes that a stage sends to the next in one micro-batch; 0 = nothing to send.
+        bandwidth: [stages, n] bytes per second of that link.
+        latency: [stages, n] seconds.
+        crosses_nodes: [stages, n] whether it is the network.
+        rank_of_stage: [stages, n] pipeline rank.
+    """
+
+    model: CostModel
+    strategy: Strategy
+    per_rank: Floats
+    first_stage: Floats
+    parameters: Floats
+    shared: Floats
+    numbers: dict[str, Floats]
+    kinds: tuple[RankKind, ...]
+    tensor: GroupTopology
+    data: GroupTopology
+    ends: GroupTopology
+    memory_bandwidth: Floats
+    message: Floats
+    bandwidth: Floats
+    latency: Floats
+    crosses_nodes: NDArray[np.bool_]
+    rank_of_stage: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, models: Sequence[CostModel], strategies: Sequence[Strategy]) -> "StrategyBatch":
+        """Look up what layouts make of clusters.
+
+        Args:
+            models: cost model of each strategy; they share the workload.
+            strategies: strategies with one `batch_key`.
+        """
+        placed = [model.placed(one) for model, one in zip(models, strategies, strict=True)]
+        sent = [
+            model.messages(each) if each.strategy.pipeline_parallel_size > 1 else None
+            for model, each in zip(models, placed, strict=True)
+        ]
+        ranks = [each.strategy.pipeline_parallel_size for each in placed]
+        bandwidths = [[min(one.memory_bandwidth for one in rank) for rank in each.groups.devices] for each in placed]
+        kinds = placed[0].groups.kinds
+        if len(kinds) == 1:
+            topology = _columns([each.groups.tensor.at(0) for each in placed])
+            kinds = (RankKind(np.arange(max(ranks)), kinds[0].devices, topology),)
+        stages = [np.arange(len(each.counts.per_stage)) % number for each, number in zip(placed, ranks, strict=True)]
+        return cls(
+            model=models[0],
+            strategy=strategies[0],
+            per_rank=_stacked([each.counts.per_rank for each in placed]),
+            first_stage=_stacked([each.counts.first_stage for each in placed]),
+            parameters=_stacked([each.counts.parameters for each in placed]),
+            shared=_stacked([each.counts.shared_parameters for each in placed]),
+            numbers={name: np.array([getattr(one, name) for one in strategies], dtype=float) for name in NUMBERS},
+            kinds=kinds,
+            tensor=_all_ranks([each.groups.tensor.all_ranks for each in placed], ranks),
+            data=_all_ranks([each.groups.data.all_ranks for each in placed], ranks),
+            ends=_columns([each.groups.ends.at(0) for each in placed]),
+            memory_bandwidth=_stacked([np.array(rows) for rows in bandwidths], fill=1),
+            message=_stacked([np.zeros(1) if each is None else each.num_bytes.sum(axis=1) for each in sent]),
+            bandwidth=_stacked([np.ones(1) if each is None else each.bandwidth for each in sent], fill=1),
+            latency=_stacked([np.zeros(1) if each is None else each.latency_s for each in sent]),
+            crosses_nodes=_stacked([np.zeros(1) if each is None else each.crosses_nodes for each in sent]) > 0,
+            rank_of_stage=_stacked(stages).astype(np.int64),
+        )
+
+    def times(self, efficiency: HardwareEfficiency) -> Floats:
+        """Return the seconds of one iteration of each strategy, in closed form: [n]."""
+        numbers, schedule = self.numbers, self.strategy.schedule
+        whole, first = self._rank_ops(efficiency)
+        slowest, others = of_slowest_and_others(schedule, self._with_messages(whole, efficiency))
+        makespan = pipeline_time(
+            schedule,
+            num_micro_batches=numbers["num_micro_batches"],
+            num_token_slices=numbers["num_token_slices"],
+            num_model_chunks=numbers["num_model_chunks"],
+            slowest=slowest,
+            others=others,
+        )
+        last_op_s = first[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD]
+        return np.asarray(makespan + self._step_s(efficiency, last_op_s) + efficiency.iteration_s, dtype=float)
+
+    def _rank_ops(self, efficiency: HardwareEfficiency) -> tuple[Floats, Floats]:
+        """[5, P, n] seconds of the ops of a whole micro-batch, and of its first token slice in the first stage."""
+        model, strategy = self.model, self.strategy
+        op_times = model.op_times
+        if isinstance(op_times, Roofline):
+            op_times = replace(op_times, efficiency=efficiency)
+        prices = LayerPrices(model.counter.kinds, op_times, efficiency, model.element_bytes)
+        lengths = strategy.cut(model.workload.seq_length).lengths
+        bounds = np.cumsum([0, *lengths])[:, None] / model.workload.seq_length
+        sizes = OpSizes(
+            tensor_parallel_size=self.numbers["tensor_parallel_size"],
+            micro_batch_size=self.numbers["micro_batch_size"],
+            start=bounds[:-1],
+            end=bounds[1:],
+            recompute=strategy.recompute,
+            sequence_parallel=strategy.sequence_parallel,
+        )
+        whole_micro_batch = np.zeros((len(StageOps._fields), *self.parameters.shape))
+        first_token_slice = np.zeros_like(whole_micro_batch)
+        for kind in self.kinds:
+            rows = kind.ranks
+            tables = [prices.ops(device, kind.topology, sizes) for device in kind.devices]
+            whole = [stage_ops(self.per_rank[rows], table.sum(axis=2)) for table in tables]
+            first = [stage_ops(self.first_stage[rows], table[:, :, 0]) for table in tables]
+            whole_s = [ops[FORWARD] + ops[BACKWARD] for ops in whole]
+            whole_micro_batch[:, rows] = on_slowest_device(whole, whole_s)
+            first_token_slice[:, rows] = on_slowest_device(first, whole_s)
+        return whole_micro_batch, first_token_slice
+
+    def _with_messages(self, ops: Floats, efficiency: HardwareEfficiency) -> Floats:
+        """[5, P, n] ops of a whole micro-batch, with the messages that block them."""
+        model = self.model
+        if model.software.overlaps_transfers or not self.message.any():
+            return ops
+        tensor = self.numbers["tensor_parallel_size"]
+        shared = model.software.shares_transfers and not self.strategy.sequence_parallel
+        part = self.message / tensor if shared else self.message
+        sending = transfer_s(part, self.bandwidth, self.latency, self.crosses_nodes, efficiency)
+        if shared:
+            here = self.rank_of_stage[: len(sending)], np.arange(sending.shape[1])
+            topology = GroupTopology(*(part[here] for part in self.tensor))
+            sending = sending + all_gather_s(self.message, topology, efficiency)
+        sending = np.where(self.message > 0, sending, 0.0)
+        there, back = np.zeros_like(ops[0]), np.zeros_like(ops[0])
+        columns = np.arange(ops.shape[2])
+        np.add.at(there, (self.rank_of_stage[: len(sending)], columns), sending)
+        # The gradient comes from the stage after; a stage that does not exist sends nothing.
+        np.add.at(back, (self.rank_of_stage[1 : len(sending) + 1], columns), sending[: len(self.rank_of_stage) - 1])
+        blocked = ops.copy()
+        blocked[FORWARD] += there
+        blocked[[BACKWARD, INPUT_GRADIENT]] += back
+        return blocked
+
+    def _step_s(self, efficiency: HardwareEfficiency, last_op_s: Floats) -> Floats:
+        """[n] seconds behind the last op, of [P, n] the op that completes each rank's gradients."""
+        step = step_costs(
+            self.parameters,
+            self.shared,
+            self.data,
+            self.ends,
+            self.memory_bandwidth,
+            zero_stage=self.strategy.zero_stage,
+            precision=self.model.precision,
+            software=self.model.software,
+            efficiency=efficiency,
+        )
+        reduction = step.gradient_reduction
+        if self.model.software.overlaps_gradient_reduction:
+            drains = self.strategy.schedule not in SPLIT_SCHEDULES
+            reduction = exposed_reduction_s(step, last_op_s, self.first_stage.sum(axis=1), drains=drains)
+        parts = (reduction, step.shared_weight, step.optimizer)
+        return np.asarray(sum(np.max(part, axis=0) for part in parts), dtype=float)
+
+
+def _columns(topologies: Sequence[GroupTopology]) -> GroupTopology:
+    """Join the links of n groups: arrays of [n]."""
+    return GroupTopology(*map(np.array, zip(*topologies, strict=True)))
+
+
+def _all_ranks(topologies: Sequence[GroupTopology], ranks: Sequence[int]) -> GroupTopology:
+    """Join the links of all ranks of n layouts: arrays of [P, n]."""
+    rows = [[np.broadcast_to(part, number) for part in each] for each, number in zip(topologies, ranks, strict=True)]
+    return GroupTopology(*(_stacked(columns, fill=1) for columns in zip(*rows, strict=True)))
+
+
+def _stacked(columns: Sequence[Floats], fill: float = 0.0) -> Floats:
+    """Join n arrays of [rows, ...], which may differ in their rows: [most rows, ..., n]."""
+    rows = max(map(len, columns))
+    out = np.full((rows, *columns[0].shape[1:], len(columns)), float(fill))
+    for index, column in enumerate(columns):
+        out[: len(column), ..., index] = column
+    return out

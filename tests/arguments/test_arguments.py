@@ -1,0 +1,209 @@
+"""The command line: flags follow from fields, and every wrong word ends in one line."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.partition import StagePartition
+from megatron_terapipe.arguments import flags, markdown, parse_arguments
+from megatron_terapipe.config import Config
+from megatron_terapipe.errors import ConfigError
+
+REQUIRED = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
+    "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --data-path corpus"
+)
+
+
+def parse(words: str = "") -> Config:
+    return parse_arguments(f"{REQUIRED} {words}".split())
+
+
+def refusal(words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(words)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_every_field_is_a_flag_and_takes_the_default_of_its_field() -> None:
+    config = parse()
+    for each in flags():
+        section = getattr(config, each.section)
+        if f"--{each.name.replace('_', '-')}" not in REQUIRED and not each.option.derived:
+            assert getattr(section, each.name) == each.default
+    names = [declared.name for section in get_type_hints(Config).values() for declared in fields(section)]
+    assert [each.name for each in flags()] == names
+
+
+def test_values_have_the_type_of_their_field() -> None:
+    config = parse("--clip-grad 0 --seed 7 --bf16 --data-path 0.5 a 0.5 b --pipeline-schedule gpipe --zero-stage 0")
+    assert config.optimizer.clip_grad == 0.0
+    assert isinstance(config.optimizer.clip_grad, float)
+    assert (config.training.seed, config.precision.bf16, config.optimizer.zero_stage) == (7, True, 0)
+    assert config.data.data_path == ("0.5", "a", "0.5", "b")
+    assert config.parallel.pipeline_schedule == "gpipe"
+
+
+def test_megatrons_example_command_parses() -> None:
+    config = parse(
+        "--local_rank=0 --deepspeed --pipeline-model-parallel-size 2 --num-token-slices 4 --global-batch-size 16 "
+        "--tensor-model-parallel-size 1 --lr-decay-style cosine --lr-warmup-fraction .1 --min-lr 1e-5 "
+        "--weight-decay 1e-2 --clip-grad 1.0 --fp16 --split 949,50,1 --log-interval 1 --save-interval 5 --save out "
+        "--eval-interval 5 --eval-iters 2 --adam-beta1 0.9 --adam-beta2 0.95 --distributed-backend nccl"
+    )
+    assert config.parallel.local_rank == 0
+    assert config.parallel.num_token_slices == 4
+    assert config.num_micro_batches(2) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "field", "value"),
+    [
+        ("--model-parallel-size 1", "parallel", "tensor_model_parallel_size", 1),
+        ("--pipe-parallel-size 2", "parallel", "pipeline_model_parallel_size", 2),
+        ("--pipe-parallel-size 2 --pp-partition-method 0,1,4", "parallel", "stage_partition", "0,1,4"),
+        ("--pp-partition-method type:transformer", "parallel", "stage_partition", "uniform"),
+        ("--pipe-sp-splits 4", "parallel", "num_token_slices", 4),
+        ("--pipe-sp-splits 4 --pipe-sp-strategy uniform_comp", "parallel", "token_slices", "balanced"),
+        ("--pipe-sp-splits 4 --pipe-sp-strategy average", "parallel", "token_slices", None),
+        ("--num-query-groups 2", "model", "num_key_value_heads", 2),
+        ("--recompute-activations", "training", "recompute_granularity", "selective"),
+        ("--checkpoint-activations", "training", "recompute_granularity", "full"),
+        ("--deepspeed-activation-checkpointing", "training", "recompute_granularity", "full"),
+        ("--no-pipeline-parallel", "parallel", "no_pipeline_parallel", True),
+        ("--num_token_slices=2", "parallel", "num_token_slices", 2),
+        ("--save some_dir", "checkpoint", "save", "some_dir"),
+    ],
+)
+def test_aliases(words: str, section: str, field: str, value: object) -> None:
+    assert getattr(getattr(parse(words), section), field) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--num-layer 4", "--num-layer is not a flag: did you mean --num-layers?"),
+        ("--num_token_slice=4", "--num-token-slice is not a flag: did you mean --num-token-slices?"),
+        ("--xyzzy", "--xyzzy is not a flag: see --help"),
+        ("--seed many", "--seed many is not a whole number: give one"),
+        ("--lr fast", "--lr fast is not a number: give one"),
+        ("--model-parallel-size x", "--tensor-model-parallel-size x is not a whole number: give one"),
+        ("--seed", "--seed expected one argument: give it one"),
+        ("--seed 1 2", "no flag takes the value 2: drop it"),
+        ("--num-query-groups=", "--num-key-value-heads is given an empty value: give another, or drop it"),
+        ("--save=", "--save is given an empty value: give another, or drop it"),
+        ("--pp-partition-method type:mlp", "--stage-partition type:mlp: only transformer layers are dealt out"),
+        ("--seed 4294967296", "--seed 4294967296 is out of range: give 4294967295 or less"),
+        ("--bf16=yes", "--bf16 ignored explicit argument 'yes': drop the value"),
+        ("--pipe-sp-strategy best", "--pipe-sp-strategy best is not known: choose average or uniform_comp"),
+        ("--onnx-safe", "--onnx-safe: GELU with the error function has a name of its own: use --activation gelu-exact"),
+        ("--moe_loss_coeff 1", "--moe-loss-coeff: mixtures of experts are out of scope: drop it"),
+        ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler: the learning rate always"),
+    ],
+)
+def test_wrong_words_end_in_one_line(words: str, line: str) -> None:
+    assert refusal(words).startswith(line)
+
+
+def test_wrong_flags_are_all_named_in_one_line_each_once() -> None:
+    assert refusal("--embed-layernorm --num-layer 4 --seed 1 --moe_loss_coeff=1 --embed-layernorm") == (
+        "--embed-layernorm: it is not in GPT-2 and GPT-3: drop it; "
+        "--num-layer is not a flag: did you mean --num-layers?; "
+        "--moe-loss-coeff: mixtures of experts are out of scope: drop it"
+    )
+
+
+def test_missing_flags_are_all_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8".split())
+    assert str(caught.value) == "--micro-batch-size, --lr must be given: add them"
+
+
+def test_help_exits_cleanly(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"--{each.name.replace('_', '-')}" in text for each in flags())
+
+
+def test_stage_partition_file(tmp_path: Path) -> None:
+    path = tmp_path / "partition.json"
+    path.write_text("[0, 3, 4]")
+    assert parse(f"--pipe-parallel-size 2 --stage-partition {path}").parallel.stage_bounds() == StagePartition(
+        (0, 3, 4)
+    )
+    path.write_text('{"stages": 2}')
+    assert "does not hold a list of whole numbers: write [0, 5, 12]" in refusal(f"--stage-partition {path}")
+    path.write_text("[0, 3")
+    assert "not JSON" in refusal(f"--stage-partition {path}")
+
+
+def strategy_file(directory: Path, **document: object) -> Path:
+    path = directory / "strategy.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_strategy_fills_in_what_flags_leave_out(tmp_path: Path) -> None:
+    path = strategy_file(
+        tmp_path,
+        data_parallel_size=2,
+        pipeline_parallel_size=2,
+        num_token_slices=2,
+        token_slices=[72, 56],
+        micro_batch_size=2,
+        global_batch_size=16,
+        schedule="gpipe",
+        recompute="full",
+        zero_stage=0,
+        stage_partition=[0, 1, 4],
+    )
+    config = parse(f"--strategy {path}")
+    assert config.token_slices().lengths == (72, 56)
+    assert config.parallel.layout(4).data_parallel_size == 2
+    assert config.num_micro_batches(2) == 4
+    assert (config.parallel.pipeline_schedule, config.training.recompute_granularity) == ("gpipe", "full")
+    assert (config.optimizer.zero_stage, config.parallel.stage_bounds()) == (0, StagePartition((0, 1, 4)))
+    assert parse(f"--strategy {path} --token-slices 72,56 --num-token-slices 2") == config
+    with pytest.raises(ConfigError, match="--data-parallel-size 2 contradicts the 8 processes"):
+        config.parallel.layout(8)
+
+
+def test_strategy_gives_required_flags_and_leaves_the_rest(tmp_path: Path) -> None:
+    path = strategy_file(tmp_path, micro_batch_size=4)
+    words = REQUIRED.replace("--micro-batch-size 2", "") + f" --zero-stage 0 --strategy {path}"
+    config = parse_arguments(words.split())
+    assert (config.batch.micro_batch_size, config.optimizer.zero_stage) == (4, 0)
+
+
+def test_flag_that_contradicts_the_strategy_is_named(tmp_path: Path) -> None:
+    path = strategy_file(tmp_path, pipeline_parallel_size=2, num_token_slices=2, token_slices=None)
+    assert refusal(f"--strategy {path} --pipeline-model-parallel-size 4") == (
+        f"--pipeline-model-parallel-size 4 contradicts --strategy {path}, where it is 2: "
+        "drop the flag, or change the file"
+    )
+    assert refusal(f"--strategy {path} --token-slices balanced").startswith(
+        f"--token-slices balanced contradicts --strategy {path}, where it is left to the default: drop the flag"
+    )
+
+
+def test_unreadable_strategy_file(tmp_path: Path) -> None:
+    assert refusal(f"--strategy {tmp_path}/none.json") == (
+        f"--strategy {tmp_path}/none.json cannot be read (No such file or directory): give a file that can"
+    )
+    (tmp_path / "broken.json").write_text('{"zero_stage": 0, "zero_stage": 1}')
+    assert "is not JSON (key 'zero_stage' stands twice): mend it" in refusal(f"--strategy {tmp_path}/broken.json")
+
+
+def test_reference_is_fresh() -> None:
+    path = Path(__file__).parents[2] / "docs" / "arguments.md"
+    assert path.read_text(encoding="utf-8") == markdown(), (
+        "run `python -m megatron_terapipe.arguments > docs/arguments.md`"
+    )

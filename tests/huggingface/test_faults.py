@@ -1,0 +1,185 @@
+"""What cannot be converted is said in one line."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.convert import main
+from tests.huggingface.models import MODELS, save, whole_model
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+GPT2, LLAMA = MODELS["gpt2"], MODELS["llama"]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main([str(word) for word in words]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A small GPT-2 in their files."""
+    save(whole_model(GPT2), GPT2, tmp_path / "ours")
+    main(["to-huggingface", "--load", str(tmp_path / "ours"), "--output", str(tmp_path / "theirs")])
+    return tmp_path / "theirs"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (replace(GPT2, position_embedding_type="none"), "--position-embedding-type none, and Hugging Face's gpt2"),
+        (replace(GPT2, normalization="rmsnorm"), "--normalization rmsnorm, and Hugging Face's gpt2 has LayerNorm"),
+        (replace(GPT2, activation="squared-relu"), "--activation squared-relu, and Hugging Face's gpt2 has gelu,"),
+        (replace(GPT2, disable_bias_linear=True), "--disable-bias-linear, and Hugging Face's gpt2 has biases"),
+        (replace(GPT2, num_key_value_heads=2), "--num-key-value-heads 2, and Hugging Face's gpt2 has a key head"),
+        (replace(GPT2, kv_channels=16), "--kv-channels 16, and Hugging Face's gpt2 has heads"),
+        (replace(LLAMA, rotary_percent=0.5), "--rotary-percent 0.5, and Hugging Face's llama has heads"),
+        (replace(LLAMA, normalization="layernorm"), "--normalization layernorm, and Hugging Face's llama has rmsnorm"),
+        (replace(LLAMA, activation="gelu"), "--activation gelu, and Hugging Face's llama has swiglu alone"),
+        (
+            replace(
+                LLAMA,
+                heterogeneous_layers_config_path=json.dumps(
+                    {"block_configs": [{}, {"mlp": {"ffn_hidden_size": 64}}, {}]}
+                ),
+            ),
+            "layers of several shapes, and Hugging Face's llama has layers of one shape",
+        ),
+    ],
+)
+def test_what_they_cannot_express_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: ModelConfig, said: str
+) -> None:
+    save(whole_model(model), model, tmp_path / "ours")
+    line = refusal(capsys, "to-huggingface", "--load", tmp_path / "ours", "--output", tmp_path / "theirs")
+    assert said in line
+    assert line.endswith("so keep it in ours\n")
+    assert not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"model_type": "bert"}, "config.json has model_type bert: convert one of gpt2, llama"),
+        ({"activation_function": "tanh"}, "sets activation_function to tanh, and our models have gelu_new or gelu or"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "sets scale_attn_by_inverse_layer_idx to True"),
+        ({"n_layer": 4}, "has no tensor transformer.h.3.attn.c_attn.bias, which its config.json asks for"),
+        ({"n_layer": 2}, "has a tensor transformer.h.2.attn.c_attn.bias, for which a gpt2 of its config.json has no"),
+        ({"n_embd": 96}, "the model has transformer.wte.weight (257, 48), which is not what its config.json describes"),
+        ({"n_positions": 41}, "the model has transformer.wpe.weight (40, 48), which is not what its config.json"),
+        ({"n_head": 7}, "--hidden-size 48 is not a multiple of --num-attention-heads 7"),
+        ({"tie_word_embeddings": False}, "has no tensor lm_head.weight, which its config.json asks for"),
+    ],
+)
+def test_what_we_cannot_express_is_named(
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: dict[str, Any], said: str
+) -> None:
+    path = theirs / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | setting))
+    assert said in refusal(capsys, "from-huggingface", "--load", theirs, "--output", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scales the rotations of positions (llama3)"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "scales the rotations of positions (linear)"),
+        ({"hidden_act": "gelu"}, "sets hidden_act to gelu, and our models have silu or swish"),
+        ({"attention_bias": True}, "sets mlp_bias to False, and our models have True"),
+        ({"num_key_value_heads": 3}, "the model has model.layers.0.self_attn.q_proj.weight (48, 48)"),
+        ({"intermediate_size": 96}, "the model has model.layers.0.mlp.gate_proj.weight (80, 48)"),
+    ],
+)
+def test_a_llama_that_is_not_ours_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: dict[str, Any], said: str
+) -> None:
+    save(whole_model(LLAMA), LLAMA, tmp_path / "ours")
+    main(["to-huggingface", "--load", str(tmp_path / "ours"), "--output", str(tmp_path / "theirs")])
+    path = tmp_path / "theirs" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | setting))
+    assert said in refusal(capsys, "from-huggingface", "--load", tmp_path / "theirs", "--output", tmp_path / "back")
+
+
+def _no_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def _broken_config(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+def _no_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def _cut_short(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def _scribbled(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"these were never tensors\n" * 9)
+
+
+def _index_of_nothing(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+
+
+def _index_without_map(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_no_config, "config.json cannot be read (No such file or directory)"),
+        (_broken_config, "config.json is not JSON"),
+        (_no_weights, "holds neither model.safetensors nor model.safetensors.index.json"),
+        (_cut_short, "model.safetensors cannot be read"),
+        (_scribbled, "model.safetensors cannot be read"),
+        (_index_of_nothing, "gone.safetensors cannot be read"),
+        (_index_without_map, "model.safetensors.index.json cannot be read"),
+    ],
+)
+def test_damaged_files_are_named(
+    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], said: str
+) -> None:
+    damage(theirs)
+    assert said in refusal(capsys, "from-huggingface", "--load", theirs, "--output", tmp_path / "back")
+
+
+def test_an_output_that_holds_something_is_refused(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("from-huggingface", "to-huggingface"):
+        line = refusal(capsys, command, "--load", theirs, "--output", theirs)
+        assert line == f"error: --output {theirs} is not an empty directory: name another\n"
+
+
+def test_nothing_to_load_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, "to-huggingface", "--load", tmp_path, "--output", tmp_path / "theirs")
+    assert line == f"error: --load {tmp_path} holds no checkpoint: give a directory that a run saved to\n"
+
+
+def test_a_checkpoint_that_lacks_a_layer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = save(whole_model(GPT2), GPT2, tmp_path)
+    (directory / "layer_03-model_00-model_states.pt").unlink()
+    line = refusal(capsys, "to-huggingface", "--load", tmp_path, "--output", tmp_path / "theirs")
+    assert "lacks layer_03-model_00-model_states.pt" in line
+
+
+def test_a_layer_of_another_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = save(whole_model(GPT2), GPT2, tmp_path)
+    torch.save({"weight": torch.zeros(3)}, directory / "layer_03-model_00-model_states.pt")
+    line = refusal(capsys, "to-huggingface", "--load", tmp_path, "--output", tmp_path / "theirs")
+    assert "cannot load layer 3" in line
+    assert not (tmp_path / "theirs").exists()

@@ -1,0 +1,133 @@
+"""Tensors in several files, and the files of tokenizers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.convert import main
+from megatron_terapipe.huggingface.export import export_checkpoint
+from megatron_terapipe.huggingface.importing import import_model
+from megatron_terapipe.huggingface.rules import Heads, attention, fused_attention, stacked, vocabulary
+from megatron_terapipe.huggingface.weight_files import SavedTensors, write_tensors
+from megatron_terapipe.inference.whole_model import WholeModel
+from tests.huggingface.models import MODELS, save, whole_model
+
+pytest.importorskip("safetensors")
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8), shard_bytes=st.integers(1, 200))
+def test_tensors_come_back_from_as_many_files_as_they_need(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], shard_bytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("tensors")
+    tensors = {f"t{number}": torch.full((size,), float(number)) for number, size in enumerate(sizes)}
+    write_tensors(folder, iter(tensors.items()), shard_bytes=shard_bytes)
+    files = list(folder.glob("*.safetensors"))
+    largest = 4 * max(sizes)
+    assert len(files) == 1 or 4 * sum(sizes) > shard_bytes
+    assert not list(folder.glob("*.partial"))
+    index = folder / "model.safetensors.index.json"
+    assert index.exists() == (len(files) > 1)
+    if index.exists():
+        found = json.loads(index.read_text())
+        assert found["metadata"]["total_size"] == 4 * sum(sizes)
+        for file in files:
+            held = [name for name, where in found["weight_map"].items() if where == file.name]
+            assert sum(4 * len(tensors[name]) for name in held) <= max(shard_bytes, largest)
+    saved = SavedTensors(folder)
+    assert saved.names == tensors.keys()
+    assert all(torch.equal(saved.read(name), tensor) for name, tensor in tensors.items())
+
+
+@given(groups=st.integers(1, 4), of_group=st.integers(1, 3), size=st.integers(1, 3), width=st.integers(1, 4))
+def test_heads_come_apart_and_together(groups: int, of_group: int, size: int, width: int) -> None:
+    heads = Heads(groups, of_group, size)
+    rows = groups * (of_group + 2) * size
+    weight = torch.arange(float(rows * width)).reshape(rows, width)
+    for ours in (weight, weight[:, 0]):
+        rule = attention("ours", ("q", "k", "v"), heads)
+        query, key, value = rule.split(ours)
+        assert torch.equal(rule.join((query, key, value)), ours)
+        # The group of query head h is h // of_group; its key is that group's.
+        for group in range(groups):
+            start = group * (of_group + 2) * size
+            queries = query[group * of_group * size : (group + 1) * of_group * size]
+            assert torch.equal(queries, ours[start : start + of_group * size])
+            assert torch.equal(key[group * size : (group + 1) * size], ours[start + of_group * size :][:size])
+            assert torch.equal(value[group * size : (group + 1) * size], ours[start + (of_group + 1) * size :][:size])
+
+
+def test_fused_heads_lie_in_columns() -> None:
+    weight = torch.arange(36.0).reshape(12, 3)  # two groups of one query head, two channels
+    rule = fused_attention("ours", "theirs", Heads(2, 1, 2))
+    (found,) = rule.split(weight)
+    assert torch.equal(found.t(), weight[[0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]])
+    assert torch.equal(rule.join([found]), weight)
+
+
+def test_the_gate_comes_first() -> None:
+    rule = stacked("ours", ["gate", "up"])
+    gate, up = rule.split(torch.stack([torch.zeros(2, 3), torch.ones(2, 3)]))
+    assert (gate == 0).all()
+    assert (up == 1).all()
+
+
+def test_what_pads_the_vocabulary_is_no_likelier_than_a_word() -> None:
+    rule = vocabulary("ours", "theirs", words=3, rows=5)
+    words = torch.tensor([[3.0, 0.0], [0.0, 3.0], [-6.0, 0.0]])
+    padded = rule.join([words])
+    assert torch.equal(padded[:3], words)
+    assert torch.equal(padded[3:], torch.tensor([[-1.0, 1.0]]).expand(2, 2))
+
+
+def test_a_large_model_is_written_in_several_files(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    whole = whole_model(model)
+    export_checkpoint(save(whole, model, tmp_path / "ours"), tmp_path / "theirs", shard_bytes=50_000)
+    assert len(list((tmp_path / "theirs").glob("model-*-of-*.safetensors"))) > 2
+    directory = import_model(tmp_path / "theirs", tmp_path / "back")
+    found = WholeModel(model).load(directory).state_dict()
+    assert torch.equal(found["layers.2.mlp.up.weight"], whole.state_dict()["layers.2.mlp.up.weight"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "files", "settings"),
+    [
+        ("GPT2BPETokenizer", ("vocab.json", "merges.txt"), {"vocab_file": "vocab.json", "merge_file": "merges.txt"}),
+        ("HuggingFaceTokenizer", ("tokenizer.json", "tokenizer_config.json"), {"tokenizer_model": "tokenizer.json"}),
+        ("SentencePieceTokenizer", ("tokenizer.model",), {"tokenizer_model": "tokenizer.model"}),
+    ],
+)
+def test_the_tokenizer_goes_along(tmp_path: Path, kind: str, files: tuple[str, ...], settings: dict[str, str]) -> None:
+    model, source = MODELS["llama"], tmp_path / "tokenizer"
+    source.mkdir()
+    for name in files:
+        (source / name).write_text(json.dumps({"name": name}))
+    checkpoints = tmp_path / "ours"
+    directory = save(whole_model(model), model, checkpoints)
+    paths = {field: str(source / name) for field, name in settings.items()}
+    fields = dict.fromkeys(("vocab_file", "merge_file", "tokenizer_model"))
+    info = CheckpointInfo.read(directory)
+    replace(info, tokenizer={"tokenizer_type": kind, **fields, **paths}).write(directory)
+    assert main(["to-huggingface", "--load", str(checkpoints), "--output", str(tmp_path / "theirs")]) == 0
+    for name in files:
+        assert json.loads((tmp_path / "theirs" / name).read_text()) == {"name": name}
+    assert main(["from-huggingface", "--load", str(tmp_path / "theirs"), "--output", str(tmp_path / "back")]) == 0
+    found = CheckpointInfo.read(tmp_path / "back" / "global_step0").tokenizer
+    assert found["tokenizer_type"] == kind
+    for field, name in settings.items():
+        assert Path(str(found[field])) == tmp_path / "back" / "tokenizer" / name
+        assert json.loads(Path(str(found[field])).read_text()) == {"name": name}
+
+
+def test_without_a_tokenizer_the_checkpoint_says_so(tmp_path: Path) -> None:
+    model = MODELS["gpt2"]
+    export_checkpoint(save(whole_model(model), model, tmp_path / "ours"), tmp_path / "theirs")
+    directory = import_model(tmp_path / "theirs", tmp_path / "back")
+    assert CheckpointInfo.read(directory).tokenizer == {}

@@ -1,0 +1,147 @@
+"""A converted model computes what `transformers` computes with the same weights, and comes back as it was."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.convert import main
+from megatron_terapipe.inference.whole_model import WholeModel
+from tests.huggingface.models import MODELS, logits, save, whole_model
+
+transformers = pytest.importorskip("transformers")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+TOLERANCE = 1e-4
+
+
+def convert(command: str, load: Path, output: Path, *more: str) -> None:
+    assert main([command, "--load", str(load), "--output", str(output), *more]) == 0
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> ModelConfig:
+    return MODELS[request.param]
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_transformers_computes_the_same_logits(
+    tmp_path: Path, model: ModelConfig, tokens: torch.Tensor, tensor_parallel_size: int
+) -> None:
+    if model.num_key_value_heads % tensor_parallel_size:
+        pytest.skip("its groups of heads cannot be shared")
+    whole = whole_model(model)
+    save(whole, model, tmp_path / "ours", tensor_parallel_size=tensor_parallel_size)
+    convert("to-huggingface", tmp_path / "ours", tmp_path / "theirs")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
+    with torch.no_grad():
+        found = theirs(tokens).logits
+    expected = logits(whole, tokens)[..., : model.vocab_size]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path, model: ModelConfig) -> None:
+    """All but the rows that pad the vocabulary, which no token has."""
+    whole = whole_model(model)
+    save(whole, model, tmp_path / "ours")
+    convert("to-huggingface", tmp_path / "ours", tmp_path / "theirs")
+    convert("from-huggingface", tmp_path / "theirs", tmp_path / "back")
+    directory = tmp_path / "back" / (tmp_path / "back" / "latest").read_text()
+    info = CheckpointInfo.read(directory)
+    found = WholeModel(ModelConfig(**info.model)).load(directory).state_dict()
+    expected = whole.state_dict()
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        rows = model.vocab_size if weight.shape[0] == model.padded_vocab_size() else None
+        assert torch.equal(weight[:rows], expected[name][:rows]), name
+    described, ours = info.model, CheckpointInfo.read(tmp_path / "ours" / "global_step7").model
+    # A sequence may be as long as there are positions.
+    assert {name for name in ours if described[name] != ours[name]} <= {"seq_length"}
+
+
+def test_a_model_of_theirs_comes_back_bit_for_bit(tmp_path: Path, model: ModelConfig) -> None:
+    save(whole_model(model), model, tmp_path / "ours")
+    convert("to-huggingface", tmp_path / "ours", tmp_path / "first")
+    convert("from-huggingface", tmp_path / "first", tmp_path / "back")
+    convert("to-huggingface", tmp_path / "back", tmp_path / "second")
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+LLAMA_SETTINGS: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.mark.parametrize("shard_size", ["50GB", "40KB"], ids=["one_file", "several_files"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_transformers_saved_gives_its_logits_here(
+    tmp_path: Path, tokens: torch.Tensor, family: str, shard_size: str
+) -> None:
+    torch.manual_seed(0)
+    if family == "gpt2":
+        settings = transformers.GPT2Config(
+            vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2
+        )
+        theirs = transformers.GPT2LMHeadModel(settings).eval()
+    else:
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_SETTINGS)).eval()
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == (shard_size == "40KB")
+    convert("from-huggingface", tmp_path / "theirs", tmp_path / "ours")
+    directory = tmp_path / "ours" / "global_step0"
+    info = CheckpointInfo.read(directory)
+    whole = WholeModel(ModelConfig(**info.model)).load(directory).eval()
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    torch.testing.assert_close(logits(whole, tokens)[..., :300], expected, rtol=0, atol=TOLERANCE)
+
+
+def test_the_first_gpt2_was_published_without_prefix_and_with_masks(tmp_path: Path) -> None:
+    model = MODELS["gpt2"]
+    whole = whole_model(model)
+    save(whole, model, tmp_path / "ours")
+    convert("to-huggingface", tmp_path / "ours", tmp_path / "theirs")
+    path = tmp_path / "theirs" / "model.safetensors"
+    tensors = safetensors_torch.load_file(path)
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    old |= {"h.0.attn.bias": torch.ones(1, 1, 40, 40), "lm_head.weight": old["wte.weight"].clone()}
+    safetensors_torch.save_file(old, path)
+    convert("from-huggingface", tmp_path / "theirs", tmp_path / "back")
+    found = WholeModel(model).load(tmp_path / "back" / "global_step0").state_dict()
+    for name, weight in whole.state_dict().items():
+        rows = 257 if weight.shape[0] == 384 else None
+        assert torch.equal(found[name][:rows], weight[:rows])
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_weights_may_be_converted_to_another_type(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    model = MODELS["llama"]
+    whole = whole_model(model)
+    save(whole, model, tmp_path / "ours")
+    convert("to-huggingface", tmp_path / "ours", tmp_path / "theirs", "--dtype", name)
+    tensors = safetensors_torch.load_file(tmp_path / "theirs" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+    found = tensors["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(found, whole.state_dict()["layers.3.mlp.down.weight"].to(dtype))
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["dtype"] == str(dtype).split(".")[1]
+    convert("from-huggingface", tmp_path / "theirs", tmp_path / "back", "--dtype", "fp32")
+    back = WholeModel(model).load(tmp_path / "back" / "global_step0").state_dict()
+    assert torch.equal(back["layers.3.mlp.down.weight"], found.float())

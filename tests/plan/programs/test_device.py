@@ -1,0 +1,166 @@
+"""Deadlocks on devices: the model finds those of messages posted too early, and none in what lowering makes."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from deepspeed_ext.plan.dependencies import result
+from deepspeed_ext.plan.errors import ScheduleDeadlock
+from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.programs.device import Device, Drains, Events, check_programs, num_streams
+from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.programs.program import COMPUTES, RECEIVES, SENDS, Instruction, Program
+from deepspeed_ext.plan.programs.simulated_schedule import lowering_costs
+from deepspeed_ext.plan.schedules import SCHEDULES, fixed, rank_orders, schedule_named
+from deepspeed_ext.plan.simulate import simulate
+from tests.strategies import random_orders
+
+SMALL = [(p, m, s) for p in (2, 3, 4) for m in (1, 2, 4, 8) for s in (1, 2, 4, 8) if p * m * s <= 32]
+HOST_FREE = Device(host_waits=False)
+HOST_FREE_COLD = Device(host_waits=False, drains=Drains.NONE, warms_up=False)
+
+
+def pipeline(name: str, ranks: int, micro_batches: int, token_slices: int, model_chunks: int = 2) -> PipelineShape:
+    model_chunks = model_chunks if name == "interleaved" else 1
+    return PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
+
+
+def with_early_posts(programs: list[Program], shape: PipelineShape) -> list[Program]:
+    """Programs in which no message is held back: sent as its op ends, received one op ahead of its reader."""
+    return [Program(each.rank, tuple(_with_early_posts(each, shape)), each.num_buffers) for each in programs]
+
+
+def _with_early_posts(program: Program, shape: PipelineShape) -> list[Instruction]:
+    others = [step for step in program.instructions if step.kind not in SENDS and step.kind not in RECEIVES]
+    places = {result(op): place for place, op in enumerate(program.ops())}
+    receives = [step for step in program.instructions if step.kind in RECEIVES]
+    sends = {step.op: step for step in program.instructions if step.kind in SENDS}
+    steps, place = [], 0
+
+    def is_due(step: Instruction) -> bool:
+        # A channel keeps its order, so a receive is due when a later one of its channel is.
+        later = receives[receives.index(step) :]
+        return any(places[each.op] <= place + 1 for each in later if each.kind is step.kind)
+
+    for step in others:
+        if step.kind in COMPUTES:
+            due = list(filter(is_due, receives))
+            receives = [receive for receive in receives if receive not in due]
+            steps += [*due, step]
+            place += 1
+            if result(step.op) in sends:
+                steps.append(sends[result(step.op)])
+        else:
+            steps.append(step)
+    return steps
+
+
+def is_locked(programs: list[Program], shape: PipelineShape, device: Device) -> bool:
+    try:
+        check_programs(programs, shape, device)
+    except ScheduleDeadlock:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("device", "locked"),
+    [
+        # A drain anywhere on one rank; connections made in mid-step while ops block their hosts, or do not.
+        (Device(host_waits=False), {"gpipe": 33, "1f1b": 15, "zero-bubble": 15, "interleaved": 23}),
+        (Device(drains=Drains.NONE, warms_up=False), {"gpipe": 33, "1f1b": 15, "zero-bubble": 15, "interleaved": 21}),
+        (HOST_FREE_COLD, {"gpipe": 3, "1f1b": 3, "zero-bubble": 3, "interleaved": 3}),
+    ],
+    ids=["drain", "cold and blocking", "cold"],
+)
+def test_messages_posted_as_early_as_can_be_lock(device, locked):
+    found = dict.fromkeys(locked, 0)
+    for name in SCHEDULES:
+        for extents in SMALL:
+            shape = pipeline(name, *extents)
+            programs = with_early_posts(lower(schedule_named(name), shape), shape)
+            locks = is_locked(programs, shape, device)
+            found[name] += locks
+            # One micro-batch is the case that token slices exist for.
+            assert locks or extents[1] > 1 or device is HOST_FREE_COLD
+    assert found == locked
+
+
+def test_a_cold_connection_alone_locks_where_each_rank_first_receives():
+    shape = PipelineShape(num_stages=2, num_micro_batches=1)
+    programs = with_early_posts(lower(SCHEDULES["1f1b"], shape), shape)
+    check_programs(programs, shape, replace(HOST_FREE_COLD, warms_up=True))
+    message = r"rank 0 at 'receive gradient 0BI0\.0 @0' waits for the host of the other end"
+    with pytest.raises(ScheduleDeadlock, match=message):
+        check_programs(programs, shape, HOST_FREE_COLD)
+
+
+def test_a_drain_is_named_with_the_message_that_it_waits_for():
+    shape = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
+    programs = with_early_posts(lower(SCHEDULES["1f1b"], shape), shape)
+    message = (
+        r"if rank 0 waits at 'send activation 0F0\.1 @1' for its device to run empty: 'receive gradient 0BI0\.1 @1'"
+    )
+    with pytest.raises(ScheduleDeadlock, match=message):
+        check_programs(programs, shape)
+
+
+def test_one_hardware_queue_locks_what_several_do_not():
+    shape = PipelineShape(num_stages=4, num_micro_batches=2, num_token_slices=4, num_model_chunks=2)
+    programs = lower(SCHEDULES["interleaved"], shape)
+    check_programs(programs, shape, Device(hardware_queues=num_streams(shape)))
+    with pytest.raises(ScheduleDeadlock, match="7 streams share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32"):
+        check_programs(programs, shape, Device(hardware_queues=1))
+
+
+def drawn_pipelines():
+    """A few of the pipelines of `benchmarks.deadlock_proof`, which plays them all, and random orders."""
+    random = Random(22)
+    grid = [
+        (ranks, micro_batches, token_slices, model_chunks)
+        for ranks in range(2, 9)
+        for micro_batches in range(1, 9)
+        for token_slices in range(1, 9)
+        for model_chunks in range(1, 5)
+        if ranks * micro_batches * token_slices <= 64
+    ]
+    for ranks, micro_batches, token_slices, model_chunks in random.sample(grid, 30):
+        for name in ("gpipe", "interleaved") if model_chunks > 1 else SCHEDULES:
+            shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
+            yield name, rank_orders(schedule_named(name), shape), shape
+    for _ in range(40):
+        ranks, micro_batches, token_slices, model_chunks = (random.randint(1, most) for most in (5, 4, 4, 3))
+        placement = random.choice(list(Placement))
+        shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks, placement)
+        yield "random", random_orders(shape, random), shape
+
+
+def test_lowered_programs_end_on_any_device_or_the_setting_that_helps_is_named():
+    for name, orders, shape in drawn_pipelines():
+        programs = lower(fixed(orders), shape)
+        check_programs(programs, shape, Device(hardware_queues=32))
+        check_programs(programs, shape, Device(host_waits=False, warms_up=False))
+        try:
+            check_programs(programs, shape, Device(hardware_queues=1))
+        except ScheduleDeadlock as deadlock:
+            assert name in ("interleaved", "random")
+            assert str(deadlock).endswith("set CUDA_DEVICE_MAX_CONNECTIONS=32")
+
+
+def test_programs_of_a_first_step_end_though_all_ranks_drain_at_every_op():
+    locked = 0
+    for _, orders, shape in drawn_pipelines():
+        lower(fixed(orders), shape, under_ops=False)
+        locked += is_locked(lower(fixed(orders), shape), shape, Device(drains=Drains.ALL_RANKS))
+    assert locked > 10
+
+
+def test_the_model_takes_as_long_as_the_simulator_says():
+    shape = PipelineShape(num_stages=8, num_micro_batches=4, num_token_slices=4, num_model_chunks=2)
+    costs = lowering_costs(shape)
+    orders = rank_orders(SCHEDULES["interleaved"], shape)
+    programs = lower(fixed(orders), shape)
+    assert Events(programs, shape, HOST_FREE).makespan(costs) == simulate(orders, shape, costs).makespan
+    early = with_early_posts(programs, shape)
+    assert Events(early, shape, HOST_FREE).makespan(costs) == simulate(orders, shape, costs).makespan

@@ -1,0 +1,195 @@
+from dataclasses import replace
+
+import pytest
+
+from deepspeed_ext.plan.errors import ScheduleDeadlock
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.programs.device import check_programs
+from deepspeed_ext.plan.programs.lowering import check_lowering, lower
+from deepspeed_ext.plan.programs.program import Channel, InstructionKind, Program, channel_of, channels
+from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
+from deepspeed_ext.plan.schedules import (
+    backward_order,
+    fixed,
+    forward_order,
+    interleaved,
+    one_f_one_b,
+)
+
+SHAPE = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
+THERE_AND_BACK = PipelineShape(4, 1, 1, num_model_chunks=2, placement=Placement.V)
+
+
+def ops(text: str) -> list[Op]:
+    return [Op.parse(word) for word in text.split()]
+
+
+def texts(program) -> list[str]:
+    return [str(instruction) for instruction in program.instructions]
+
+
+def test_programs_by_hand():
+    first, last = lower(one_f_one_b, SHAPE)
+    assert texts(first) == [
+        "load 0F0.0",
+        "forward 0F0.0 @0",
+        "send activation 0F0.0 @0",
+        # Its sender may need this very forward: the receive is held back.
+        "forward 0F0.1 @1",
+        "send activation 0F0.1 @1",
+        "receive gradient 0BI0.1 @1",
+        "receive gradient 0BI0.0 @0",
+        "complete activation 0F0.0",
+        "complete activation 0F0.1",
+        "backward 0B0.1 @1",
+        "free 0F0.1 @1",
+        "backward 0B0.0 @0",
+        "reduce gradients 0B0.0",
+        "free 0F0.0 @0",
+    ]
+    assert texts(last) == [
+        "load 1F0.0",
+        "receive activation 1F0.0 @0",
+        "receive activation 1F0.1 @1",
+        "forward 1F0.0 @0",
+        "forward 1F0.1 @1",
+        "backward 1B0.1 @1",
+        "send gradient 1BI0.1 @1",
+        "free 1F0.1 @1",
+        "backward 1B0.0 @0",
+        "send gradient 1BI0.0 @0",
+        "reduce gradients 1B0.0",
+        "free 1F0.0 @0",
+        "complete gradient 1BI0.1",
+        "complete gradient 1BI0.0",
+    ]
+    assert (first.num_buffers, last.num_buffers) == (2, 2)
+
+
+def test_what_stays_on_a_rank_is_passed_on_and_weight_gradients_keep_the_buffer():
+    # Rank 1 owns the two stages in the middle: nothing travels between them.
+    orders = [ops("0F0 3F0 3B0 0B0"), ops("1F0 2F0 2BI0 2BW0 1B0")]
+    _, middle = lower(fixed(orders), THERE_AND_BACK)
+    assert texts(middle) == [
+        "receive activation 1F0.0 @0",
+        "forward 1F0.0 @0",
+        "pass activation 1F0.0 @0",
+        "forward 2F0.0 @1",
+        "send activation 2F0.0 @1",
+        "receive gradient 2BI0.0 @1",
+        "complete activation 2F0.0",
+        "input gradient 2BI0.0 @1",
+        "pass gradient 2BI0.0 @1",
+        "weight gradient 2BW0.0 @1",
+        "reduce gradients 2B0.0",
+        "free 2F0.0 @1",
+        "backward 1B0.0 @0",
+        "send gradient 1BI0.0 @0",
+        "reduce gradients 1B0.0",
+        "free 1F0.0 @0",
+        "complete gradient 1BI0.0",
+    ]
+
+
+def test_one_stage_sends_and_receives_nothing():
+    (program,) = lower(one_f_one_b, PipelineShape(1, 2, 2))
+    kinds = {instruction.kind for instruction in program.instructions}
+    assert kinds == {*map(InstructionKind, ("load", "forward", "backward", "reduce gradients", "free"))}
+
+
+def test_one_rank_of_several_stages_passes_everything_on():
+    (program,) = lower(interleaved, PipelineShape(2, 1, 1, num_model_chunks=2))
+    kinds = [instruction.kind.value for instruction in program.instructions]
+    forwards = ["load", "forward", "pass activation", "forward"]
+    assert kinds == [
+        *forwards,
+        *("backward", "pass gradient", "reduce gradients", "free", "backward", "reduce gradients", "free"),
+    ]
+
+
+def test_evaluation_lowers_too():
+    first, last = lower(forward_order, SHAPE)
+    assert texts(first)[4:7] == ["forward 0F0.1 @0", "send activation 0F0.1 @0", "free 0F0.1 @0"]
+    assert texts(last)[-2:] == ["forward 1F0.1 @1", "free 1F0.1 @1"]
+    assert (first.num_buffers, last.num_buffers) == (1, 2)
+
+
+def test_ranks_that_load_can_be_chosen():
+    programs = lower(one_f_one_b, PipelineShape(3, 2), loading_ranks=range(3))
+    loads = [[step.micro_batch for step in each.instructions if step.kind.value == "load"] for each in programs]
+    assert loads == [[0, 1]] * 3
+
+
+def test_channels_between_ranks():
+    assert channels(PipelineShape(2, 1)) == [Channel(0, 1, OpKind.FORWARD), Channel(1, 0, OpKind.INPUT_GRADIENT)]
+    assert {(source, target) for source, target, _ in channels(PipelineShape(4, 1, 1, 2))} == {(0, 1), (1, 0)}
+    assert len(channels(PipelineShape(4, 1, 1, 2))) == 4
+    assert len(channels(THERE_AND_BACK)) == 4
+    assert not channels(PipelineShape(3, 1, 1, 3))
+    assert channel_of(Op.parse("2F0"), THERE_AND_BACK).is_local
+    assert channel_of(Op.parse("0F0"), THERE_AND_BACK) is channel_of(Op.parse("0BW0"), THERE_AND_BACK) is None
+
+
+def test_a_schedule_that_deadlocks_is_refused():
+    def backward_first(shape, rank):
+        yield from backward_order(shape, rank)
+        yield from forward_order(shape, rank)
+
+    with pytest.raises(ScheduleDeadlock, match=r"rank 0 at 0B0\.1 waits for 0F0\.1"):
+        lower(backward_first, SHAPE)
+
+
+def test_messages_out_of_order_are_found():
+    first, last = lower(one_f_one_b, SHAPE)
+    steps = list(last.instructions)
+    steps[1], steps[2] = steps[2], steps[1]
+    message = r"rank 0 sends 0F0\.0, 0F0\.1 to rank 1, which receives 0F0\.1, 0F0\.0"
+    with pytest.raises(ScheduleDeadlock, match=message):
+        check_programs([first, replace(last, instructions=tuple(steps))], SHAPE)
+
+
+def test_a_message_that_nobody_sends_is_found():
+    first, last = lower(one_f_one_b, SHAPE)
+    silent = tuple(step for step in first.instructions if step.kind is not InstructionKind.SEND_ACTIVATION)
+    with pytest.raises(ScheduleDeadlock, match=r"rank 0 sends nothing to rank 1, which receives 0F0\.0, 0F0\.1"):
+        check_programs([replace(first, instructions=silent), last], SHAPE)
+
+
+def test_completions_that_wait_for_each_other_are_found():
+    shape = PipelineShape(num_stages=2, num_micro_batches=2)
+    first, last = (list(program.instructions) for program in lower(one_f_one_b, shape))
+
+    def move_behind(steps, moved, anchor):
+        (step,) = (step for step in steps if str(step).startswith(moved))
+        steps.remove(step)
+        steps.insert([str(step).startswith(anchor) for step in steps].index(True) + 1, step)
+
+    # Each rank now waits until the other has posted a receive, before it posts its own.
+    move_behind(first, "complete activation 0F1.0", "send activation 0F1.0")
+    move_behind(first, "receive gradient 0BI0.0", "complete activation 0F1.0")
+    move_behind(last, "complete gradient 1BI0.0", "send gradient 1BI0.0")
+    move_behind(last, "receive activation 1F1.0", "complete gradient 1BI0.0")
+    message = r"rank 0 at 'complete activation 0F1\.0' waits for the receive of 0F1\.0"
+    with pytest.raises(ScheduleDeadlock, match=message):
+        check_programs([Program(0, tuple(first), 2), Program(1, tuple(last), 2)], shape)
+
+
+def test_programs_that_wait_for_each_other_are_found():
+    first, last = lower(one_f_one_b, SHAPE)
+    without = tuple(step for step in first.instructions if step.kind is not InstructionKind.FORWARD)
+    with pytest.raises(ScheduleDeadlock, match=r"rank 0 at 'backward 0B0\.1 @\d' waits for 0F0\.1"):
+        check_programs([replace(first, instructions=without), last], SHAPE)
+
+
+def test_ops_of_a_program_name_their_stage():
+    _, last = lower(one_f_one_b, SHAPE)
+    assert next(last.ops()) == Op(OpKind.FORWARD, stage=1, micro_batch=0, token_slice=0)
+
+
+def test_what_was_proven_once_is_not_proven_again(monkeypatch):
+    played = SimulatedSchedule(one_f_one_b)
+    check_lowering(played, SHAPE)
+    monkeypatch.setattr(
+        "deepspeed_ext.plan.programs.lowering.lower_rank", lambda *_, **__: pytest.fail("lowered again")
+    )
+    check_lowering(SimulatedSchedule.of(played), SHAPE)

@@ -1,0 +1,156 @@
+"""Token slices and schedules that are found: better than those that are written down, and the same every time."""
+
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
+from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config import Config
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning.op_costs import op_costs
+from megatron_terapipe.planning.pipeline_plan import (
+    FoundSchedule,
+    check_schedule,
+    memory_of_1f1b,
+    pipeline_schedule,
+    with_found_token_slices,
+)
+
+REQUIRED = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 2048 --vocab-size 257 --micro-batch-size 1 "
+    "--train-iters 10 --lr 1e-3 --data-path corpus --pipeline-model-parallel-size 4 "
+)
+NUM_MICRO_BATCHES = 4
+
+
+def parse(words: str = "") -> Config:
+    return parse_arguments((REQUIRED + words).split())
+
+
+def makespan(config: Config) -> float:
+    shape = config.parallel.pipeline(NUM_MICRO_BATCHES)
+    return simulate(rank_orders(pipeline_schedule(config), shape), shape, op_costs(config)).makespan
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
+def test_found_token_slices_are_better_than_equal_and_balanced_ones(name: str) -> None:
+    words = f"--pipeline-schedule {name} --num-token-slices 6 --token-slices"
+    found = with_found_token_slices(parse(f"{words} auto"), NUM_MICRO_BATCHES)
+    assert len(found.token_slices()) == 6
+    assert all(length % 16 == 0 for length in found.token_slices().lengths)
+    for other in (parse(f"{words} balanced"), parse(f"--pipeline-schedule {name} --num-token-slices 6")):
+        assert makespan(found) < makespan(other)
+
+
+def test_without_a_number_the_best_one_is_found() -> None:
+    best = with_found_token_slices(parse("--token-slices auto"), NUM_MICRO_BATCHES)
+    count = best.parallel.num_token_slices
+    assert 1 < count < 128
+    for other in (1, 2, 2 * count):
+        given = with_found_token_slices(parse(f"--token-slices auto --num-token-slices {other}"), NUM_MICRO_BATCHES)
+        assert makespan(best) <= makespan(given)
+
+
+def test_the_answer_is_a_list_and_always_the_same() -> None:
+    words = "--token-slices auto --num-model-chunks 2 --num-token-slices 5"
+    first, second = (with_found_token_slices(parse(words), NUM_MICRO_BATCHES) for _ in range(2))
+    assert first == second
+    assert TokenSlices.parse(first.parallel.token_slices).covering(2048) == first.token_slices()
+    assert with_found_token_slices(first, NUM_MICRO_BATCHES) == first
+
+
+def test_ranks_that_share_tokens_get_multiples() -> None:
+    words = "--token-slices auto --num-token-slices 3 --tensor-model-parallel-size 4 --sequence-parallel"
+    config = with_found_token_slices(parse(f"{words} --seq-length 28 --max-position-embeddings 28"), NUM_MICRO_BATCHES)
+    assert sum(config.token_slices().lengths) == 28
+    assert all(length % 4 == 0 for length in config.token_slices().lengths)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--num-token-slices 9 --seq-length 8",
+            "--token-slices auto: 9 token slices of 8 tokens, each a multiple of 1: ",
+        ),
+    ],
+)
+def test_what_cannot_be_found_ends_in_one_line(words: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_found_token_slices(parse(f"--token-slices auto {words}"), NUM_MICRO_BATCHES)
+    assert str(caught.value).startswith(line)
+
+
+def test_a_file_is_for_one_number_of_token_slices(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0 0B0")
+    with pytest.raises(ConfigError, match=r"--token-slices auto does not go with --pipeline-schedule .*: give their"):
+        parse(f"--token-slices auto --pipeline-schedule {path}")
+
+
+@pytest.fixture(scope="module")
+def optimised() -> tuple[Config, FoundSchedule]:
+    # So long a sequence that attention makes the token slices uneven, for which no schedule by name is made.
+    model_chunks = "--num-model-chunks 2 --model-chunk-placement v"
+    config = parse(f"--pipeline-schedule optimised --num-token-slices 4 --seq-length 4096 {model_chunks}")
+    return config, pipeline_schedule(config)
+
+
+def test_a_found_schedule_is_better_than_those_by_name_in_the_memory_of_1f1b(
+    optimised: tuple[Config, FoundSchedule],
+) -> None:
+    config, schedule = optimised
+    shape = config.parallel.pipeline(NUM_MICRO_BATCHES)
+    check_schedule(schedule, config, [NUM_MICRO_BATCHES])
+    found = simulate(rank_orders(schedule, shape), shape, op_costs(config)).makespan
+    for others in ("1f1b", "zero-bubble", "interleaved --num-model-chunks 2"):
+        assert found < makespan(parse(f"--num-token-slices 4 --seq-length 4096 --pipeline-schedule {others}"))
+    assert max(schedule.found(shape).peak_activation) <= memory_of_1f1b(shape, config.token_slices()) + 1e-9
+
+
+def test_a_found_schedule_is_the_same_on_every_rank_and_found_once(optimised: tuple[Config, FoundSchedule]) -> None:
+    config, schedule = optimised
+    shape = config.parallel.pipeline(2)
+    elsewhere = pipeline_schedule(config)
+    assert rank_orders(schedule, shape) == rank_orders(elsewhere, shape)
+    assert schedule.found(shape) is schedule.found(shape)
+
+
+def test_a_memory_limit_is_kept() -> None:
+    config = parse("--pipeline-schedule optimised --num-token-slices 4 --schedule-memory-limit 1.25")
+    schedule = pipeline_schedule(config)
+    assert max(schedule.found(config.parallel.pipeline(NUM_MICRO_BATCHES)).peak_activation) <= 1.25
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_micro_batches", "expected"), [((4, 4, 4, 4), 8, 1.75), ((8, 4, 2, 2), 8, 1.875), ((4, 4), 1, 1.0)]
+)
+def test_the_memory_of_1f1b(lengths: tuple[int, ...], num_micro_batches: int, expected: float) -> None:
+    config = parse(f"--num-token-slices {len(lengths)}")
+    shape = config.parallel.pipeline(num_micro_batches)
+    assert memory_of_1f1b(shape, TokenSlices(lengths)) == pytest.approx(expected)
+    programs = lower(SCHEDULES["1f1b"], shape)
+    # As many token slices as 1f1b really keeps on the first rank.
+    assert programs[0].num_buffers == min(4 - 1 + len(lengths), num_micro_batches * len(lengths))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_stages_are_found_with_the_token_slices(schedule: str) -> None:
+    # The output layer of 32,000 words weighs as much as some ten of these layers.
+    words = (
+        f"--vocab-size 32000 --num-layers 32 --pipeline-schedule {schedule} --num-token-slices 4 --token-slices auto"
+    )
+    found = with_found_token_slices(parse(f"{words} --stage-partition auto"), NUM_MICRO_BATCHES)
+    bounds = found.parallel.stage_bounds()
+    assert bounds is not None and bounds.num_layers == 32
+    assert len(bounds.layers(3)) < len(bounds.layers(0))
+    assert makespan(found) < 0.9 * makespan(with_found_token_slices(parse(words), NUM_MICRO_BATCHES))
+
+
+def test_stages_alone_are_not_found() -> None:
+    with pytest.raises(ConfigError, match="--stage-partition auto is found together with the token slices: add"):
+        parse("--stage-partition auto")

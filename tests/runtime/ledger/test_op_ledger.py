@@ -1,0 +1,149 @@
+"""A rank's ledger says where the rank is, which on an accelerator is not where its host is."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.programs.program import RECEIVE, InstructionKind
+from deepspeed_ext.plan.schedules import gpipe
+from deepspeed_ext.runtime.ledger import op_ledger
+from deepspeed_ext.runtime.ledger.op_ledger import OpLedger, accelerator_mark
+
+PROGRAM = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))[1].instructions
+
+
+class Queue:
+    """An accelerator that works its queue off when it is told to."""
+
+    def __init__(self) -> None:
+        self.enqueued = self.worked_off = 0
+
+    def mark(self) -> Callable[[], bool]:
+        self.enqueued += 1
+        place = self.enqueued
+        return lambda: self.worked_off >= place
+
+
+def test_a_host_that_computes_by_itself_is_where_it_says() -> None:
+    ledger = OpLedger(1)
+    assert ledger.position().doing == "" and ledger.position().total == 0
+    ledger.begin("train step 1", PROGRAM)
+    ledger.done()
+    with ledger.waiting_for(0):
+        position = ledger.position()
+        assert (position.done, position.waits_for, position.doing) == (1, 0, str(PROGRAM[1]))
+    assert ledger.position().waits_for is None
+    assert ledger.position().total == len(PROGRAM)
+
+
+def test_an_accelerator_is_where_its_queue_is() -> None:
+    queue, arrived = Queue(), []
+    ledger = OpLedger(1, queue.mark)
+    ledger.begin("train step 1", PROGRAM)
+    while PROGRAM[ledger._said.done].kind is not InstructionKind.FORWARD:
+        ledger.done()  # to load and to post takes the accelerator no time
+    first = ledger._said.done
+    with ledger.waiting_for(0, over=lambda: bool(arrived)):
+        pass
+    for _ in range(4):
+        ledger.done()  # both forwards, a backward, and the post of what it sends
+    found = []
+    for place, has_come in ((0, False), (1, False), (1, True), (2, True), (3, True), (4, True)):
+        queue.worked_off = place
+        arrived[:] = [True] * has_come
+        position = ledger.position()
+        found.append((position.batch, position.done, position.waits_for))
+    step = "train step 1"
+    assert found == [
+        ("no batch yet", 0, None), (step, first, 0), (step, first, None),
+        (step, first + 1, None), (step, first + 2, None), (step, first + 4, None),
+    ]  # fmt: skip
+
+
+def test_a_program_takes_one_event_for_each_op_and_one_to_begin() -> None:
+    queue = Queue()
+    ledger = OpLedger(1, queue.mark)
+    ledger.begin("train step 1", PROGRAM)
+    for instruction in PROGRAM:
+        if instruction.kind in RECEIVE.values():
+            with ledger.waiting_for(0, over=lambda: True):
+                pass
+        ledger.done()
+    assert queue.enqueued == 1 + 4  # two token slices, there and back
+
+
+def test_a_wait_that_cannot_tell_is_marked() -> None:
+    queue = Queue()
+    ledger = OpLedger(1, queue.mark)
+    with ledger.waiting_for(0):
+        pass
+    assert ledger.position().waits_for == 0
+    queue.worked_off = queue.enqueued
+    assert ledger.position().waits_for is None
+
+
+def test_a_queue_worked_off_is_not_kept() -> None:
+    queue = Queue()
+    ledger = OpLedger(1, queue.mark)
+    for _ in range(3):
+        ledger.begin("train step 1", PROGRAM)
+        for _ in PROGRAM:
+            ledger.done()
+        queue.worked_off = queue.enqueued
+    ledger.done()
+    assert len(ledger._ahead) == 0
+
+
+def test_events_serve_again_once_they_were_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.recorded = 0
+            made.append(self)
+
+        def record(self) -> None:
+            self.recorded += 1
+
+        def query(self) -> bool:
+            return True
+
+    accelerator = SimpleNamespace(is_synchronized_device=lambda: False, Event=Event)
+    monkeypatch.setattr(op_ledger, "get_accelerator", lambda: accelerator)
+    ledger = OpLedger(1, accelerator_mark())
+    for _ in range(3):
+        ledger.begin("train step 1", PROGRAM)
+        for _ in PROGRAM:
+            ledger.done()
+    assert [event.recorded for event in made] == [3 * (1 + 4)]
+
+
+def test_a_wait_that_failed_stays_until_the_next_batch() -> None:
+    ledger = OpLedger(1)
+    ledger.begin("train step 1", PROGRAM)
+    with pytest.raises(RuntimeError), ledger.waiting_for(0):
+        raise RuntimeError("the other end is gone")
+    assert ledger.position().waits_for == 0
+    ledger.begin("eval step 1", PROGRAM)
+    assert ledger.position().waits_for is None
+
+
+def test_the_file_says_what_the_accelerator_has_done(tmp_path: Path) -> None:
+    queue = Queue()
+    ledger = OpLedger(1, queue.mark)
+    ledger.begin("train step 1", PROGRAM)
+    for _ in PROGRAM:
+        ledger.done()
+    # Begun, and one forward done; to load and to post before it took the accelerator no time.
+    done = [each.kind for each in PROGRAM].index(InstructionKind.FORWARD) + 1
+    queue.worked_off = 2
+    fields = json.loads(ledger.write(tmp_path, "rank 0 is behind").read_text())
+    assert fields["done"] == [str(each) for each in PROGRAM[:done]]
+    assert fields["done"] + fields["to_do"] == [str(each) for each in PROGRAM]
+    assert fields["waiting"]["instruction"] == PROGRAM[done].kind.value

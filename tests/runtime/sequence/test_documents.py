@@ -1,0 +1,152 @@
+"""Attention and positions of documents that share a sequence."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.attention_kernels import Attended, PlainAttention, Runs
+from deepspeed_ext.runtime.sequence import sequence_state
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from tests.strategies import cuts
+
+HEADS, GROUPS, SIZE = 4, 2, 8
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> tuple[TokenSlices, tuple[tuple[int, ...], ...]]:
+    """A cut into token slices, and where the documents of two rows begin."""
+    cut = draw(cuts(max_token_slices=4, max_length=8))
+    begins = st.sets(st.integers(1, cut.seq_length)).map(
+        lambda found: (0, *sorted(start for start in found if start < cut.seq_length))
+    )
+    return cut, (draw(begins), draw(begins))
+
+
+def one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts) -> torch.Tensor:
+    """Torch's own attention, a document at a time."""
+    rows = []
+    for row, begins in enumerate(starts):
+        parts = []
+        for start, end in zip(begins, (*begins[1:], query.shape[1]), strict=True):
+            heads = (each[row : row + 1, start:end].transpose(1, 2) for each in (query, key, value))
+            parts.append(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2))
+        rows.append(torch.cat(parts, dim=1))
+    return torch.cat(rows)
+
+
+class RunsWrittenOut:
+    """Does what flash attention does with runs of tokens, and knows of them what it is given alone."""
+
+    def pieces(self, query: torch.Tensor, key: torch.Tensor, runs: Runs) -> Iterator[tuple[slice, slice]]:
+        queries, keys = runs.queries.tolist(), runs.keys.tolist()
+        assert runs.queries.dtype == runs.keys.dtype == torch.int32
+        assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
+        lengths = [[end - start for start, end in pairwise(each)] for each in (queries, keys)]
+        assert (runs.longest_queries, runs.longest_keys) == tuple(map(max, lengths))
+        assert min(lengths[0]) > 0
+        for here, there in zip(pairwise(queries), pairwise(keys), strict=True):
+            yield slice(*here), slice(*there)
+
+    def forward(self, query, key, value, runs: Runs, scale: float):
+        parts = [
+            PlainAttention().forward(query[None, here], key[None, there], value[None, there], scale)
+            for here, there in self.pieces(query, key, runs)
+        ]
+        return torch.cat([each.output[0] for each in parts]), torch.cat([each.log_sum_exp[0] for each in parts], dim=1)
+
+    def backward(self, output_gradient, query, key, value, output, log_sum_exp, runs: Runs, scale: float):
+        found = []
+        for here, there in self.pieces(query, key, runs):
+            attended = Attended(output[None, here], log_sum_exp[None, :, here])
+            given = (output_gradient[None, here], query[None, here], key[None, there], value[None, there], attended)
+            gradients = PlainAttention().backward(*given, scale)
+            keys, values = (torch.cat(both, dim=1)[0] for both in zip(gradients.prefix, gradients.own, strict=True))
+            found.append((gradients.query[0], keys, values))
+        return tuple(map(torch.cat, zip(*found, strict=True)))
+
+
+@given(case=packed(), way=st.sampled_from(["piece by piece", "dropped", "at once"]))
+def test_every_document_attends_as_if_alone(case, way: str) -> None:
+    """Forward and every gradient, whatever the cut; dropout written out on one side goes through the same masks."""
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "at once":
+            patch.setattr(sequence_state, "kernel_of_runs_for", lambda query: RunsWrittenOut())
+        attends_as_if_alone(*case, dropped=way == "dropped")
+
+
+def attends_as_if_alone(cut: TokenSlices, starts: tuple[tuple[int, ...], ...], *, dropped: bool) -> None:
+    torch.manual_seed(0)
+    shapes = [(2, cut.seq_length, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
+    tensors = [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in shapes]
+    weight = torch.randn(2, cut.seq_length, HEADS, SIZE, dtype=torch.double)
+    dropout = 0.3 if dropped else 0.0
+
+    def through(state: SequenceState) -> list[torch.Tensor]:
+        outputs = [
+            state.past(0, number).attend(*(each[:, start:end] for each in tensors), dropout=dropout)
+            for number, (start, end) in enumerate(state.token_slices.bounds())
+        ]
+        for output, (start, end) in reversed(list(zip(outputs, state.token_slices.bounds(), strict=True))):
+            (output * weight[:, start:end]).sum().backward()
+        found = [torch.cat(outputs, dim=1).detach(), *(each.grad for each in tensors)]
+        for each in tensors:
+            each.grad = None
+        return found
+
+    documents = Documents(starts)
+    found = through(SequenceState(cut, sequences=(4, 7), documents=documents))
+    if dropped:
+        expected = through(SequenceState(TokenSlices((cut.seq_length,)), sequences=(4, 7), documents=documents))
+    else:
+        output = one_by_one(*tensors, starts)
+        expected = [output.detach(), *torch.autograd.grad((output * weight).sum(), tensors)]
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_positions_restart_with_each_document() -> None:
+    documents = Documents(((0, 3, 4), (0,)))
+    state = SequenceState(TokenSlices((5, 3)), documents=documents)
+    assert state.past(0, 0).positions(5).tolist() == [[0, 1, 2, 0, 0], [0, 1, 2, 3, 4]]
+    assert state.past(0, 1).positions(3).tolist() == [[1, 2, 3], [5, 6, 7]]
+
+
+def test_positions_count_on_where_only_attention_is_apart() -> None:
+    state = SequenceState(TokenSlices((5, 3)), documents=Documents(((0, 3),), positions_restart=False))
+    assert state.past(0, 1).positions(3).tolist() == [[5, 6, 7]]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_first_token_of_a_document_sees_others_only_if_it_may(apart: bool) -> None:
+    state = SequenceState(TokenSlices((4,)), documents=Documents(((0, 2),), attend_apart=apart))
+    heads = torch.randn(1, 4, 2, SIZE)
+    output = state.past(0, 0).attend(heads, heads, heads)
+    assert torch.allclose(output[:, 2], heads[:, 2], atol=1e-6) is apart
+
+
+def test_what_all_token_slices_see_is_made_at_once() -> None:
+    """As on the way to a device; the meta device stands in for one."""
+    documents = Documents(((0, 3, 4), (0,)))
+    meta, host = torch.device("meta"), torch.device("cpu")
+    prepared = documents.on(meta, TokenSlices((5, 3)))
+    assert documents.on(host, TokenSlices((5, 3))).seen_from == {}
+    assert prepared.seen_from.keys() == {0, 5}
+    for start, end in ((0, 5), (5, 8)):
+        seen = documents.seen(start, end, host)
+        assert prepared.seen(start, end, meta) is prepared.seen_from[start]
+        for (first_key, runs), row in zip(prepared.seen_from[start], seen, strict=True):
+            assert (first_key, *runs[2:]) == (row.first_key, *row.runs[2:])
+            assert [each.shape for each in runs[:2]] == [each.shape for each in row.runs[:2]]
+    assert [
+        (row.first_key, row.runs.queries.tolist(), row.runs.keys.tolist()) for row in documents.seen(2, 6, host)
+    ] == [
+        (0, [0, 1, 2, 4], [0, 3, 4, 6]),
+        (0, [0, 4], [0, 6]),
+    ]

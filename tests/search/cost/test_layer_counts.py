@@ -1,0 +1,55 @@
+"""Parameters of pipeline ranks: a tied embedding is there once on a rank, and is known to be shared by two."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_terapipe.search.cost.layer_counts import LayerCounter
+from megatron_terapipe.search.inputs.workload import Workload
+from tests.search.cost.machines import GPT
+
+EMBEDDING = GPT.layers[0].shared_parameters
+
+
+def held(num_stages: int, num_ranks: int, tensor: int = 1, workload: Workload = GPT) -> tuple[list[float], list[float]]:
+    counts = LayerCounter(workload).count(workload.partition("uniform", num_stages), num_ranks, tensor)
+    return counts.parameters.tolist(), counts.shared_parameters.tolist()
+
+
+@pytest.mark.parametrize("model_chunks", [1, 2])
+def test_one_rank_holds_every_parameter_once(model_chunks: int) -> None:
+    assert GPT.layers[0].shared_weight is not None
+    total, shared = held(model_chunks, 1)
+    assert total == [GPT.parameters]
+    assert shared == [0.0]
+
+
+def test_both_ends_of_a_pipeline_hold_the_embedding() -> None:
+    total, shared = held(8, 4)
+    assert sum(total) == GPT.parameters + EMBEDDING
+    assert shared == [EMBEDDING, 0.0, 0.0, EMBEDDING]
+
+
+def test_tensor_parallel_ranks_divide_it() -> None:
+    total, shared = held(2, 2, tensor=4)
+    assert shared == [EMBEDDING / 4] * 2
+    assert sum(total) < (GPT.parameters + EMBEDDING) / 4 * 1.01
+
+
+def test_an_untied_head_is_its_own() -> None:
+    layers = tuple(replace(layer, shared_weight=None, shared_parameters=0) for layer in GPT.layers)
+    total, shared = held(1, 1, workload=replace(GPT, layers=layers))
+    assert total == [GPT.parameters + EMBEDDING]
+    assert shared == [0.0]
+
+
+def test_layers_are_counted_by_kind() -> None:
+    counter = LayerCounter(GPT)
+    counts = counter.count(GPT.partition("uniform", 8), 4, 1)
+    assert counts.per_stage.sum() == counts.per_rank.sum() == len(GPT.layers)
+    for stage, layers in enumerate(GPT.stages(GPT.partition("uniform", 8))):
+        kinds = [GPT.layers[index] for index in layers]
+        expected = [sum(each is kind for each in kinds) for kind in counter.kinds]
+        assert counts.per_stage[stage].tolist() == expected
+        if stage < 7:
+            assert counts.last_layers[stage] == layers[-1]
