@@ -25,7 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "trial": "run the best strategies, record them, and calibrate",
     }
 )
-"""Every command, and what it is for. Each is a module of this package of the same name."""
+"""Every command, and what it is for. Each is a module of the package `command`, of the same name."""
 
 EPILOG = """
 examples:
@@ -46,7 +46,7 @@ class Command(Protocol):
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """Find the command that words name, read its flags, and run it.
+    """Run the command that words name, and return its exit code.
 
     Args:
         argv: words behind the name of the program.

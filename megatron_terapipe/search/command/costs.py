@@ -1,4 +1,4 @@
-"""What prices strategies, as the flags of `inputs.add_cost_flags` say: data sheets, a profile, trials."""
+"""Sources of prices that flags name: data sheets, a profile, trials."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -41,18 +41,18 @@ class TablesByDevice:
 
     @property
     def includes_collectives(self) -> bool:
-        """Reductions are priced elsewhere, by the links that they cross."""
+        """Whether times include collectives: they do not, links price them."""
         return False
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
-        """Times of one layer; see `OpTimes`."""
+        """Return the times of one layer; see `OpTimes`."""
         return self.by_name[query.device.name](query)
 
 
 def tables_of(
     cluster: Cluster, precision: str, efficiency: HardwareEfficiency | None
 ) -> tuple[TablesByDevice, tuple[str, ...]]:
-    """Read the tables of all devices of a cluster; kinds without any keep the formulas, and a note says so.
+    """Return the tables of all devices of a cluster, and a note for each kind without one, which keeps the formulas.
 
     Args:
         cluster: whose devices.
@@ -79,7 +79,7 @@ def tables_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Where prices come from.
+    """The sources of prices.
 
     Attributes:
         workload: what is trained.
@@ -98,7 +98,7 @@ class Costs:
     tables: TablesByDevice | None = None
 
     def pricing_on(self, cluster: Cluster) -> Pricing:
-        """Prices strategies on a cluster, or on its nodes in another order. Its prices have no intervals."""
+        """Return what prices strategies on a cluster, or on its nodes in another order, without intervals."""
         return Pricing(
             self.workload,
             cluster,
@@ -109,7 +109,7 @@ class Costs:
         )
 
     def with_interval(self, strategy: Strategy, prediction: Prediction, pricing: Pricing) -> Prediction:
-        """A price with its interval, which costs as much as pricing a few hundred strategies in closed form.
+        """Return a price with its interval; it takes as long as pricing a few hundred strategies in closed form.
 
         Args:
             strategy: what was priced.
@@ -125,7 +125,7 @@ class Costs:
         )
 
     def calibrated_on(self, trials: Sequence[Trial]) -> "Costs":
-        """The same with what trials of this cluster say, as `--calibrate` takes it.
+        """Return these sources with constants fitted to trials of this cluster, as `--calibrate` does it.
 
         Raises:
             ConfigError: if there is a profile that covers none of them.
@@ -154,7 +154,13 @@ class Costs:
 
 
 def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, precision: str) -> Costs:
-    """Read the profile and the trials that the flags name.
+    """Return the sources that the flags name; their files are read.
+
+    Args:
+        options: with the flags of `add_cost_flags`.
+        workload: the model.
+        cluster: its devices.
+        precision: of matrix products.
 
     Raises:
         ConfigError: if a file cannot be read, or says nothing of this cluster.
@@ -189,7 +195,7 @@ def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, 
 
 
 def _in_words(factors: ProfileFactors | None) -> str:
-    """What was found on a profile."""
+    """Return the factors on a profile in words."""
     if factors is None:
         return ""
     return (

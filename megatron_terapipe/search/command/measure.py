@@ -110,7 +110,7 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def summary(profile: "Profile") -> Iterable[str]:
-    """What was measured, in a few lines."""
+    """Return what was measured, in a few lines."""
     from megatron_terapipe.search.op_times.profile import shape_in_words
     from megatron_terapipe.search.op_times.profile_efficiency import message_line
 
@@ -137,7 +137,7 @@ def summary(profile: "Profile") -> Iterable[str]:
 
 
 def _sizes(num_processes: int, model: "ModelConfig") -> tuple[int, ...]:
-    """Powers of two that are worth measuring and that the model can be shared by."""
+    """Return the powers of two that are worth measuring and that divide the model."""
     counts = [model.num_attention_heads]
     counts += [number for block in model.blocks for number in (block.num_key_value_heads, block.ffn_hidden_size)]
     sizes = (1, 2, 4, 8)

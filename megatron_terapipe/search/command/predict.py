@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Price every strategy, and print them in the order of their rank; the JSON has the order of the file."""
+    """Price every strategy, print them in the order of their rank, and return 0; the JSON has the order of the file."""
     if options.global_batch_size is not None and options.global_batch_size < 1:
         raise ConfigError(f"--global-batch-size {options.global_batch_size} is not a whole number from 1: give one")
     strategies = [_with_batch(strategy, options.global_batch_size) for strategy in read_strategies(options.strategies)]
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _with_batch(strategy: Strategy, global_batch_size: int | None) -> Strategy:
-    """The strategy with the batch that a flag says, where it says none itself and can deal that one."""
+    """Return the strategy with the batch of a flag, if it has none itself and that one can be dealt evenly."""
     if strategy.global_batch_size is not None or global_batch_size is None:
         return strategy
     if global_batch_size % (strategy.micro_batch_size * strategy.data_parallel_size):

@@ -49,7 +49,7 @@ from megatron_terapipe.strategy import Strategy
 
 
 def explain_space(result: SearchResult) -> list[str]:
-    """How many strategies each rule rejected."""
+    """Return lines that say how many strategies each rule rejected."""
     rows = [(name, f"{number:,}") for name, number in result.counts.lines()]
     wide = max(len(name) for name, _ in rows)
     lines = [f"{name:<{wide}}  {number:>14}" for name, number in rows]
@@ -58,7 +58,7 @@ def explain_space(result: SearchResult) -> list[str]:
 
 
 def explain_strategy(strategy: Strategy, problem: SearchProblem, result: SearchResult, costs: Costs) -> list[str]:
-    """Why a strategy did not win.
+    """Return lines that say why a strategy did not win.
 
     Args:
         strategy: which; without a global batch size it takes the problem's.
@@ -95,16 +95,16 @@ def _peak(prediction: Prediction) -> str:
 
 
 CANDIDATES = 100
-"""Best strategies among which trials are chosen: those far behind would teach what nobody asks."""
+"""Best strategies among which trials are chosen; trials of much slower ones would say little about the winner."""
 
 NUM_TRIALS = 8
-"""How many are proposed; as many as `benchmarks.few_trials` held against chosen at random."""
+"""Trials that are proposed; as many as `benchmarks.few_trials` compares with trials chosen at random."""
 
 
 def write_proposals(
     path: str, problem: SearchProblem, choices: Choices, costs: Costs, progress: ProgressCallback | None
 ) -> str:
-    """Choose trials, write them a line each as `trial --strategies` reads them, and say so.
+    """Choose trials, and write them a line each, as `trial --strategies` reads them.
 
     Args:
         path: of the file.
@@ -223,7 +223,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Search, and print what was found."""
+    """Search, print what was found, and return the exit code: 1 if no strategy can run."""
     _check(options)
     workload = model_of(options)
     cluster, notes = cluster_of(options)
@@ -269,7 +269,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def with_intervals(entries: Sequence[Ranked], costs: Costs, cluster: Cluster) -> list[Ranked]:
-    """The same with the interval of every price."""
+    """Return the entries with the interval of every price.
+
+    Args:
+        entries: strategies, with their prices.
+        costs: what priced them.
+        cluster: the cluster, in the order of its hostfile.
+    """
     pricing = costs.pricing_on(cluster)
     return [
         replace(entry, prediction=costs.with_interval(entry.strategy, entry.prediction, pricing))
@@ -280,7 +286,7 @@ def with_intervals(entries: Sequence[Ranked], costs: Costs, cluster: Cluster) ->
 
 
 def how_sure(result: SearchResult) -> list[str]:
-    """Whether something that was left out could win."""
+    """Return a note that says whether a strategy that was not simulated could win; empty if nothing was found."""
     if not result.entries:
         return []
     counted = f"{result.counts.priced:,} strategies priced in closed form, {result.counts.simulated} simulated"

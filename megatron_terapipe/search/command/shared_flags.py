@@ -1,4 +1,4 @@
-"""Flags that several commands have, and what they name: the model, the cluster, where costs come from, strategies."""
+"""Flags that several commands have, and the model, cluster, constraints and strategies that they name."""
 
 import argparse
 import json
@@ -63,7 +63,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what costs are made of."""
+    """Add the flags that name the sources of costs."""
     group = parser.add_argument_group("costs")
     group.add_argument(
         "--precision",
@@ -114,7 +114,7 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def model_of(options: argparse.Namespace) -> Workload:
-    """Read the model that the flags name."""
+    """Return the model that the flags name."""
     changes: dict[str, Any] = {name: value for name in CHANGES if (value := getattr(options, name, None)) is not None}
     if options.model == FLAGS_ALONE:
         return parse_workload({}, "MODEL -", changes)
@@ -122,12 +122,17 @@ def model_of(options: argparse.Namespace) -> Workload:
 
 
 def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
-    """Read the cluster that the flags name, and what had to be assumed of it."""
+    """Return the cluster that the flags name, and notes on what had to be assumed of it."""
     return read_cluster_with_notes(options.cluster, device=options.device)
 
 
 def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
-    """The precision that was asked for, or the one that all devices can do best."""
+    """Return the precision that was asked for, or the best one that all devices have.
+
+    Args:
+        options: with the flags of `add_cost_flags`.
+        cluster: the devices.
+    """
     if options.precision is not None:
         return str(options.precision)
     devices = {node.device for node in cluster.nodes}
@@ -138,7 +143,7 @@ def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
 
 @contextmanager
 def progress_bar(wanted: bool | None = None) -> "Iterator[ProgressCallback | None]":
-    """Give what shows the progress of a search; None where nobody would see it.
+    """Yield a callback that shows the progress of a search; None if nobody would see it.
 
     Args:
         wanted: whether to show it; None = if standard error is a terminal.
@@ -204,7 +209,7 @@ def read_strategies(path: str) -> list[Strategy]:
 
 
 def _whole(text: str) -> object:
-    """The document, if the text is one over several lines; None if it is a document a line."""
+    """Return the JSON document that the text is over several lines; None if it has a document on each line."""
     if text.lstrip()[:1] not in ("{", "[") or len(text.strip().splitlines()) == 1:
         return None
     try:

@@ -72,7 +72,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run, record, calibrate, compare."""
+    """Run and record trials, calibrate on them, compare, and return the exit code: 1 if nothing was measured."""
     _check(options)
     import shlex
 
@@ -127,7 +127,7 @@ def _check(options: argparse.Namespace) -> None:
 def _strategies(
     options: argparse.Namespace, workload: "Workload", cluster: "Cluster", costs: "Costs", precision: str
 ) -> "list[Strategy]":
-    """What to run, the most promising first."""
+    """Return the strategies to run, the most promising first."""
     from dataclasses import replace
 
     from megatron_terapipe.planning.planned_run import check_trainable
@@ -220,7 +220,7 @@ def _beside(pricing: "Pricing", trial: "Trial") -> str:
 
 
 def _figures(pricing: "Pricing", trials: "Sequence[Trial]") -> str:
-    """Mean error, rank correlation, and how much slower than the best the one is that was predicted best."""
+    """Return the mean error, the rank correlation and the top-1 regret in words."""
     import numpy as np
 
     from megatron_terapipe.search.trials import scores

@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read, predict, compare."""
+    """Predict trials, compare, and return 0."""
     _check(options)
     from rich.console import Console
 
@@ -119,7 +119,7 @@ def _predicted(
 
 
 def _in_sample(trials: "Sequence[Trial]", calibrating: "Sequence[Trial]") -> int:
-    """How many trials are among those that constants were fitted to, whichever file they are read from."""
+    """Return how many trials are among those that constants were fitted to, in whichever file they are."""
 
     def key(one: "Trial") -> tuple[Any, ...]:
         return one.source, one.group, one.workload.name, str(one.strategy), one.iteration_time_s, one.peak_memory_bytes
