@@ -20,155 +20,99 @@ class Tried(Enum):
     COUNTS_OF_TOKEN_SLICES = auto()
 
 
+@dataclass(frozen=True)
 class Kind:
-    """Type of a dimension: how its values are checked, read from a flag, and compared.
+    """Type of a dimension.
 
     Attributes:
+        check: called with the name of the dimension and a value of a strategy; raises a `ConfigError` if the value is
+            not of this type.
+        parse: called with the text of a flag, the flag, and the values that may be asked for (empty = all); returns
+            the values that the text lists, each once, or raises a `ConfigError`.
         is_text: whether columns of it are aligned to the left.
     """
 
-    is_text = True
-
-    def check(self, name: str, value: object) -> None:
-        """Check a value of a strategy.
-
-        Args:
-            name: name of the dimension.
-            value: what a strategy has there.
-
-        Raises:
-            ConfigError: if it is not of this type.
-        """
-
-    def parse(self, text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the values that a flag of the search lists, each once.
-
-        Args:
-            text: value of the flag, with commas between values.
-            flag: the flag.
-            allowed: values that may be asked for; empty = all of this type.
-
-        Raises:
-            ConfigError: if a value is not of this type or not allowed.
-        """
-        raise NotImplementedError
-
-    def tie_key(self, value: Any) -> Any:
-        """Return what orders values among strategies that cost the same, smallest first."""
-        return value
+    check: Callable[[str, object], None]
+    parse: Callable[[str, str, Sequence[Any]], tuple[Any, ...]]
+    is_text: bool = True
 
 
-@dataclass(frozen=True)
-class Whole(Kind):
-    """A whole number.
+def whole(least: int = 1, *, optional: bool = False) -> Kind:
+    """Return the type of whole numbers.
 
-    Attributes:
+    Args:
         least: smallest value.
-        optional: whether it may be None.
+        optional: whether None is a value, too.
     """
 
-    least: int = 1
-    optional: bool = False
-    is_text = False
+    def check(name: str, value: object) -> None:
+        if not (optional and value is None):
+            _check_whole(name, value, least)
 
-    def check(self, name: str, value: object) -> None:
-        """See `Kind`."""
-        if not (self.optional and value is None):
-            _check_whole(name, value, self.least)
-
-    def parse(self, text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
-        """See `Kind`."""
+    def parse(text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
         values, most = _numbers(text), max(allowed, default=None)
-        if not values or min(values) < self.least or (most is not None and max(values) > most):
-            if len(allowed) == 1:
-                raise ConfigError(f"{flag} {text} is not {most}, the only value that can be priced: write {most}")
-            upto = f"from {self.least}" if most is None else f"from {self.least} to {most}"
-            raise ConfigError(
-                f"{flag} {text} is not whole numbers {upto} with commas between them: "
-                f"write {self.least},{self.least + 1}"
-            )
-        return tuple(dict.fromkeys(values))
+        if values and min(values) >= least and (most is None or max(values) <= most):
+            return tuple(dict.fromkeys(values))
+        if len(allowed) == 1:
+            raise ConfigError(f"{flag} {text} is not {most}, the only value that can be priced: write {most}")
+        upto = f"from {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(
+            f"{flag} {text} is not whole numbers {upto} with commas between them: write {least},{least + 1}"
+        )
 
-    def tie_key(self, value: Any) -> Any:
-        """See `Kind`."""
-        return value or 0
+    return Kind(check, parse, is_text=False)
 
 
-@dataclass(frozen=True)
-class Switch(Kind):
-    """On or off."""
+def switch() -> Kind:
+    """Return the type of what is on or off."""
 
-    is_text = False
-
-    def check(self, name: str, value: object) -> None:
-        """See `Kind`."""
+    def check(name: str, value: object) -> None:
         if not isinstance(value, bool):
             raise ConfigError(f"strategy: {name} {json.dumps(value)} is not true or false: write one")
 
-    def parse(self, text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
-        """See `Kind`."""
+    def parse(text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(value == "on" for value in _words(text, flag, ("off", "on")))
 
+    return Kind(check, parse, is_text=False)
 
-@dataclass(frozen=True)
-class Word(Kind):
-    """A name."""
 
-    def check(self, name: str, value: object) -> None:
-        """See `Kind`."""
+def word() -> Kind:
+    """Return the type of names."""
+
+    def check(name: str, value: object) -> None:
         if not isinstance(value, str):
             raise ConfigError(f"strategy: {name} {json.dumps(value)} is not a name: write one")
 
-    def parse(self, text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
-        """See `Kind`."""
-        return _words(text, flag, allowed)
+    return Kind(check, _words)
 
 
-@dataclass(frozen=True)
-class WholeList(Kind):
-    """A list of whole numbers, or None.
+def whole_list(least: int) -> Kind:
+    """Return the type of lists of whole numbers from `least`, or None; a flag gives one list."""
 
-    Attributes:
-        least: smallest number.
-    """
-
-    least: int
-
-    def check(self, name: str, value: object) -> None:
-        """See `Kind`."""
+    def check(name: str, value: object) -> None:
         if value is not None:
-            _check_list(name, value, self.least)
+            _check_list(name, value, least)
 
-    def parse(self, text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the numbers of the one list that a flag gives; see `Kind`."""
+    def parse(text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
         values = _numbers(text)
-        if not values or min(values) < self.least:
+        if not values or min(values) < least:
             raise ConfigError(f"{flag} {text} is not lengths with commas between them: write 704,688,656")
         return values
 
-    def tie_key(self, value: Any) -> Any:
-        """See `Kind`."""
-        return value or ()
+    return Kind(check, parse)
 
 
-@dataclass(frozen=True)
-class WordOrBounds(Kind):
-    """A rule by its name, or the bounds of stages that it would give."""
+def word_or_bounds() -> Kind:
+    """Return the type of rules for stages: their names, or the bounds of stages; a flag gives names or one list."""
 
-    def check(self, name: str, value: object) -> None:
-        """See `Kind`."""
+    def check(name: str, value: object) -> None:
         if not isinstance(value, str):
             _check_list(name, value, 0)
 
-    def parse(self, text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
-        """See `Kind`."""
-        if not text[:1].isdigit():
-            return _words(text, flag, allowed)
-        return (Whole(0).parse(text, flag, ()),)
+    def parse(text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
+        return (whole(0).parse(text, flag, ()),) if text[:1].isdigit() else _words(text, flag, allowed)
 
-    def tie_key(self, value: Any) -> Any:
-        """See `Kind`."""
-        return (() if isinstance(value, str) else value, str(value))
+    return Kind(check, parse)
 
 
 Placed = tuple[int, str]
@@ -198,7 +142,7 @@ class Dimension:
         phrase: place and template in a strategy written in one line; None = left out.
         always: whether the phrase also stands there for the default.
         tie: place in the order that decides between strategies of the same cost.
-        tie_key: what orders its values there; None = that of the kind.
+        tie_key: what orders its values there; None = the values themselves, None and names before lists.
     """
 
     name: str = ""
@@ -236,7 +180,9 @@ class Dimension:
 
     def in_ties(self, value: Any) -> Any:
         """Return what orders its values among strategies that cost the same, smallest first."""
-        return (self.tie_key or self.kind.tie_key)(value)
+        if self.tie_key is not None:
+            return self.tie_key(value)
+        return value is not None, isinstance(value, tuple), value
 
     def check_trained(self, value: object) -> None:
         """Check that the trainer supports a value.

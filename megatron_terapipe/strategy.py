@@ -8,7 +8,7 @@ from operator import neg
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config import (
     BatchConfig,
@@ -23,17 +23,16 @@ from megatron_terapipe.config import (
     PrecisionConfig,
     TrainingConfig,
 )
-from megatron_terapipe.config.parallel import OPTIMISED
 from megatron_terapipe.dimensions import (
     Dimension,
-    Switch,
     Tried,
-    Whole,
-    WholeList,
-    Word,
-    WordOrBounds,
     dimension,
     dimensions_of,
+    switch,
+    whole,
+    whole_list,
+    word,
+    word_or_bounds,
 )
 from megatron_terapipe.errors import ConfigError
 
@@ -61,7 +60,7 @@ class Strategy:
 
     data_parallel_size: int = dimension(
         1,
-        kind=Whole(),
+        kind=whole(),
         tried=Tried.REST_OF_DEVICES,
         ranks=True,
         flag_help=(1, "data-parallel sizes"),
@@ -75,7 +74,7 @@ class Strategy:
 
     tensor_parallel_size: int = dimension(
         1,
-        kind=Whole(),
+        kind=whole(),
         setting="tensor_model_parallel_size",
         tried=Tried.DIVISORS_OF_DEVICES,
         ranks=True,
@@ -90,7 +89,7 @@ class Strategy:
 
     pipeline_parallel_size: int = dimension(
         1,
-        kind=Whole(),
+        kind=whole(),
         setting="pipeline_model_parallel_size",
         tried=Tried.DIVISORS_OF_DEVICES,
         ranks=True,
@@ -105,7 +104,7 @@ class Strategy:
 
     num_token_slices: int = dimension(
         1,
-        kind=Whole(),
+        kind=whole(),
         tried=Tried.COUNTS_OF_TOKEN_SLICES,
         axis="token_slices",
         flag_help=(6, "numbers of token slices; 1 leaves sequences whole"),
@@ -118,7 +117,7 @@ class Strategy:
 
     token_slices: tuple[int, ...] | None = dimension(
         None,
-        kind=WholeList(1),
+        kind=whole_list(1),
         flag_help=(7, "lengths of the token slices, one cut: 704,688,656"),
         label=(6, "lengths of token slices"),
         none="equal",
@@ -131,7 +130,7 @@ class Strategy:
 
     micro_batch_size: int = dimension(
         1,
-        kind=Whole(),
+        kind=whole(),
         tried=Tried.DIVISORS_OF_BATCH,
         axis="micro_batch",
         flag_help=(5, "micro-batch sizes"),
@@ -143,12 +142,12 @@ class Strategy:
     )
     """Sequences that go through the pipeline together."""
 
-    global_batch_size: int | None = dimension(None, kind=Whole(optional=True), tie=7)
+    global_batch_size: int | None = dimension(None, kind=whole(optional=True), tie=7)
     """Sequences of one optimizer step; None = one micro-batch on each data-parallel rank."""
 
     schedule: str = dimension(
         "1f1b",
-        kind=Word(),
+        kind=word(),
         setting="pipeline_schedule",
         trained=(*SCHEDULES, OPTIMISED),
         priced=tuple(SCHEDULES),
@@ -165,7 +164,7 @@ class Strategy:
 
     num_model_chunks: int = dimension(
         1,
-        kind=Whole(),
+        kind=whole(),
         tried=MODEL_CHUNKS,
         axis="order",
         flag_help=(4, "model chunks, the stages of each pipeline rank"),
@@ -178,7 +177,7 @@ class Strategy:
 
     sequence_parallel: bool = dimension(
         False,
-        kind=Switch(),
+        kind=switch(),
         tried=(False, True),
         axis="sequence_parallel",
         flag_help=(11, "sequence parallelism: off, on"),
@@ -192,7 +191,7 @@ class Strategy:
 
     recompute: str = dimension(
         "none",
-        kind=Word(),
+        kind=word(),
         setting="recompute_granularity",
         trained=RECOMPUTE,
         priced=RECOMPUTE,
@@ -210,7 +209,7 @@ class Strategy:
 
     zero_stage: int = dimension(
         1,
-        kind=Whole(0),
+        kind=whole(0),
         trained=ZERO_STAGES,
         priced=ZERO_STAGES,
         tried=(1, 0),
@@ -228,7 +227,7 @@ class Strategy:
 
     stage_partition: str | tuple[int, ...] = dimension(
         "uniform",
-        kind=WordOrBounds(),
+        kind=word_or_bounds(),
         priced=("uniform", "parameters", SOLVED),
         tried=("uniform", "parameters", SOLVED),
         axis="partition",
@@ -242,7 +241,7 @@ class Strategy:
     """How layers are dealt to stages: a rule, or the first layer of each stage and the end of the last."""
 
     placement: tuple[int, ...] | None = dimension(
-        None, kind=WholeList(0), setting="", label=(13, "placement"), none="as the hosts come", tie=14
+        None, kind=whole_list(0), setting="", label=(13, "placement"), none="as the hosts come", tie=14
     )
     """Device of the cluster for each rank; None = in the order of the hostfile."""
 

@@ -1,10 +1,11 @@
-"""What prices strategies, as the flags of `inputs.add_cost_flags` say: data sheets, a profile, trials."""
+"""Sources of prices that flags name: data sheets, a profile, trials."""
 
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.cost.measured_layers import given_layers
 from megatron_terapipe.search.cost.memory_overheads import default_overheads
 from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.cost.pricing import Pricing
@@ -40,18 +41,18 @@ class TablesByDevice:
 
     @property
     def includes_collectives(self) -> bool:
-        """Reductions are priced elsewhere, by the links that they cross."""
+        """Whether times include collectives: they do not, links price them."""
         return False
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
-        """Times of one layer; see `OpTimes`."""
+        """Return the times of one layer; see `OpTimes`."""
         return self.by_name[query.device.name](query)
 
 
 def tables_of(
     cluster: Cluster, precision: str, efficiency: HardwareEfficiency | None
 ) -> tuple[TablesByDevice, tuple[str, ...]]:
-    """Read the tables of all devices of a cluster; kinds without any keep the formulas, and a note says so.
+    """Return the tables of all devices of a cluster, and a note for each kind without one, which keeps the formulas.
 
     Args:
         cluster: whose devices.
@@ -78,7 +79,7 @@ def tables_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Where prices come from.
+    """The sources of prices.
 
     Attributes:
         workload: what is trained.
@@ -97,18 +98,18 @@ class Costs:
     tables: TablesByDevice | None = None
 
     def pricing_on(self, cluster: Cluster) -> Pricing:
-        """Prices strategies on a cluster, or on its nodes in another order. Its prices have no intervals."""
+        """Return what prices strategies on a cluster, or on its nodes in another order, without intervals."""
         return Pricing(
             self.workload,
             cluster,
             efficiency=self._physics(cluster),
             memory_overheads=self.calibration.memory_overheads or default_overheads(cluster),
-            op_times=self._op_times(),
+            op_times=self._op_times(cluster),
             precision=self.precision,
         )
 
     def with_interval(self, strategy: Strategy, prediction: Prediction, pricing: Pricing) -> Prediction:
-        """A price with its interval, which costs as much as pricing a few hundred strategies in closed form.
+        """Return a price with its interval; it takes as long as pricing a few hundred strategies in closed form.
 
         Args:
             strategy: what was priced.
@@ -124,7 +125,7 @@ class Costs:
         )
 
     def calibrated_on(self, trials: Sequence[Trial]) -> "Costs":
-        """The same with what trials of this cluster say, as `--calibrate` takes it.
+        """Return these sources with constants fitted to trials of this cluster, as `--calibrate` does it.
 
         Raises:
             ConfigError: if there is a profile that covers none of them.
@@ -139,15 +140,27 @@ class Costs:
         measured = measured_efficiency(self.profile, cluster, efficiency)
         return measured if factors is None else factors.efficiency(measured)
 
-    def _op_times(self) -> OpTimes | None:
+    def _op_times(self, cluster: Cluster) -> OpTimes | None:
         if self.profile is None:
-            return self.tables
+            return self.tables or given_layers(
+                self.workload,
+                cluster,
+                efficiency=self.calibration.efficiency or HardwareEfficiency(),
+                software=TERAPIPE,
+                precision=self.precision,
+            )
         measured, factors = MeasuredProfile(self.profile), self.calibration.factors
         return measured if factors is None else ScaledTimes(measured, factors.ops)
 
 
 def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, precision: str) -> Costs:
-    """Read the profile and the trials that the flags name.
+    """Return the sources that the flags name; their files are read.
+
+    Args:
+        options: with the flags of `add_cost_flags`.
+        workload: the model.
+        cluster: its devices.
+        precision: of matrix products.
 
     Raises:
         ConfigError: if a file cannot be read, or says nothing of this cluster.
@@ -165,6 +178,8 @@ def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, 
         calibration = calibrated(cluster, path, profile)
         notes.append(f"calibrated on {calibration.num_trials} trials of {path}{_in_words(calibration.factors)}")
         notes += [f"{path}: {note}" for note in calibration.notes]
+    if profile is None and workload.layers[0].forward_s is not None:
+        notes.append("op times are those of the model file (forward_s), scaled by the data sheet of the device")
     tables = None
     if options.tables:
         tables, missing = tables_of(cluster, precision, calibration.efficiency)
@@ -180,7 +195,7 @@ def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, 
 
 
 def _in_words(factors: ProfileFactors | None) -> str:
-    """What was found on a profile."""
+    """Return the factors on a profile in words."""
     if factors is None:
         return ""
     return (

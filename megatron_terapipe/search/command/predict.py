@@ -24,7 +24,7 @@ from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
 NAME = "predict"
-HELP = "Time and memory of the strategies of a file, which may come from anywhere; those that cannot run have a reason."
+HELP = "Predict time and memory of the strategies in a file. For strategies that cannot run, print the reason."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +34,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_cost_flags(parser)
     group = parser.add_argument_group("strategies")
     group.add_argument(
-        "--strategies", required=True, metavar="S.jsonl", help="a strategy, or an entry of a ranking, on each line"
+        "--strategies", required=True, metavar="S.jsonl", help="one strategy, or one entry of a ranking, per line"
     )
     group.add_argument(
-        "--global-batch-size", type=int, metavar="N", help="sequences of one step, for strategies that do not say it"
+        "--global-batch-size",
+        type=int,
+        metavar="N",
+        help="sequences of one optimizer step, for strategies without a batch size",
     )
     group.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="show progress (default: on a terminal)"
@@ -46,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Price every strategy, and print them in the order of their rank; the JSON has the order of the file."""
+    """Price every strategy, print them in the order of their rank, and return 0; the JSON has the order of the file."""
     if options.global_batch_size is not None and options.global_batch_size < 1:
         raise ConfigError(f"--global-batch-size {options.global_batch_size} is not a whole number from 1: give one")
     strategies = [_with_batch(strategy, options.global_batch_size) for strategy in read_strategies(options.strategies)]
@@ -87,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _with_batch(strategy: Strategy, global_batch_size: int | None) -> Strategy:
-    """The strategy with the batch that a flag says, where it says none itself and can deal that one."""
+    """Return the strategy with the batch of a flag, if it has none itself and that one can be dealt evenly."""
     if strategy.global_batch_size is not None or global_batch_size is None:
         return strategy
     if global_batch_size % (strategy.micro_batch_size * strategy.data_parallel_size):

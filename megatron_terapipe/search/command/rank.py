@@ -49,7 +49,7 @@ from megatron_terapipe.strategy import Strategy
 
 
 def explain_space(result: SearchResult) -> list[str]:
-    """How many strategies each rule rejected."""
+    """Return lines that say how many strategies each rule rejected."""
     rows = [(name, f"{number:,}") for name, number in result.counts.lines()]
     wide = max(len(name) for name, _ in rows)
     lines = [f"{name:<{wide}}  {number:>14}" for name, number in rows]
@@ -58,7 +58,7 @@ def explain_space(result: SearchResult) -> list[str]:
 
 
 def explain_strategy(strategy: Strategy, problem: SearchProblem, result: SearchResult, costs: Costs) -> list[str]:
-    """Why a strategy did not win.
+    """Return lines that say why a strategy did not win.
 
     Args:
         strategy: which; without a global batch size it takes the problem's.
@@ -95,16 +95,16 @@ def _peak(prediction: Prediction) -> str:
 
 
 CANDIDATES = 100
-"""Best strategies among which trials are chosen: those far behind would teach what nobody asks."""
+"""Best strategies among which trials are chosen; trials of much slower ones would say little about the winner."""
 
 NUM_TRIALS = 8
-"""How many are proposed; as many as `benchmarks.few_trials` held against chosen at random."""
+"""Trials that are proposed; as many as `benchmarks.few_trials` compares with trials chosen at random."""
 
 
 def write_proposals(
     path: str, problem: SearchProblem, choices: Choices, costs: Costs, progress: ProgressCallback | None
 ) -> str:
-    """Choose trials, write them a line each as `trial --strategies` reads them, and say so.
+    """Choose trials, and write them a line each, as `trial --strategies` reads them.
 
     Args:
         path: of the file.
@@ -134,15 +134,15 @@ def write_proposals(
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of an answer."""
     group = parser.add_argument_group("output")
-    group.add_argument(
-        "--json", metavar="FILE", help="write the ranking as JSON; - is the terminal, instead of a table"
-    )
+    group.add_argument("--json", metavar="FILE", help="write the ranking as JSON; - prints it instead of the table")
     group.add_argument("--html", metavar="FILE", help="write a report that opens in any browser")
     group.add_argument(
         "--output",
         metavar="DIR",
-        help="write everything: ranking.json, report.html, and strategy.json, hostfile, ds_config.json and launch.sh "
-        "for the winner",
+        help=(
+            "write all files: ranking.json, report.html, and strategy.json, hostfile, ds_config.json and launch.sh "
+            "for the winner"
+        ),
     )
 
 
@@ -181,7 +181,7 @@ def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf
 
 
 NAME = "rank"
-HELP = "The best strategies of a model on a cluster: searched, priced on their schedules, and ranked."
+HELP = "Find the best strategies of a model on a cluster: search them, price them on their schedules, and rank them."
 
 NOTHING = "nothing"
 """Value of `--explain` without a file."""
@@ -198,14 +198,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--top", type=int, default=10, metavar="K", help="strategies to list (default: 10)")
     group.add_argument(
-        "--effort", type=float, default=1.0, metavar="X", help="how much is simulated; 1 takes seconds (default: 1)"
+        "--effort", type=float, default=1.0, metavar="X", help="amount of simulation; 1 takes seconds (default: 1)"
     )
     group.add_argument(
         "--explain",
         nargs="?",
         const=NOTHING,
         metavar="STRATEGY.json",
-        help="say how many strategies each rule rejected; with a file, why that strategy did not win",
+        help="print how many strategies each rule rejected; with a file, print why that strategy did not win",
     )
     group.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="show progress (default: on a terminal)"
@@ -213,14 +213,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--propose-trials",
         metavar="FILE.jsonl",
-        help="write the few strategies whose trials would make predictions surest, for trial --strategies",
+        help=(
+            "write the few strategies whose trials would reduce the uncertainty of predictions most, for trial "
+            "--strategies"
+        ),
     )
     add_constraint_flags(parser)
     add_output_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Search, and print what was found."""
+    """Search, print what was found, and return the exit code: 1 if no strategy can run."""
     _check(options)
     workload = model_of(options)
     cluster, notes = cluster_of(options)
@@ -266,7 +269,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def with_intervals(entries: Sequence[Ranked], costs: Costs, cluster: Cluster) -> list[Ranked]:
-    """The same with the interval of every price."""
+    """Return the entries with the interval of every price.
+
+    Args:
+        entries: strategies, with their prices.
+        costs: what priced them.
+        cluster: the cluster, in the order of its hostfile.
+    """
     pricing = costs.pricing_on(cluster)
     return [
         replace(entry, prediction=costs.with_interval(entry.strategy, entry.prediction, pricing))
@@ -277,7 +286,7 @@ def with_intervals(entries: Sequence[Ranked], costs: Costs, cluster: Cluster) ->
 
 
 def how_sure(result: SearchResult) -> list[str]:
-    """Whether something that was left out could win."""
+    """Return a note that says whether a strategy that was not simulated could win; empty if nothing was found."""
     if not result.entries:
         return []
     counted = f"{result.counts.priced:,} strategies priced in closed form, {result.counts.simulated} simulated"

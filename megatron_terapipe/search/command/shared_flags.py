@@ -1,4 +1,4 @@
-"""Flags that several commands have, and what they name: the model, the cluster, where costs come from, strategies."""
+"""Flags that several commands have, and the model, cluster, constraints and strategies that they name."""
 
 import argparse
 import json
@@ -42,7 +42,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "model",
         metavar="MODEL",
-        help="JSON or YAML file, or the name of a preset such as gpt3-13b (docs/arguments.md); - is nothing but flags",
+        help=(
+            "JSON or YAML file, or the name of a preset such as gpt3-13b (docs/arguments.md); - takes the model from "
+            "flags alone"
+        ),
     )
     meanings = field_help(ModelConfig)
     for name in CHANGES:
@@ -60,27 +63,30 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say what costs are made of."""
+    """Add the flags that name the sources of costs."""
     group = parser.add_argument_group("costs")
     group.add_argument(
         "--precision",
         choices=PRECISIONS,
-        help="of matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
+        help="type of the matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
     )
     times = group.add_mutually_exclusive_group()
-    times.add_argument("--profile", metavar="FILE", help="op times and links that the command measure has measured")
+    times.add_argument("--profile", metavar="FILE", help="times of ops and links, written by the command measure")
     times.add_argument(
         "--tables",
         action="store_true",
-        help="kernels measured by others: of the package aiconfigurator-core, if installed",
+        help="measured kernels of the package aiconfigurator-core, if it is installed",
     )
     calibration = group.add_mutually_exclusive_group()
     calibration.add_argument(
         "--calibrate",
         metavar="FILE",
-        help="trials of this cluster, a JSON object a line (.jsonl), to fit the constants of the cost model to",
+        help=(
+            "trials of this cluster, one JSON object per line (.jsonl); the constants of the cost model are fitted "
+            "to them"
+        ),
     )
-    calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration once wrote")
+    calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration wrote")
 
 
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
@@ -104,11 +110,11 @@ def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag for results that programs read."""
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - is the terminal")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it")
 
 
 def model_of(options: argparse.Namespace) -> Workload:
-    """Read the model that the flags name."""
+    """Return the model that the flags name."""
     changes: dict[str, Any] = {name: value for name in CHANGES if (value := getattr(options, name, None)) is not None}
     if options.model == FLAGS_ALONE:
         return parse_workload({}, "MODEL -", changes)
@@ -116,12 +122,17 @@ def model_of(options: argparse.Namespace) -> Workload:
 
 
 def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
-    """Read the cluster that the flags name, and what had to be assumed of it."""
+    """Return the cluster that the flags name, and notes on what had to be assumed of it."""
     return read_cluster_with_notes(options.cluster, device=options.device)
 
 
 def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
-    """The precision that was asked for, or the one that all devices can do best."""
+    """Return the precision that was asked for, or the best one that all devices have.
+
+    Args:
+        options: with the flags of `add_cost_flags`.
+        cluster: the devices.
+    """
     if options.precision is not None:
         return str(options.precision)
     devices = {node.device for node in cluster.nodes}
@@ -132,7 +143,7 @@ def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:
 
 @contextmanager
 def progress_bar(wanted: bool | None = None) -> "Iterator[ProgressCallback | None]":
-    """Give what shows the progress of a search; None where nobody would see it.
+    """Yield a callback that shows the progress of a search; None if nobody would see it.
 
     Args:
         wanted: whether to show it; None = if standard error is a terminal.
@@ -198,7 +209,7 @@ def read_strategies(path: str) -> list[Strategy]:
 
 
 def _whole(text: str) -> object:
-    """The document, if the text is one over several lines; None if it is a document a line."""
+    """Return the JSON document that the text is over several lines; None if it has a document on each line."""
     if text.lstrip()[:1] not in ("{", "[") or len(text.strip().splitlines()) == 1:
         return None
     try:

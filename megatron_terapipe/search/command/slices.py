@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 NAME = __name__.rpartition(".")[2]
 HELP = (
-    "Find the token slices with which a strategy takes the shortest time: how many, and how long. Token slices that "
-    "the strategy already has do not matter."
+    "Find the number and the lengths of the token slices with which a strategy takes the shortest time. The "
+    "token slices of the given strategy are ignored."
 )
 
 SHOWN = 8
@@ -38,25 +38,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_cluster_flags(parser)
     group = parser.add_argument_group("strategy")
     group.add_argument(
-        "--strategy", metavar="FILE", required=True, help="JSON: a strategy, or an entry of what rank writes"
+        "--strategy", metavar="FILE", required=True, help="JSON file of a strategy, or of an entry that rank wrote"
     )
     group.add_argument(
         "--count",
         metavar="N,N",
-        help="numbers of token slices to price, and no others (default: 1 and the most promising up to 128)",
+        help="numbers of token slices to price (default: 1 and the most promising up to 128)",
     )
     group.add_argument(
         "--granularity",
         type=int,
         metavar="N",
-        help="lengths are multiples of N tokens (default: 16 where token slices are long, else what the trainer needs)",
+        help=(
+            "lengths are multiples of N tokens (default: 16 if token slices are long, otherwise the number that the "
+            "trainer needs)"
+        ),
     )
     add_cost_flags(parser)
     add_json_flag(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Find the cut and print it, with the curve over the number of token slices."""
+    """Find the cut, print it with the curve over the number of token slices, and return 0."""
     from deepspeed_ext.plan.errors import PlanError
     from megatron_terapipe.search.rank.token_slices import solve_cut
     from megatron_terapipe.search.report.output_files import write_json
@@ -70,16 +73,16 @@ def run(options: argparse.Namespace) -> int:
         solved = solve_cut(pricing.cost_model, strategy, counts=counts, granularity=options.granularity)
     except PlanError as error:
         raise ConfigError(f"{options.strategy}: {error}") from None
-    answer = answer_json(solved)
+    answer = cut_json(solved)
     if options.json != "-":
-        print_answer(answer, (*notes, *_memory_notes(pricing, strategy, solved)))
+        print_cut(answer, (*notes, *_memory_notes(pricing, strategy, solved)))
     if options.json is not None:
         write_json(options.json, answer)
     return 0
 
 
-def answer_json(solved: "SolvedCut") -> dict[str, Any]:
-    """The JSON object of an answer; `without_s` and `speedup` are null if the sequence was not priced whole."""
+def cut_json(solved: "SolvedCut") -> dict[str, Any]:
+    """Return the JSON object of an answer; `without_s` and `speedup` are null if the sequence was not priced whole."""
     without_s = next((cut.iteration_time_s for cut in solved.alternatives if len(cut.token_slices) == 1), None)
 
     def speedup(time_s: float) -> float | None:
@@ -105,14 +108,19 @@ def answer_json(solved: "SolvedCut") -> dict[str, Any]:
 
 
 def flags_of(token_slices: tuple[int, ...]) -> str:
-    """Flags of the trainer that ask for a cut."""
+    """Return the flags of the trainer that ask for a cut."""
     if len(token_slices) == 1:
         return "--num-token-slices 1"
     return f"--num-token-slices {len(token_slices)} --token-slices {','.join(map(str, token_slices))}"
 
 
-def print_answer(answer: Mapping[str, Any], notes: tuple[str, ...]) -> None:
-    """Print the curve, the best cut and its flags."""
+def print_cut(answer: Mapping[str, Any], notes: tuple[str, ...]) -> None:
+    """Print the curve, the best cut and its flags.
+
+    Args:
+        answer: the JSON object of the answer.
+        notes: assumptions and warnings.
+    """
     import rich.box
     import rich.console
     import rich.table
@@ -136,7 +144,7 @@ def print_answer(answer: Mapping[str, Any], notes: tuple[str, ...]) -> None:
 
 
 def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[Pricing, tuple[str, ...]]":
-    """What prices the strategy, and what had to be assumed.
+    """Return what prices the strategy, and notes on what had to be assumed.
 
     Raises:
         ConfigError: if a file cannot be read, or the strategy does not fit the model and the cluster.
@@ -155,13 +163,13 @@ def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[Pricing,
     if reason is not None:
         raise ConfigError(f"{options.strategy}: {reason}: change the strategy")
     costs = costs_of(options, workload, cluster, precision)
-    # Of doubts about data sheets `costs` speaks where there are intervals; here there are none.
+    # Other notes of `costs` are about intervals, and there are none here.
     used = costs.notes if costs.profile is not None or costs.calibration.num_trials else ()
     return costs.pricing_on(cluster), (*notes, *used)
 
 
 def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -> tuple[str, ...]:
-    """Whether the best cut needs more memory than there is; a schedule's cut changes what it keeps."""
+    """Return a note if the best cut needs more memory than there is; the cut changes what a schedule keeps."""
     cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
     reason = pricing.why_it_does_not_fit(cut, pricing.memory_model.predict(cut))
     return () if reason is None else (f"with these token slices: {reason}",)

@@ -1,4 +1,4 @@
-"""What a ranking alone does not say of its winner: memory that is nearly full, and machines that only hold it up."""
+"""Warnings about the winner of a ranking: memory that is nearly full, and nodes that slow the others down."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,14 +21,14 @@ EFFORT = 0.2
 """Effort of a search on a part of the cluster: enough to see whether it is worth a search of its own."""
 
 MOST_UTILIZATION = 0.8
-"""Share of its devices' peak that no part of a cluster is hoped to reach: what would need more is not searched."""
+"""Share of the peak FLOP/s that no part of a cluster is expected to reach; a part that needs more is not searched."""
 
 WORTH_SAYING = 0.02
 """Share of the time that leaving machines out must save before a note says so."""
 
 
 def fullness(entry: Ranked, pricing: Pricing) -> float:
-    """Predicted share of the memory that the fullest pipeline rank's smallest device reports.
+    """Return the predicted share of memory that is used on the fullest device, in [0, 1] if it fits.
 
     Args:
         entry: with a prediction.
@@ -40,7 +40,7 @@ def fullness(entry: Ranked, pricing: Pricing) -> float:
 
 
 def memory_note(entries: Sequence[Ranked], pricing: Pricing) -> str | None:
-    """A warning if the winner nearly fills its devices, and which strategy does not; None if there is room.
+    """Return a warning if the winner nearly fills its devices, and which strategy does not; None if there is room.
 
     Args:
         entries: strategies that can run, best first.
@@ -58,7 +58,7 @@ def memory_note(entries: Sequence[Ranked], pricing: Pricing) -> str | None:
 
 
 def parts_of(cluster: Cluster) -> list[Cluster]:
-    """The cluster without its slowest devices, without those and the next slowest, and so on."""
+    """Return the cluster without its slowest devices, without those and the next slowest, and so on."""
     speeds = sorted({node.device.half_flops for node in cluster.nodes})
     return [
         replace(cluster, nodes=tuple(node for node in cluster.nodes if node.device.half_flops > slowest))
@@ -73,7 +73,7 @@ def smaller_cluster_note(
     pricing_on: Callable[[Cluster], Pricing],
     progress: ProgressCallback | None = None,
 ) -> str | None:
-    """Say if a mixed cluster without its slower devices is faster than all of it; None if it is not.
+    """Return a warning if a mixed cluster is faster without its slower devices; None if it is not.
 
     Args:
         winner: the best on all of the cluster.
@@ -113,7 +113,7 @@ def smaller_cluster_note(
 
 
 def _near(strategy: Strategy, constraints: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Constraints that keep a search short: the plain values of a dimension, and those of a strategy."""
+    """Return constraints that keep a search short: the plain values of a dimension, and those of a strategy."""
     near: dict[str, tuple[Any, ...]] = {
         "schedule": tuple(dict.fromkeys(("1f1b", strategy.schedule))),
         "num_model_chunks": tuple(sorted({1, strategy.num_model_chunks})),

@@ -1,4 +1,4 @@
-"""Solves for what the space only samples, for the best alone: lengths of token slices, layers of stages, node order."""
+"""Solves, for the best strategies alone, for lengths of token slices, layers of stages and the order of nodes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ def refined(
     effort: float = 1.0,
     progress: ProgressCallback | None = None,
 ) -> list[Ranked]:
-    """Improve the best strategies. What no flag fixes may change; what comes out fits the memory.
+    """Return improvements of the best strategies that fit the memory. What no flag fixes may change.
 
     Args:
         entries: simulated strategies of the space.
@@ -65,7 +65,7 @@ def refined(
 
 
 def _worth_cutting(best: Sequence[Ranked], problem: SearchProblem, choices: Choices) -> Iterator[Ranked]:
-    """Strategies whose cut may be improved: one of each that differ in more than their cut."""
+    """Yield the strategies whose cut may be improved: one of each that differ in more than their cut."""
     if (
         not problem.workload.can_cut_tokens
         or choices.values.get("token_slices") is not None
@@ -97,7 +97,7 @@ def _with_solved_cut(entry: Ranked, pricing: Pricing, choices: Choices) -> list[
 
 
 def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing) -> list[Ranked]:
-    """The same with its layers dealt by what they take with its own micro-batches, token slices and recomputation."""
+    """Return the strategy with stages that balance the times of its own layers; empty if that changes nothing."""
     strategy, model = entry.strategy, pricing.cost_model
     num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
     if num_stages == 1:
@@ -125,7 +125,7 @@ def _with_better_order(
 
 
 def _priced(strategy: Strategy, pricing: Pricing) -> list[Ranked]:
-    """The strategy with its price, if it fits the memory."""
+    """Return the strategy with its price; empty if it does not fit the memory."""
     prediction = pricing.predict(strategy)
     if pricing.why_it_does_not_fit(strategy, prediction.memory) is not None:
         return []

@@ -1,4 +1,4 @@
-"""Prices a space in closed form: about how many seconds, and how many at least, of all strategies that may fit."""
+"""Closed-form prices of a space: an estimate and a lower bound in seconds of every strategy that may fit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,10 +29,10 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 FITS = "memory of the devices"
-"""Name of the rejection of those that need more."""
+"""Name of the rejection of strategies that need more."""
 
 COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; fix stage 0 to have it)"
-"""Name of the rejection of those that buy time with digits; `--zero-stage 0` alone keeps them."""
+"""Name of the rejection of strategies that add gradients up with fewer digits; `--zero-stage 0` alone keeps them."""
 
 ProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, steps in all, and what is being done."""
@@ -44,7 +44,7 @@ class PricedGrid:
 
     Attributes:
         grid: the grid.
-        order: number of the node order.
+        node_order: number of the node order.
         partitions: bounds of stages by model chunks and place on the axis `partition`.
         places: [n] flat index in the grid of each strategy.
         estimate: [n] seconds in closed form.
@@ -52,14 +52,19 @@ class PricedGrid:
     """
 
     grid: StrategyGrid
-    order: int
+    node_order: int
     partitions: dict[tuple[int, int], StagePartition]
     places: NDArray[np.int64]
     estimate: Floats
     bound: Floats
 
     def strategy(self, index: int, problem: SearchProblem) -> Strategy:
-        """One of them, its stage partition set."""
+        """Return a strategy, with its stage partition.
+
+        Args:
+            index: place in `places`.
+            problem: what is asked.
+        """
         place = tuple(int(each) for each in np.unravel_index(self.places[index], self.grid.shape))
         strategy = self.grid.strategy(place, problem)
         if self.grid.partition[place[1]] == SOLVED:
@@ -75,7 +80,7 @@ def price_space(
     counts: SearchCounts,
     progress: ProgressCallback | None = None,
 ) -> Iterator[PricedGrid]:
-    """Price every strategy that keeps the rules, on every node order.
+    """Yield the prices of all strategies that keep the rules, on every node order, a grid at a time.
 
     Args:
         problem: what is asked.
@@ -104,16 +109,20 @@ def price_space(
 
 
 def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
-    """[Z] whether gradients are added up as exactly as any value of the axis does it.
+    """Return which ZeRO stages of a grid add gradients up as exactly as any stage of it: [zero].
 
     DeepSpeed adds up bf16 gradients in fp32 under ZeRO 1 alone (`training/deepspeed_config.py`).
+
+    Args:
+        grid: the grid.
+        precision: `bf16`, `fp16` or `fp32`.
     """
     coarse = precision == "bf16" and 1 in grid.zero
     return np.array([not coarse or stage == 1 for stage in grid.zero])
 
 
 def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
-    """Prices of layers for every node order; orders whose prices are made of the same share them."""
+    """Return the prices of layers for every node order; orders with equal efficiencies and op times share them."""
     tables: list[OpTables] = []
     for pricing in pricings:
         model = pricing.cost_model
@@ -129,7 +138,7 @@ def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
 def _price(
     problem: SearchProblem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables, memory: GridMemory
 ) -> tuple[PricedGrid, Flags, Flags]:
-    """Those of a grid that may win; which differ from each other; which of those may fit the memory."""
+    """Return the strategies of a grid that may win; [grid] which differ from each other; [grid] which of those fit."""
     grid = found.grid
     cost_model = pricing.cost_model
     layout = ParallelLayout(
@@ -170,7 +179,7 @@ def _priceable(grid: StrategyGrid, partitions: dict[tuple[int, int], StagePartit
 def _partitions(
     problem: SearchProblem, legal: LegalGrid, groups: RankGroups, tables: OpTables, counter: LayerCounter
 ) -> dict[tuple[int, int], StagePartition]:
-    """The stages of every pair of model chunks and partition rule; pairs that no legal strategy has are left out."""
+    """Return the stages of every pair of model chunks and partition rule that a legal strategy has."""
     grid = legal.grid
     ranks = grid.pipeline_parallel_size
     pairs = _pairs(legal.legal)
@@ -198,7 +207,7 @@ def _partitions(
 
 
 def _first_values(grid: StrategyGrid) -> StrategyGrid:
-    """The grid of the first values of the axes that the times of layers depend on."""
+    """Return the grid with the first value alone of each axis that the times of layers depend on."""
     return replace(
         grid,
         micro_batch=grid.micro_batch[:1],

@@ -1,4 +1,4 @@
-"""One strategy that somebody names: can it run, and what would it cost?"""
+"""Strategies with their price and their place in a ranking."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ class Ranked:
 
     @property
     def sort_key(self) -> tuple[Any, ...]:
-        """Feasible before infeasible, faster before slower; of equals the one that needs less, and is simpler."""
+        """Key that sorts the feasible first, then by time, peak memory and simplicity."""
         strategy, prediction = self.strategy, self.prediction
         time_s = prediction.iteration_time_s if prediction is not None else float("inf")
         peak_bytes = prediction.peak_memory_bytes if prediction is not None else float("inf")
@@ -53,7 +53,12 @@ def simplicity(strategy: Strategy) -> tuple[Any, ...]:
 
 
 def without_repetitions(entries: Iterable[Ranked], seq_length: int) -> list[Ranked]:
-    """The best entry of each strategy, wherever its nodes stand and however its cut is written."""
+    """Return the best entry of each strategy, whatever its node order and however its cut is written.
+
+    Args:
+        entries: any.
+        seq_length: tokens of a sequence.
+    """
     best: dict[Strategy, Ranked] = {}
     for entry in sorted(entries, key=lambda entry: entry.sort_key):
         lengths = entry.strategy.cut(seq_length).lengths
@@ -63,13 +68,13 @@ def without_repetitions(entries: Iterable[Ranked], seq_length: int) -> list[Rank
 
 
 def ranked_in_order(entries: Iterable[Ranked]) -> list[Ranked]:
-    """Number entries from 1, best first. The same entries in any order give the same ranking."""
+    """Return the entries numbered from 1, best first. The same entries in any order give the same ranking."""
     ordered = sorted(entries, key=lambda entry: entry.sort_key)
     return [replace(entry, rank=rank) for rank, entry in enumerate(ordered, start=1)]
 
 
 def predict_one(strategy: Strategy, problem: SearchProblem, pricing: Pricing, index: int = 0) -> Ranked:
-    """Hold a strategy to all rules, and price it. What cannot run has a reason, and a price where there is one.
+    """Return a strategy with its price, and the reason if it cannot run.
 
     Args:
         strategy: any.

@@ -2,9 +2,9 @@
 
     all --rules--> legal --bytes at least--> may fit --seconds in closed form--> may win --simulated--> ranked
 
-Those that look fastest are simulated first. What cannot be faster than the last of the ranking, by a bound that no
-schedule beats, is never simulated. If the effort does not suffice for all others, the ranking says by how much the best
-of those could still win. Nothing depends on the time of day: the same question has the same answer.
+The strategies with the lowest estimates are simulated first. A strategy whose lower bound is above the last of the
+ranking is never simulated. If the effort does not suffice for all others, the ranking says by how much the best of
+those could still win. The same question always has the same answer.
 """
 
 from bisect import insort
@@ -35,7 +35,7 @@ MOST_OPS = 400_000
 """Ops of new schedules that are generated with effort 1; one takes some microseconds."""
 
 OPS_OF_ONE = 8_000
-"""Ops of a schedule that are generated at most: `cost.playing` extrapolates the rest."""
+"""Ops of a schedule that are generated at most; `cost/simulated_time.py` extrapolates the rest."""
 
 ROUNDING = 1e-9
 """Relative difference below which two times are the same."""
@@ -70,7 +70,7 @@ def search(
     refine: bool = True,
     progress: ProgressCallback | None = None,
 ) -> SearchResult:
-    """Find the best strategies.
+    """Return the best strategies.
 
     Args:
         problem: what is asked.
@@ -108,7 +108,7 @@ class _Contest:
     def __init__(
         self, problem: SearchProblem, pricings: list[Pricing], grids: list[PricedGrid], counts: SearchCounts, top: int
     ) -> None:
-        self._problem, self._pricings, self._blocks = problem, pricings, grids
+        self._problem, self._pricings, self._grids = problem, pricings, grids
         self._counts, self._top = counts, top
         self._shapes: set[tuple[str, PipelineShape]] = set()
         self._ops_left = 0.0
@@ -116,18 +116,23 @@ class _Contest:
         self.refused: list[Ranked] = []
         self._times_s: list[float] = []
         self._to_beat_s = np.inf
-        """Seconds that a strategy must stay below to be among the best."""
+        """Seconds of the slowest strategy that is among the best so far."""
         self.lowest_bound_left = np.inf
-        """Seconds that no strategy left out goes below."""
+        """Lower bound in seconds of all strategies that were not simulated."""
 
     def simulate(self, effort: float, progress: ProgressCallback | None) -> None:
-        """Simulate, those that look fastest first, as long as some may be among the best and effort is left."""
-        if not self._blocks:
+        """Simulate, lowest estimate first, until no strategy left can be among the best or the effort is spent.
+
+        Args:
+            effort: how much is simulated.
+            progress: told what is being done.
+        """
+        if not self._grids:
             return
-        estimate = np.concatenate([grid.estimate for grid in self._blocks])
-        bound = np.concatenate([grid.bound for grid in self._blocks])
-        owner = np.repeat(np.arange(len(self._blocks)), [len(grid.places) for grid in self._blocks])
-        first = np.cumsum([0, *(len(grid.places) for grid in self._blocks)])
+        estimate = np.concatenate([grid.estimate for grid in self._grids])
+        bound = np.concatenate([grid.bound for grid in self._grids])
+        owner = np.repeat(np.arange(len(self._grids)), [len(grid.places) for grid in self._grids])
+        first = np.cumsum([0, *(len(grid.places) for grid in self._grids)])
         most, self._ops_left = max(int(MOST_STRATEGIES * effort), self._top), MOST_OPS * effort
         done = 0
         for index in self._by_estimate(estimate).tolist():
@@ -139,15 +144,15 @@ class _Contest:
             if progress is not None:
                 progress(min(done, most), most, "simulated")
             done += 1
-            self._play(self._blocks[owner[index]], int(index - first[owner[index]]))
+            self._simulate(self._grids[owner[index]], int(index - first[owner[index]]))
 
     def _by_estimate(self, estimate: Floats) -> NDArray[np.int64]:
-        """Indices, smallest first; equal ones in the order of the space."""
+        """Return the indices of estimates in rising order; equal ones in the order of the space."""
         return np.argsort(np.round(estimate / estimate.min(), 10), kind="stable")
 
-    def _play(self, grid: PricedGrid, index: int) -> None:
+    def _simulate(self, grid: PricedGrid, index: int) -> None:
         strategy = grid.strategy(index, self._problem)
-        pricing = self._pricings[grid.order]
+        pricing = self._pricings[grid.node_order]
         memory = pricing.memory_model.predict(strategy)
         reason = pricing.why_it_does_not_fit(strategy, memory)
         if reason is not None:
@@ -175,7 +180,7 @@ class _Contest:
 
 
 def _in_hostfile_order(entry: Ranked, cluster: Cluster) -> Ranked:
-    """The same with its placement in the cluster that was asked about."""
+    """Return the entry with the placement of its ranks in the cluster that was asked about."""
     ordered = entry.cluster_in_order
     if ordered is None:
         return entry

@@ -1,1 +1,1 @@
-"""What people and programs get to see: tables, JSON, the files to launch a strategy with, a page in HTML."""
+"""Output for people and programs: tables, JSON, a page in HTML, and the files that launch a strategy."""

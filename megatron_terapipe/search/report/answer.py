@@ -1,42 +1,12 @@
-"""What a search answered, as all reports read it, and its JSON."""
+"""The answer of a search, as all reports read it, and its JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.strategy import Strategy
-
-
-class Entry(Protocol):
-    """One line of a ranking."""
-
-    @property
-    def rank(self) -> int | None:
-        """Place, 1 for the best; None for those that cannot run."""
-        ...
-
-    @property
-    def strategy(self) -> Strategy:
-        """What is ranked."""
-        ...
-
-    @property
-    def prediction(self) -> Prediction | None:
-        """Its price; None where it has none."""
-        ...
-
-    @property
-    def feasible(self) -> bool:
-        """Whether it can run."""
-        ...
-
-    @property
-    def reason(self) -> str | None:
-        """Why not."""
-        ...
+from megatron_terapipe.search.rank.ranked import Ranked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +22,13 @@ class Answer:
         considered: strategies looked at; 0 = nobody counted.
         rejections: reason, and how many strategies fell for it.
         search_s: seconds that the search took; None = nobody timed it.
-        notes: assumptions and doubts, a line each.
+        notes: assumptions and warnings, a line each.
     """
 
     workload: Workload
     cluster: Cluster
     precision: str
-    entries: Sequence[Entry]
+    entries: Sequence[Ranked]
     global_batch_size: int | None = None
     considered: int = 0
     rejections: Mapping[str, int] = field(default_factory=dict)
@@ -66,13 +36,13 @@ class Answer:
     notes: tuple[str, ...] = ()
 
     @property
-    def priced(self) -> list[Entry]:
+    def priced(self) -> list[Ranked]:
         """Entries that can run and have a price, best first."""
         return [entry for entry in self.entries if entry.feasible and entry.prediction is not None]
 
 
-def entry_json(entry: Entry) -> dict[str, Any]:
-    """The JSON object of one entry."""
+def entry_json(entry: Ranked) -> dict[str, Any]:
+    """Return the JSON object of one entry."""
     return {
         "rank": entry.rank,
         "strategy": entry.strategy.to_json(),
@@ -82,6 +52,6 @@ def entry_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-def answer_json(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """The JSON of a ranking: a list of entries."""
+def answer_json(entries: Sequence[Ranked]) -> list[dict[str, Any]]:
+    """Return the JSON of a ranking: a list of entries."""
     return [entry_json(entry) for entry in entries]

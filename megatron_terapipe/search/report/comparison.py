@@ -1,11 +1,11 @@
-"""Why the winner wins over the runner-up: where their iterations differ, largest first."""
+"""Comparison of the winner with another strategy: what differs, and what that changes in the time of an iteration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron_terapipe.dimensions import Dimension, in_places
 from megatron_terapipe.search.cost.prediction import Prediction, TimeBreakdown
-from megatron_terapipe.search.report.answer import Entry
+from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.report.figures import bytes_text, time_text
 from megatron_terapipe.strategy import DIMENSIONS
 
@@ -30,7 +30,7 @@ _LEAST_SHARE = 0.001
 
 @dataclass(frozen=True, slots=True)
 class StrategyComparison:
-    """The winner beside another strategy.
+    """The differences between the winner and another strategy.
 
     Attributes:
         changes: what the other does differently: name, the winner's value, the other's.
@@ -43,8 +43,8 @@ class StrategyComparison:
     sentences: tuple[str, ...]
 
 
-def rivals(priced: Sequence[Entry]) -> list[Entry]:
-    """The runner-up; and, if it is much like the winner, the best one of other parallel sizes or another schedule.
+def rivals(priced: Sequence[Ranked]) -> list[Ranked]:
+    """Return the runner-up; and, if it is much like the winner, the best with other parallel sizes or schedule.
 
     Args:
         priced: strategies that can run, best first.
@@ -56,14 +56,19 @@ def rivals(priced: Sequence[Entry]) -> list[Entry]:
     return [runner_up] if other is None or other is runner_up else [runner_up, other]
 
 
-def _layout(entry: Entry) -> list[object]:
+def _layout(entry: Ranked) -> list[object]:
     """Return the parallel sizes and the schedule."""
     strategy = entry.strategy
     return [*(getattr(strategy, each.name) for each in DIMENSIONS if each.ranks), strategy.schedule]
 
 
-def compare(winner: Entry, other: Entry) -> StrategyComparison:
-    """Hold the winner against another strategy. Both have a price."""
+def compare(winner: Ranked, other: Ranked) -> StrategyComparison:
+    """Compare the winner with another strategy.
+
+    Args:
+        winner: the best strategy, with its price.
+        other: any other, with its price.
+    """
     assert winner.prediction is not None and other.prediction is not None
     first, second = winner.prediction, other.prediction
     changes = tuple(
@@ -106,7 +111,7 @@ def _sentences(first: Prediction, second: Prediction, saved: tuple[tuple[str, fl
     return lines
 
 
-def _value(entry: Entry, dimension: Dimension) -> str:
+def _value(entry: Ranked, dimension: Dimension) -> str:
     value = getattr(entry.strategy, dimension.name)
     if value is None:
         return dimension.none

@@ -1,4 +1,4 @@
-"""Figures that follow from a prediction, and how times, sizes and speeds are written."""
+"""Figures that follow from a prediction, and the texts of times, sizes and speeds."""
 
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.search.cost.prediction import Prediction
@@ -10,17 +10,23 @@ GIGABYTE = 1e9
 
 
 def sequences(strategy: Strategy) -> int:
-    """Sequences of one optimizer step."""
+    """Return the sequences of one optimizer step."""
     return strategy.micro_batch_size * strategy.data_parallel_size * strategy.num_micro_batches
 
 
 def tokens_per_s(strategy: Strategy, workload: Workload, iteration_time_s: float) -> float:
-    """Tokens trained on in a second."""
+    """Return the tokens trained on in a second.
+
+    Args:
+        strategy: how the model is trained.
+        workload: the model.
+        iteration_time_s: seconds of one iteration.
+    """
     return sequences(strategy) * workload.seq_length / iteration_time_s
 
 
 def model_flops(workload: Workload) -> float:
-    """FLOPs of the model for one sequence, forward and backward, as published utilizations count them.
+    """Return the FLOPs of the model for one sequence, forward and backward, as published utilizations count them.
 
     Every token counts as if it attended to the whole sequence, and nothing is recomputed (Korthikanti et al., arXiv
     2205.05198 appendix A); the trainer's logs count so, too (`config.flops.iteration_flops`).
@@ -37,7 +43,17 @@ def model_flops(workload: Workload) -> float:
 def flops_utilization(
     strategy: Strategy, workload: Workload, cluster: Cluster, iteration_time_s: float, precision: str
 ) -> float:
-    """Model FLOPs over those that the devices in use could do (MFU; Chowdhery et al., arXiv 2204.02311 appendix B)."""
+    """Return the share of the peak FLOP/s of the devices in use that the model takes, in [0, 1].
+
+    It is the MFU of Chowdhery et al. (arXiv 2204.02311 appendix B).
+
+    Args:
+        strategy: how the model is trained.
+        workload: the model.
+        cluster: the devices.
+        iteration_time_s: seconds of one iteration.
+        precision: `bf16`, `fp16` or `fp32`.
+    """
     nodes = [node for node in cluster.nodes for _ in range(node.num_devices)]
     places = strategy.placement or range(strategy.world_size)
     peak = sum(nodes[place].device.peak_flops(precision) for place in places if place < len(nodes))
@@ -45,7 +61,7 @@ def flops_utilization(
 
 
 def time_text(seconds: float) -> str:
-    """Seconds with three digits that count."""
+    """Return seconds as text with three significant digits."""
     for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if seconds * scale >= 1 or unit == "us":
             return f"{seconds * scale:.3g} {unit}" if seconds * scale < 1000 else f"{seconds * scale:,.0f} {unit}"
@@ -53,7 +69,7 @@ def time_text(seconds: float) -> str:
 
 
 def interval_text(prediction: Prediction) -> str:
-    """How far the time may be off, as `-4 +6 %`; empty where nobody knows."""
+    """Return how far the time may be off, as `-4 +6 %`; empty if the prediction has no interval."""
     if prediction.interval_s is None or not prediction.iteration_time_s:
         return ""
     low, high = (100 * (bound / prediction.iteration_time_s - 1) for bound in prediction.interval_s)
@@ -61,7 +77,7 @@ def interval_text(prediction: Prediction) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Bytes in units of 1000, as data sheets and `peak_memory_gb` count them."""
+    """Return bytes as text, in units of powers of 1000, as data sheets count them."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.3g} {unit}"
@@ -69,7 +85,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def count_text(number: float) -> str:
-    """A large number in short: `12.9 B`."""
+    """Return a large number as short text: `12.9 B`."""
     for scale, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
         if number >= scale:
             return f"{number / scale:.3g}{unit}"

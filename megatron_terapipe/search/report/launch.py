@@ -1,4 +1,4 @@
-"""What it takes to run a strategy: strategy file, hostfile in the order of its ranks, DeepSpeed file, command."""
+"""The files and the command that run a strategy: strategy file, hostfile in the order of ranks, DeepSpeed file."""
 
 import json
 import shlex
@@ -56,7 +56,7 @@ class Launch:
     many_nodes: bool
 
     def command(self, directory: str) -> str:
-        """The command in one line, run where `pretrain_gpt.py` is.
+        """Return the command in one line, to be run where `pretrain_gpt.py` is.
 
         Args:
             directory: where the files are.
@@ -66,7 +66,7 @@ class Launch:
         return prefix + shlex.join([*words, "--mock-data"])
 
     def write(self, directory: str) -> list[str]:
-        """Write the files into a directory, which is made, and return their paths.
+        """Write the files into a directory, which is created if needed, and return their paths.
 
         Raises:
             ConfigError: if they cannot be written.
@@ -139,7 +139,11 @@ def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, p
 
 
 def nodes_in_order(strategy: Strategy, cluster: Cluster) -> tuple[Node, ...]:
-    """Nodes in the order in which their ranks come, each with the devices that are used.
+    """Return the nodes in the order in which their ranks come, each with the devices that are used.
+
+    Args:
+        strategy: with the placement of its ranks.
+        cluster: the nodes, in the order of the hostfile.
 
     Raises:
         ConfigError: if the ranks of a node do not follow each other: launchers fill one node after the other.
@@ -163,7 +167,7 @@ def nodes_in_order(strategy: Strategy, cluster: Cluster) -> tuple[Node, ...]:
 
 
 def model_flags(model: ModelConfig) -> list[str]:
-    """The fewest flags that make `pretrain_gpt.py` build a model."""
+    """Return the fewest flags that make `pretrain_gpt.py` build a model."""
     values = {each.name: getattr(model, each.name) for each in fields(ModelConfig) if each.name != "model_preset"}
     whole = ModelConfig(**values)
     given = {name: value for name, value in values.items() if value is not None}
@@ -181,5 +185,5 @@ def model_flags(model: ModelConfig) -> list[str]:
 
 
 def _quoted(words: Sequence[str]) -> str:
-    """Words for a script; those that begin with its directory are expanded there."""
+    """Return words for a script; those that begin with its directory are expanded there."""
     return " ".join(f'"{word}"' if word.startswith("$here") else shlex.quote(word) for word in words)

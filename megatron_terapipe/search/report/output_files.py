@@ -1,4 +1,4 @@
-"""Writes an answer: its JSON, its page, and the files that launch the winner."""
+"""The files of an answer: its JSON, its page, and what launches the winner."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ MOST_OPS = 12_000
 
 
 def timeline_of(strategy: Strategy, costs: OpCosts) -> tuple[Timeline, str] | None:
-    """Play the schedule of a strategy.
+    """Return the simulated timeline of a strategy, to draw it.
 
     Args:
         strategy: what to draw.
@@ -62,7 +62,7 @@ OpCostsOf = Callable[[Strategy], OpCosts]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What was written.
+    """The files that were written.
 
     Attributes:
         paths: the files.
@@ -76,7 +76,11 @@ class Written:
 
 
 def write_json(path: str, document: Any) -> None:
-    """Write JSON into a file, or onto standard output where the path is `-`.
+    """Write JSON into a file, or onto standard output if the path is `-`.
+
+    Args:
+        path: path of the file.
+        document: what to write; a list is written an entry a line.
 
     Raises:
         ConfigError: if it cannot be written.
@@ -91,7 +95,7 @@ def write_json(path: str, document: Any) -> None:
 
 
 def winner_launch(answer: Answer) -> tuple[Launch | None, str]:
-    """What launches the winner, or None and why not."""
+    """Return what launches the winner, or None and why nothing does."""
     if not answer.priced:
         return None, "no strategy can run"
     try:
@@ -123,6 +127,12 @@ def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> Written
 
 def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str = "") -> None:
     """Write the page alone.
+
+    Args:
+        path: path of the file.
+        answer: what to write.
+        op_costs: times of the ops of a strategy, for the timelines.
+        command: command that launches the winner; empty = none.
 
     Raises:
         ConfigError: if it cannot be written.

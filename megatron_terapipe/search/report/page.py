@@ -60,7 +60,7 @@ _HEAD_HEIGHT, _PANEL_HEIGHT, _ROW_HEIGHT = 150, 185, 27
 
 @dataclass(frozen=True, kw_only=True)
 class Extras:
-    """What a page shows beside the answer itself.
+    """The contents of a page beside the answer itself.
 
     Attributes:
         command: what launches the winner; empty = it cannot be launched so.
@@ -76,7 +76,11 @@ class Extras:
 
 
 def render_page(answer: Answer, extras: Extras) -> str:
-    """Draw the report.
+    """Return the report.
+
+    Args:
+        answer: what to show.
+        extras: what to show beside the answer.
 
     Returns:
         An HTML document.
@@ -114,7 +118,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _timeline(extras: Extras) -> str:
-    """The timelines in a frame of their own: their page has scripts, styles and names that ours does not know."""
+    """Return the timelines in a frame of their own: their page has scripts, styles and names of its own."""
     ranks = sum(panel.timeline.shape.num_ranks for panel in extras.panels)
     height = _HEAD_HEIGHT + _PANEL_HEIGHT * len(extras.panels) + _ROW_HEIGHT * ranks
     page = render_html(extras.panels, "predicted timeline")

@@ -9,7 +9,8 @@ from deepspeed_ext.plan.render.palette import oklch_to_hex
 from megatron_terapipe.search.cost.prediction import RankMemory, TimeBreakdown
 from megatron_terapipe.search.inputs.cluster import Cluster, Device
 from megatron_terapipe.search.inputs.library import is_guess
-from megatron_terapipe.search.report.answer import Answer, Entry
+from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.search.report.comparison import TIME_NAMES, compare
 from megatron_terapipe.search.report.figures import (
     bytes_text,
@@ -33,7 +34,7 @@ _SHORTEST = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar.
+    """One bar of a chart.
 
     Attributes:
         label: what it is of, as text.
@@ -49,7 +50,7 @@ class Bar:
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each part, the same wherever it comes up."""
+    """Return a colour for each part, the same in all charts."""
     return {
         name: oklch_to_hex(_LIGHTNESS[index % len(_LIGHTNESS)], 0.11, _HUES[index % len(_HUES)])
         for index, name in enumerate(names)
@@ -57,7 +58,12 @@ def colours(names: Sequence[str]) -> dict[str, str]:
 
 
 def legend(names: Sequence[str], palette: Mapping[str, str]) -> str:
-    """The parts that come up, and their colours."""
+    """Return the legend of a chart.
+
+    Args:
+        names: parts that come up.
+        palette: colour of each part.
+    """
     entries = "".join(
         f'<span class="entry"><i style="background:{palette[name]}"></i>{escape(name)}</span>' for name in names
     )
@@ -65,7 +71,7 @@ def legend(names: Sequence[str], palette: Mapping[str, str]) -> str:
 
 
 def stacked_bars(bars: Sequence[Bar], palette: Mapping[str, str], written: Mapping[int, Mapping[str, str]]) -> str:
-    """Bars on one scale, below each other.
+    """Return bars on one scale, below each other.
 
     Args:
         bars: what to draw.
@@ -105,8 +111,13 @@ MEMORY_NAMES = {
 """Parts of memory in words."""
 
 
-def winner(answer: Answer, entry: Entry) -> str:
-    """The best strategy and its figures."""
+def winner(answer: Answer, entry: Ranked) -> str:
+    """Return the best strategy and its figures.
+
+    Args:
+        answer: what was found.
+        entry: the best strategy.
+    """
     prediction, strategy = entry.prediction, entry.strategy
     assert prediction is not None
     time_s = prediction.iteration_time_s
@@ -131,8 +142,13 @@ def winner(answer: Answer, entry: Entry) -> str:
     return f'<p class="winner">{escape(strategy_text(strategy))}</p><div class="facts">{facts}</div>{lengths}'
 
 
-def why(first: Entry, second: Entry) -> str:
-    """The winner beside the runner-up: what differs, and what that brings."""
+def why(first: Ranked, second: Ranked) -> str:
+    """Return the winner beside another strategy: what differs, and what that changes.
+
+    Args:
+        first: the winner.
+        second: the other.
+    """
     found = compare(first, second)
     changes = "".join(
         f'<tr><td class="left">{escape(name)}</td><td>{escape(here)}</td><td>{escape(there)}</td></tr>'
@@ -146,7 +162,12 @@ def why(first: Entry, second: Entry) -> str:
 
 
 def ranking(answer: Answer, most: int) -> str:
-    """The table of the ranking."""
+    """Return the table of the ranking.
+
+    Args:
+        answer: what was found.
+        most: rows at most.
+    """
     entries = list(answer.entries[:most])
     names, rows = rows_of(answer, entries)
     head = "".join(f'<th class="{"left" if name in LEFT else ""}">{escape(name)}</th>' for name in names)
@@ -165,8 +186,8 @@ def _cell(name: str, text: str) -> str:
     return f'<td class="{kind}">{escape(text)}</td>'
 
 
-def times(entries: list[Entry]) -> str:
-    """A bar for each strategy: where its iteration goes."""
+def times(entries: list[Ranked]) -> str:
+    """Return a bar for each strategy, of the parts of its iteration in seconds."""
     palette = colours(list(TIME_NAMES.values()))
     bars, written = [], {}
     for index, entry in enumerate(entries):
@@ -181,8 +202,13 @@ def times(entries: list[Entry]) -> str:
     return legend(shown, palette) + stacked_bars(bars, palette, written)
 
 
-def memory(answer: Answer, entry: Entry) -> str:
-    """A bar for each pipeline rank: what fills its devices, and how much they have."""
+def memory(answer: Answer, entry: Ranked) -> str:
+    """Return a bar for each pipeline rank, of the parts of its memory in bytes.
+
+    Args:
+        answer: what was found.
+        entry: the strategy.
+    """
     assert entry.prediction is not None
     if not entry.prediction.memory:
         return "<p>Not predicted.</p>"
@@ -203,7 +229,7 @@ def memory(answer: Answer, entry: Entry) -> str:
 
 
 def _layers_of_ranks(answer: Answer, strategy: Strategy) -> list[str]:
-    """Which layers each pipeline rank holds, counted as a stage partition counts them."""
+    """Return the layers of each pipeline rank, counted as a stage partition counts them."""
     ranks = strategy.pipeline_parallel_size
     partition = answer.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
     bounds = partition.bounds
@@ -214,7 +240,7 @@ def _layers_of_ranks(answer: Answer, strategy: Strategy) -> list[str]:
 
 
 def _smallest_device(cluster: Cluster, strategy: Strategy, pipeline_rank: int) -> Device:
-    """The device with the least memory among those of a pipeline rank."""
+    """Return the device with the least memory among those of a pipeline rank."""
     devices = [node.device for node in cluster.nodes for _ in range(node.num_devices)]
     places = strategy.placement or tuple(range(strategy.world_size))
     peers = strategy.data_parallel_size * strategy.tensor_parallel_size
@@ -224,7 +250,7 @@ def _smallest_device(cluster: Cluster, strategy: Strategy, pipeline_rank: int) -
 
 
 def rejections(answer: Answer) -> str:
-    """How many strategies were looked at, and for what the others fell."""
+    """Return how many strategies were considered, and how many each rule rejected."""
     palette = colours(["rejected"])
     bars = [
         Bar(reason, {"rejected": float(count)}, f"{count:,}")

@@ -1,4 +1,4 @@
-"""The ranking on the terminal."""
+"""The table of a ranking, for terminals and for the page."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.dimensions import Dimension, in_places
 from megatron_terapipe.search.inputs.library import is_guess
-from megatron_terapipe.search.report.answer import Answer, Entry
+from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.search.report.figures import (
     bytes_text,
     count_text,
@@ -65,7 +66,7 @@ def print_table(answer: Answer, console: "Console | None" = None, *, top: int | 
 
 
 def heading(answer: Answer) -> str:
-    """What the ranking is about, in one line."""
+    """Return the model, the batch and the cluster of a ranking in one line."""
     workload, nodes = answer.workload, answer.cluster.nodes
     batch = "" if answer.global_batch_size is None else f", {answer.global_batch_size} sequences a step"
     devices: dict[str, int] = {}
@@ -79,17 +80,22 @@ def heading(answer: Answer) -> str:
 
 
 def all_notes(answer: Answer) -> list[str]:
-    """Assumptions, and doubts about the winner, each once."""
+    """Return assumptions, and warnings about the winner, each once."""
     winner = next(iter(answer.priced), None)
     of_winner = () if winner is None or winner.prediction is None else winner.prediction.notes
     return list(dict.fromkeys([*answer.notes, *(f"rank 1: {note}" for note in of_winner)]))
 
 
-def cells(answer: Answer, entry: Entry) -> dict[str, str]:
-    """What each column says of an entry."""
+def cells(answer: Answer, entry: Ranked) -> dict[str, str]:
+    """Return the text of each column for an entry, by its name.
+
+    Args:
+        answer: the ranking.
+        entry: a line of it.
+    """
     strategy, prediction = entry.strategy, entry.prediction
     row = {
-        "rank": "-" if entry.rank is None else str(entry.rank),
+        "rank": str(entry.rank),
         **{name: _cell(each, strategy, answer.workload.seq_length) for each, name in COLUMNS},
     }
     if prediction is not None:
@@ -106,8 +112,13 @@ def cells(answer: Answer, entry: Entry) -> dict[str, str]:
     return row | {"why not": entry.reason or ""}
 
 
-def rows_of(answer: Answer, entries: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
-    """Names of the columns that say something, and the rows."""
+def rows_of(answer: Answer, entries: Sequence[Ranked]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the columns that say something, and the rows.
+
+    Args:
+        answer: the ranking.
+        entries: the lines of it to show.
+    """
     found = [cells(answer, entry) for entry in entries]
     names = list(dict.fromkeys(name for row in found for name in row))
     # Prices stand before the reason, also where the first row has none.
@@ -117,7 +128,7 @@ def rows_of(answer: Answer, entries: Sequence[Entry]) -> tuple[list[str], list[l
 
 
 def _fitting(names: list[str], rows: list[list[str]], width: int) -> tuple[list[str], list[list[str]]]:
-    """The columns that a line has room for; the reason, which wraps, counts no more than its title."""
+    """Return the columns that a line has room for; the reason, which wraps, counts no more than its title."""
     widths = {
         name: max(len(name), *(len(row[index]) for row in rows)) if rows and name != "why not" else len(name)
         for index, name in enumerate(names)
@@ -142,7 +153,7 @@ def _cell(dimension: Dimension, strategy: Strategy, seq_length: int) -> str:
 
 
 def _cut(strategy: Strategy, seq_length: int) -> str:
-    """Lengths of the token slices, where they are not as equal as the places to cut at let them be."""
+    """Return the lengths of the token slices, or "even" if they are as equal as the places to cut at let them be."""
     if strategy.token_slices is None:
         return "even"
     needed = strategy.tensor_parallel_size if strategy.sequence_parallel else 1
@@ -156,7 +167,7 @@ def _short(value: tuple[int, ...]) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def _table(answer: Answer, entries: Sequence[Entry], width: int) -> "Table":
+def _table(answer: Answer, entries: Sequence[Ranked], width: int) -> "Table":
     import rich.box
     import rich.table
     import rich.text

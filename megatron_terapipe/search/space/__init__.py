@@ -1,1 +1,1 @@
-"""What could be run: the values of every dimension, the rules that strategies must keep, and what they reject."""
+"""The strategies that could be run: the values of every dimension, and the rules that reject some of them."""

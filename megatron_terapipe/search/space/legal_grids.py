@@ -19,7 +19,7 @@ from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 @dataclass
 class SearchCounts:
-    """Counts of a search, in the order in which strategies fall out of it.
+    """Counts of the strategies of a search: how many there are, and how many each step rejects or prices.
 
     Attributes:
         total: strategies of the whole space.
@@ -34,22 +34,27 @@ class SearchCounts:
     simulated: int = 0
 
     def expect(self, names: Iterable[str]) -> None:
-        """Say in which order rules are to be listed."""
+        """Fix the order in which rules are listed."""
         for name in names:
             self.rejected.setdefault(name, 0)
 
     def reject(self, name: str, number: int) -> None:
-        """Count strategies that a rule rejects."""
+        """Count strategies that a rule rejects.
+
+        Args:
+            name: name of the rule.
+            number: how many it rejects.
+        """
         if number:
             self.rejected[name] += number
 
     @property
     def num_rejected(self) -> int:
-        """All that were rejected."""
+        """Number of strategies that were rejected."""
         return sum(self.rejected.values())
 
     def lines(self) -> list[tuple[str, int]]:
-        """What to print: a label and a count a line."""
+        """Return the lines to print: a label and a count each."""
         return [
             ("strategies of the space", self.total),
             *((f"  rejected: {name}", -number) for name, number in self.rejected.items() if number),
@@ -65,7 +70,7 @@ USES_DEVICES = "parallel sizes multiply to the devices"
 
 @dataclass(frozen=True)
 class LegalGrid:
-    """A grid, and which of its strategies keep all rules.
+    """A grid of strategies, and which of them keep all rules.
 
     Attributes:
         grid: the grid; values that no strategy can have are gone from its axes.

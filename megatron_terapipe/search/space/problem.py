@@ -1,4 +1,4 @@
-"""What the search is asked: which model, on which cluster, with which batch."""
+"""The question that a search answers: which model, on which cluster, with which batch."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +11,7 @@ from megatron_terapipe.search.op_times.software import TERAPIPE, Software
 
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
-    """A question to the search.
+    """A model to train on a cluster, with a batch.
 
     Attributes:
         workload: the model.
@@ -29,7 +29,11 @@ class SearchProblem:
     _partitions: dict[tuple[str, int], StagePartition] = field(default_factory=dict, compare=False, repr=False)
 
     def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
-        """The layers of each stage; those of a rule are computed once.
+        """Return the layers of each stage; those of a rule are computed once.
+
+        Args:
+            stage_partition: a rule, or bounds of stages.
+            num_stages: stages of the pipeline.
 
         Raises:
             ConfigError: if they do not fit the model or the stages.

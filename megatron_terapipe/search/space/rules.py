@@ -72,7 +72,7 @@ def _devices(grid: StrategyGrid, problem: SearchProblem) -> str | None:
 
 
 def _shared_numbers(problem: SearchProblem) -> dict[str, set[int]]:
-    """Numbers that tensor-parallel ranks share, by what they are."""
+    """Return the numbers that tensor-parallel ranks must divide, by what they count."""
     shared: dict[str, set[int]] = {"attention heads": set(), "key and value heads": set(), "columns": set()}
     for layer in {id(each): each for each in problem.workload.layers}.values():
         if layer.attention is not None:

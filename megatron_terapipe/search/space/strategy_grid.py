@@ -1,4 +1,4 @@
-"""All strategies of one layout of the ranks: a grid whose axes are the other dimensions.
+"""Grids of strategies: all of one layout of the ranks, with the other dimensions as axes.
 
     axis               order      partition  micro_batch  token_slices  recompute  sequence_parallel  zero
     holds              (schedule, how layers B            S             none ...   off, on            stage
@@ -126,7 +126,7 @@ class StrategyGrid:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Values on each axis."""
+        """Number of values on each axis."""
         return tuple(len(getattr(self, axis)) for axis in AXES)
 
     @cached_property
@@ -147,12 +147,12 @@ class StrategyGrid:
 
     @cached_property
     def model_chunks(self) -> NDArray[np.int64]:
-        """Model chunks, along the axis `order`."""
+        """Model chunks of a pipeline rank: [order, 1, 1, 1, 1, 1, 1]."""
         return self.along("order", [model_chunks for _, model_chunks in self.order])
 
     @cached_property
     def num_micro_batches(self) -> NDArray[np.int64]:
-        """Micro-batches of a data-parallel rank, along `micro_batch`; for those that divide the batch."""
+        """Micro-batches of a data-parallel rank: [1, 1, micro_batch, 1, 1, 1, 1], for sizes that divide the batch."""
         sizes = np.array(self.micro_batch) * self.data_parallel_size
         return self.along("micro_batch", np.maximum(self.global_batch_size // sizes, 1))
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.parallel import OPTIMISED
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster

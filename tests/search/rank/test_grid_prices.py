@@ -43,7 +43,7 @@ def test_bounds_of_time(name: str) -> None:
     for grid in price_space(problem, coarse(problem), pricings, SearchCounts()):
         for index in rng.choice(len(grid.places), size=min(6, len(grid.places)), replace=False).tolist():
             strategy = grid.strategy(index, problem)
-            simulated = pricings[grid.order].predict(strategy).iteration_time_s
+            simulated = pricings[grid.node_order].predict(strategy).iteration_time_s
             assert grid.bound[index] <= simulated * (1 + 1e-9), strategy
             ratios.append(grid.bound[index] / simulated)
             estimates.append(grid.estimate[index] / simulated)

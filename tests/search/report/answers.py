@@ -1,25 +1,13 @@
 """A small answer of a search, made by hand."""
 
-from dataclasses import dataclass
-
 from megatron_terapipe.search.cost.prediction import Prediction, RankMemory, TimeBreakdown
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster
 from megatron_terapipe.search.inputs.workload_files import parse_workload
+from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.strategy import Strategy
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "key_values", "logits", "buffers", "framework")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a ranking."""
-
-    rank: int | None
-    strategy: Strategy
-    prediction: Prediction | None
-    feasible: bool = True
-    reason: str | None = None
 
 
 def prediction(compute_s: float, bubble_s: float, *, ranks: int, peak: float = 8e9) -> Prediction:
@@ -71,9 +59,15 @@ def answer(name: str = "tiny") -> Answer:
         precision="bf16",
         global_batch_size=8,
         entries=[
-            Line(1, best, prediction(1.0, 0.2, ranks=4)),
-            Line(2, second, prediction(0.9, 0.8, ranks=4)),
-            Line(None, Strategy(data_parallel_size=16, global_batch_size=16), None, False, "[why] <it> falls"),
+            Ranked(rank=1, strategy=best, prediction=prediction(1.0, 0.2, ranks=4)),
+            Ranked(rank=2, strategy=second, prediction=prediction(0.9, 0.8, ranks=4)),
+            Ranked(
+                rank=3,
+                strategy=Strategy(data_parallel_size=16, global_batch_size=16),
+                prediction=None,
+                feasible=False,
+                reason="[why] <it> falls",
+            ),
         ],
         considered=5000,
         rejections={"does not fit <memory>": 3000, "batch": 1000, "nothing": 0},

@@ -12,7 +12,7 @@ from megatron_terapipe.search.report.comparison import rivals
 from megatron_terapipe.search.report.output_files import MOST_OPS, timeline_of, write_answer, write_json
 from megatron_terapipe.search.report.page import Extras, render_page
 from megatron_terapipe.strategy import Strategy
-from tests.search.report.answers import Line, answer
+from tests.search.report.answers import answer
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -135,7 +135,7 @@ def test_timelines_of_many_micro_batches_are_cut() -> None:
 def test_a_runner_up_that_is_a_twin_is_not_the_only_one_to_be_compared() -> None:
     shown = answer()
     first, twin, _ = shown.entries
-    other = Line(3, replace(first.strategy, data_parallel_size=1, tensor_parallel_size=4), first.prediction)
+    other = replace(first, rank=3, strategy=replace(first.strategy, data_parallel_size=1, tensor_parallel_size=4))
     assert rivals([first]) == []
     assert rivals([first, twin]) == [twin]
     assert rivals([first, other, twin]) == [other]

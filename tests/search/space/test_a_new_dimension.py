@@ -17,7 +17,7 @@ PATCH = {
         "    placement: tuple[int, ...] | None = dimension(",
         '''    context_parallel_size: int = dimension(
         1,
-        kind=Whole(),
+        kind=whole(),
         trained=(1,),
         priced=(1,),
         tried=(1,),
