@@ -137,12 +137,12 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.search.inputs", "megatron_terapipe.search.inputs.*"),
         (*PLAN, *CONFIG, "megatron_terapipe.devices"),
-        ("yaml",),
+        ("pydantic", "yaml"),
     ),
     Layer(
         ("megatron_terapipe.search.op_times", "megatron_terapipe.search.op_times.*"),
         search("inputs"),
-        ("numpy", "scipy", "pyarrow", "aiconfigurator_core"),
+        ("numpy", "pydantic", "scipy", "pyarrow", "aiconfigurator_core"),
     ),
     Layer(
         ("megatron_terapipe.search.cost", "megatron_terapipe.search.cost.*"), search("inputs", "op_times"), ("numpy",)
@@ -165,7 +165,7 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.search.trials", "megatron_terapipe.search.trials.*"),
         search("inputs", "op_times", "cost", "space", "rank", "report"),
-        ("numpy", "scipy", "rich"),
+        ("numpy", "pydantic", "scipy", "rich"),
     ),
     # Commands put the parts together: they may import anything of ours, and nobody imports them.
     Layer(

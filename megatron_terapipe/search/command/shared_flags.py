@@ -15,10 +15,8 @@ from megatron_terapipe.config.options import field_help
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.inputs.cluster_files import read_cluster_with_notes
 from megatron_terapipe.search.inputs.library import needs_fp16
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
@@ -115,6 +113,9 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 def model_of(options: argparse.Namespace) -> Workload:
     """Return the model that the flags name."""
+    # Imported here, as in `cluster_of`: pydantic would make --help wait.
+    from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
+
     changes: dict[str, Any] = {name: value for name in CHANGES if (value := getattr(options, name, None)) is not None}
     if options.model == FLAGS_ALONE:
         return parse_workload({}, "MODEL -", changes)
@@ -123,6 +124,8 @@ def model_of(options: argparse.Namespace) -> Workload:
 
 def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster that the flags name, and notes on what had to be assumed of it."""
+    from megatron_terapipe.search.inputs.cluster_files import read_cluster_with_notes
+
     return read_cluster_with_notes(options.cluster, device=options.device)
 
 

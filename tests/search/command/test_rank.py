@@ -187,8 +187,8 @@ def test_measured_seconds_of_a_model_file_are_what_it_costs(tmp_path: Path, caps
         words = ["rank", str(model), str(cluster), "--device", "A100-80GB", "--global-batch-size", "4"]
         assert main([*words, "--json", str(answer)]) == 0
         times.append(json.loads(answer.read_text())[0]["predicted"]["iteration_time_s"])
-    # Both forwards take their device far longer than its host, so all of the iteration is a thousand times as long.
-    assert times[1] == pytest.approx(1000 * times[0], rel=0.05)
+    # All of an iteration is a thousand times as long but for what it costs however small it is.
+    assert 800 * times[0] < times[1] < 1000 * times[0]
     layers = [layer, {name: value for name, value in layer.items() if name != "forward_s"} | {"name": "other"}]
     model.write_text(json.dumps(MEASURED | {"layers": layers}))
     capsys.readouterr()
