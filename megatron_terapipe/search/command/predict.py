@@ -23,7 +23,6 @@ from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
-NAME = "predict"
 HELP = "Time and memory of the strategies of a file, which may come from anywhere; those that cannot run have a reason."
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.cost.pricing import Pricing
     from megatron_terapipe.search.rank.token_slices import SolvedCut
 
-NAME = __name__.rpartition(".")[2]
 HELP = (
     "Find the token slices with which a strategy takes the shortest time: how many, and how long. Token slices that "
     "the strategy already has do not matter."

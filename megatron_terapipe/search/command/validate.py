@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.trials.predicted import Predicted
     from megatron_terapipe.search.trials.trial import Trial
 
-NAME = "validate"
 HELP = (
     "Predict runs that somebody measured, as if nobody had, and say how far off the predictions are, whether they are "
     "in the right order, and whether they are as sure as they say; beside a naive line. Trials are a JSON object a "
