@@ -24,6 +24,8 @@ setup(
         # The fast simulator and the solvers; 0.60 is the first that takes numpy 2.
         "numba>=0.60",
         "packaging",
+        # Input files of the search are read and checked with it; DeepSpeed needs it, too.
+        "pydantic>=2.7",
         # Clusters may be described in YAML.
         "pyyaml",
         "regex",

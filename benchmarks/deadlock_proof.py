@@ -22,7 +22,7 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.programs.device import Device, Events, check_programs
 from deepspeed_ext.plan.programs.lowering import lower
-from deepspeed_ext.plan.schedules import SCHEDULES, fixed, rank_orders, schedule_named
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, fixed, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 
 DEVICES = {
@@ -32,7 +32,6 @@ DEVICES = {
     "cold": Device(warms_up=False, host_waits=False),
 }
 """The default device waits at every op and drains anywhere; `cold` makes connections in mid-step."""
-OPTIMISED = "optimised"
 EFFORT = 0.01
 
 
@@ -44,8 +43,8 @@ class Case(NamedTuple):
     seed: int = 0
 
 
-class SimulatedTime(NamedTuple):
-    """What came out: by device whether it locked and whether a setting that helps was named, and the cost."""
+class CaseResult(NamedTuple):
+    """Result of a case: per device, whether it deadlocked; whether a setting that helps was named; and the cost."""
 
     schedule: str
     locked: dict[str, bool]
@@ -54,7 +53,12 @@ class SimulatedTime(NamedTuple):
 
 
 def cases(most_units: int, num_random: int) -> Iterator[Case]:
-    """All combinations, then random ones for the optimiser."""
+    """Yield all combinations, then random ones for the optimiser.
+
+    Args:
+        most_units: largest product of ranks, micro-batches and token slices.
+        num_random: number of random combinations.
+    """
     for ranks, micro_batches, token_slices, model_chunks in product(range(2, 9), range(1, 9), range(1, 9), range(1, 5)):
         if ranks * micro_batches * token_slices <= most_units:
             shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
@@ -68,7 +72,7 @@ def cases(most_units: int, num_random: int) -> Iterator[Case]:
         yield Case(OPTIMISED, shape, seed)
 
 
-def play(case: Case) -> SimulatedTime:
+def play(case: Case) -> CaseResult:
     """Lower one case and play it on all devices."""
     shape = case.shape
     costs = growing_costs(shape)
@@ -87,7 +91,7 @@ def play(case: Case) -> SimulatedTime:
             locked[name] = True
             named = named and "CUDA_DEVICE_MAX_CONNECTIONS" in str(deadlock)
     on_device = Events(programs, shape, Device(host_waits=False)).makespan(costs)
-    return SimulatedTime(case.schedule, locked, named, on_device / simulate(orders, shape, costs).makespan - 1)
+    return CaseResult(case.schedule, locked, named, on_device / simulate(orders, shape, costs).makespan - 1)
 
 
 def growing_costs(shape: PipelineShape) -> OpCosts:
@@ -99,7 +103,12 @@ def growing_costs(shape: PipelineShape) -> OpCosts:
 
 
 def random_costs(shape: PipelineShape, random: Random) -> OpCosts:
-    """Costs of ops between 0.5 and 2, each its own."""
+    """Return costs of ops between 0.5 and 2, each drawn separately.
+
+    Args:
+        shape: sizes of the pipeline.
+        random: source of random numbers.
+    """
     tables = [
         [[random.uniform(0.5, 2) for _ in range(shape.num_token_slices)] for _ in range(shape.num_stages)]
         for _ in range(3)
@@ -115,7 +124,7 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=1000, help="optimised schedules of random shapes and costs")
     options = parser.parse_args()
     todo = list(cases(options.most_units, options.random))
-    results: dict[str, list[SimulatedTime]] = {}
+    results: dict[str, list[CaseResult]] = {}
     with ProcessPoolExecutor(options.workers) as pool:
         for number, played in enumerate(pool.map(play, todo, chunksize=8), start=1):
             results.setdefault(played.schedule, []).append(played)

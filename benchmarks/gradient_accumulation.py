@@ -1,4 +1,4 @@
-"""What it costs to add bf16 gradients up in fp32, token slice by token slice, on one rank.
+"""Cost of summing bf16 gradients in fp32, token slice by token slice, on one rank.
 
     python -m benchmarks.gradient_accumulation [--token-slices 8] [--hidden-size 512]
 

@@ -44,7 +44,12 @@ class Result:
 
 
 def step_time(engine: Any, data: Iterator[Any]) -> float:
-    """Seconds of one step, all ranks together."""
+    """Seconds of one step of all ranks.
+
+    Args:
+        engine: the engine of this rank.
+        data: its micro-batches.
+    """
     dist.barrier()
     start = time.perf_counter()
     engine.train_batch(data)
@@ -55,7 +60,15 @@ def step_time(engine: Any, data: Iterator[Any]) -> float:
 def compare(
     num_micro_batches: int, cuts: dict[str, TokenSlices], *, rounds: int, num_layers: int, micro_batch_size: int
 ) -> list[Result]:
-    """Time DeepSpeed's engine and ours with each cut, in turn."""
+    """Time DeepSpeed's engine and ours with each set of token slices, in turn.
+
+    Args:
+        num_micro_batches: micro-batches of a step.
+        cuts: token slices, by name.
+        rounds: measured steps of each.
+        num_layers: transformer layers.
+        micro_batch_size: sequences of a micro-batch.
+    """
     model, stages = benchmark_model(num_layers), dist.get_world_size()
     engines: dict[str, tuple[Any, Iterator[Any]]] = {
         "DeepSpeed PipelineEngine": (

@@ -15,14 +15,26 @@ Turn = tuple[Tensor, Tensor]
 
 
 def turns(model: ModelConfig, length: int, device: torch.device, dtype: torch.dtype) -> Turn:
-    """The turns of the first positions, computed in fp32."""
+    """Cosines and sines of the rotations of the first positions, computed in fp32: each [length, D / 2].
+
+    Args:
+        model: the model section.
+        length: number of positions.
+        device: device of the result.
+        dtype: type of the result.
+    """
     frequencies = model.rotary_base ** (-torch.arange(0, model.kv_channels, 2, device=device) / model.kv_channels)
     angles = torch.outer(torch.arange(length, device=device), frequencies)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotated(heads: Tensor, turn: Turn) -> Tensor:
-    """Rotate the halves of [B, H, N, D]."""
+    """Return heads [B, H, N, D] with their halves rotated.
+
+    Args:
+        heads: [B, H, N, D].
+        turn: cosines and sines, each [N, D / 2].
+    """
     (first, second), (cos, sin) = heads.chunk(2, dim=-1), turn
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -39,7 +51,7 @@ class Attention(nn.Module):
         self.projection = nn.Linear(model.num_attention_heads * self.head_size, model.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, turn: Turn) -> Tensor:
-        """[B, N, hidden] in, the same out."""
+        """Return the output [B, N, hidden] for an input [B, N, hidden]."""
         query, key, value = (
             linear(hidden).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
@@ -63,7 +75,7 @@ class Block(nn.Module):
         self.down = nn.Linear(model.ffn_hidden_size, model.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, turn: Turn) -> Tensor:
-        """[B, N, hidden] in, the same out."""
+        """Return the output [B, N, hidden] for an input [B, N, hidden]."""
         hidden = hidden + self.attention(self.attention_norm(hidden), turn)
         normed = self.mlp_norm(hidden)
         return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -88,7 +100,7 @@ class PlainLlama(nn.Module):
             self.output.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of every token."""
+        """Logits [B, N, vocabulary] of the tokens [B, N]."""
         hidden = self.embedding(tokens)
         turn = turns(self.model, tokens.shape[1], hidden.device, hidden.dtype)
         for block in self.blocks:
@@ -97,7 +109,12 @@ class PlainLlama(nn.Module):
 
     @torch.no_grad()
     def start_as(self, whole: WholeModel, model: ModelConfig) -> "PlainLlama":
-        """Take the weights of the trainer's model, for the same start."""
+        """Take the weights of the trainer's model, for the same start.
+
+        Args:
+            whole: the trainer's model.
+            model: the model section.
+        """
         theirs = {name.removeprefix("layers."): weight for name, weight in whole.named_parameters()}
         self.embedding.weight.copy_(theirs["0.weight"])
         in_group = model.num_attention_heads // model.num_key_value_heads
@@ -120,14 +137,27 @@ class PlainLlama(nn.Module):
 
 
 def mean_loss(model: PlainLlama, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of all tokens."""
+    """Mean cross-entropy of all tokens: [].
+
+    Args:
+        model: the model.
+        tokens: [B, N].
+        labels: [B, N].
+    """
     return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
 
 
 def train_step(
     model: PlainLlama, optimizer: torch.optim.Optimizer, micro_batches: Iterator[tuple[Tensor, Tensor]], count: int
 ) -> float:
-    """One optimizer step over `count` micro-batches, clipped at norm 1; returns the mean loss."""
+    """Do one optimizer step over `count` micro-batches, clipped at norm 1; return the mean loss.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer.
+        micro_batches: tokens and labels, each [B, N].
+        count: micro-batches of the step.
+    """
     optimizer.zero_grad()
     total = 0.0
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""What the trainer costs on one rank: beside a plain torch loop over the same model and batch.
+"""Time of the trainer on one rank, beside a plain torch loop over the same model and batch.
 
     python -m benchmarks.plain_loop [--token-slices 1 4]
 
@@ -43,7 +43,12 @@ def plain(model: ModelConfig) -> Callable[[], float]:
 
 
 def ours(model: ModelConfig, num_token_slices: int) -> Callable[[], float]:
-    """A step of the trainer's engine."""
+    """Return a function that runs a step of the trainer's engine and returns its loss.
+
+    Args:
+        model: the model section.
+        num_token_slices: token slices of a sequence.
+    """
     cut = balanced_token_slices(model, num_token_slices)
     engine = our_engine(model, cut, NUM_MICRO_BATCHES, num_stages=1, optimizer=adamw, clip=1.0)
     data = batches(model, for_deepspeed=False)

@@ -137,7 +137,13 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def simulated(engine: Any, data: Iterator[Any], options: argparse.Namespace) -> dict[bool, float]:
-    """Seconds until the last op and the last reduction end, by whether they overlap."""
+    """Seconds until the last op and the last reduction end, by whether they overlap.
+
+    Args:
+        engine: the engine of this rank.
+        data: its micro-batches.
+        options: options of the command.
+    """
     with engine.timeline() as timelines:
         engine.train_batch(data)
     sizes: list[Any] = [None] * dist.get_world_size()
@@ -161,7 +167,7 @@ def _bytes_of_layers(engine: Any) -> list[int]:
 
 
 def _seconds_per_byte(engine: Any, hidden: int) -> float:
-    """What an all-reduce of one layer takes on the link, the ranks of one stage after those of the other."""
+    """Seconds per byte of an all-reduce of one layer on the link, the ranks of one stage after those of the other."""
     message, group = torch.zeros(12 * hidden * hidden), engine.grid.get_data_parallel_group()
     seconds = []
     for stage in range(STAGES):
@@ -176,7 +182,13 @@ def _seconds_per_byte(engine: Any, hidden: int) -> float:
 
 
 def report(times: dict[bool, list[float]], predicted: dict[bool, float], options: argparse.Namespace) -> None:
-    """Print a table, and write it."""
+    """Print a table, and write it.
+
+    Args:
+        times: measured seconds of each round, by whether reductions overlap.
+        predicted: simulated seconds, by whether reductions overlap.
+        options: options of the command.
+    """
     middle = {overlap: median(rounds) for overlap, rounds in times.items()}
     print(
         f"\n{options.schedule}, 2 replicas x {STAGES} stages, {options.micro_batches} micro-batches of "

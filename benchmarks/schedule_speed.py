@@ -28,7 +28,7 @@ from megatron_terapipe.config.balance import balanced_token_slices
 
 @dataclass(frozen=True)
 class Setup:
-    """What the ranks of one process group run. `orders` stands for a schedule that a solver found."""
+    """A schedule that the ranks of one process group run. `orders` are those of a schedule that a solver found."""
 
     name: str
     ranks: int
@@ -59,7 +59,14 @@ class Result:
 
 
 def build(setup: Setup, cut: TokenSlices, num_micro_batches: int, num_layers: int) -> tuple[Any, Iterator[Any]]:
-    """The engine of a setup, on one of its ranks, and its data."""
+    """Return the engine of a setup on one of its ranks, and its data.
+
+    Args:
+        setup: the setup.
+        cut: lengths of the token slices.
+        num_micro_batches: micro-batches of a step.
+        num_layers: transformer layers.
+    """
     join()
     model = benchmark_model(num_layers)
     schedule: str | Schedule = setup.schedule if setup.orders is None else fixed(setup.orders)
@@ -89,7 +96,13 @@ def measured_step(built: tuple[Any, Iterator[Any]]) -> Timeline:
 
 
 def found_orders(cut: TokenSlices, num_micro_batches: int, num_layers: int) -> tuple[tuple[Op, ...], ...]:
-    """The schedule that the optimiser finds for the op times of three measured steps, with the memory of 1f1b."""
+    """Return the schedule that the optimiser finds for the op times of three measured steps, with the memory of 1f1b.
+
+    Args:
+        cut: lengths of the token slices.
+        num_micro_batches: micro-batches of a step.
+        num_layers: transformer layers.
+    """
     world = World(2, build, Setup("measured", 2, "zero-bubble"), cut, num_micro_batches, num_layers)
     world.run(step)
     steps = [world.run(measured_step)[0] for _ in range(3)]
@@ -102,7 +115,15 @@ def found_orders(cut: TokenSlices, num_micro_batches: int, num_layers: int) -> t
 def compare(
     setups: Sequence[Setup], cut: TokenSlices, num_micro_batches: int, num_layers: int, rounds: int
 ) -> list[Result]:
-    """Time the setups in turn; the first is the one that others are compared with."""
+    """Time the setups in turn, and compare the others with the first one.
+
+    Args:
+        setups: the setups.
+        cut: lengths of the token slices.
+        num_micro_batches: micro-batches of a step.
+        num_layers: transformer layers.
+        rounds: measured steps of each.
+    """
     worlds = {setup.name: World(setup.ranks, build, setup, cut, num_micro_batches, num_layers) for setup in setups}
     times: dict[str, list[float]] = {name: [] for name in worlds}
     steps: dict[str, list[Timeline]] = {name: [] for name in worlds}

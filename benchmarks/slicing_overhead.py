@@ -1,4 +1,4 @@
-"""What cutting costs on one rank: a step with token slices over a step without, in one run.
+"""Cost of token slices on one rank: a step with token slices over a step without, in one run.
 
 python -m benchmarks.slicing_overhead [--token-slices 2 4 8 16]
 """

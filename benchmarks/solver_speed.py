@@ -16,7 +16,7 @@ from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.schedules import one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.solve import PolynomialCosts, TerapipeProblem, op_costs, solve_token_slices
-from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.cut_grid import CutGrid
 
 SEQ_LENGTH, NUM_STAGES = 131_072, 64
 GRANULARITY, MIN_LENGTH = 128, 1024
@@ -77,7 +77,7 @@ def token_slices(effort: float) -> None:
         )
         timeline = simulate(rank_orders(schedule, shape), shape, op_costs(shape, solved.cut, costs))
         print(f"{name:>12} {num_micro_batches:>3} {count:>4} {seconds:>8.2f} {timeline.bubble_ratio:>7.1%}")
-    grid = Grid(SEQ_LENGTH, GRANULARITY, MIN_LENGTH)
+    grid = CutGrid(SEQ_LENGTH, GRANULARITY, MIN_LENGTH)
     for count in (None, 16, 64):
         seconds, exact = _timed(
             # Stages are equal, so one stands for all.

@@ -1,4 +1,4 @@
-"""What one rank of 1,024 does before its first step: seconds, memory, calls that take all ranks, files that it opens.
+"""Work of one rank of 1,024 before its first step: seconds, memory, calls of all ranks, files that it opens.
 
     python -m benchmarks.start_at_scale [--micro-batches 512] [--json]
 
@@ -31,18 +31,18 @@ WIDTH, PARAMETERS = 12288, 175e9
 
 @dataclass(frozen=True)
 class Scale:
-    """What is played.
+    """The run whose start is measured.
 
     Attributes:
         stages: pipeline ranks.
         replicas: data-parallel ranks.
         tensor_ranks: tensor-parallel ranks.
-        micro_batches: of an iteration.
-        token_slices: of a sequence.
+        micro_batches: micro-batches of an iteration.
+        token_slices: token slices of a sequence.
         schedule: order of the ops.
-        stage: of the rank that is played.
-        documents: of the data.
-        samples: of the run.
+        stage: stage of the rank that is measured.
+        documents: documents of the data.
+        samples: samples of the run.
     """
 
     stages: int
@@ -105,7 +105,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def alone(part: Callable[[Scale], Figures], scale: Scale) -> Figures:
-    """What a part finds in a process of its own."""
+    """Return the figures of a part that runs in its own process.
+
+    Args:
+        part: the part.
+        scale: the run.
+    """
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe(duplex=False)
     process = spawn.Process(target=_serve, args=(there, part, scale))
@@ -126,7 +131,12 @@ def _serve(pipe: Connection, part: Callable[[Scale], Figures], scale: Scale) -> 
 
 @contextmanager
 def measured(figures: Figures, what: str) -> Iterator[None]:
-    """Note the CPU seconds of the block, which others on the machine lengthen little, and by how much the peak rose."""
+    """Record the CPU seconds of a block, which other processes hardly lengthen, and the increase of peak memory.
+
+    Args:
+        figures: dict to write to.
+        what: name of the block.
+    """
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     yield
     figures[f"{what}, CPU s"] = time.process_time() - start
@@ -194,7 +204,7 @@ def groups(scale: Scale) -> Figures:
 
 
 def checkpoint(scale: Scale) -> Figures:
-    """What the first rank looks at, and what this rank opens."""
+    """Figures of a checkpoint: the files that the first rank looks at, and those that this rank opens."""
     import torch
     import torch.distributed as dist
 
@@ -254,7 +264,7 @@ def weights(scale: Scale) -> Figures:
 
 
 def whole_weights(scale: Scale) -> Figures:
-    """The same drawn whole by a sequential generator, then cut: what went before."""
+    """Figures of weights that each rank draws whole by a sequential generator, and then splits, as was done before."""
     import torch
     from torch import nn
 

@@ -33,7 +33,12 @@ from megatron_terapipe.training.throughput import Throughput
 
 
 def seconds_of(run: Callable[[], Any], rounds: int) -> float:
-    """Median time of a call, after one that warms up, the device's queue emptied before and after."""
+    """Median seconds of a call after a warm-up, with an empty queue of the device before and after.
+
+    Args:
+        run: the call.
+        rounds: number of measured calls.
+    """
     times = []
     for turn in range(rounds + 1):
         get_accelerator().synchronize()
@@ -45,20 +50,31 @@ def seconds_of(run: Callable[[], Any], rounds: int) -> float:
 
 
 def attention_inputs(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values [1, N, heads, D] of a whole sequence."""
+    """Queries, keys and values [1, N, heads, D] of a whole sequence.
+
+    Args:
+        model: the model section.
+        device: their device.
+        dtype: their type.
+    """
     heads = (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
     shapes = [(1, model.seq_length, count, model.kv_channels) for count in heads]
     return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
 def sdpa(inputs: list[Tensor]) -> None:
-    """Torch's own attention over whole sequences, forward and backward."""
+    """Run torch's own attention over whole sequences, forward and backward; inputs are [1, N, heads, D]."""
     heads_first = (each.transpose(1, 2) for each in inputs)
     F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).sum().backward()
 
 
 def in_token_slices(inputs: list[Tensor], cut: TokenSlices) -> None:
-    """Ours, token slice by token slice, forward and backward."""
+    """Run our attention, token slice by token slice, forward and backward.
+
+    Args:
+        inputs: queries, keys and values, each [1, N, heads, D].
+        cut: lengths of the token slices.
+    """
     state = SequenceState(cut)
     outputs = [
         state.past(0, index).attend(*(each[:, start:end] for each in inputs))

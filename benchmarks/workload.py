@@ -62,21 +62,21 @@ def join() -> None:
 
 
 class WholeSequence:
-    """What a layer sees as its past when nothing is cut: torch's own causal attention."""
+    """The past of a layer that gets whole sequences: torch's own causal attention."""
 
     prefix_len = 0
     positions_restart = False
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Positions from 0."""
+        """Positions from 0: [1, length]."""
         return torch.arange(length, device=device).unsqueeze(0)
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Nothing is shared: every layer makes its own."""
+        """Return what `make` makes, for every layer again."""
         return make()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float, first_head: int) -> Tensor:
-        """Causal attention."""
+        """Return causal attention of queries, keys and values [B, N, heads, D]: [B, N, heads, D]."""
         assert not dropout, "the benchmarks train without dropout"
         heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -90,12 +90,17 @@ class Unsliced(nn.Module):
         self.layer = layer_class(*arguments, **keywords)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Run the layer on a whole sequence."""
+        """Run the layer on whole sequences [B, N, hidden]."""
         return self.layer(hidden, past=WholeSequence())
 
 
 def settings(num_micro_batches: int, micro_batch_size: int) -> dict[str, Any]:
-    """DeepSpeed's configuration of every engine: fp32, ZeRO 0, no clipping."""
+    """DeepSpeed's configuration of every engine: fp32, ZeRO 0, no clipping.
+
+    Args:
+        num_micro_batches: micro-batches of a step.
+        micro_batch_size: sequences of a micro-batch.
+    """
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": num_micro_batches,
@@ -121,7 +126,24 @@ def our_engine(
     data_parallel_size: int = 1,
     overlap_grad_reduce: bool = True,
 ) -> Any:
-    """The token-slice engine."""
+    """Return the token-slice engine.
+
+    Args:
+        model: the model section.
+        token_slices: lengths of the token slices.
+        num_micro_batches: micro-batches of a step.
+        num_stages: pipeline ranks.
+        micro_batch_size: sequences of a micro-batch.
+        recompute: mode of recomputation.
+        optimizer: makes the optimizer; None for SGD.
+        clip: norm that gradients are clipped at; 0 = never.
+        bf16: whether to train in bf16.
+        schedule: name of the schedule, or the schedule.
+        num_model_chunks: stages of each rank.
+        placement: which stages a rank owns.
+        data_parallel_size: number of replicas.
+        overlap_grad_reduce: whether reductions overlap with the last backwards.
+    """
     layout = ParallelLayout(
         data_parallel_size=data_parallel_size,
         pipeline_parallel_size=num_stages,
@@ -155,7 +177,14 @@ def our_engine(
 
 
 def deepspeed_engine(model: ModelConfig, num_micro_batches: int, *, num_stages: int, micro_batch_size: int = 1) -> Any:
-    """DeepSpeed's own pipeline engine on the same layers; it takes no outputs but tensors."""
+    """Return DeepSpeed's own pipeline engine on the same layers; its layers may return only tensors.
+
+    Args:
+        model: the model section.
+        num_micro_batches: micro-batches of a step.
+        num_stages: stages of the pipeline.
+        micro_batch_size: sequences of a micro-batch.
+    """
     layers = [
         LayerSpec(Unsliced, spec.typename, *spec.module_args, **spec.module_kwargs)
         if type(spec) is LayerSpec and takes_past(spec.typename.forward)
@@ -195,7 +224,13 @@ def _sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def batches(model: ModelConfig, *, for_deepspeed: bool, micro_batch_size: int = 1) -> Iterator[Any]:
-    """The same micro-batch for ever, as each engine takes it."""
+    """Yield one micro-batch for ever, in the form that each engine takes.
+
+    Args:
+        model: the model section.
+        for_deepspeed: whether DeepSpeed's engine takes it.
+        micro_batch_size: sequences of a micro-batch.
+    """
     generator = torch.Generator().manual_seed(0)
     samples = torch.randint(0, model.vocab_size, (micro_batch_size, model.seq_length + 1), generator=generator)
     batch = Batch.from_samples(samples)

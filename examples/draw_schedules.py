@@ -30,7 +30,17 @@ def played(
     model_chunks: int = 1,
     reductions: Sequence[float] = (),
 ) -> Timeline:
-    """A schedule, simulated; `reductions` are those of each stage, by piece."""
+    """Simulate a schedule.
+
+    Args:
+        name: its name.
+        lengths: lengths of the token slices.
+        attention_share: share of attention in the forward.
+        ranks: pipeline ranks.
+        micro_batches: micro-batches of a step.
+        model_chunks: stages of each rank.
+        reductions: times of each stage's reductions, by piece.
+    """
     shape = PipelineShape(ranks * model_chunks, micro_batches, len(lengths), model_chunks)
     costs = attention_costs(shape, lengths, attention_share)
     if reductions:

@@ -54,7 +54,9 @@ def _parser() -> CommandParser:
     )
     imported.add_argument("--output", required=True, metavar="CHECKPOINTS", help="directory to write, empty or new")
     for command in (exported, imported):
-        command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="type of the weights (default: theirs)")
+        command.add_argument(
+            "--dtype", choices=("fp32", "bf16", "fp16"), help="type of the weights (default: unchanged)"
+        )
     return parser
 
 

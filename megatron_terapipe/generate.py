@@ -42,22 +42,31 @@ def _parser() -> CommandParser:
     prompt.add_argument("--prompt-file", metavar="FILE", help="file of the text to continue, in UTF-8")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to add (default: 200)")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="0 takes the likeliest token, 1 draws as trained (default: 1)"
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="0 takes the most likely token, 1 samples from the model's distribution (default: 1)",
     )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest (default: all)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest that add up to P (default: all)"
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens whose probabilities add up to P (default: all)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument(
         "--tokenizer-type",
         type=lambda name: TOKENIZER_SPELLINGS.get(name, name),
         choices=tuple(TOKENIZER_FILES),
         metavar="NAME",
-        help="tokenizer, where the checkpoint knows none or its files have moved (default: the checkpoint's)",
+        help="tokenizer, if the checkpoint names none or its files have moved (default: that of the checkpoint)",
     )
     for file in ("vocab-file", "merge-file", "tokenizer-model"):
-        parser.add_argument(f"--{file}", metavar="PATH", help="of the tokenizer that --tokenizer-type names")
+        parser.add_argument(f"--{file}", metavar="PATH", help="file of the tokenizer that --tokenizer-type names")
     return parser
 
 

@@ -8,7 +8,7 @@ from operator import neg
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config import (
     BatchConfig,
@@ -23,7 +23,6 @@ from megatron_terapipe.config import (
     PrecisionConfig,
     TrainingConfig,
 )
-from megatron_terapipe.config.parallel import OPTIMISED
 from megatron_terapipe.dimensions import (
     Dimension,
     Tried,

@@ -1,1 +1,1 @@
-"""What `make gpu-bench` measures on one CUDA device; see docs/gpu.md."""
+"""The measurements of `make gpu-bench` on one CUDA device; see docs/gpu.md."""

@@ -1,4 +1,4 @@
-"""What one CUDA device shows of speed, as one table: `make gpu-bench`.
+"""Speed on one CUDA device, as one table: `make gpu-bench`.
 
 python -m benchmarks.gpu                  # llama3-1b in bf16, 8k and 32k tokens, and single operators
 python -m benchmarks.gpu --cpu --tiny     # on a CPU over gloo, to try the program itself

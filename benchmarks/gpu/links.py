@@ -24,7 +24,12 @@ _TIMEOUT_S = 300.0
 
 
 def receives(sharing: Sharing, *, delay_s: float) -> Section:
-    """Post two receives on a new communicator, each before its send: a row for each."""
+    """Post two receives on a new communicator, each before its send; return a table with a row for each.
+
+    Args:
+        sharing: how ranks share a GPU.
+        delay_s: seconds from the receive to the send.
+    """
     progress("receives that wait")
     table = Section(
         f"irecv posted {delay_s:g} s before its isend: what it costs the receiving host",
@@ -70,7 +75,13 @@ def _receives(group: dist.ProcessGroup, delay_s: float) -> list[tuple[float, flo
 
 
 def queues(sharing: Sharing, *, seq_length: int, rounds: int) -> Section:
-    """Let worlds with different numbers of hardware queues take turns: a row for each."""
+    """Let worlds with different numbers of hardware queues take turns; return a table with a row for each.
+
+    Args:
+        sharing: how ranks share a GPU.
+        seq_length: tokens of a sequence.
+        rounds: steps of each world.
+    """
     progress("steps by hardware queues")
     table = Section(
         "Steps of two ranks by hardware queues: interleaved, (P, V, M, S) = (2, 2, 4, 4)",

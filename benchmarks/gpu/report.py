@@ -36,6 +36,10 @@ class Section:
     def guarded(self, name: str, measure: Callable[[], Sequence[object]]) -> bool:
         """Append the row that a function returns after its name; if it fails, the row says why.
 
+        Args:
+            name: first cell of the row.
+            measure: returns the other cells.
+
         Returns:
             Whether it was measured.
         """
@@ -47,7 +51,12 @@ class Section:
         return True
 
     def fail(self, name: str, error: Exception) -> None:
-        """Append a row that says why nothing was measured."""
+        """Append a row that says why nothing was measured.
+
+        Args:
+            name: first cell of the row.
+            error: the reason.
+        """
         text = str(error) if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
         self.add(name, f"failed: {one_line(text)}")
 
@@ -60,7 +69,7 @@ class Section:
 
 
 def one_line(text: str) -> str:
-    """What went wrong, of a message or of a whole traceback: there, the first line after the last frame."""
+    """Return the line of a message that says what went wrong; in a traceback, the first line after the last frame."""
     lines = [line for line in text.splitlines() if line.strip()]
     frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
     after = lines[frames[-1] + 1 :] if frames else lines
@@ -68,13 +77,26 @@ def one_line(text: str) -> str:
 
 
 def markdown(title: str, software: Mapping[str, str], sections: Sequence[Section]) -> str:
-    """All tables under one heading, the software by name first."""
+    """Return all tables under one heading, after the names of the software.
+
+    Args:
+        title: the heading.
+        software: versions by name.
+        sections: the tables.
+    """
     names = ", ".join(f"{name} {version}" for name, version in software.items())
     return "\n\n".join([f"## {title}", names, *(section.markdown() for section in sections)]) + "\n"
 
 
 def publish(title: str, software: Mapping[str, str], sections: Sequence[Section], folder: Path) -> str:
-    """Write `report.md` and `report.json` into a folder, and return the markdown."""
+    """Write `report.md` and `report.json` into a folder, and return the markdown.
+
+    Args:
+        title: the heading.
+        software: versions by name.
+        sections: the tables.
+        folder: the folder.
+    """
     text = markdown(title, software, sections)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.md").write_text(text)

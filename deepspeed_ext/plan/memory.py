@@ -24,7 +24,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, OpKind, PipelineShape
 from deepspeed_ext.plan.timeline import Span, Timeline
 
-StepFunction = list[tuple[float, float]]
+StepFunction = Sequence[tuple[float, float]]
 """Points (time, value): from that time on the value holds, until the next. Times rise; the first value is reached from
 0, the last is 0. Empty where nothing is held for any time."""
 
@@ -182,7 +182,7 @@ def _key_value_changes(
 
 def _steps(changes: Iterable[tuple[float, float]]) -> StepFunction:
     """Add changes up, those of one time in one step: an op starts with the room that the one before it left."""
-    steps: StepFunction = []
+    steps: list[tuple[float, float]] = []
     held = 0.0
     for time, of_one_time in groupby(sorted(changes), key=itemgetter(0)):
         change = sum(change for _, change in of_one_time)

@@ -149,6 +149,9 @@ def _check_one_stage_each(shape: PipelineShape, name: str) -> None:
         )
 
 
+OPTIMISED = "optimised"
+"""Name of the schedule that `optimise` searches for; `SCHEDULES` has those that need no search."""
+
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zero-bubble": zero_bubble}
 )

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.3.13 with Megatron-LM 1.1.5 costs beside the ops, as AMP's trials ran it.
+"""Costs of DeepSpeed 0.3.13 with Megatron-LM 1.1.5 beside the ops, as AMP's trials ran it.
 
 Facts of its source (deepspeed/runtime/pipe/engine.py and p2p.py, deepspeed/runtime/engine.py), none of them fitted:
 

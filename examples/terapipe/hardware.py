@@ -1,4 +1,4 @@
-"""What TeraPipe's authors ran, and on what: 48 p3.16xlarge, and their code of early 2021 on PyTorch 1.7.
+"""The hardware and software of TeraPipe's authors: 48 p3.16xlarge, and their code of early 2021 on PyTorch 1.7.
 
 The code differs from today's trainer in facts, not in speeds: attention writes its scores out and computes those that
 it masks; a message starts once the op behind it is done and is waited for; only one tensor-parallel rank sends, whose

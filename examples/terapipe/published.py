@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the authors measured.
+    """Times that the authors measured.
 
     Attributes:
-        without_s: with whole sequences.
-        with_s: with the token slices that their program found.
-        token_slices: those, in tokens; None = not said.
+        without_s: seconds with whole sequences.
+        with_s: seconds with the token slices that their program found.
+        token_slices: lengths of these token slices; None = not published.
     """
 
     without_s: float

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM, Megatron-DeepSpeed and their relatives whose effect is here in any case.
+"""Flags of Megatron-LM, Megatron-DeepSpeed and their relatives whose effect is always on.
 
 Scripts pass them, so they are taken and change nothing. One that says something of the model is held against it: a
 script must not train another model than it asks for.
@@ -30,7 +30,7 @@ def _each(names: str, reason: str, **settings: object) -> dict[str, AcceptedFlag
     return {f"--{name}": AcceptedFlag(reason=reason, **settings) for name in names.split()}  # type: ignore[arg-type]
 
 
-_KERNELS = "kernels are chosen by what the machine has; the result is the same"
+_KERNELS = "the trainer chooses kernels for the machine; the result is the same"
 
 ACCEPTED_FLAGS: Mapping[str, AcceptedFlag] = MappingProxyType(
     {
@@ -48,7 +48,7 @@ ACCEPTED_FLAGS: Mapping[str, AcceptedFlag] = MappingProxyType(
         ),
         **_each(
             "group-query-attention",
-            "fewer key and value heads than query heads are just that",
+            "it is on if there are fewer key and value heads than query heads",
             needs="num_key_value_heads",
         ),
         # What the model is: true, or an error.
@@ -77,7 +77,7 @@ ACCEPTED_FLAGS: Mapping[str, AcceptedFlag] = MappingProxyType(
         **_each(
             "no-contiguous-buffers-in-local-ddp no-async-tensor-model-parallel-allreduce"
             " no-scatter-gather-tensors-in-pipeline",
-            "traffic is planned by the engine; the result is the same",
+            "the engine plans the traffic; the result is the same",
         ),
         **_each("use-cpu-initialization lazy-mpu-init", "weights are made on the CPU, then moved"),
         # Learning rate.

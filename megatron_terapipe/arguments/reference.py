@@ -43,7 +43,7 @@ def _presets() -> Iterable[str]:
 
 def _accepted() -> Iterable[str]:
     yield from ["", "## Accepted", ""]
-    yield "Flags of other trainers whose effect is here in any case. They change nothing."
+    yield "Flags of other trainers whose effect is always on. They change nothing."
     yield from ["", "| flag | why |", "|---|---|"]
     for name, accepted in sorted(ACCEPTED_FLAGS.items()):
         values = " `{" + ",".join(accepted.values) + "}`" if accepted.values else ""

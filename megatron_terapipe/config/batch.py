@@ -16,13 +16,13 @@ class BatchConfig:
     """
 
     micro_batch_size: int
-    """Sequences that go through the pipeline together."""
+    """Sequences that pass through the pipeline together."""
 
     global_batch_size: int | None = None
-    """Sequences of one optimizer step, over all data-parallel ranks. Left out, one micro-batch on each."""
+    """Sequences of one optimizer step, over all data-parallel ranks. Default: one micro-batch on each."""
 
     rampup_batch_size: tuple[int, ...] | None = option(None, metavar="N")
-    """Three numbers: the global batch size to start with, what each step adds, and the samples until it has risen to
+    """Three numbers: the first global batch size, the increment, and the samples until it reaches
     `--global-batch-size`, as in `--rampup-batch-size 16 8 300000`."""
 
     def __post_init__(self) -> None:

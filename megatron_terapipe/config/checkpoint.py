@@ -18,44 +18,45 @@ class CheckpointConfig:
     """Directory to save checkpoints in, at the end and every `--save-interval`."""
 
     load: str | None = option(None, metavar="DIR")
-    """Directory to continue from. If it holds no checkpoint, training starts afresh."""
+    """Directory to continue from. If it holds no checkpoint, training starts from the beginning."""
 
     save_interval: int | None = None
-    """Iterations between checkpoints. Left out, only the end is saved."""
+    """Iterations between checkpoints. Default: only the end is saved."""
 
     keep_last_n_checkpoints: int | None = None
-    """Checkpoints to keep, the newest. Left out, all."""
+    """Number of newest checkpoints to keep. Default: all."""
 
     load_tag: str | None = option(None, metavar="TAG")
-    """Checkpoint to load from `--load`, such as `global_step100`. Left out, the newest."""
+    """Checkpoint to load from `--load`, such as `global_step100`. Default: the newest."""
 
     ckpt_step: int | None = None
     """Iteration whose checkpoint to load, instead of `--load-tag`."""
 
     use_checkpoint_args: bool = option(False, aliases=("--use-checkpoint-shape",))
-    """Take the model from the checkpoint instead of from flags. Flags may still change what shapes no weight."""
+    """Take the model from the checkpoint instead of from flags. Flags may still change settings that no weight shape
+    depends on."""
 
     finetune: bool = False
-    """Load the weights alone, and start at iteration 0."""
+    """Load only the weights, and start at iteration 0."""
 
     no_load_optim: bool = False
-    """Do not load the state of the optimizer."""
+    """Do not load the optimizer state."""
 
     no_load_rng: bool = False
-    """Do not load the state of the random generators. There is none: what is drawn follows from the seed and from the
-    place of a sample or a token."""
+    """Do not load the state of random generators. There is none: random numbers depend on the seed and on the position
+    of a sample or a token."""
 
     no_load_lr_state: bool = False
     """Do not load the state of the learning rate. There is none: it follows from the flags and the iteration."""
 
     no_save_optim: bool = False
-    """Do not save the state of the optimizer. Such a checkpoint loads with `--finetune` or `--no-load-optim`."""
+    """Do not save the optimizer state. Such a checkpoint loads with `--finetune` or `--no-load-optim`."""
 
     no_save_rng: bool = False
-    """Do not save the state of the random generators. There is none."""
+    """Do not save the state of random generators. There is none."""
 
     universal_checkpoint: bool = False
-    """Load a checkpoint of another layout. Every checkpoint loads onto every layout, with this flag or without."""
+    """Load a checkpoint of another layout. Every checkpoint loads onto every layout, with this flag or without it."""
 
     exit_on_missing_checkpoint: bool = False
     """Fail if `--load` holds no checkpoint."""

@@ -27,29 +27,29 @@ class DataConfig:
     """
 
     data_path: tuple[str, ...] | None = option(None, metavar="PATH")
-    """Prefixes of preprocessed data, or pairs of a weight and a prefix: 0.3 wiki 0.7 books. Without weights, data
-    is drawn in proportion to its size. This flag, `--train-data-path` or `--mock-data` must be given."""
+    """Prefixes of preprocessed data, or pairs of a weight and a prefix: 0.3 wiki 0.7 books. Without weights, data is
+    drawn in proportion to its size. Give this flag, `--train-data-path` or `--mock-data`."""
 
     mock_data: bool = False
-    """Train on tokens drawn at random instead of data: to measure how fast a run is, or to see that it runs. Nothing is
-    learned but how often each token comes."""
+    """Train on random tokens instead of data, to measure speed or to test a setup. The model learns only how often each
+    token occurs."""
 
     split: str | None = option(derived="969,30,1 with --data-path", metavar="A,B,C")
-    """Shares of the data for training, validation and test. No share for validation means no evaluation."""
+    """Shares of the data for training, validation and test. With no share for validation there is no evaluation."""
 
     train_data_path: tuple[str, ...] | None = option(None, metavar="PATH")
-    """Data for training alone, written as for `--data-path`, which it replaces together with `--split`."""
+    """Data for training only, written as for `--data-path`. It replaces `--data-path` and `--split`."""
 
     valid_data_path: tuple[str, ...] | None = option(None, metavar="PATH")
-    """Data for validation, beside `--train-data-path`. Left out, there is no evaluation."""
+    """Data for validation, with `--train-data-path`. Default: none, and no evaluation."""
 
     test_data_path: tuple[str, ...] | None = option(None, metavar="PATH")
-    """Data for testing, beside `--train-data-path`."""
+    """Data for testing, with `--train-data-path`."""
 
     data_cache_path: str | None = option(None, metavar="DIR|none")
-    """Directory that keeps the shuffled order of documents and samples, so that a next start reads it and the ranks
-    of a host share it. Left out, `index_cache` beside the first of the data files, where that can be written. With
-    `none` every rank that reads data computes the order in memory."""
+    """Directory for the shuffled order of documents and samples. The next start reads it, and the ranks of a host share
+    it. Default: `index_cache` beside the first of the data files, if that can be written. With `none` every rank that
+    reads data computes the order in memory."""
 
     data_impl: str = option("mmap", metavar="{mmap,infer}")
     """How data files are read: always through memory maps."""
@@ -58,10 +58,10 @@ class DataConfig:
     """Read the data files once at the start, so that the operating system has them in memory."""
 
     train_data_exact_num_epochs: int | None = None
-    """Make the training samples of exactly this many epochs. Left out, of as many as the run needs."""
+    """Prepare the training samples of exactly this many epochs. Default: of as many as the run needs."""
 
     dataloader_type: str = option("single", metavar="{single}")
-    """Order of the samples: one after the other through epochs that are each shuffled anew."""
+    """Order of the samples: one after the other, through epochs that are each shuffled separately."""
 
     tokenizer_type: str = option("byte", choices=tuple(TOKENIZER_FILES), spellings=TOKENIZER_SPELLINGS)
     """Tokenizer that the data was preprocessed with. HFTokenizer is HuggingFaceTokenizer; SPMTokenizer,
@@ -74,20 +74,22 @@ class DataConfig:
     """Merges of the BPE tokenizer."""
 
     tokenizer_model: str | None = option(None, metavar="PATH", aliases=("--tokenizer-name-or-path",))
-    """File of SentencePieceTokenizer, as tokenizer.model, or of HuggingFaceTokenizer: tokenizer.json, or the directory
-    that holds it."""
+    """File of SentencePieceTokenizer, such as tokenizer.model; or of HuggingFaceTokenizer: tokenizer.json, or the
+    directory that holds it."""
 
     reset_position_ids: bool = False
-    """Count positions anew from each document within a sample."""
+    """Restart positions at each document within a sample."""
 
     reset_attention_mask: bool = False
-    """Let each document within a sample attend to itself alone."""
+    """Let each document within a sample attend only to itself."""
 
     eod_mask_loss: bool = False
-    """Leave out of the loss what is predicted after the end of a document: the first token of an unrelated one."""
+    """Leave the prediction after the end of a document out of the loss: it is the first token of an unrelated
+    document."""
 
     num_workers: int = 1
-    """Threads that prepare micro-batches ahead on each rank that reads data. 0 = none, each is read when needed."""
+    """Threads that prepare micro-batches in advance on each rank that reads data. 0 = none; each micro-batch is then
+    read when it is needed."""
 
     def __post_init__(self) -> None:
         """Check the lists, the files, and what excludes what."""

@@ -17,19 +17,20 @@ class DeepSpeedConfig:
     """Accepted for scripts that pass it. Training always runs on DeepSpeed."""
 
     deepspeed_config: str | None = option(None, metavar="FILE")
-    """JSON file with further DeepSpeed settings; `auto` leaves one to us. One that contradicts a flag is an error."""
+    """JSON file with further DeepSpeed settings. `auto` leaves a setting to the trainer. A setting that contradicts a
+    flag is an error."""
 
     zero_reduce_bucket_size: int | None = None
-    """Elements of gradients that ZeRO reduces at a time. Left out, 50 million."""
+    """Elements of gradients that ZeRO reduces at a time. Default: 50 million."""
 
     zero_allgather_bucket_size: int | None = None
-    """Elements of weights that ZeRO gathers at a time. Left out, 50 million."""
+    """Elements of weights that ZeRO gathers at a time. Default: 50 million."""
 
     zero_reduce_scatter: bool = False
-    """Say that ZeRO scatters what it reduces, as is DeepSpeed's default; a file that says otherwise is an error."""
+    """Use ZeRO's reduce-scatter, DeepSpeed's default. A DeepSpeed file that switches it off is an error."""
 
     zero_contiguous_gradients: bool = option(False, aliases=("--zero-contigious-gradients",))
-    """Let ZeRO copy gradients into one buffer as they come."""
+    """Let ZeRO copy gradients into one buffer as they are computed."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""

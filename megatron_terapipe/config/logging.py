@@ -35,7 +35,7 @@ class LoggingConfig:
     """Iterations between points of TensorBoard's and Weights & Biases' curves."""
 
     tensorboard_queue_size: int = 1000
-    """Points that TensorBoard holds back before it writes them."""
+    """Points that TensorBoard buffers before it writes them."""
 
     log_timers_to_tensorboard: bool = False
     """Write the time per iteration and the throughput to TensorBoard, too."""
@@ -59,32 +59,32 @@ class LoggingConfig:
     """Do not write the loss scale of fp16 to TensorBoard."""
 
     wandb_project: str | None = None
-    """Project of Weights & Biases to report to, with what TensorBoard would get. Needs the package `wandb`."""
+    """Project of Weights & Biases to report to, with the same curves as TensorBoard. Needs the package `wandb`."""
 
     wandb_exp_name: str | None = None
-    """Name of the run there."""
+    """Name of the run in Weights & Biases."""
 
     wandb_save_dir: str | None = option(None, metavar="DIR")
-    """Directory in which Weights & Biases keeps its files. Left out, the current one."""
+    """Directory in which Weights & Biases keeps its files. Default: the current directory."""
 
     log_params_norm: bool = False
     """Report the norm of all parameters."""
 
     peak_tflops_per_device: float | None = None
-    """Peak TFLOP/s of a device in the type that is trained in, of which the model FLOPs utilization is a part. Left
-    out, that of the data sheet where the device is known."""
+    """Peak TFLOP/s of a device in the type of the training, for the model FLOPs utilization. Default: that of the
+    device's data sheet, if the device is known."""
 
     timeline: str | None = option(None, metavar="DIR")
-    """Directory to write the timelines of a few iterations to, as they were executed, with drawings of them;
-    `python -m deepspeed_ext.plan --timeline DIR` compares them with a simulation. Left out, none is written."""
+    """Directory for the executed timelines of a few iterations, with drawings. `python -m deepspeed_ext.plan --timeline
+    DIR` compares them with a simulation. Default: none is written."""
 
     timeline_iterations: str | None = option(None, metavar="N,N-N,...", aliases=("--timeline-iteration",))
-    """Iterations whose timelines are written, such as `10` or `10,20` or `30-34`. Left out, the third to the fifth of
-    this run, since the first ones are slower than the rest."""
+    """Iterations whose timelines are written, such as `10` or `10,20` or `30-34`. Default: the third to the fifth of
+    this run, because the first ones are slower than the rest."""
 
     ledger_directory: str | None = option(None, metavar="DIR")
-    """Directory in which every rank writes what it has done and whom it waits for, should the pipeline stand still for
-    most of `--distributed-timeout-minutes`. Left out, `stalled_pipeline` in `--save`, else in the current one."""
+    """Directory in which every rank writes what it has done and whom it waits for, if the pipeline stands still for
+    most of `--distributed-timeout-minutes`. Default: `stalled_pipeline` in `--save`, or in the current directory."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -40,7 +40,8 @@ class ModelConfig:
     """Query heads of each attention."""
 
     num_key_value_heads: int = option(derived="--num-attention-heads", aliases=("--num-query-groups",))
-    """Key and value heads of each attention. Fewer than the query heads is grouped-query attention."""
+    """Key and value heads of each attention. If there are fewer than query heads, several query heads share one
+    (grouped-query attention)."""
 
     kv_channels: int = option(derived="--hidden-size / --num-attention-heads")
     """Width of one head."""
@@ -49,7 +50,7 @@ class ModelConfig:
     """Tokens of one training sequence."""
 
     max_position_embeddings: int = option(derived="--seq-length")
-    """Longest sequence that the model can ever see; with learned positions, their number."""
+    """Longest sequence that the model can process. With learned positions, their number."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
         "learned_absolute",
@@ -57,53 +58,54 @@ class ModelConfig:
         # Scripts pass it beside RoPE: it speaks of the learned positions.
         fallbacks={"--no-position-embedding": "none"},
     )
-    """How tokens know their positions: a learned vector each, rotations of queries and keys (RoPE), or not at all."""
+    """How the model encodes positions: `learned_absolute` adds a learned vector for each position, `rope` rotates
+    queries and keys, `none` does neither."""
 
     rotary_base: float = option(10000.0, aliases=("--rotary-position-embeddings-theta",))
-    """Base of the rotations' wavelengths."""
+    """Base of the wavelengths of the rotations."""
 
     rotary_percent: float = 1.0
-    """Part of each head that is rotated."""
+    """Fraction of each head that is rotated."""
 
     normalization: Literal["layernorm", "rmsnorm"] = option(
         "layernorm", spellings={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
     )
-    """Norm before attention, MLP and output layer."""
+    """Type of the norms before attention, MLP and output layer."""
 
     activation: Literal["gelu", "gelu-exact", "relu", "squared-relu", "swiglu"] = option(
         "gelu",
         shorthands={"--swiglu": "swiglu", "--squared-relu": "squared-relu", "--openai-gelu": "gelu"},
     )
-    """Function inside the MLP. `gelu` is the tanh form of GPT-2, `gelu-exact` that with the error function; `swiglu`
-    has a gate beside it, a third matrix."""
+    """Activation function of the MLP. `gelu` is the tanh form of GPT-2, `gelu-exact` the form with the error function.
+    `swiglu` adds a gate, which is a third matrix."""
 
     disable_bias_linear: bool = False
-    """Linear layers without biases."""
+    """Use linear layers without biases."""
 
     vocab_size: int | None = None
-    """Tokens in the vocabulary before padding. Left out, the tokenizer's."""
+    """Tokens in the vocabulary before padding. Default: the tokenizer's."""
 
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this and of the tensor-parallel size, so that checkpoints fit any
-    tensor-parallel size that divides this."""
+    """Pad the vocabulary to a multiple of this number and of the tensor-parallel size. Checkpoints then fit any
+    tensor-parallel size that divides this number."""
 
     layernorm_epsilon: float = option(1e-5, aliases=("--norm-epsilon",))
-    """Added to the variance, or the mean square, in norms."""
+    """Number that norms add to the variance or to the mean square."""
 
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights. Projections back into the residual stream take this / sqrt(2 x
+    """Standard deviation of the initial weights. Projections that write to the residual stream use this / sqrt(2 x
     layers)."""
 
     untie_embeddings_and_output_weights: bool = False
-    """Give the output layer weights of its own instead of those of the word embedding."""
+    """Give the output layer its own weights instead of those of the word embedding."""
 
     hidden_dropout: float = 0.0
-    """Dropout after the embedding and on what attention and MLP add to the residual stream. Its masks depend on the
-    seed, the layer and the position of the token alone, so token slices, stages and ranks do not change them."""
+    """Dropout after the embedding, and on the outputs of attention and MLP. Its masks depend only on the seed, the
+    layer and the position of the token, so token slices, stages and ranks do not change them."""
 
     attention_dropout: float = 0.0
-    """Dropout on the attention probabilities. No flash kernel can tell the position of a token, so attention is then
-    written out, and slower."""
+    """Dropout on the attention probabilities. Flash kernels do not know the position of a token, so attention is then
+    written out, which is slower."""
 
     heterogeneous_layers_config_path: str | None = option(
         None, metavar="FILE", aliases=("--heterogeneous-layers-config-encoded-json",)

@@ -16,73 +16,73 @@ class OptimizerConfig:
     """
 
     optimizer: Literal["adam", "sgd"] = "adam"
-    """Rule of the update. `adam` decays weights apart from the gradient (AdamW), as Megatron's does."""
+    """Optimizer. `adam` decays weights separately from the gradient (AdamW), as Megatron's does."""
 
     lr: float
     """Highest learning rate."""
 
     min_lr: float = 0.0
-    """Learning rate at the end of the decay, and a floor from there on."""
+    """Learning rate at the end of the decay, and after it."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """Shape of the decay after the warmup. `WSD` stays at the highest and decays only at the end."""
+    """Shape of the decay after the warmup. `WSD` keeps the highest learning rate and decays only at the end."""
 
     lr_decay_iters: int | None = None
-    """Iteration at which the decay ends. Left out, the last."""
+    """Iteration at which the decay ends. Default: the last."""
 
     lr_decay_samples: int | None = None
-    """Samples after which the decay ends, with `--train-samples`. Left out, all."""
+    """Samples after which the decay ends, with `--train-samples`. Default: all."""
 
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the decay at the end of WSD."""
 
     lr_wsd_decay_iters: int | None = None
-    """Iterations that the decay at the end of WSD takes."""
+    """Iterations of the decay at the end of WSD."""
 
     lr_wsd_decay_samples: int | None = None
-    """Samples that the decay at the end of WSD takes, with `--train-samples`."""
+    """Samples of the decay at the end of WSD, with `--train-samples`."""
 
     lr_warmup_iters: int = 0
-    """Iterations in which the learning rate rises on a line."""
+    """Iterations in which the learning rate rises linearly."""
 
     lr_warmup_samples: int = 0
-    """Samples in which the learning rate rises on a line, with `--train-samples`."""
+    """Samples in which the learning rate rises linearly, with `--train-samples`."""
 
     lr_warmup_fraction: float | None = None
-    """Length of the warmup as a part of the time until the decay ends, instead of `--lr-warmup-iters`."""
+    """Length of the warmup as a fraction of the time until the decay ends, instead of `--lr-warmup-iters`."""
 
     lr_warmup_init: float = 0.0
-    """Learning rate that the warmup rises from."""
+    """Learning rate at the start of the warmup."""
 
     weight_decay: float = 0.01
-    """Decay of the weights. Biases and norms do not decay."""
+    """Weight decay. Biases and norms do not decay."""
 
     start_weight_decay: float | None = None
-    """Weight decay of the first iteration, where it rises."""
+    """Weight decay of the first iteration, if it increases."""
 
     end_weight_decay: float | None = None
-    """Weight decay of the last iteration, where it rises."""
+    """Weight decay of the last iteration, if it increases."""
 
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape in which weight decay rises, over the whole training."""
+    """Shape in which weight decay increases over the whole training."""
 
     clip_grad: float = 1.0
-    """Gradients are scaled down to this global norm. 0 = never."""
+    """Scale gradients down to this global norm. 0 = never."""
 
     adam_beta1: float = 0.9
-    """Decay of Adam's mean of gradients."""
+    """Decay rate of Adam's mean of gradients."""
 
     adam_beta2: float = 0.999
-    """Decay of Adam's mean of squared gradients."""
+    """Decay rate of Adam's mean of squared gradients."""
 
     adam_eps: float = 1e-8
-    """Added to the denominator of Adam's update."""
+    """Number that is added to the denominator of Adam's update."""
 
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
 
     zero_stage: Literal[0, 1] = 1
-    """ZeRO stage: 1 spreads the optimizer state over the data-parallel ranks, 0 repeats it on each."""
+    """ZeRO stage: 1 distributes the optimizer state over the data-parallel ranks, 0 repeats it on each rank."""
 
     def __post_init__(self) -> None:
         """Check the ranges and the pairs."""

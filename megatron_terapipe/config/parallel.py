@@ -8,7 +8,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
-from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.options import (
     check_choices,
@@ -19,9 +19,6 @@ from megatron_terapipe.config.options import (
 )
 from megatron_terapipe.config.stage_layers import listed_stages, uniform_stages
 from megatron_terapipe.errors import ConfigError
-
-OPTIMISED = "optimised"
-"""The schedule that is found for a run, and so has no generator of its own."""
 
 AUTO = "auto"
 """Token slices, or the layers of stages, that are found for a run once it is known how many ranks it has; until then
@@ -37,11 +34,11 @@ class ParallelConfig:
     """
 
     tensor_model_parallel_size: int = option(1, aliases=("--model-parallel-size",))
-    """Ranks that share each layer's matrices."""
+    """Ranks that share the matrices of each layer."""
 
     sequence_parallel: bool = False
-    """Between the matrices, give each tensor-parallel rank its part of every token slice: the same traffic, less
-    memory."""
+    """Give each tensor-parallel rank its part of every token slice between the matrices. This needs less memory and the
+    same traffic."""
 
     pipeline_model_parallel_size: int = option(1, aliases=("--pipe-parallel-size",))
     """Ranks of the pipeline, each with its part of the layers."""
@@ -50,42 +47,43 @@ class ParallelConfig:
         derived="what --num-layers-per-virtual-pipeline-stage comes to, else 1",
         aliases=("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"),
     )
-    """Stages that each pipeline rank owns, its model chunks. With more of them stages are smaller and bubbles shorter;
-    more is sent, and more activations are kept."""
+    """Stages (model chunks) that each pipeline rank owns. More model chunks make stages smaller and bubbles shorter,
+    but need more messages and keep more activations."""
 
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Transformer layers of each stage, instead of `--num-model-chunks`."""
 
     model_chunk_placement: Literal["looped", "v"] = "looped"
-    """Which stages a rank owns where it owns several: `looped` deals them round and round; `v` there and back, so that
-    the first rank has the last stage, too, for `--pipeline-schedule optimised` and schedules from files."""
+    """Which stages a rank owns if it owns several: `looped` numbers them round and round; `v` goes there and back, so
+    that the first rank also has the last stage. `v` is for `--pipeline-schedule optimised` and schedules from files."""
 
     data_parallel_size: int | None = None
-    """Ranks that share the batch. They follow from the world size; given, they are checked against it."""
+    """Ranks that share the batch. They follow from the world size. If given, the number is checked against it."""
 
     no_overlap_grad_reduce: bool = False
-    """Reduce gradients over data-parallel ranks after the last op, not layer by layer while it runs."""
+    """Reduce gradients over data-parallel ranks after the last op, instead of layer by layer while it runs."""
 
     overlap_param_gather: bool = False
-    """Under ZeRO 1, and in bf16, gather weights that other data-parallel ranks stepped while the next forward runs."""
+    """Under ZeRO 1, and in bf16, gather the weights that other data-parallel ranks updated while the next forward
+    runs."""
 
     no_pipeline_parallel: bool = False
-    """Say that there is no pipeline; the pipeline-parallel size must then be 1."""
+    """Use no pipeline. The pipeline-parallel size must be 1."""
 
     num_token_slices: int = option(
         derived="as many as --token-slices lists or finds, else 1",
         aliases=("--pipe-sp-splits",),
     )
-    """Token slices that every sequence is cut into. They flow through the pipeline one after the other."""
+    """Token slices that every sequence is split into. They pass through the pipeline one after the other."""
 
     token_slices: str | None = option(
         None,
         metavar="LENGTHS",
         translations={"--pipe-sp-strategy": {"average": None, "uniform_comp": "balanced"}},
     )
-    """Lengths of the token slices, such as 704,688,656; `balanced` gives each the same work, forward and backward,
-    counted in FLOPs; `auto` finds the lengths, and without `--num-token-slices` their number, with which the schedule
-    of this run ends soonest. Left out, they are as equal as can be."""
+    """Lengths of the token slices, such as 704,688,656. `balanced` gives each the same work, forward and backward,
+    counted in FLOPs. `auto` finds the lengths with which the schedule of this run ends soonest, and, without
+    `--num-token-slices`, their number. Default: as equal as possible."""
 
     pipeline_schedule: str = option(
         derived="interleaved with model chunks, else 1f1b",
@@ -93,13 +91,13 @@ class ParallelConfig:
         shorthands={"--enable-zbh1-pipeline": "zero-bubble"},
     )
     """Order in which a rank runs forwards and backwards: `gpipe`; `1f1b`; `interleaved`, which is 1f1b for model
-    chunks; `zero-bubble`, which computes weight gradients apart, where a rank would idle; `optimised`, which is found
-    for this model, these token slices and this batch before the run starts; or a file of ops, as
-    `python -m deepspeed_ext.plan` writes one."""
+    chunks; `zero-bubble`, which defers weight gradients until a rank would be idle; `optimised`, which is found for
+    this model, these token slices and this batch before the run starts; or a file of ops, as `python -m
+    deepspeed_ext.plan` writes one."""
 
     schedule_memory_limit: float | None = option(None, metavar="A")
-    """Activations that `--pipeline-schedule optimised` may keep on a rank, counted in those of one whole micro-batch
-    on it. Left out, as many as `1f1b` keeps with one stage on each rank."""
+    """Activations that `--pipeline-schedule optimised` may keep on a rank, counted in those of one whole micro-batch on
+    that rank. Default: as many as `1f1b` keeps with one stage on each rank."""
 
     stage_partition: str = option(
         "uniform",
@@ -107,11 +105,11 @@ class ParallelConfig:
         aliases=("--pp-partition-method",),
         spellings={"type:transformer": "uniform"},
     )
-    """How layers are dealt to stages, of which there are as many as ranks times model chunks: `uniform` deals the same
-    number to each, `parameters` the same number of parameters; `auto`, beside `--token-slices auto`, finds what makes
-    the step short, as where the output layer weighs much; 0,5,12 gives layers 0 to 4 to the first stage and 5 to 11 to
-    the second, and a JSON file may hold that list. Only transformer layers count; the embedding belongs to the
-    first stage, the final norm and the output layer to the last."""
+    """Which layers are on which stage. The number of stages is ranks x model chunks. `uniform` gives each stage the
+    same number of layers, `parameters` the same number of parameters. `auto`, with `--token-slices auto`, finds the
+    layers that make the step short, for example where the output layer is expensive. 0,5,12 gives layers 0 to 4 to the
+    first stage and 5 to 11 to the second; a JSON file may hold that list. Only transformer layers count: the embedding
+    belongs to the first stage, the final norm and the output layer to the last."""
 
     decoder_first_pipeline_num_layers: int | None = None
     """Transformer layers of the first pipeline rank, which also holds the embedding; the others share the rest
@@ -122,14 +120,14 @@ class ParallelConfig:
     evenly."""
 
     strategy: str | None = option(None, metavar="FILE")
-    """Take the parallelism and the batch from a strategy file, as the search writes it."""
+    """Read the parallelism and the batch sizes from a strategy file, as the search writes it."""
 
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """Communication library. Left out, the one that suits the accelerator."""
+    """Communication library. Default: the one for the accelerator."""
 
     distributed_timeout_minutes: int = 30
-    """Minutes to wait for another rank before giving up. Where a pipeline stands still, one line says before that which
-    rank is behind."""
+    """Minutes to wait for another rank before giving up. If a pipeline stands still, one line says earlier which rank
+    is behind."""
 
     local_rank: int | None = None
     """Rank on this machine. The launcher sets it."""

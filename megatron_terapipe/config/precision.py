@@ -23,14 +23,14 @@ class PrecisionConfig:
     """Train in bf16."""
 
     loss_scale: float | None = None
-    """Fixed scale of the loss in fp16. Left out, it adapts."""
+    """Fixed scale of the loss in fp16. Default: the scale adapts."""
 
     # Megatron starts at 2**32, but the largest fp16 number is 65504: the first iterations would all be skipped.
     initial_loss_scale: float = 65536.0
     """First adaptive loss scale, a power of 2."""
 
     min_loss_scale: float = 1.0
-    """Least adaptive loss scale, a whole number."""
+    """Smallest adaptive loss scale, a whole number."""
 
     loss_scale_window: int = 1000
     """Iterations without overflow after which the loss scale doubles."""
@@ -39,7 +39,7 @@ class PrecisionConfig:
     """Overflows before the loss scale halves."""
 
     accumulate_allreduce_grads_in_fp32: bool = False
-    """Add up and reduce gradients in fp32. In bf16 with ZeRO stage 1 that is always so."""
+    """Sum and reduce gradients in fp32. In bf16 with ZeRO stage 1 this is always so."""
 
     def __post_init__(self) -> None:
         """Check the pair and the ranges."""

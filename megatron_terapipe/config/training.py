@@ -22,16 +22,17 @@ class TrainingConfig:
     """Optimizer steps of the whole run."""
 
     train_samples: int | None = None
-    """Samples of the whole run, instead of `--train-iters`. Decay and warmup are then counted in samples too."""
+    """Samples of the whole run, instead of `--train-iters`. Decay and warmup are then also counted in samples."""
 
     seed: int = 1234
     """Seed of the weights and of the order of the data."""
 
     exit_interval: int | None = None
-    """Stop after the next iteration that is a multiple of this. A checkpoint is saved, as with the other two."""
+    """Stop after the next iteration that is a multiple of this number. A checkpoint is saved, as with the other two
+    exit flags."""
 
     exit_duration_in_mins: float | None = None
-    """Stop after the iteration in which so many minutes have passed."""
+    """Stop after the iteration in which this many minutes have passed."""
 
     exit_signal_handler: bool = False
     """Stop after the iteration in which any rank gets a SIGTERM, with exit code 0. Send it to the ranks, or to
@@ -41,8 +42,8 @@ class TrainingConfig:
     """Only evaluate on validation and test data."""
 
     dry_run: bool = False
-    """Check everything that a run checks before it starts, say what would run, and exit. Without a launcher, as many
-    ranks are assumed as the parallel sizes need: tensor x pipeline x `--data-parallel-size`."""
+    """Check everything that a run checks before it starts, print what would run, and exit. Without a launcher, the
+    number of ranks is tensor x pipeline x `--data-parallel-size`."""
 
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none",
@@ -52,19 +53,20 @@ class TrainingConfig:
             "--deepspeed-activation-checkpointing": "full",
         },
     )
-    """Activations to recompute in the backward instead of keeping: `none`; `selective` for what costs little, the
-    outputs of norms and of the activation function; `full` for whole layers. Attention never keeps its scores."""
+    """Activations that the backward recomputes instead of keeping them: `none`; `selective`, which recomputes the cheap
+    outputs of norms and of the activation function; `full`, which recomputes whole layers. Attention scores are never
+    kept."""
 
     recompute_method: Literal["uniform"] = "uniform"
-    """Which layers `full` recomputes: all, `--recompute-num-layers` at a time."""
+    """Layers that `full` recomputes: all of them, `--recompute-num-layers` at a time."""
 
     recompute_num_layers: int = option(1, aliases=("--checkpoint-num-layers",))
     """Layers between two activations that `full` keeps."""
 
     compile_pointwise: Literal["auto", "always", "never"] = "auto"
     """Where chains of pointwise operations (rotations, norms, gates, dropout with its residual) are compiled into one
-    kernel: `auto` on accelerators that have triton; `always` on CPUs, too, where it takes seconds of every start;
-    `never`."""
+    kernel: `auto` compiles on accelerators that have triton; `always` also on CPUs, where it takes seconds at every
+    start; `never` compiles nothing."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -204,22 +204,22 @@ def _parser() -> CommandParser:
         "once the whole one is written.",
     )
     parser.add_argument(
-        "--input", type=Path, required=True, help="JSON lines: one object a document; plain, .gz or .zst"
+        "--input", type=Path, required=True, help="file of JSON lines, one object per document; plain, .gz or .zst"
     )
-    parser.add_argument("--output-prefix", type=Path, required=True, help="path that the files' names begin with")
+    parser.add_argument("--output-prefix", type=Path, required=True, help="prefix of the output files")
     parser.add_argument(
         "--tokenizer-type",
         default="byte",
         choices=TOKENIZER_FILES,
         type=lambda name: TOKENIZER_SPELLINGS.get(name, name),
-        help="the trainer's tokenizers, by the same names (default: %(default)s)",
+        help="tokenizer, by the same name as for the trainer (default: %(default)s)",
     )
     parser.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="texts of each object to tokenize, one dataset each (default: text)",
+        help="keys of the texts in each object; each key gives a dataset (default: text)",
     )
     parser.add_argument("--vocab-file", help="encoder.json or vocab.json of GPT2BPETokenizer")
     parser.add_argument("--merge-file", help="vocab.bpe or merges.txt of GPT2BPETokenizer")

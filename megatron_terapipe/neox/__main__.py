@@ -41,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(prog="python -m megatron_terapipe.neox", description=__doc__)
-    parser.add_argument("files", nargs="+", metavar="CONFIG.yml", help="NeoX's files, read together")
+    parser.add_argument("files", nargs="+", metavar="CONFIG.yml", help="configuration files of NeoX, which are merged")
     parser.add_argument("--output", metavar="FILE", help="write the command to a file instead of printing it")
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="processes of the run, where the batch size depends on them"
+        "--world-size", type=int, metavar="N", help="number of processes, if the batch size depends on it"
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 2 if anything else would be trained")
+    parser.add_argument("--strict", action="store_true", help="exit with 2 if a setting changes what is trained")
     return parser
 
 

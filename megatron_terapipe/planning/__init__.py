@@ -1,1 +1,1 @@
-"""What a run does in which order, found before it starts: costs of its ops, schedule and token slices."""
+"""The plan of a run, found before it starts: costs of its ops, schedule and token slices."""

@@ -16,11 +16,11 @@ from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.programs.lowering import check_lowering
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedule_file import schedule_from_file
-from deepspeed_ext.plan.schedules import SCHEDULES, Schedule
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.config.config import Config
-from megatron_terapipe.config.parallel import AUTO, OPTIMISED, ParallelConfig
+from megatron_terapipe.config.parallel import AUTO, ParallelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.op_costs import op_costs, stage_terms
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.config import Config
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.parallel import AUTO, OPTIMISED
+from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.planning.pipeline_plan import check_schedule, pipeline_schedule, with_found_token_slices
 from megatron_terapipe.strategy import Strategy
 

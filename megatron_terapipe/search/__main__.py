@@ -17,12 +17,12 @@ PROGRAM = "python -m megatron_terapipe.search"
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "rank": "the best strategies of a model on a cluster, and why",
-        "predict": "time and memory of strategies that you name",
-        "slices": "the best token slices of one strategy",
-        "validate": "hold predictions against measured trials",
+        "rank": "find the best strategies of a model on a cluster, and explain why",
+        "predict": "predict time and memory of strategies that you name",
+        "slices": "find the best token slices of one strategy",
+        "validate": "compare predictions with measured trials",
         "measure": "measure ops and links of this machine, for --profile",
-        "trial": "run the best strategies for real, and learn from them",
+        "trial": "run the best strategies, record them, and calibrate",
     }
 )
 """Every command, and what it is for. Each is a module of the package `command`, of the same name."""
@@ -81,7 +81,7 @@ def _overview() -> CommandParser:
     return CommandParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} COMMAND [flags]",
-        description=f"How to train a model on a cluster, why, and how sure that is.\n\ncommands:\n{listed}",
+        description=f"Find out how to train a model on a cluster.\n\ncommands:\n{listed}",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

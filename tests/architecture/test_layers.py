@@ -44,6 +44,7 @@ LAYERS = (
     Layer(("deepspeed_ext", "megatron_terapipe")),
     Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy", "numba")),
     Layer(("megatron_terapipe.errors",), PLAN),
+    Layer(("megatron_terapipe.devices",)),
     Layer(("megatron_terapipe.command_parser",), ("megatron_terapipe.errors",)),
     Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors")),
     Layer(("megatron_terapipe.strategy", "megatron_terapipe.dimensions"), (*PLAN, *CONFIG)),
@@ -127,6 +128,7 @@ LAYERS = (
             "megatron_terapipe.checkpoint",
             "megatron_terapipe.tensor_parallel",
             "megatron_terapipe.planning",
+            "megatron_terapipe.devices",
         ),
         ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
     ),
@@ -134,13 +136,13 @@ LAYERS = (
     Layer(("megatron_terapipe.search",)),
     Layer(
         ("megatron_terapipe.search.inputs", "megatron_terapipe.search.inputs.*"),
-        (*PLAN, *CONFIG),
-        ("yaml",),
+        (*PLAN, *CONFIG, "megatron_terapipe.devices"),
+        ("pydantic", "yaml"),
     ),
     Layer(
         ("megatron_terapipe.search.op_times", "megatron_terapipe.search.op_times.*"),
         search("inputs"),
-        ("numpy", "scipy", "pyarrow", "aiconfigurator_core"),
+        ("numpy", "pydantic", "scipy", "pyarrow", "aiconfigurator_core"),
     ),
     Layer(
         ("megatron_terapipe.search.cost", "megatron_terapipe.search.cost.*"), search("inputs", "op_times"), ("numpy",)
@@ -163,7 +165,7 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.search.trials", "megatron_terapipe.search.trials.*"),
         search("inputs", "op_times", "cost", "space", "rank", "report"),
-        ("numpy", "scipy", "rich"),
+        ("numpy", "pydantic", "scipy", "rich"),
     ),
     # Commands put the parts together: they may import anything of ours, and nobody imports them.
     Layer(

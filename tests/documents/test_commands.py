@@ -29,6 +29,8 @@ from tests.documents.blocks import blocks_of, inline_commands, written
 from tests.end_to_end.launching import MODEL, TRAINING
 
 pytest.importorskip("yaml")
+# Modules that other tests have imported are run as programs here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 
 NOT_SHOWN = {
     "git clone": "downloads",
@@ -47,7 +49,7 @@ NOT_RUN = {
 NO_CODE = {
     "schedules.interleaved --+-->": "drawing",
     "plan/\n": "list of files",
-    "workload + cluster -->": "drawing",
+    "search/\n": "list of files",
     "a product of K inputs": "formulas",
     "all-reduce of B bytes": "formulas",
     "CUDA environment: set": "printed by a run",
@@ -171,19 +173,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-DEFECTS = {"docs/search.md": "a model of layers with `forward_s` crashes `rank`"}
-"""Documents whose commands do not work yet."""
 WITH_COMMANDS = [path for path in written() if any(block.language != "python" for block in blocks_of(path))]
 
 
-def documents_as_parameters() -> Iterator[Any]:
-    for path in WITH_COMMANDS:
-        name = str(path.relative_to(ROOT))
-        marks = [pytest.mark.xfail(strict=True, reason=DEFECTS[name])] if name in DEFECTS else []
-        yield pytest.param(path, id=name, marks=marks)
-
-
-@pytest.mark.parametrize("path", documents_as_parameters())
+@pytest.mark.parametrize("path", WITH_COMMANDS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_and_files(path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = [block for block in blocks_of(path) if block.language != "python"]
     commands = [(block, words) for block in blocks if block.language == "shell" for words in block.commands()]

@@ -17,10 +17,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.programs.lowering import lower
-from deepspeed_ext.plan.schedules import fixed, rank_orders, schedule_named
-
-OPTIMISED = "optimised"
-"""The schedule that is searched for, with ops of equal times and no limit of memory."""
+from deepspeed_ext.plan.schedules import OPTIMISED, fixed, rank_orders, schedule_named
 
 
 class DrainKind(StrEnum):

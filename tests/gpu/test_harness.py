@@ -10,9 +10,10 @@ import tests.distributed  # noqa: F401  # names what the server of forked ranks 
 from benchmarks.gpu.machine import Sharing
 from benchmarks.gpu.report import Section, publish
 from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.plan.schedules import OPTIMISED
 from tests.gpu import marked, numerics
 from tests.gpu.__main__ import add_result, main, pipelines_section
-from tests.gpu.cases import COLD, OPTIMISED, QUEUES, WARM, Case, Drain, DrainKind, Trial, cases
+from tests.gpu.cases import COLD, QUEUES, WARM, Case, Drain, DrainKind, Trial, cases
 from tests.gpu.runner import Played, Result, Settings, play_case
 
 ON_CPU = Sharing("CPU, gloo", {})

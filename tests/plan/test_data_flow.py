@@ -9,22 +9,22 @@ from deepspeed_ext.plan.optimise import problem as arrays
 from deepspeed_ext.plan.optimise.anneal import anneal
 from deepspeed_ext.plan.optimise.bound import lower_bound
 from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
-from deepspeed_ext.plan.optimise.problem import Problem
-from deepspeed_ext.plan.optimise.replay import Orders, keeps_limit, peaks, replay
-from deepspeed_ext.plan.optimise.rules import Priorities, Rule
+from deepspeed_ext.plan.optimise.priority_rules import Priorities, PriorityRule
+from deepspeed_ext.plan.optimise.problem import SchedulingProblem
+from deepspeed_ext.plan.optimise.replay import NumberedOrders, keeps_limit, peaks, replay
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import compiled, simulate
 
 SHAPE = PipelineShape(num_stages=4, num_micro_batches=2, num_token_slices=2)
 COSTS = OpCosts.uniform(SHAPE, weight_gradient=1.0, transfer=0.5)
-RULE = Rule(0.5, 0.5, 0.6, 0.5, 0.5, 0.1, 0.0)
+RULE = PriorityRule(0.5, 0.5, 0.6, 0.5, 0.5, 0.1, 0.0)
 
 
 def makespans() -> tuple[float, float]:
     """Makespan of 1f1b, and of the order that a rule gives; every way to find them says the same."""
-    problem = Problem.of(SHAPE, COSTS)
+    problem = SchedulingProblem.of(SHAPE, COSTS)
     fixed = rank_orders(schedule_named("1f1b"), SHAPE)
-    numbered = Orders.of(problem.numbered(fixed))
+    numbered = NumberedOrders.of(problem.numbered(fixed))
     makespan = replay(problem, numbered)
     listed, rows = list_schedule(problem, Priorities(problem).of(RULE), 0.0)
     annealed, better = anneal(problem, numbered, 200, seed=0)
@@ -38,7 +38,7 @@ def makespans() -> tuple[float, float]:
 
 @pytest.mark.parametrize("missing", ["stage", "token_slice"])
 def test_a_dependency_that_is_taken_out_is_waited_for_nowhere(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    before, bound = makespans(), lower_bound(Problem.of(SHAPE, COSTS))
+    before, bound = makespans(), lower_bound(SchedulingProblem.of(SHAPE, COSTS))
     backward = (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
     table = [row for row in dependencies.DEPENDENCIES if not (row.op in backward and getattr(row, missing))]
     assert len(table) == len(dependencies.DEPENDENCIES) - 2
@@ -49,18 +49,18 @@ def test_a_dependency_that_is_taken_out_is_waited_for_nowhere(monkeypatch: pytes
     monkeypatch.setattr(dependencies, "_WAY", {row.needed: -row.stage for row in received.values()})
     after = makespans()
     if missing == "stage":
-        assert after[0] < before[0] and after[1] < before[1] and lower_bound(Problem.of(SHAPE, COSTS)) < bound
+        assert after[0] < before[0] and after[1] < before[1] and lower_bound(SchedulingProblem.of(SHAPE, COSTS)) < bound
     else:
         # Token slices may turn back in any order now, so they keep that of their forwards.
-        assert not Problem.of(SHAPE, COSTS).tables.flow.is_reversed.any()
+        assert not SchedulingProblem.of(SHAPE, COSTS).tables.flow.is_reversed.any()
 
 
 def test_what_ops_keep_alive_is_read_from_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     orders = rank_orders(schedule_named("zero-bubble"), SHAPE)
 
     def peaks_of_orders() -> tuple[float, ...]:
-        problem = Problem.of(SHAPE, COSTS)
-        found = tuple(peaks(problem, Orders.of(problem.numbered(orders))))
+        problem = SchedulingProblem.of(SHAPE, COSTS)
+        found = tuple(peaks(problem, NumberedOrders.of(problem.numbered(orders))))
         assert found == pytest.approx(compiled.CompiledOrders.of(orders, SHAPE).peak_activation(), abs=1e-12)
         return found
 
@@ -69,10 +69,10 @@ def test_what_ops_keep_alive_is_read_from_one_table(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(arrays, "LIVE_CHANGE", freed_early)
     monkeypatch.setattr(compiled, "LIVE_CHANGE", freed_early)
     assert sum(peaks_of_orders()) < sum(before)
-    problem = Problem.of(SHAPE, COSTS, memory_limit=1.0)
-    late = Rule(0.5, 0.5, 0.6, 0.5, 0.5, weight_delay=3.0, patience=0.0)
+    problem = SchedulingProblem.of(SHAPE, COSTS, memory_limit=1.0)
+    late = PriorityRule(0.5, 0.5, 0.6, 0.5, 0.5, weight_delay=3.0, patience=0.0)
     _, rows = list_schedule(problem, Priorities(problem).of(late), 0.0)
-    assert keeps_limit(problem, Orders.of(list(rows)))
+    assert keeps_limit(problem, NumberedOrders.of(list(rows)))
     # Weight gradients hold nothing back any more, so they may be put behind the forwards of other micro-batches.
     kinds = [op.kind for op in problem.named(list(rows))[0]]
     assert kinds[: 3 * SHAPE.num_token_slices].count(OpKind.WEIGHT_GRADIENT) == 0

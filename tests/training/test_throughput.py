@@ -3,6 +3,8 @@
 import pytest
 
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.devices import DEVICES
+from megatron_terapipe.search.inputs.library import device
 from megatron_terapipe.training.device_peak import peak_tflops, peak_tflops_here
 from megatron_terapipe.training.throughput import Throughput
 
@@ -45,7 +47,16 @@ def test_without_a_peak_there_is_no_utilization() -> None:
         ("NVIDIA L4", 121),
         ("NVIDIA L40S", 362),
         ("Tesla V100-SXM2-32GB", 125),
-        ("NVIDIA GB200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 NVL", 836),
+        ("Tesla V100-PCIE-32GB", 112),
+        ("AMD Instinct MI250X", 192),  # one of its two dies, which torch sees as a device
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("GeForce GTX 970", None),
     ],
 )
@@ -53,6 +64,11 @@ def test_peaks_of_data_sheets(name: str, peak: float | None) -> None:
     found = peak_tflops(name, "bf16")
     assert (found if peak is None else round(found)) == peak
     assert peak_tflops(name, "fp32") is None
+
+
+@pytest.mark.parametrize("name", [name for name, entry in DEVICES.items() if entry.device.is_gpu])
+def test_utilization_and_search_have_the_same_peak(name: str) -> None:
+    assert peak_tflops(f"NVIDIA {name}", "bf16") == device(name).half_flops / 1e12
 
 
 def test_a_cpu_has_no_known_peak() -> None:

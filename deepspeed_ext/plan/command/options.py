@@ -6,10 +6,8 @@ from typing import NoReturn
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Placement
-from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 
-OPTIMISED = "optimised"
-"""Name of the schedule that is searched for."""
 SEQ_LENGTH = 4096
 """Tokens of a sequence that is cut, unless it is said."""
 LAYERS_OF_A_RANK = 8
@@ -17,31 +15,32 @@ LAYERS_OF_A_RANK = 8
 
 _DESCRIPTION = """\
 Simulate a pipeline schedule with token slices, print its timeline, and say how much of it is idle; or show a measured
-timeline beside the simulation of it.
+timeline beside its simulation.
 
 Every rank starts an op as soon as it is free and the op's inputs have arrived. F0.1 is the forward of token slice 1
 of micro-batch 0, B its backward, or BI the part for the input and BW the part for the weights; a dot is idle time.
-Where ranks own several stages, 2F0.1 says of which stage."""
+If ranks own several stages, 2F0.1 is an op of stage 2."""
 
 _EPILOG = """\
 costs.json
   {
     "forward":         [[1.0, 1.2], [1.0, 1.2]],    time of a forward: a row per stage, a time per token slice
-    "backward":        [[1.0, 1.2], [1.0, 1.2]],    time of a backward, without what stands in the next line
-    "weight_gradient": [[1.0, 1.2], [1.0, 1.2]],    optional: time of weight gradients, where they are apart
+    "backward":        [[1.0, 1.2], [1.0, 1.2]],    time of a backward, without the times of the next line
+    "weight_gradient": [[1.0, 1.2], [1.0, 1.2]],    optional: time of weight gradients, if they are separate
     "transfer":        0.1,                         optional: time of a transfer between neighbouring stages
     "reductions":      [[0.5, 0.5], [0.5, 0.5]]     optional: times to sum gradients over replicas, last layer first
   }
   Times are in one unit of your choice. A transfer may also be {"latency": x, "bandwidth": y, "bytes": [per token
-  slice]}. With model chunks, rows are for stages, or for pipeline ranks, whose stages then share the time evenly.
+  slice]}. With model chunks, rows are for stages, or for pipeline ranks, whose stages share the time evenly.
   Without --costs and --attention-share every op takes 1 and transfers take 0.
 
 token_bytes.json
   {"activation": 81920, "key_value": 8192, "key_value_gradient": 16384, "logits": 200000,
    "freed_by_input_gradient": 0.3, "logits_limit": 500000000}
-  Bytes that one token of a micro-batch keeps on a stage: for its backward, as keys and values, as their gradients; and
-  as logits on the last stage. Then the share of the activation that a BI frees, and the bytes of logits that a rank
-  keeps at most. The first three may be lists with one number for each stage; all but the first may be left out.
+  The first four are the bytes that one token of a micro-batch keeps on a stage: for its backward, as keys and values,
+  as their gradients, and as logits on the last stage. Then come the share of the activation that a BI frees, and the
+  largest number of bytes of logits that a rank keeps. The first three may be lists with one number for each stage. All
+  but the first may be left out.
 
 examples
   python -m deepspeed_ext.plan --schedule 1f1b --stages 4 --micro-batches 4 --token-slices 4
@@ -117,38 +116,51 @@ def parser() -> argparse.ArgumentParser:
         "--hardware-queues",
         type=int,
         metavar="N",
-        help="CUDA_DEVICE_MAX_CONNECTIONS of the devices, on which programs must not deadlock (default: enough)",
+        help=(
+            "CUDA_DEVICE_MAX_CONNECTIONS of the devices; refuse programs that could deadlock with it (default: "
+            "enough queues)"
+        ),
     )
 
     costs = parser.add_argument_group("what it costs")
-    costs.add_argument("--costs", type=Path, metavar="FILE", help="times of ops and transfers, in the form below")
+    costs.add_argument("--costs", type=Path, metavar="FILE", help="times of ops and transfers, in the format below")
     costs.add_argument(
         "--attention-share",
         type=float,
         metavar="RHO",
-        help="instead: costs of token slices of which attention takes this share of the forward, 0 to 1; a micro-batch "
-        "on a rank takes 1 in the forward",
+        help=(
+            "instead of --costs: the share of attention in the forward, 0 to 1; the forward of a micro-batch on a "
+            "rank takes 1"
+        ),
     )
     costs.add_argument(
         "--head-share",
         type=float,
         metavar="X",
-        help="with --attention-share: the last stage computes a language-model head on top, X times the forward of a "
-        "rank (default: 0)",
+        help=(
+            "with --attention-share: the last stage also computes a language-model head, which costs X times the "
+            "forward of a rank (default: 0)"
+        ),
     )
     costs.add_argument(
-        "--token-bytes", type=Path, metavar="FILE", help="count memory in bytes: what a token keeps, in the form below"
+        "--token-bytes",
+        type=Path,
+        metavar="FILE",
+        help="count memory in bytes: file of the bytes that a token keeps, in the format below",
     )
     find = parser.add_argument_group("what to find")
     find.add_argument(
         "--solve-slices",
         action="store_true",
-        help="with --attention-share: the lengths of the token slices that make this schedule fastest",
+        help="with --attention-share: find the lengths of the token slices that make this schedule fastest",
     )
     find.add_argument(
         "--solve-stages",
         action="store_true",
-        help="with --solve-slices: also how many layers each stage has, as where a head makes the last one slow",
+        help=(
+            "with --solve-slices: also find the number of layers of each stage, for example where a head makes the "
+            "last stage slow"
+        ),
     )
     find.add_argument(
         "--layers",
@@ -166,19 +178,24 @@ def parser() -> argparse.ArgumentParser:
         "--memory-limit",
         type=float,
         metavar="A",
-        help="most activation of any rank, in activations of one micro-batch on one rank: a limit for the schedule "
-        f"{OPTIMISED}; others are refused above it",
+        help="largest activation memory of any rank, in activations of one micro-batch on it. It limits the schedule "
+        f"{OPTIMISED}; other schedules are refused above it",
     )
     find.add_argument(
         "--effort",
         type=float,
         metavar="X",
-        help="time to search: 2 takes twice as long as 1, and often finds more (default: 1)",
+        help="time to search: 2 takes twice as long as 1 and often finds better schedules (default: 1)",
     )
     out = parser.add_argument_group("what to write")
     out.add_argument("--json", action="store_true", help="print the figures, the op orders and the timeline as JSON")
     out.add_argument("--svg", type=Path, metavar="FILE", help="write a drawing")
-    out.add_argument("--html", type=Path, metavar="FILE", help="write a page to zoom and pan in, with memory curves")
+    out.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page with the timeline and memory curves, which can be zoomed and moved",
+    )
     out.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, which Perfetto opens")
     out.add_argument("--write-schedule", type=Path, metavar="FILE", help="write the op orders, for --schedule FILE")
     return parser

@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from deepspeed_ext.plan.command.options import LAYERS_OF_A_RANK, OPTIMISED, SEQ_LENGTH
+from deepspeed_ext.plan.command.options import LAYERS_OF_A_RANK, SEQ_LENGTH
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedule_file import read_schedule
-from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.text_files import read_text
 
-Orders = Sequence[Sequence[Op]]
 _NAMES = frozenset({*SCHEDULES, OPTIMISED})
 
 
@@ -40,7 +39,7 @@ class Request:
     shape: PipelineShape
     lengths: tuple[float, ...]
     costs: OpCosts
-    orders: Orders
+    orders: Sequence[Sequence[Op]]
     lower_bound: float | None = None
     partition: StagePartition | None = None
 
@@ -170,7 +169,10 @@ def _token_slices(text: str | None, seq_length: int | None) -> tuple[int, tuple[
 
 
 def _costs(
-    options: argparse.Namespace, shape: PipelineShape, lengths: Sequence[float], orders: Orders | None
+    options: argparse.Namespace,
+    shape: PipelineShape,
+    lengths: Sequence[float],
+    orders: Sequence[Sequence[Op]] | None,
 ) -> OpCosts:
     """Times of ops: from the file, from the share of attention, or 1 for each."""
     if options.costs is not None:

@@ -6,7 +6,6 @@ from math import isfinite
 
 from deepspeed_ext.plan.command.drawings import write_drawings
 from deepspeed_ext.plan.command.figures import activation, figures, order_texts, summary
-from deepspeed_ext.plan.command.options import OPTIMISED
 from deepspeed_ext.plan.command.request import Request, request_of
 from deepspeed_ext.plan.command.sizes import memory_of
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
@@ -14,7 +13,7 @@ from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.schedule_file import write_schedule
-from deepspeed_ext.plan.schedules import fixed
+from deepspeed_ext.plan.schedules import OPTIMISED, fixed
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline

@@ -11,13 +11,14 @@ backward. A rank only decides from which of its queues the next op comes, 3 queu
 
 1.  `list_scheduler` decides by priorities: the most urgent op that can start now. It reserves room for the oldest
     micro-batch, so it neither breaks the memory limit nor runs into a deadlock, whatever the priorities.
-2.  `rules` makes all priorities from seven numbers: how closely token slices follow each other, when backwards become
-    more urgent than forwards, how long weight gradients wait for a gap. `search` draws some thousand rules, keeps the
-    best, and varies these (an evolution strategy); then it leaves the rules and makes some ops of the best more urgent,
-    or less, as long as that helps. Each try costs one list schedule, a tenth of a microsecond or two for each op.
+2.  `priority_rules` makes all priorities from seven numbers: how closely token slices follow each other, when backwards
+    become more urgent than forwards, how long weight gradients wait for a gap. `search` draws thousands of rules, keeps
+    the best, and varies these (an evolution strategy); then it leaves the rules and makes some ops of the best more
+    urgent, or less, as long as that helps. Each try costs one list schedule, some tenths of a microsecond for each op.
 3.  `anneal` takes the best orders, or those of a fixed schedule if they are better, and moves single ops that lie on
     the critical path. Rules see the steady state; this sees every corner of the warmup and the cooldown.
-4.  `merge` joins input and weight gradients that stand next to each other into whole backwards, where it costs no time.
+4.  `search.merged` joins input and weight gradients that stand next to each other into whole backwards, where it costs
+    no time.
 5.  `bound` says what no order can beat, so that one knows when to stop.
 
 The fixed schedules that keep the limit compete, so the result is never worse than the best of them. It depends on the

@@ -12,8 +12,8 @@ pipelines without memory are). Moves over the memory limit, and those that deadl
 import numpy as np
 
 from deepspeed_ext.plan.optimise.kernel import UNKNOWN, kernel
-from deepspeed_ext.plan.optimise.problem import NOTHING, ROUNDING, Numbers, Problem, Tables
-from deepspeed_ext.plan.optimise.replay import Orders, peak_of_row, play_rows
+from deepspeed_ext.plan.optimise.problem import NOTHING, ROUNDING, Numbers, SchedulingProblem, Tables
+from deepspeed_ext.plan.optimise.replay import NumberedOrders, peak_of_row, play_rows
 
 HOT, COLD = 1e-3, 1e-6
 """First and last temperature, in makespans."""
@@ -21,7 +21,9 @@ MEAN_DISTANCE = 3.0
 """Places that an op moves by, on average."""
 
 
-def anneal(problem: Problem, orders: Orders, num_moves: int, seed: int) -> tuple[float, Orders]:
+def anneal(
+    problem: SchedulingProblem, orders: NumberedOrders, num_moves: int, seed: int
+) -> tuple[float, NumberedOrders]:
     """Better orders, or the same.
 
     Args:
@@ -37,7 +39,7 @@ def anneal(problem: Problem, orders: Orders, num_moves: int, seed: int) -> tuple
     makespan = _anneal(
         problem.tables, problem.memory_limit + ROUNDING, orders.rows.copy(), orders.lengths, best, num_moves, seed
     )
-    return makespan, Orders(best, orders.lengths)
+    return makespan, NumberedOrders(best, orders.lengths)
 
 
 @kernel

@@ -31,7 +31,7 @@ from deepspeed_ext.plan.optimise.problem import (
     ROUNDING,
     WEIGHT_GRADIENT,
     Numbers,
-    Problem,
+    SchedulingProblem,
 )
 
 
@@ -43,7 +43,7 @@ class _Key(NamedTuple):
     unit: int
 
 
-def lower_bound(problem: Problem) -> float:
+def lower_bound(problem: SchedulingProblem) -> float:
     """Makespan that no order that keeps the memory limit can beat."""
     heads, tails = _heads_and_tails(problem)
     ranks = range(problem.shape.num_ranks)
@@ -51,11 +51,11 @@ def lower_bound(problem: Problem) -> float:
     return max(*by_rank, _area(problem))
 
 
-def _duration(problem: Problem, key: _Key) -> float:
+def _duration(problem: SchedulingProblem, key: _Key) -> float:
     return float(problem.tables.times[key.kind, key.stage, key.unit % problem.shape.num_token_slices])
 
 
-def _transfer(problem: Problem, result: int, stage: int, unit: int) -> float:
+def _transfer(problem: SchedulingProblem, result: int, stage: int, unit: int) -> float:
     """Least time that a result of a stage takes to the stage that reads it."""
     tables = problem.tables
     if tables.channel[result, stage] < 0:
@@ -63,13 +63,13 @@ def _transfer(problem: Problem, result: int, stage: int, unit: int) -> float:
     return float(tables.sending[result, stage, unit % problem.shape.num_token_slices] + tables.latency[result, stage])
 
 
-def _in_order(problem: Problem) -> Iterator[_Key]:
+def _in_order(problem: SchedulingProblem) -> Iterator[_Key]:
     """All ops, each after all that it waits for."""
     for first in range(0, problem.num_units, problem.shape.num_token_slices):
         yield from (_Key(kind, stage, first + at) for kind, stage, at in _one_micro_batch(problem))
 
 
-def _one_micro_batch(problem: Problem) -> Iterator[_Key]:
+def _one_micro_batch(problem: SchedulingProblem) -> Iterator[_Key]:
     """Ops of the first micro-batch, each after all that it reads."""
     shape, flow = problem.shape, problem.tables.flow
     for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
@@ -79,7 +79,7 @@ def _one_micro_batch(problem: Problem) -> Iterator[_Key]:
         yield from (_Key(kind, key.stage, at) for key in first[:: -1 if needs_later else 1] for at in token_slices)
 
 
-def _read(problem: Problem, key: _Key) -> Iterator[tuple[_Key, float]]:
+def _read(problem: SchedulingProblem, key: _Key) -> Iterator[tuple[_Key, float]]:
     """Ops whose results an op reads, and how long these are on their way at least."""
     shape, flow = problem.shape, problem.tables.flow
     kind, stage, unit = key
@@ -92,7 +92,7 @@ def _read(problem: Problem, key: _Key) -> Iterator[tuple[_Key, float]]:
             yield _Key(result, maker, earlier), delay
 
 
-def _before(problem: Problem, key: _Key, room: "_Room") -> Iterator[tuple[_Key, float]]:
+def _before(problem: SchedulingProblem, key: _Key, room: "_Room") -> Iterator[tuple[_Key, float]]:
     """Ops that must end before an op starts, and by how much."""
     yield from _read(problem, key)
     kind, stage, unit = key
@@ -111,7 +111,7 @@ def _before(problem: Problem, key: _Key, room: "_Room") -> Iterator[tuple[_Key, 
 class _Room:
     """Which backward must have made room before a forward starts: the second argument above."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SchedulingProblem) -> None:
         shape, activation = problem.shape, problem.tables.activation
         self._limit = problem.memory_limit + ROUNDING
         self._forward = np.cumsum(np.tile(activation, shape.num_micro_batches))
@@ -136,7 +136,7 @@ class _Room:
         yield _Key(kind, stage, position - token_slice + self._num_token_slices - 1 - token_slice)
 
 
-def _heads_and_tails(problem: Problem) -> tuple[Numbers, Numbers]:
+def _heads_and_tails(problem: SchedulingProblem) -> tuple[Numbers, Numbers]:
     """[3, N, units] each: what must pass before an op, and after it."""
     order = list(_in_order(problem))
     room = _Room(problem)
@@ -163,7 +163,7 @@ def _heads_and_tails(problem: Problem) -> tuple[Numbers, Numbers]:
     return heads, tails
 
 
-def _loads(problem: Problem) -> tuple[Numbers, Numbers]:
+def _loads(problem: SchedulingProblem) -> tuple[Numbers, Numbers]:
     """Work of its own rank that must be done before, and after, each op; [3, N, units] each."""
     shape, times = problem.shape, problem.tables.times
     before, after = (np.zeros((3, shape.num_stages, problem.num_units)) for _ in range(2))
@@ -212,7 +212,7 @@ def _turned(times: Numbers, num_micro_batches: int) -> tuple[Numbers, Numbers]:
     return by_unit(upto), by_unit(upto[-1] - upto)
 
 
-def _one_rank(problem: Problem, stages: list[int], heads: Numbers, tails: Numbers) -> float:
+def _one_rank(problem: SchedulingProblem, stages: list[int], heads: Numbers, tails: Numbers) -> float:
     """The first argument above for one rank."""
     jobs = sorted(
         zip(
@@ -242,7 +242,7 @@ def _one_rank(problem: Problem, stages: list[int], heads: Numbers, tails: Number
     return longest
 
 
-def _area(problem: Problem) -> float:
+def _area(problem: SchedulingProblem) -> float:
     """The third argument above."""
     if problem.memory_limit == inf:
         return 0.0

@@ -15,10 +15,10 @@ and be given up, and after it k + 1: some op can always run (the banker's algori
 import numpy as np
 
 from deepspeed_ext.plan.optimise.kernel import UNKNOWN, available_at, hand_over, kernel
-from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, Problem, Tables
+from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, SchedulingProblem, Tables
 
 
-def list_schedule(problem: Problem, priorities: Numbers, patience: float) -> tuple[float, Numbers]:
+def list_schedule(problem: SchedulingProblem, priorities: Numbers, patience: float) -> tuple[float, Numbers]:
     """Make orders.
 
     Args:

@@ -122,7 +122,7 @@ class Tables(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class SchedulingProblem:
     """A pipeline to find op orders for.
 
     Attributes:
@@ -148,7 +148,7 @@ class Problem:
         costs: OpCosts,
         memory_limit: float | None = None,
         lengths: Sequence[float] | None = None,
-    ) -> "Problem":
+    ) -> "SchedulingProblem":
         """Make the arrays.
 
         Raises:

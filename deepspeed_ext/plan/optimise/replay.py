@@ -1,7 +1,7 @@
 """Plays op orders given as numbers, for the loops that change an order or a cost and play again.
 
-`simulate.simulate` is the statement of what this computes, and tests hold the two equal. The arrays of a `Problem` are
-read as they are, so that a changed order or a changed table costs nothing but the replay.
+`simulate.simulate` is the statement of what this computes, and tests hold the two equal. The arrays of a
+`SchedulingProblem` are read as they are, so that a changed order or a changed table costs nothing but the replay.
 """
 
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_ext.plan.optimise.kernel import UNKNOWN, available_at, hand_over, kernel
-from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, Problem, Tables
+from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, SchedulingProblem, Tables
 
 
 @dataclass(frozen=True, eq=False)
-class Orders:
+class NumberedOrders:
     """Op orders of all ranks as numbers.
 
     Attributes:
@@ -26,7 +26,7 @@ class Orders:
     lengths: Numbers
 
     @classmethod
-    def of(cls, orders: Sequence[Numbers]) -> "Orders":
+    def of(cls, orders: Sequence[Numbers]) -> "NumberedOrders":
         """From one array for each rank."""
         lengths = np.array([len(order) for order in orders], np.int64)
         rows = np.full((len(orders), int(lengths.max())), -1, np.int64)
@@ -39,7 +39,7 @@ class Orders:
         return [row[:length].copy() for row, length in zip(self.rows, self.lengths, strict=True)]
 
 
-def replay(problem: Problem, orders: Orders) -> float:
+def replay(problem: SchedulingProblem, orders: NumberedOrders) -> float:
     """Makespan of orders; infinite if they deadlock."""
     starts, ends = np.zeros(orders.rows.shape), np.zeros(orders.rows.shape)
     ready = np.zeros(4 * problem.shape.num_stages * problem.num_units)
@@ -47,14 +47,14 @@ def replay(problem: Problem, orders: Orders) -> float:
     return makespan if makespan < UNKNOWN else np.inf
 
 
-def peaks(problem: Problem, orders: Orders) -> Numbers:
+def peaks(problem: SchedulingProblem, orders: NumberedOrders) -> Numbers:
     """[P] most that each rank holds, in activations of one micro-batch."""
     return np.array(
         [peak_of_row(problem.tables, orders.rows[rank], orders.lengths[rank]) for rank in range(len(orders.rows))]
     )
 
 
-def keeps_limit(problem: Problem, orders: Orders) -> bool:
+def keeps_limit(problem: SchedulingProblem, orders: NumberedOrders) -> bool:
     """Whether no rank holds more than the problem allows."""
     return bool(peaks(problem, orders).max() <= problem.memory_limit + ROUNDING)
 

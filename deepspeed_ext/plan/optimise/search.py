@@ -12,10 +12,15 @@ from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.optimise.anneal import anneal
 from deepspeed_ext.plan.optimise.bound import lower_bound
 from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
-from deepspeed_ext.plan.optimise.merge import merged
-from deepspeed_ext.plan.optimise.problem import Numbers, Problem
-from deepspeed_ext.plan.optimise.replay import Orders, keeps_limit, replay
-from deepspeed_ext.plan.optimise.rules import Priorities, Rule
+from deepspeed_ext.plan.optimise.priority_rules import Priorities, PriorityRule
+from deepspeed_ext.plan.optimise.problem import (
+    BACKWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Numbers,
+    SchedulingProblem,
+)
+from deepspeed_ext.plan.optimise.replay import NumberedOrders, keeps_limit, replay
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule, fixed, rank_orders
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 
@@ -28,6 +33,11 @@ DRAWN = 0.4
 NUM_ELITE = 8
 FEWEST_SCHEDULES, FEWEST_MOVES = 60, 200
 SEARCHED = "search"
+MERGE_SLACK = 1e-12
+"""Rounding of makespans that merging backwards must keep, relative."""
+MERGED_OPS, FEWEST_REPLAYS = 20e6, 100
+"""Ops that all tries of merging replay together, about a second of one core; what has not been tried by then stays in
+two parts."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,7 @@ def optimise(
     """
     if not effort > 0:
         raise PlanError(f"effort {effort} leaves no time to search: give more than 0")
-    problem = Problem.of(shape, costs, memory_limit, lengths)
+    problem = SchedulingProblem.of(shape, costs, memory_limit, lengths)
     start = min([*_fixed_schedules(problem), _searched(problem, effort, seed)], key=lambda start: start.makespan)
     num_moves = max(int(effort * MOVED_OPS / problem.num_ops), FEWEST_MOVES)
     _, orders = anneal(problem, start.orders, num_moves, seed)
@@ -108,11 +118,11 @@ def optimise(
 @dataclass(frozen=True, eq=False)
 class _Candidate:
     makespan: float
-    orders: Orders
+    orders: NumberedOrders
     name: str
 
 
-def _fixed_schedules(problem: Problem) -> list[_Candidate]:
+def _fixed_schedules(problem: SchedulingProblem) -> list[_Candidate]:
     """Those that have this shape and these costs, and keep the memory limit."""
     candidates = []
     for name, schedule in SCHEDULES.items():
@@ -125,23 +135,23 @@ def _fixed_schedules(problem: Problem) -> list[_Candidate]:
             orders = [[part for op in order for part in parts(op)] for order in orders]
         elif any(op.kind is OpKind.WEIGHT_GRADIENT for order in orders for op in order):
             continue
-        numbered = Orders.of(problem.numbered(orders))
+        numbered = NumberedOrders.of(problem.numbered(orders))
         if keeps_limit(problem, numbered):
             candidates.append(_Candidate(replay(problem, numbered), numbered, name))
     return candidates
 
 
-def _searched(problem: Problem, effort: float, seed: int) -> _Candidate:
+def _searched(problem: SchedulingProblem, effort: float, seed: int) -> _Candidate:
     """The best orders that priorities give."""
     num_schedules = max(int(effort * SCHEDULED_OPS / problem.num_ops), FEWEST_SCHEDULES)
     num_rules = int(BY_RULES * num_schedules)
     rule = search_rules(problem, num_rules, seed)[0]
     makespan, rows = _nudged(problem, rule, num_schedules - num_rules, seed)
-    orders = Orders.of(list(rows))
+    orders = NumberedOrders.of(list(rows))
     return _Candidate(makespan, orders if problem.is_split else merged(problem, orders), SEARCHED)
 
 
-def _nudged(problem: Problem, rule: Rule, num_nudges: int, seed: int) -> tuple[float, Numbers]:
+def _nudged(problem: SchedulingProblem, rule: PriorityRule, num_nudges: int, seed: int) -> tuple[float, Numbers]:
     """Climb from the priorities of a rule: change those of a kind of ops, on a stage or in a stretch of time or both.
 
     Equally good priorities are taken too, so that the climb crosses plateaus.
@@ -172,7 +182,9 @@ def _nudged(problem: Problem, rule: Rule, num_nudges: int, seed: int) -> tuple[f
     return makespan, rows
 
 
-def search_rules(problem: Problem, num_rules: int, seed: int, known: Sequence[Rule] = ()) -> list[Rule]:
+def search_rules(
+    problem: SchedulingProblem, num_rules: int, seed: int, known: Sequence[PriorityRule] = ()
+) -> list[PriorityRule]:
     """Good rules for a problem, best first.
 
     Args:
@@ -184,10 +196,10 @@ def search_rules(problem: Problem, num_rules: int, seed: int, known: Sequence[Ru
     random = np.random.default_rng(seed)
     priorities = Priorities(problem)
 
-    def makespan(rule: Rule) -> float:
+    def makespan(rule: PriorityRule) -> float:
         return list_schedule(problem, priorities.of(rule), priorities.patience(rule))[0]
 
-    drawn = [*known, *(Rule.drawn(random) for _ in range(int(DRAWN * num_rules)))]
+    drawn = [*known, *(PriorityRule.drawn(random) for _ in range(int(DRAWN * num_rules)))]
     elite = sorted(((makespan(rule), number, rule) for number, rule in enumerate(drawn)))[:NUM_ELITE]
     for number in range(len(drawn), num_rules):
         rule = elite[random.integers(len(elite))][2].varied(random)
@@ -196,3 +208,58 @@ def search_rules(problem: Problem, num_rules: int, seed: int, known: Sequence[Ru
         if length < elite[-1][0] and all(abs(length - other) > 1e-12 * other for other, *_ in elite):
             elite = sorted([*elite[: NUM_ELITE - 1], (length, number, rule)])
     return [rule for *_, rule in elite]
+
+
+def merged(problem: SchedulingProblem, orders: NumberedOrders) -> NumberedOrders:
+    """Return the orders with input and weight gradients joined into whole backwards, as many as keep the makespan.
+
+    A whole backward keeps fewer tensors alive and starts fewer kernels, but gives its input gradient only at its end.
+    The stage before may have time to wait for it.
+
+    Neighbours are tried by the block: those of a rank at once, then either half of a block that would cost time. So
+    the number of replays is small where there is much time or none. Costs that do not tell weight gradients apart have
+    no other backwards than whole ones.
+
+    Args:
+        problem: what the orders are for.
+        orders: with backwards in two parts.
+    """
+    per_kind = problem.shape.num_stages * problem.num_units
+    rows = orders.to_list()
+    pairs = [_pairs(row, per_kind) for row in rows]
+    if not problem.is_split:
+        return NumberedOrders.of(
+            [_joined(row, positions, per_kind) for row, positions in zip(rows, pairs, strict=True)]
+        )
+    longest = replay(problem, orders) * (1 + MERGE_SLACK)
+    replays_left = max(int(MERGED_OPS / problem.num_ops), FEWEST_REPLAYS)
+    for rank, positions in enumerate(pairs):
+        accepted = np.zeros(0, np.int64)
+        blocks = [positions]
+        while blocks and replays_left > 0:
+            block = blocks.pop()
+            if not len(block):
+                continue
+            replays_left -= 1
+            candidate = np.concatenate([accepted, block])
+            trial = [*rows[:rank], _joined(rows[rank], candidate, per_kind), *rows[rank + 1 :]]
+            if replay(problem, NumberedOrders.of(trial)) <= longest:
+                accepted = candidate
+            elif len(block) > 1:
+                blocks += [block[len(block) // 2 :], block[: len(block) // 2]]
+        rows[rank] = _joined(rows[rank], accepted, per_kind)
+    return NumberedOrders.of(rows)
+
+
+def _pairs(row: Numbers, per_kind: int) -> Numbers:
+    """Positions of input gradients whose weight gradient is next."""
+    kind, place = row // per_kind, row % per_kind
+    next_to = (kind[:-1] == INPUT_GRADIENT) & (kind[1:] == WEIGHT_GRADIENT) & (place[:-1] == place[1:])
+    return np.flatnonzero(next_to)
+
+
+def _joined(row: Numbers, positions: Numbers, per_kind: int) -> Numbers:
+    """A row with whole backwards at these positions."""
+    joined = row.copy()
+    joined[positions] += (BACKWARD - INPUT_GRADIENT) * per_kind
+    return np.delete(joined, positions + 1)

@@ -17,6 +17,7 @@ from typing import Any
 from deepspeed_ext.plan.critical_path import critical_path
 from deepspeed_ext.plan.dependencies import prerequisites, result
 from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.memory import StepFunction
 from deepspeed_ext.plan.ops import OpKind
 from deepspeed_ext.plan.render.labels import extents, rank_name, with_unit
 from deepspeed_ext.plan.render.palette import op_colour
@@ -26,9 +27,6 @@ _KINDS = {kind: number for number, kind in enumerate(OpKind)}
 _SCRIPTS = ("ops.js", "panel.js", "page.js")
 _DIGITS = 8
 """Of times and memory, which is more than a screen can show at any zoom."""
-
-StepFunction = Sequence[tuple[float, float]]
-"""Times, and the value from each of them on."""
 
 
 @dataclass(frozen=True, slots=True)

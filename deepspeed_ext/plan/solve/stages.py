@@ -15,8 +15,8 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.evaluation import Evaluation, evaluation_of
-from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.cut_evaluation import CutEvaluation, evaluation_of
+from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 from deepspeed_ext.plan.solve.token_slices import check_memory, search_cuts
 
@@ -73,7 +73,7 @@ def solve_stages(
     Raises:
         PlanError: if there are fewer layers than stages, or as `solve_token_slices` does.
     """
-    grid = Grid(seq_length, granularity, min_length)
+    grid = CutGrid(seq_length, granularity, min_length)
     grid.check_count(shape.num_token_slices)
     even = StagePartition.uniform(num_layers, shape.num_stages)
     layers = _level([len(even.layers(stage)) for stage in range(shape.num_stages)], shape, costs_of_layers, seq_length)
@@ -128,7 +128,7 @@ def _moved(
     shape: PipelineShape,
     costs_of_layers: CostsOfLayers,
     cut: TokenSlices,
-    evaluation: Evaluation,
+    evaluation: CutEvaluation,
 ) -> list[int]:
     """Move single layers between stages while the step gets shorter."""
     evaluation.change_costs(costs_of_layers(layers))

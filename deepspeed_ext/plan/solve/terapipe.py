@@ -27,7 +27,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.optimise.kernel import kernel
 from deepspeed_ext.plan.optimise.problem import Numbers
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 
 MOST_POINTS = 1024
@@ -66,13 +66,13 @@ class TerapipeProblem:
     """
 
     tables: Mapping[int, "_Tables"]
-    grid: Grid
+    grid: CutGrid
     batch_size: int
     num_waits: int
 
     @classmethod
     def of(
-        cls, costs: Mapping[int, TokenSliceCosts], grid: Grid, batch_size: int, num_stages: int, num_waits: int
+        cls, costs: Mapping[int, TokenSliceCosts], grid: CutGrid, batch_size: int, num_stages: int, num_waits: int
     ) -> "TerapipeProblem":
         """Tabulate the times of all token slices there can be.
 
@@ -213,7 +213,7 @@ class _Tables:
     backward: Numbers
 
     @classmethod
-    def of(cls, costs: TokenSliceCosts, grid: Grid, num_stages: int) -> "_Tables":
+    def of(cls, costs: TokenSliceCosts, grid: CutGrid, num_stages: int) -> "_Tables":
         """Ask for the times of all token slices there can be."""
         points = grid.points
         whole = costs(range(num_stages), points[:1], points[-1:])

@@ -15,8 +15,8 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.evaluation import Evaluation, evaluation_of
-from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.cut_evaluation import CutEvaluation, evaluation_of
+from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 
 PLAYED_OPS = 25e6
@@ -71,7 +71,7 @@ def solve_token_slices(
     Raises:
         PlanError: if so many token slices do not fit, the schedule deadlocks, or no cut keeps the memory limit.
     """
-    grid = Grid(seq_length, granularity, min_length)
+    grid = CutGrid(seq_length, granularity, min_length)
     grid.check_count(shape.num_token_slices)
     evaluation = evaluation_of(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
     solved = search_cuts(grid, shape.num_token_slices, evaluation, effort, rounds=1 if schedule else ROUNDS)
@@ -81,7 +81,7 @@ def solve_token_slices(
 
 
 def search_cuts(
-    grid: Grid, num_token_slices: int, evaluation: Evaluation, effort: float, *, rounds: int = 1
+    grid: CutGrid, num_token_slices: int, evaluation: CutEvaluation, effort: float, *, rounds: int = 1
 ) -> SolvedTokenSlices:
     """Search the cuts of a grid; see `solve_token_slices`."""
     if not effort > 0:
@@ -97,7 +97,7 @@ def search_cuts(
 
 
 def _moved(
-    grid: Grid, makespan: float, cut: TokenSlices, evaluation: Evaluation, num_ops: int
+    grid: CutGrid, makespan: float, cut: TokenSlices, evaluation: CutEvaluation, num_ops: int
 ) -> tuple[float, TokenSlices]:
     """Move tokens between token slices as long as it helps: fewer and fewer of them. Plays about `num_ops` ops."""
     last = evaluation.num_ops + num_ops

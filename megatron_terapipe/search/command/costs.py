@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.cost.measured_layers import given_layers
 from megatron_terapipe.search.cost.memory_overheads import default_overheads
 from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.cost.pricing import Pricing
@@ -103,7 +104,7 @@ class Costs:
             cluster,
             efficiency=self._physics(cluster),
             memory_overheads=self.calibration.memory_overheads or default_overheads(cluster),
-            op_times=self._op_times(),
+            op_times=self._op_times(cluster),
             precision=self.precision,
         )
 
@@ -139,9 +140,15 @@ class Costs:
         measured = measured_efficiency(self.profile, cluster, efficiency)
         return measured if factors is None else factors.efficiency(measured)
 
-    def _op_times(self) -> OpTimes | None:
+    def _op_times(self, cluster: Cluster) -> OpTimes | None:
         if self.profile is None:
-            return self.tables
+            return self.tables or given_layers(
+                self.workload,
+                cluster,
+                efficiency=self.calibration.efficiency or HardwareEfficiency(),
+                software=TERAPIPE,
+                precision=self.precision,
+            )
         measured, factors = MeasuredProfile(self.profile), self.calibration.factors
         return measured if factors is None else ScaledTimes(measured, factors.ops)
 
@@ -171,6 +178,8 @@ def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, 
         calibration = calibrated(cluster, path, profile)
         notes.append(f"calibrated on {calibration.num_trials} trials of {path}{_in_words(calibration.factors)}")
         notes += [f"{path}: {note}" for note in calibration.notes]
+    if profile is None and workload.layers[0].forward_s is not None:
+        notes.append("op times are those of the model file (forward_s), scaled by the data sheet of the device")
     tables = None
     if options.tables:
         tables, missing = tables_of(cluster, precision, calibration.efficiency)

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.op_times.profile import Profile
 
 HELP = (
-    "Measure a model's layers on this machine as the trainer runs them (micro-batches, token slices, their prefixes, "
-    "tensor-parallel sizes), the links between its devices, and the engine around them; write a profile for --profile."
+    "Measure the layers of a model on this machine as the trainer runs them (micro-batches, token slices, "
+    "their prefixes, tensor-parallel sizes), the links between its devices, and the overhead of the engine. "
+    "Write a profile for --profile."
 )
 
 
@@ -22,21 +23,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
     add_model_flags(parser)
     group = parser.add_argument_group("what is measured")
-    group.add_argument("--precision", choices=PRECISIONS, help="of weights (default: bf16; fp32 on CPUs)")
+    group.add_argument("--precision", choices=PRECISIONS, help="type of the weights (default: bf16; fp32 on CPUs)")
     group.add_argument(
         "--tensor-parallel-size",
         metavar="N,N",
-        help="sizes, each rank's part measured alone (default: powers of two up to the number of devices)",
-    )
-    group.add_argument("--micro-batch-size", metavar="N,N", default="1,2,4", help="sequences (default: 1,2,4)")
-    group.add_argument(
-        "--num-token-slices", metavar="N,N", help="cuts of a sequence into equal token slices (default: 1,2,4,8,16)"
-    )
-    group.add_argument(
-        "--num-processes", type=int, metavar="N", help="ranks that measure at once (default: one a device; 2 on a CPU)"
+        help=(
+            "tensor-parallel sizes; the part of each rank is measured alone (default: powers of two up to the number "
+            "of devices)"
+        ),
     )
     group.add_argument(
-        "--budget-s", type=float, default=120.0, metavar="SECONDS", help="begin nothing new after that (default: 120)"
+        "--micro-batch-size", metavar="N,N", default="1,2,4", help="sequences of a micro-batch (default: 1,2,4)"
+    )
+    group.add_argument(
+        "--num-token-slices", metavar="N,N", help="numbers of equal token slices of a sequence (default: 1,2,4,8,16)"
+    )
+    group.add_argument(
+        "--num-processes",
+        type=int,
+        metavar="N",
+        help="ranks that measure at the same time (default: one per device; 2 on a CPU)",
+    )
+    group.add_argument(
+        "--budget-s",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="start no new measurement after this time (default: 120)",
     )
     parser.add_argument("--json", metavar="FILE", default="profile.json", help="profile (default: profile.json)")
 

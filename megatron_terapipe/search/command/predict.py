@@ -23,7 +23,7 @@ from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
-HELP = "Time and memory of the strategies of a file, which may come from anywhere; those that cannot run have a reason."
+HELP = "Predict time and memory of the strategies in a file. For strategies that cannot run, print the reason."
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +33,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_cost_flags(parser)
     group = parser.add_argument_group("strategies")
     group.add_argument(
-        "--strategies", required=True, metavar="S.jsonl", help="a strategy, or an entry of a ranking, on each line"
+        "--strategies", required=True, metavar="S.jsonl", help="one strategy, or one entry of a ranking, per line"
     )
     group.add_argument(
-        "--global-batch-size", type=int, metavar="N", help="sequences of one step, for strategies that do not say it"
+        "--global-batch-size",
+        type=int,
+        metavar="N",
+        help="sequences of one optimizer step, for strategies without a batch size",
     )
     group.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="show progress (default: on a terminal)"

@@ -134,15 +134,15 @@ def write_proposals(
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of an answer."""
     group = parser.add_argument_group("output")
-    group.add_argument(
-        "--json", metavar="FILE", help="write the ranking as JSON; - is the terminal, instead of a table"
-    )
+    group.add_argument("--json", metavar="FILE", help="write the ranking as JSON; - prints it instead of the table")
     group.add_argument("--html", metavar="FILE", help="write a report that opens in any browser")
     group.add_argument(
         "--output",
         metavar="DIR",
-        help="write everything: ranking.json, report.html, and strategy.json, hostfile, ds_config.json and launch.sh "
-        "for the winner",
+        help=(
+            "write all files: ranking.json, report.html, and strategy.json, hostfile, ds_config.json and launch.sh "
+            "for the winner"
+        ),
     )
 
 
@@ -180,7 +180,7 @@ def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf
         print("\nto run the winner: add --output DIR, which writes the files and prints the command")
 
 
-HELP = "The best strategies of a model on a cluster: searched, priced on their schedules, and ranked."
+HELP = "Find the best strategies of a model on a cluster: search them, price them on their schedules, and rank them."
 
 NOTHING = "nothing"
 """Value of `--explain` without a file."""
@@ -197,14 +197,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--top", type=int, default=10, metavar="K", help="strategies to list (default: 10)")
     group.add_argument(
-        "--effort", type=float, default=1.0, metavar="X", help="how much is simulated; 1 takes seconds (default: 1)"
+        "--effort", type=float, default=1.0, metavar="X", help="amount of simulation; 1 takes seconds (default: 1)"
     )
     group.add_argument(
         "--explain",
         nargs="?",
         const=NOTHING,
         metavar="STRATEGY.json",
-        help="say how many strategies each rule rejected; with a file, why that strategy did not win",
+        help="print how many strategies each rule rejected; with a file, print why that strategy did not win",
     )
     group.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="show progress (default: on a terminal)"
@@ -212,7 +212,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--propose-trials",
         metavar="FILE.jsonl",
-        help="write the few strategies whose trials would make predictions surest, for trial --strategies",
+        help=(
+            "write the few strategies whose trials would reduce the uncertainty of predictions most, for trial "
+            "--strategies"
+        ),
     )
     add_constraint_flags(parser)
     add_output_flags(parser)

@@ -15,10 +15,8 @@ from megatron_terapipe.config.options import field_help
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.inputs.cluster_files import read_cluster_with_notes
 from megatron_terapipe.search.inputs.library import needs_fp16
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
@@ -42,7 +40,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "model",
         metavar="MODEL",
-        help="JSON or YAML file, or the name of a preset such as gpt3-13b (docs/arguments.md); - is nothing but flags",
+        help=(
+            "JSON or YAML file, or the name of a preset such as gpt3-13b (docs/arguments.md); - takes the model from "
+            "flags alone"
+        ),
     )
     meanings = field_help(ModelConfig)
     for name in CHANGES:
@@ -65,22 +66,25 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--precision",
         choices=PRECISIONS,
-        help="of matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
+        help="type of the matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
     )
     times = group.add_mutually_exclusive_group()
-    times.add_argument("--profile", metavar="FILE", help="op times and links that the command measure has measured")
+    times.add_argument("--profile", metavar="FILE", help="times of ops and links, written by the command measure")
     times.add_argument(
         "--tables",
         action="store_true",
-        help="kernels measured by others: of the package aiconfigurator-core, if installed",
+        help="measured kernels of the package aiconfigurator-core, if it is installed",
     )
     calibration = group.add_mutually_exclusive_group()
     calibration.add_argument(
         "--calibrate",
         metavar="FILE",
-        help="trials of this cluster, a JSON object a line (.jsonl), to fit the constants of the cost model to",
+        help=(
+            "trials of this cluster, one JSON object per line (.jsonl); the constants of the cost model are fitted "
+            "to them"
+        ),
     )
-    calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration once wrote")
+    calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration wrote")
 
 
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
@@ -104,11 +108,14 @@ def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag for results that programs read."""
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - is the terminal")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it")
 
 
 def model_of(options: argparse.Namespace) -> Workload:
     """Return the model that the flags name."""
+    # Imported here, as in `cluster_of`: pydantic would make --help wait.
+    from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
+
     changes: dict[str, Any] = {name: value for name in CHANGES if (value := getattr(options, name, None)) is not None}
     if options.model == FLAGS_ALONE:
         return parse_workload({}, "MODEL -", changes)
@@ -117,6 +124,8 @@ def model_of(options: argparse.Namespace) -> Workload:
 
 def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster that the flags name, and notes on what had to be assumed of it."""
+    from megatron_terapipe.search.inputs.cluster_files import read_cluster_with_notes
+
     return read_cluster_with_notes(options.cluster, device=options.device)
 
 

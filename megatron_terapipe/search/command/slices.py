@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.rank.token_slices import SolvedCut
 
 HELP = (
-    "Find the token slices with which a strategy takes the shortest time: how many, and how long. Token slices that "
-    "the strategy already has do not matter."
+    "Find the number and the lengths of the token slices with which a strategy takes the shortest time. The "
+    "token slices of the given strategy are ignored."
 )
 
 SHOWN = 8
@@ -37,18 +37,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_cluster_flags(parser)
     group = parser.add_argument_group("strategy")
     group.add_argument(
-        "--strategy", metavar="FILE", required=True, help="JSON: a strategy, or an entry of what rank writes"
+        "--strategy", metavar="FILE", required=True, help="JSON file of a strategy, or of an entry that rank wrote"
     )
     group.add_argument(
         "--count",
         metavar="N,N",
-        help="numbers of token slices to price, and no others (default: 1 and the most promising up to 128)",
+        help="numbers of token slices to price (default: 1 and the most promising up to 128)",
     )
     group.add_argument(
         "--granularity",
         type=int,
         metavar="N",
-        help="lengths are multiples of N tokens (default: 16 where token slices are long, else what the trainer needs)",
+        help=(
+            "lengths are multiples of N tokens (default: 16 if token slices are long, otherwise the number that the "
+            "trainer needs)"
+        ),
     )
     add_cost_flags(parser)
     add_json_flag(parser)

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from megatron_terapipe.strategy import Strategy
 
 HELP = (
-    "Run the best strategies of a search, or those of a file, for a few iterations each with DeepSpeed's launcher; add "
-    "a line for each to a file of trials as soon as it is over, calibrate on them, and say how far off predictions "
-    "were and are. What the file has already is not run again, so an interrupted command goes on where it stopped."
+    "Run the best strategies of a search, or those of a file, for a few iterations each, with DeepSpeed's "
+    "launcher. Add a line for each run to a file of trials, calibrate on them, and print the errors of "
+    "predictions before and after. Strategies that the file already contains are not run again, so an "
+    "interrupted command continues where it stopped."
 )
 
 
@@ -45,19 +46,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--global-batch-size", type=int, required=True, metavar="N", help="sequences of one optimizer step"
     )
     group.add_argument("--top", type=int, default=3, metavar="K", help="strategies of the search to run (default: 3)")
-    group.add_argument("--strategies", metavar="S.jsonl", help="run these instead: a strategy a line")
-    group.add_argument("--iterations", type=int, default=10, metavar="N", help="of each run (default: 10)")
+    group.add_argument("--strategies", metavar="S.jsonl", help="run the strategies of this file instead, one per line")
+    group.add_argument("--iterations", type=int, default=10, metavar="N", help="iterations of each run (default: 10)")
     group.add_argument(
         "--timeout-s", type=float, default=900.0, metavar="SECONDS", help="end a run that takes longer (default: 900)"
     )
-    group.add_argument("--trials", metavar="FILE", default="trials.jsonl", help="lines go here (default: trials.jsonl)")
-    group.add_argument("--keep", metavar="DIR", help="keep strategy, log and metrics of each run in a folder of DIR")
-    group.add_argument("--trainer", metavar="FILE", help="pretrain_gpt.py (default: of this checkout)")
+    group.add_argument(
+        "--trials",
+        metavar="FILE",
+        default="trials.jsonl",
+        help="file that the results are added to (default: trials.jsonl)",
+    )
+    group.add_argument(
+        "--keep", metavar="DIR", help="keep the strategy, log and metrics of each run in a folder of DIR"
+    )
+    group.add_argument("--trainer", metavar="FILE", help="path of pretrain_gpt.py (default: that of this checkout)")
     group.add_argument(
         "--trainer-flags",
         metavar="WORDS",
         default="",
-        help="more flags for it in one text, such as '--data-path PREFIX'; without data, tokens are random",
+        help="more flags for the trainer in one text, such as '--data-path PREFIX'; without data, tokens are random",
     )
     add_constraint_flags(parser)
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.trials.trial import Trial
 
 HELP = (
-    "Predict runs that somebody measured, as if nobody had, and say how far off the predictions are, whether they are "
-    "in the right order, and whether they are as sure as they say; beside a naive line. Trials are a JSON object a "
-    "line, as `trial` writes them. Nothing is fitted unless --calibrate or --folds says so; what is fitted are a dozen "
-    "constants of each cluster (a source and its devices), never one of a strategy."
+    "Predict measured runs without using their times, and compare: errors, order, and coverage of the "
+    "intervals, beside a naive model. Trials have one JSON object per line, as `trial` writes them. Without "
+    "--calibrate or --folds nothing is fitted. The fit changes a dozen constants of each cluster (a source "
+    "and its devices), and no constant of a strategy."
 )
 
 
@@ -31,18 +31,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="+",
         default=[],
-        help="trials that constants are fitted to; those that are also in --trials are counted as in-sample",
+        help="trials that constants are fitted to; trials that are also in --trials are marked as in-sample",
     )
-    group.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration once wrote")
+    group.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration wrote")
     group.add_argument("--save-calibration", metavar="FILE", help="write the constants, for rank and predict")
     group.add_argument(
         "--folds",
         type=int,
         metavar="K",
-        help="cross-validate: deal the groups of each source to K folds, and predict each from the others",
+        help="cross-validate: split the groups of each source into K folds, and predict each fold from the others",
     )
-    group.add_argument("--profile", metavar="FILE", help="op times and links that the command measure has measured")
-    parser.add_argument("--show-groups", action="store_true", help="print a line for every group, too")
+    group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by the command measure")
+    parser.add_argument("--show-groups", action="store_true", help="also print a line for every group")
     add_json_flag(parser)
 
 

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_ext.plan.ops import OpKind, PipelineShape
+from deepspeed_ext.plan.dependencies import result
+from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.simulate.wiring import KINDS, OpColumns
 from megatron_terapipe.search.cost.activation_memory import LogitLimits, ScalarOrArray
 
 Numbers = NDArray[np.float64]
-Indices = NDArray[np.int64]
 
 
 class StageBytes(NamedTuple):
@@ -52,35 +53,20 @@ class Held(NamedTuple):
     working: ScalarOrArray
 
 
-class RankOrder(NamedTuple):
-    """The ops of one rank in order, a number each.
+_LIVE_CHANGE = np.array([LIVE_CHANGE[kind] for kind in KINDS])
+_TURNS = np.array([result(Op(kind, 0, 0, 0)).kind is OpKind.INPUT_GRADIENT for kind in KINDS])
+"""Which kinds of ops give the gradient of their input."""
 
-    Attributes:
-        kind: `F`, `B`, `BI` or `BW`, as 0 to 3.
-        stage: of the whole pipeline.
-        micro_batch: index.
-        token_slice: index.
+
+def rank_order(schedule: str, shape: PipelineShape, rank: int) -> OpColumns:
+    """Return the ops of a rank as arrays.
+
+    Args:
+        schedule: its name in `SCHEDULES`.
+        shape: extent of the pipeline.
+        rank: the pipeline rank.
     """
-
-    kind: Indices
-    stage: Indices
-    micro_batch: Indices
-    token_slice: Indices
-
-
-FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = range(4)
-KINDS = {
-    OpKind.FORWARD: FORWARD,
-    OpKind.BACKWARD: BACKWARD,
-    OpKind.INPUT_GRADIENT: INPUT_GRADIENT,
-    OpKind.WEIGHT_GRADIENT: WEIGHT_GRADIENT,
-}
-
-
-def rank_order(schedule: str, shape: PipelineShape, rank: int) -> RankOrder:
-    """The ops of a rank as arrays."""
-    rows = [(KINDS[op.kind], op.stage, op.micro_batch, op.token_slice) for op in SCHEDULES[schedule](shape, rank)]
-    return RankOrder(*np.array(rows, dtype=np.int64).T)
+    return OpColumns.of(list(SCHEDULES[schedule](shape, rank)))
 
 
 def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, num_micro_batches: int) -> int:
@@ -100,7 +86,7 @@ def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, n
     return enough if enough < num_micro_batches and enough // least == 4 else num_micro_batches
 
 
-def peak_held(order: RankOrder, lengths: Sequence[int], of_stage: StageBytes) -> Held:
+def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) -> Held:
     """The most that a rank holds, by what it is.
 
     Args:
@@ -110,14 +96,14 @@ def peak_held(order: RankOrder, lengths: Sequence[int], of_stage: StageBytes) ->
     """
     tokens = np.asarray(lengths, dtype=float)
     own = tokens[order.token_slice]
-    is_forward, is_last = order.kind == FORWARD, order.kind != INPUT_GRADIENT
-    is_turn = (order.kind == BACKWARD) | (order.kind == INPUT_GRADIENT)
+    change, is_turn = _LIVE_CHANGE[order.kind], _TURNS[order.kind]
+    is_forward, is_last = change > 0, change < 0
     activations = own * of_stage.activations[order.stage]
     freed = own * of_stage.freed[order.stage]
-    split = order.kind == WEIGHT_GRADIENT
-    # What comes as an op starts, and what is gone when it has ended.
+    # What comes as an op starts, and what is gone when it has ended. The last op of a backward in two parts frees what
+    # the first has left.
     comes = np.where(is_forward, activations, 0.0)
-    goes = np.where(is_forward, 0.0, np.where(is_last, activations - np.where(split, freed, 0.0), freed))
+    goes = np.where(is_forward, 0.0, np.where(is_last, activations - np.where(is_turn, 0.0, freed), freed))
     held_activations = _during(comes, goes)
     logits = own * of_stage.logits[order.stage]
     held_logits = _during(np.where(is_forward, logits, 0.0), np.where(is_turn, logits, 0.0))

@@ -18,15 +18,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_terapipe.errors import DataError
+from megatron_terapipe.errors import ConfigError, DataError
 from megatron_terapipe.search.cost.collectives import GroupTopology, all_reduce_s
 from megatron_terapipe.search.cost.device_times import MOVING_BACKWARD, DeviceTimes, Scale, device_times, is_divided
 from megatron_terapipe.search.cost.stage_ops import reductions
-from megatron_terapipe.search.inputs.cluster import Device, Link
+from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
 from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.op_times.software import Software
 
 CLEARLY = 1.2
 """How many times the launch limit a measurement must be for its device to be the reason: where both are alike, their
@@ -254,3 +256,46 @@ def _at(by_size: Mapping[int, float], sizes: Numbers) -> ScalarOrArray:
         return by_size[int(sizes)]
     known = sorted(by_size)
     return np.array([by_size[size] for size in known])[np.searchsorted(known, sizes)]
+
+
+def given_layers(
+    workload: Workload, cluster: Cluster, *, efficiency: HardwareEfficiency, software: Software, precision: str
+) -> MeasuredLayers | None:
+    """Return the op times of a model whose file gives the seconds of its layers (`forward_s`); None if it gives none.
+
+    The seconds are those of the cluster's device: a file has one number for each tensor-parallel size.
+
+    Args:
+        workload: the model.
+        cluster: the cluster, of one kind of device.
+        efficiency: constants of the roofline beside which measurements are laid.
+        software: what the trainer computes beside the matrix products.
+        precision: `bf16`, `fp16` or `fp32`.
+
+    Raises:
+        ConfigError: if some layers have seconds and others none, or the cluster has several kinds of devices.
+    """
+    without = [layer.name for layer in workload.layers if layer.forward_s is None]
+    if len(without) == len(workload.layers):
+        return None
+    if without:
+        raise ConfigError(
+            f"{workload.name}: layer {without[0]!r} has no forward_s, and others have: give it for all layers or none"
+        )
+    nodes = {node.device.name: node for node in cluster.nodes}
+    if len(nodes) > 1:
+        raise ConfigError(
+            f"{workload.name}: forward_s is of one kind of device, and the cluster has {', '.join(nodes)}: "
+            "rank on one kind, or drop forward_s"
+        )
+    by_name: dict[str, Mapping[int, float]] = {}
+    for layer in workload.layers:
+        assert layer.forward_s is not None
+        if by_name.setdefault(layer.name, layer.forward_s) != layer.forward_s:
+            raise ConfigError(
+                f"{workload.name}: two layers {layer.name!r} have different forward_s: give layers different names"
+            )
+    ((name, node),) = nodes.items()
+    roofline = Roofline(efficiency, software, precision)
+    measured = MeasuredDevice(device=node.device, roofline=roofline, inside=node.inside, forward_s=by_name)
+    return MeasuredLayers(workload=workload, devices={name: measured}, element_bytes=4 if precision == "fp32" else 2)

@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.ops import PipelineShape
-from megatron_terapipe.config.parallel import OPTIMISED
+from deepspeed_ext.plan.schedules import OPTIMISED
+from deepspeed_ext.plan.simulate.wiring import OpColumns
 from megatron_terapipe.search.cost.activation_memory import ScalarOrArray, TokenMemory, logit_limits, token_memory
 from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
 from megatron_terapipe.search.cost.live_memory import (
     Held,
-    RankOrder,
     StageBytes,
     peak_held,
     rank_order,
@@ -56,7 +56,7 @@ class MemoryModel:
     precision: str = "bf16"
     overheads: MemoryOverheads = field(default=None)  # type: ignore[assignment]
     counter: LayerCounter = field(init=False, repr=False)
-    _orders: dict[tuple[str, PipelineShape], list[RankOrder]] = field(default_factory=dict, repr=False)
+    _orders: dict[tuple[str, PipelineShape], list[OpColumns]] = field(default_factory=dict, repr=False)
     _tokens: dict[tuple[int, str, bool], Floats] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ class MemoryModel:
             for rank, peak in enumerate(held)
         ]
 
-    def _rank_orders(self, schedule: str, shape: PipelineShape) -> list[RankOrder]:
+    def _rank_orders(self, schedule: str, shape: PipelineShape) -> list[OpColumns]:
         key = schedule, shape
         if key not in self._orders:
             self._orders[key] = [rank_order(schedule, shape, rank) for rank in range(shape.num_ranks)]

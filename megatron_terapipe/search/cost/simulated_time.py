@@ -6,15 +6,12 @@ import numpy as np
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import schedule_named
+from deepspeed_ext.plan.schedules import OPTIMISED, schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from megatron_terapipe.search.cost.closed_form import of_slowest_and_others, pipeline_time
 
 MOST_OPS = 8_000
 """Ops that are played one by one: compiling their orders takes a few hundredths of a second, once per shape."""
-
-OPTIMISED = "optimised"
-"""Name of orders that are found for the costs at hand, not generated."""
 
 EFFORT = 0.02
 """Effort of finding them: within a percent of what more effort finds, in a tenth of a second."""

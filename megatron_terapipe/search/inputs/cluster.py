@@ -3,30 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
-    """One accelerator, or the cores of one rank on a CPU.
-
-    Attributes:
-        name: in the device library, or the user's.
-        memory_bytes: memory of one device.
-        memory_bandwidth: bytes per second.
-        half_flops: FLOP/s of dense fp16 or bf16 matrix products, by the data sheet.
-        single_flops: FLOP/s of dense fp32 products, likewise.
-        is_gpu: whether kernels are launched by a host beside it.
-    """
-
-    name: str
-    memory_bytes: float
-    memory_bandwidth: float
-    half_flops: float
-    single_flops: float
-    is_gpu: bool = True
-
-    def peak_flops(self, precision: str) -> float:
-        """FLOP/s of matrix products in `fp16`, `bf16` or `fp32`."""
-        return self.single_flops if precision == "fp32" else self.half_flops
+from megatron_terapipe.devices import Device as Device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,63 +4,86 @@ What a file leaves out, the library fills in by the machine or the device; notes
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import ceil
+
+from pydantic import ConfigDict
 
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
-from megatron_terapipe.search.inputs.documents import Fields, parse_text, short
+from megatron_terapipe.search.inputs.documents import parse_text, short
+from megatron_terapipe.search.inputs.entries import Count, Entry, Positive, Text, fault, place, read_entry
 from megatron_terapipe.search.inputs.library import GIGABIT, GIGABYTE
 from megatron_terapipe.search.inputs.node_entries import (
-    MOST_DEVICES,
-    MOST_NODES,
+    ClusterEntry,
+    DeviceCount,
+    DeviceOrName,
+    NodeCount,
     NodeGroup,
     assumed,
-    read_device,
     read_groups,
 )
 
-# The `cluster` object of published trials: devices of one kind on equal nodes, in a few flat fields.
-#
-# `device`, `num_devices` (or `num_nodes`), `devices_per_node`, `intra_node_GBps` (from a device to another, in one
-# direction) and `inter_node_Gbps` (all network cards of a node together).
-#
+
+class FlatCluster(Entry):
+    """The `cluster` object of published trials: devices of one kind on equal nodes, in a few flat fields.
+
+    `intra_node_GBps` is from a device to another, in one direction; `inter_node_Gbps` of all network cards of a node.
+    """
+
+    device: DeviceOrName
+    devices_per_node: DeviceCount | None = None
+    num_nodes: NodeCount | None = None
+    num_devices: NodeCount | None = None
+    intra_node_GBps: Positive | None = None  # noqa: N815
+    inter_node_Gbps: Positive | None = None  # noqa: N815
+    network_cards: Count | None = None
+    name: Text | None = None
 
 
-def is_trial_form(fields: Fields) -> bool:
+class TrialCluster(FlatCluster):
+    """The same in a line of trials, which may say more of it than means something here."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def is_flat(document: object) -> bool:
     """Whether an object describes a cluster by flat fields."""
-    return "nodes" not in fields.values and "device" in fields.values
+    return isinstance(document, Mapping) and "nodes" not in document and "device" in document
 
 
-def read_trial_form(fields: Fields) -> tuple[Cluster, tuple[str, ...]]:
-    """Read such an object. Fields that mean nothing here are left to the caller: files of others have more.
+def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster that flat fields describe, and a line for each link that the library had to say.
 
     A node has as many network cards as the line rate of those of the device's usual machine needs to make its sum.
 
-    Returns:
-        The cluster, and a line for each link that the library had to say.
+    Args:
+        flat: the object.
+        file: what it came from, for errors.
+        path: way to it inside the file.
 
     Raises:
-        ConfigError: if a field is wrong.
+        ConfigError: if fields contradict each other, or the device is not known.
     """
-    device, machine = read_device(fields, "device")
-    per_node = fields.whole("devices_per_node", machine.num_devices, most=MOST_DEVICES)
-    if fields.has("num_nodes"):
-        num_devices = fields.whole("num_devices", fields.whole("num_nodes", most=MOST_NODES) * per_node)
-        if num_devices > fields.whole("num_nodes", most=MOST_NODES) * per_node:
-            raise fields.fault("num_devices", "is more than num_nodes x devices_per_node", "change one of them")
-    else:
-        num_devices = fields.whole("num_devices", most=MOST_NODES)
+    device, machine = flat.device.read(place(file, path, "device"))
+    per_node = flat.devices_per_node or machine.num_devices
+    if flat.num_devices is None and flat.num_nodes is None:
+        raise ConfigError(f"{place(file, path, 'num_devices')} is missing: give a whole number")
+    most = None if flat.num_nodes is None else flat.num_nodes * per_node
+    num_devices = flat.num_devices or most or 0
+    if most is not None and num_devices > most:
+        where = place(file, path, "num_devices")
+        raise fault(where, num_devices, "is more than num_nodes x devices_per_node", "change one of them")
     inside, network, cards = machine.inside, machine.network, machine.num_network_cards
     missing = []
-    if fields.has("intra_node_GBps"):
-        inside = Link(bandwidth=fields.number("intra_node_GBps") * GIGABYTE, latency_s=inside.latency_s)
+    if flat.intra_node_GBps is not None:
+        inside = Link(bandwidth=flat.intra_node_GBps * GIGABYTE, latency_s=inside.latency_s)
     elif min(per_node, num_devices) > 1:
         missing.append("links inside")
-    if fields.has("inter_node_Gbps"):
-        total = fields.number("inter_node_Gbps") * GIGABIT
-        cards = fields.whole("network_cards", max(1, ceil(total / network.bandwidth - 1e-9)))
+    if flat.inter_node_Gbps is not None:
+        total = flat.inter_node_Gbps * GIGABIT
+        cards = flat.network_cards or max(1, ceil(total / network.bandwidth - 1e-9))
         network = Link(bandwidth=total / cards, latency_s=network.latency_s)
     elif num_devices > per_node:
         missing.append("network")
@@ -72,10 +95,9 @@ def read_trial_form(fields: Fields) -> tuple[Cluster, tuple[str, ...]]:
         num_network_cards=cards,
         notes=(assumed(missing, device, machine),) if missing else (),
     )
-    name = fields.text("name", f"{num_devices} x {device.name}")
     sizes = [min(per_node, num_devices - first) for first in range(0, num_devices, per_node)]
     nodes = tuple(group.node(f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
-    return Cluster(nodes=nodes, name=name), group.notes
+    return Cluster(nodes=nodes, name=flat.name or f"{num_devices} x {device.name}"), group.notes
 
 
 _LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
@@ -159,15 +181,10 @@ def parse_cluster(document: object, where: str) -> tuple[Cluster, tuple[str, ...
     Raises:
         ConfigError: if a field is wrong.
     """
-    fields = Fields(document, where)
-    if is_trial_form(fields):
-        found = read_trial_form(fields)
-        fields.finish()
-        return found
-    name = fields.text("name", where.rpartition("/")[2].rpartition(".")[0])
-    groups = read_groups(fields)
-    fields.finish()
-    return _cluster(groups, name)
+    if is_flat(document):
+        return read_flat(read_entry(FlatCluster, document, where), where)
+    cluster = read_entry(ClusterEntry, document, where)
+    return _cluster(read_groups(cluster, where), cluster.name or where.rpartition("/")[2].rpartition(".")[0])
 
 
 def _of_hostfile(text: str, path: str, device: str | None) -> tuple[Cluster, tuple[str, ...]]:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from megatron_terapipe.devices import DEVICES, GUESS, Device, LibraryDevice
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.cluster import Device, Link
-from megatron_terapipe.search.inputs.devices import DEVICES, GUESS, LibraryDevice
+from megatron_terapipe.search.inputs.cluster import Link
 from megatron_terapipe.search.inputs.documents import suggestion
 
 # Machines by name: how many devices of which kind, and the links inside and between them, one direction.
@@ -21,6 +21,8 @@ from megatron_terapipe.search.inputs.documents import suggestion
 #
 #     EC2     Amazon EC2 instance types, aws.amazon.com/ec2/instance-types: devices, network
 #     DGX     data sheets of NVIDIA DGX-1, DGX A100, H100, H200 and B200 systems
+#     HGX     as DGX A100 and H100, with the NVLink of A800 and H800
+#     GB200   a compute tray of the GB200 NVL72: two superchips, NVLink to all, a card of 400 Gbit/s for each device
 #     GH200   four superchips with NVLink to each other and a 200 Gbit/s card each, as in CSCS's Alps (docs.cscs.ch)
 #     MI      AMD Instinct data sheets: Infinity Fabric links between devices; a card of 200 and 400 Gbit/s as in
 # Frontier
@@ -123,11 +125,14 @@ _ENTRIES = (
     _machine("dgx-1-p100", "DGX", "P100-SXM2-16GB", 8, 80, (4, 100)),
     _machine("dgx-1-v100", "DGX", "V100-SXM2-32GB", 8, 150, (4, 100)),
     _machine("dgx-a100", "DGX", "A100-SXM4-80GB", 8, 300, (8, 200)),
+    _machine("octo-a800", "HGX", "A800-SXM4-80GB", 8, 200, (8, 200)),
+    _machine("octo-h800", "HGX", "H800-SXM5-80GB", 8, 200, (8, 400)),
     _machine("dgx-h100", "DGX", "H100-SXM5-80GB", 8, 450, (8, 400)),
     _machine("dgx-h200", "DGX", "H200-SXM5-141GB", 8, 450, (8, 400)),
     _machine("dgx-b200", "DGX", "B200-SXM-180GB", 8, 900, (8, 400)),
     # A superchip's 18 links of 25 GB/s go to three others, six to each.
     _machine("quad-gh200", "GH200", "GH200-96GB", 4, 150, (4, 200)),
+    _machine("quad-gb200", "GB200", "GB200-186GB", 4, 900, (4, 400)),
     _machine("quad-mi250x", "MI", "MI250X-die", 8, 50, (4, 200)),
     _machine("octo-mi300x", "MI", "MI300X", 8, 448, (8, 400)),
     _pcie("pcie-3", "PCIe", None, 8, 16, 100),

@@ -2,11 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs import library
 from megatron_terapipe.search.inputs.cluster import Device, Link, Node
-from megatron_terapipe.search.inputs.documents import Fields
+from megatron_terapipe.search.inputs.documents import suggestion
+from megatron_terapipe.search.inputs.entries import (
+    Bandwidth,
+    Count,
+    Entry,
+    Memory,
+    Positive,
+    Speed,
+    Text,
+    Time,
+    fault,
+    in_unit,
+    place,
+)
 from megatron_terapipe.search.inputs.library import MACHINES, Machine
 
 BANDWIDTH_UNITS = {"GBps": 1e9, "Gbps": 1e9 / 8}
@@ -15,82 +31,117 @@ SPEED_UNITS = {"TFLOPs": 1e12}
 TIME_UNITS = {"us": 1e-6}
 """Endings of fields that hold bare numbers, and what one of that unit is."""
 
-
-def read_device(fields: Fields, name: str) -> tuple[Device, Machine]:
-    """Read a device, and find the machine it is usually in.
-
-    Args:
-        fields: what has the field.
-        name: the field. It holds a name in the library, or an object: `memory`, `memory_bandwidth`, `half_flops`,
-            `single_flops`, `name`, `is_gpu`; with `like`, a name in the library, all of these may be left out.
-
-    Raises:
-        ConfigError: if the library does not know it, or a field is wrong.
-    """
-    if isinstance(fields.raw(name), str):
-        found = library.device(fields.text(name), fields.place(name))
-        return found, library.usual_machine(found.name)
-    given = fields.section(name)
-    known = library.device(given.text("like"), given.place("like")) if given.has("like") else None
-
-    def quantity(field: str, kind: str, units: dict[str, float], usual: float) -> float:
-        if known is None:
-            return given.quantity(field, kind, units=units)
-        return given.quantity(field, kind, usual, units=units)
-
-    base = known or Device(name="device", memory_bytes=0, memory_bandwidth=0, half_flops=0, single_flops=0)
-    device = Device(
-        name=given.text("name", base.name),
-        memory_bytes=quantity("memory", "memory", MEMORY_UNITS, base.memory_bytes),
-        memory_bandwidth=quantity("memory_bandwidth", "bandwidth", BANDWIDTH_UNITS, base.memory_bandwidth),
-        half_flops=quantity("half_flops", "speed", SPEED_UNITS, base.half_flops),
-        single_flops=quantity("single_flops", "speed", SPEED_UNITS, base.single_flops),
-        is_gpu=given.flag("is_gpu", base.is_gpu),
-    )
-    given.finish()
-    return device, library.usual_machine(base.name if known else device.name)
-
-
-def read_link(fields: Fields, name: str, usual: Link) -> Link:
-    """Read a link: its bandwidth as text, or an object of `bandwidth` and `latency`.
-
-    Args:
-        fields: what has the field.
-        name: the field.
-        usual: what it is where the field leaves something out.
-    """
-    if isinstance(fields.raw(name), str):
-        return Link(bandwidth=fields.quantity(name, "bandwidth"), latency_s=usual.latency_s)
-    given = fields.section(name)
-    link = _link(given, usual)
-    given.finish()
-    return link
-
-
-def read_network(fields: Fields, name: str, usual: Link, usual_cards: int) -> tuple[Link, int]:
-    """Read the network of a node: as for `read_link`, of one card, and the number of `cards`.
-
-    Where the bandwidth is given and the number is not, there is one card.
-    """
-    if isinstance(fields.raw(name), str):
-        return read_link(fields, name, usual), 1
-    given = fields.section(name)
-    says_bandwidth = any(each.startswith("bandwidth") for each in given.values)
-    cards = given.whole("cards", 1 if says_bandwidth else usual_cards)
-    link = _link(given, usual)
-    given.finish()
-    return link, cards
-
-
-def _link(given: Fields, usual: Link) -> Link:
-    return Link(
-        bandwidth=given.quantity("bandwidth", "bandwidth", usual.bandwidth, units=BANDWIDTH_UNITS),
-        latency_s=given.quantity("latency", "time", usual.latency_s, units=TIME_UNITS),
-    )
-
-
 MOST_NODES, MOST_DEVICES = 100_000, 1024
 """Nodes of one entry, and devices of a node: more would be a slip of the hand, and take long to be noticed."""
+
+NodeCount = Annotated[int, Field(ge=1, le=MOST_NODES)]
+DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+
+
+def _short_for(name: str, **more: object) -> BeforeValidator:
+    """Text stands for an object with one field of that value."""
+    return BeforeValidator(lambda value: {name: value, **more} if isinstance(value, str) else value)
+
+
+class DeviceEntry(Entry):
+    """A device; with `like`, a name in the library, all else may be left out."""
+
+    like: Text | None = None
+    name: Text | None = None
+    memory: Memory | None = None
+    memory_GB: Positive | None = None  # noqa: N815
+    memory_GiB: Positive | None = None  # noqa: N815
+    memory_bandwidth: Bandwidth | None = None
+    memory_bandwidth_GBps: Positive | None = None  # noqa: N815
+    memory_bandwidth_Gbps: Positive | None = None  # noqa: N815
+    half_flops: Speed | None = None
+    half_flops_TFLOPs: Positive | None = None  # noqa: N815
+    single_flops: Speed | None = None
+    single_flops_TFLOPs: Positive | None = None  # noqa: N815
+    is_gpu: bool | None = None
+
+    def read(self, where: str) -> tuple[Device, Machine]:
+        """Return the device, and the machine it is usually in; `where` is the place of the entry, for errors."""
+        known = None if self.like is None else library.device(self.like, where)
+        name = self.name or (known.name if known else "device")
+
+        def value(field: str, units: dict[str, float]) -> float:
+            return in_unit(self, field, units, where, getattr(known, f"{field}_bytes", getattr(known, field, None)))
+
+        device = Device(
+            name=name,
+            memory_bytes=value("memory", MEMORY_UNITS),
+            memory_bandwidth=value("memory_bandwidth", BANDWIDTH_UNITS),
+            half_flops=value("half_flops", SPEED_UNITS),
+            single_flops=value("single_flops", SPEED_UNITS),
+            is_gpu=known.is_gpu if known and self.is_gpu is None else self.is_gpu is not False,
+        )
+        return device, library.usual_machine(known.name if known else name)
+
+
+class LinkEntry(Entry):
+    """A link; what is left out is as usual."""
+
+    bandwidth: Bandwidth | None = None
+    bandwidth_GBps: Positive | None = None  # noqa: N815
+    bandwidth_Gbps: Positive | None = None  # noqa: N815
+    latency: Time | None = None
+    latency_us: Positive | None = None
+
+    def read(self, where: str, usual: Link) -> Link:
+        """Return the link.
+
+        Args:
+            where: place of the entry, for errors.
+            usual: what it is where a field is left out.
+        """
+        return Link(
+            bandwidth=in_unit(self, "bandwidth", BANDWIDTH_UNITS, where, usual.bandwidth),
+            latency_s=in_unit(self, "latency", TIME_UNITS, where, usual.latency_s),
+        )
+
+
+class NetworkEntry(LinkEntry):
+    """One network card, and the number of cards; one where only the bandwidth is given."""
+
+    cards: Count | None = None
+
+    def cards_or(self, usual: int) -> int:
+        """Number of cards."""
+        bandwidths = (self.bandwidth, self.bandwidth_GBps, self.bandwidth_Gbps)
+        return self.cards or (usual if all(each is None for each in bandwidths) else 1)
+
+
+DeviceOrName = Annotated[DeviceEntry, _short_for("like")]
+
+
+class NodeParts(Entry):
+    """What a node has, as far as it is given."""
+
+    device: DeviceOrName | None = None
+    devices: DeviceCount | None = None
+    inside: Annotated[LinkEntry, _short_for("bandwidth")] | None = None
+    network: Annotated[NetworkEntry, _short_for("bandwidth")] | None = None
+
+
+class NodeEntry(NodeParts):
+    """A group of equal nodes: `count` of them, called `name` with a number, or the `hosts` of a list."""
+
+    machine: Text | None = None
+    hosts: list[Text] | None = Field(None, min_length=1)
+    count: NodeCount | None = None
+    name: Text | None = None
+
+
+class ClusterEntry(Entry):
+    """A cluster file; `device` and `machine` are those of nodes that name neither."""
+
+    name: Text | None = None
+    device: DeviceOrName | None = None
+    machine: Text | None = None
+    nodes: list[NodeEntry] = Field(min_length=1)
+    overrides: dict[str, NodeParts] = Field(default_factory=dict)
+
 
 PARTS = {"devices": "number of devices", "inside": "links inside", "network": "network"}
 """Fields that the library may fill in, in words."""
@@ -170,84 +221,85 @@ def assumed(missing: Sequence[str], device: Device, machine: Machine) -> str:
     return f"{what} of {device.name} nodes not given: those of a {machine.name} are taken"
 
 
-def read_groups(file: Fields) -> list[NodeGroup]:
-    """Read the groups of nodes of a cluster file, `overrides` of single hosts applied.
+def read_groups(cluster: ClusterEntry, file: str) -> list[NodeGroup]:
+    """Return the groups of nodes of a cluster file, `overrides` of single hosts applied.
 
-    An entry has `count` equal nodes, called `name` with a number, or the `hosts` of its list; and `device`, `machine`,
-    `devices`, `inside`, `network`. `device` and `machine` may also stand once, for the whole file.
+    Args:
+        cluster: the file's object.
+        file: its name, for errors.
 
     Raises:
         ConfigError: if a field is wrong.
     """
-    overrides = file.section("overrides") if file.has("overrides") else None
     groups: list[NodeGroup] = []
     num_nodes = 0
-    for entry in file.sections("nodes"):
-        hosts = _read_hosts(entry, first=num_nodes + 1)
-        group = replace(_with_parts(_base(entry, file), entry), hosts=hosts)
-        entry.finish()
+    for index, entry in enumerate(cluster.nodes):
+        where = place(file, "nodes", index)
+        hosts = _hosts(entry, where, first=num_nodes + 1)
+        group = replace(_with_parts(_base(entry, where, cluster, file), entry, where), hosts=hosts)
         num_nodes += len(hosts)
-        groups += [group] if overrides is None else _with_overrides(group, overrides)
-    if overrides is not None:
-        overrides.finish()
+        groups += _with_overrides(group, cluster.overrides, file)
+    hosts = tuple(host for group in groups for host in group.hosts)
+    unknown = next((host for host in cluster.overrides if host not in hosts), None)
+    if unknown is not None:
+        raise ConfigError(f"{place(file, 'overrides', unknown)} is not a host: {suggestion(unknown, hosts)}")
     return groups
 
 
-def _with_overrides(group: NodeGroup, overrides: Fields) -> list[NodeGroup]:
+def _with_overrides(group: NodeGroup, overrides: dict[str, NodeParts], file: str) -> list[NodeGroup]:
     """Take the hosts that `overrides` speaks of out of their group."""
-    if not any(overrides.has(host) for host in group.hosts):
+    if not any(host in overrides for host in group.hosts):
         return [group]
     parts = []
     for host in group.hosts:
-        part = replace(group, hosts=(host,))
-        if overrides.has(host):
-            entry = overrides.section(host)
-            if entry.has("device"):
-                part = replace(part, device=read_device(entry, "device")[0])
-            part = _with_parts(part, entry)
-            entry.finish()
+        part, where = replace(group, hosts=(host,)), place(file, "overrides", host)
+        if host in overrides:
+            entry = overrides[host]
+            if entry.device is not None:
+                part = replace(part, device=entry.device.read(f"{where}.device")[0])
+            part = _with_parts(part, entry, where)
         parts.append(part)
     return parts
 
 
-def _with_parts(group: NodeGroup, entry: Fields) -> NodeGroup:
+def _with_parts(group: NodeGroup, entry: NodeParts, where: str) -> NodeGroup:
     """A group with what an entry says of its nodes."""
-    if entry.has("devices"):
-        group = replace(group, num_devices=entry.whole("devices", most=MOST_DEVICES))
-    if entry.has("inside"):
-        group = replace(group, inside=read_link(entry, "inside", group.inside))
-    if entry.has("network"):
-        network, cards = read_network(entry, "network", group.network, group.num_network_cards)
-        group = replace(group, network=network, num_network_cards=cards)
+    if entry.devices is not None:
+        group = replace(group, num_devices=entry.devices)
+    if entry.inside is not None:
+        group = replace(group, inside=entry.inside.read(f"{where}.inside", group.inside))
+    if entry.network is not None:
+        network = entry.network.read(f"{where}.network", group.network)
+        group = replace(group, network=network, num_network_cards=entry.network.cards_or(group.num_network_cards))
     return group
 
 
-def _base(entry: Fields, file: Fields) -> NodeGroup:
+def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> NodeGroup:
     """What an entry says nothing else about: its machine, or the usual machine of its device."""
-    place = entry if entry.has("machine") or entry.has("device") else file
-    device, usual = read_device(place, "device") if place.has("device") else (None, None)
-    if place.has("machine"):
-        machine = library.machine(place.text("machine"), place.place("machine"))
+    of: NodeEntry | ClusterEntry = entry
+    at = f"{where}."
+    if entry.machine is None and entry.device is None:
+        of, at = cluster, place(file) + ": "
+    device, usual = of.device.read(f"{at}device") if of.device is not None else (None, None)
+    if of.machine is not None:
+        machine = library.machine(of.machine, f"{at}machine")
         if device is None and machine.device is None:
-            raise place.fault("machine", "is a machine for any device", "say which in the field device")
+            raise fault(f"{at}machine", of.machine, "is a machine for any device", "say which in the field device")
         return NodeGroup.of_machine(machine, device or library.device(str(machine.device)))
     if device is None or usual is None:
-        raise ConfigError(f"{entry.place('device')} is missing: give the name of a device, its fields, or a machine")
-    missing = [words for name, words in PARTS.items() if not entry.has(name)]
+        raise ConfigError(f"{where}.device is missing: give the name of a device, its fields, or a machine")
+    missing = [words for name, words in PARTS.items() if getattr(entry, name) is None]
     return NodeGroup.of_machine(usual, device, (assumed(missing, device, usual),) if missing else ())
 
 
-def _read_hosts(entry: Fields, *, first: int) -> tuple[str, ...]:
+def _hosts(entry: NodeEntry, where: str, *, first: int) -> tuple[str, ...]:
     """Names of the nodes of an entry, which are numbered from `first` where it gives none."""
-    if not entry.has("hosts"):
-        count = entry.whole("count", 1, most=MOST_NODES)
-        if not entry.has("name"):
-            return tuple(f"node-{index}" for index in range(first, first + count))
-        name = entry.text("name")
-        return (name,) if count == 1 else tuple(f"{name}-{index + 1}" for index in range(count))
-    value = entry.raw("hosts")
-    if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
-        raise entry.fault("hosts", "is not a list of host names", 'write it as ["worker-1", "worker-2"]')
-    if entry.has("count") and entry.whole("count") != len(value):
-        raise entry.fault("count", f"contradicts hosts, which names {len(value)}", "drop one of them")
-    return tuple(value)
+    if entry.hosts is not None:
+        if entry.count not in (None, len(entry.hosts)):
+            problem = f"contradicts hosts, which names {len(entry.hosts)}"
+            raise fault(f"{where}.count", entry.count, problem, "drop one of them")
+        return tuple(entry.hosts)
+    count = entry.count or 1
+    if entry.name is None:
+        return tuple(f"node-{index}" for index in range(first, first + count))
+    return (entry.name,) if count == 1 else tuple(f"{entry.name}-{index + 1}" for index in range(count))

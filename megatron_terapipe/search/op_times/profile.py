@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from megatron_terapipe.search.inputs.documents import Fields
-from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
+from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.op_times.surface import Point
 
 Shape = tuple[Any, ...]
@@ -36,34 +35,6 @@ def shape_to_json(shape: Shape) -> dict[str, Any]:
         "activation_width": activation_width,
         "gated": gated,
     }
-
-
-def shape_from_json(fields: Fields) -> Shape:
-    """Read the JSON object of a shape.
-
-    Raises:
-        ConfigError: naming the field that is wrong.
-    """
-    kind = fields.choice("kind", ("embedding", "block", "norm", "head"))
-    products = []
-    for each in fields.raw("products") or []:
-        if not isinstance(each, list) or len(each) != 3:
-            raise fields.fault("products", "is not a list of [inputs, outputs, parallel]", "measure again")
-        products.append(Product(*each))
-    heads = fields.raw("attention")
-    if heads is not None and (not isinstance(heads, list) or len(heads) != 3):
-        raise fields.fault("attention", "is not [query heads, key and value heads, head size]", "measure again")
-    shape = (
-        kind,
-        fields.whole("hidden_size"),
-        tuple(products),
-        None if heads is None else Attention(*heads),
-        fields.whole("num_norms", least=0),
-        fields.whole("activation_width", least=0),
-        fields.flag("gated"),
-    )
-    fields.finish()
-    return shape
 
 
 def shape_in_words(shape: Shape) -> str:

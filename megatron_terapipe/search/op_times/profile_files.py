@@ -3,17 +3,30 @@
 import json
 import re
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any, Literal, TypeGuard
+
+from pydantic import BeforeValidator, Field
 
 from deepspeed_ext.plan.text_files import write_text
-from megatron_terapipe.search.inputs.documents import Fields, read_document
+from megatron_terapipe.search.inputs.documents import read_document
+from megatron_terapipe.search.inputs.entries import (
+    Count,
+    CountOrNone,
+    Entry,
+    NotNegative,
+    Text,
+    fixed,
+    is_number,
+    read_entry,
+)
+from megatron_terapipe.search.inputs.layer import Attention, LayerKind, Product
 from megatron_terapipe.search.op_times.profile import (
     OpPoint,
     Profile,
     ProfiledEngine,
     ProfiledLayer,
     ProfiledLink,
-    shape_from_json,
+    Shape,
     shape_to_json,
 )
 
@@ -60,86 +73,116 @@ def write_profile(profile: Profile, path: str) -> None:
     write_text(path, _points_on_lines(text) + "\n", "--json")
 
 
+class ShapeEntry(Entry):
+    """The shape of a layer."""
+
+    kind: LayerKind
+    hidden_size: Count
+    products: list[Annotated[list[Any], Field(min_length=3, max_length=3)]] = Field(default_factory=list)
+    attention: Annotated[list[CountOrNone], Field(min_length=3, max_length=3)] | None = None
+    num_norms: CountOrNone
+    activation_width: CountOrNone
+    gated: bool
+
+    def shape(self) -> Shape:
+        """Return it as profiles keep it."""
+        products = tuple(Product(*each) for each in self.products)
+        attention = None
+        if self.attention is not None:
+            query_heads, key_value_heads, head_size = self.attention
+            attention = Attention(query_heads, key_value_heads, head_size)
+        sizes = self.num_norms, self.activation_width, self.gated
+        return (self.kind, self.hidden_size, products, attention, *sizes)
+
+
+def _op_point(row: object) -> OpPoint:
+    if not _is_row(row, 6):
+        raise ValueError(f"is not {POINT}, none below 0: measure again")
+    size, start, end, *seconds = row
+    if any(value != int(value) for value in (size, start, end)) or size < 1 or not start < end:
+        raise ValueError("has an empty token slice or micro-batch: measure again")
+    return OpPoint(int(size), int(start), int(end), *seconds)
+
+
+def _message(row: object) -> tuple[int, float]:
+    if not _is_row(row, 2):
+        raise ValueError("is not [bytes, seconds], none below 0: measure again")
+    return int(row[0]), float(row[1])
+
+
+def _is_row(row: Any, width: int) -> TypeGuard[list[float]]:
+    return isinstance(row, list) and len(row) == width and all(is_number(value) and value >= 0 for value in row)
+
+
+class LayerEntry(Entry):
+    """Times of a layer."""
+
+    shape: ShapeEntry
+    tensor_parallel_size: Count
+    recompute: Literal["none", "selective"]
+    points: list[Annotated[Any, BeforeValidator(_op_point)]] = Field(min_length=1)
+
+
+class LinkEntry(Entry):
+    """Times of messages."""
+
+    where: Literal["inside", "network"]
+    what: Literal["all_reduce", "transfer"]
+    num_ranks: Annotated[int, Field(ge=2)]
+    points: list[Annotated[Any, BeforeValidator(_message)]] = Field(min_length=1)
+
+
+class EngineEntry(Entry):
+    """Times of the engine."""
+
+    op_s: NotNegative
+    optimizer_s_per_parameter: NotNegative
+    iteration_s: NotNegative
+
+
+class ProfileEntry(Entry):
+    """A profile."""
+
+    format: Annotated[str, fixed(FORMAT, "give a file that the command measure wrote")]
+    device: Text
+    accelerator: Text
+    num_devices: Count
+    precision: Literal["fp32", "fp16", "bf16"]
+    software: dict[str, Any] = Field(default_factory=dict)
+    layers: list[LayerEntry] = Field(min_length=1)
+    links: list[LinkEntry] = Field(default_factory=list)
+    engine: EngineEntry | None = None
+
+
 def read_profile(path: str) -> Profile:
     """Read a profile.
 
     Raises:
-        ConfigError: if it cannot be read, or a field is wrong; one line with file, field, value and remedy.
+        UserError: if it cannot be read, or a field is wrong; one line with file, field, value and remedy.
     """
-    fields = Fields(read_document(path), path)
-    if fields.raw("format") != FORMAT:
-        raise fields.fault("format", f"is not {FORMAT}", "give a file that the command measure wrote")
-    versions = fields.raw("software") or {}
-    layers = tuple(_layer(each) for each in fields.sections("layers"))
-    links = tuple(_link(each) for each in fields.sections("links")) if fields.raw("links") else ()
-    profile = Profile(
+    entry = read_entry(ProfileEntry, read_document(path), path)
+    return Profile(
         source=path,
-        device=fields.text("device"),
-        accelerator=fields.text("accelerator"),
-        num_devices=fields.whole("num_devices"),
-        precision=fields.choice("precision", ("fp32", "fp16", "bf16")),
-        software=tuple((str(name), str(version)) for name, version in dict(versions).items()),
-        layers=layers,
-        links=links,
-        engine=_engine(fields.section("engine")) if fields.has("engine") else None,
+        device=entry.device,
+        accelerator=entry.accelerator,
+        num_devices=entry.num_devices,
+        precision=entry.precision,
+        software=tuple((name, str(version)) for name, version in entry.software.items()),
+        layers=tuple(
+            ProfiledLayer(
+                shape=each.shape.shape(),
+                tensor_parallel_size=each.tensor_parallel_size,
+                recompute=each.recompute,
+                points=tuple(each.points),
+            )
+            for each in entry.layers
+        ),
+        links=tuple(
+            ProfiledLink(where=each.where, what=each.what, num_ranks=each.num_ranks, points=tuple(each.points))
+            for each in entry.links
+        ),
+        engine=None if entry.engine is None else ProfiledEngine(**entry.engine.model_dump()),
     )
-    fields.finish()
-    return profile
-
-
-def _layer(fields: Fields) -> ProfiledLayer:
-    layer = ProfiledLayer(
-        shape=shape_from_json(fields.section("shape")),
-        tensor_parallel_size=fields.whole("tensor_parallel_size"),
-        recompute=fields.choice("recompute", ("none", "selective")),  # type: ignore[arg-type]
-        points=tuple(_op_point(fields, row) for row in _rows(fields, 6, POINT)),
-    )
-    fields.finish()
-    return layer
-
-
-def _link(fields: Fields) -> ProfiledLink:
-    rows = _rows(fields, 2, "[bytes, seconds]")
-    link = ProfiledLink(
-        where=fields.choice("where", ("inside", "network")),  # type: ignore[arg-type]
-        what=fields.choice("what", ("all_reduce", "transfer")),  # type: ignore[arg-type]
-        num_ranks=fields.whole("num_ranks", least=2),
-        points=tuple((int(num_bytes), float(seconds)) for num_bytes, seconds in rows),
-    )
-    fields.finish()
-    return link
-
-
-def _engine(fields: Fields) -> ProfiledEngine:
-    engine = ProfiledEngine(
-        op_s=fields.number("op_s", above=False),
-        optimizer_s_per_parameter=fields.number("optimizer_s_per_parameter", above=False),
-        iteration_s=fields.number("iteration_s", above=False),
-    )
-    fields.finish()
-    return engine
-
-
-def _rows(fields: Fields, width: int, wanted: str) -> list[list[float]]:
-    rows = fields.raw("points")
-    if not isinstance(rows, list) or not rows:
-        raise fields.fault("points", "is not a list of measured points", f"write {wanted} for each")
-    for row in rows:
-        numbers = isinstance(row, list) and all(_is_number(value) for value in row)
-        if not numbers or len(row) != width or min(row) < 0:
-            raise fields.fault("points", f"has an entry that is not {wanted}, none below 0", "measure again")
-    return rows
-
-
-def _op_point(fields: Fields, row: list[float]) -> OpPoint:
-    size, start, end, *seconds = row
-    if any(value != int(value) for value in (size, start, end)) or size < 1 or not start < end:
-        raise fields.fault("points", f"has an entry {row} whose token slice or micro-batch is empty", "measure again")
-    return OpPoint(int(size), int(start), int(end), *seconds)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _points_on_lines(text: str) -> str:

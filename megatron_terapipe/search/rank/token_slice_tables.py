@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.optimise.problem import Numbers
-from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel, PlacedStrategy
 from megatron_terapipe.search.cost.stage_ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, OpSizes
 from megatron_terapipe.strategy import Strategy
@@ -57,7 +57,7 @@ class TabulatedCosts:
         return TabulatedCosts(table, np.arange(2), joined, self.index)
 
     @classmethod
-    def of(cls, cost_model: CostModel, strategy: Strategy, grid: Grid) -> "TabulatedCosts":
+    def of(cls, cost_model: CostModel, strategy: Strategy, grid: CutGrid) -> "TabulatedCosts":
         """Ask a cost model for all times at once.
 
         Raises:

@@ -17,8 +17,8 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import Schedule, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.evaluation import FixedSchedule
-from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.cut_evaluation import FixedSchedule
+from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.terapipe import TerapipeCut, TerapipeProblem
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 from deepspeed_ext.plan.solve.token_slices import search_cuts
@@ -33,7 +33,7 @@ MOST_OPS = 4_000
 
 
 class ExtrapolatedSchedule:
-    """Judges cuts by one schedule; a `plan.solve.evaluation.Evaluation`.
+    """Judges cuts by one schedule; a `plan.solve.cut_evaluation.CutEvaluation`.
 
     Once the pipeline is full each further round of micro-batches takes as long as the one before, so that the makespan
     of many is on the straight line through those of two smaller numbers.
@@ -198,7 +198,7 @@ def solve_batch(
         ConfigError: if the strategy does not fit the model or the cluster.
         PlanError: if the sizes cannot fill the batch, or there are too many places to cut at.
     """
-    grid = Grid(cost_model.workload.seq_length, granularity, granularity)
+    grid = CutGrid(cost_model.workload.seq_length, granularity, granularity)
     ranks = strategy.pipeline_parallel_size
     costs = {}
     for size in sizes:
@@ -228,8 +228,8 @@ class _Solver:
         self._cost_model, self._strategy = cost_model, strategy
         self._granularity = granularity
         self._schedule = schedule_named(strategy.schedule)
-        self._costs: dict[Grid, TabulatedCosts] = {}
-        self._problems: dict[Grid, TerapipeProblem] = {}
+        self._costs: dict[CutGrid, TabulatedCosts] = {}
+        self._problems: dict[CutGrid, TerapipeProblem] = {}
         self._evaluations: dict[int, ExtrapolatedSchedule] = {}
         self.refusal = ""
 
@@ -270,14 +270,14 @@ class _Solver:
         strategy = replace(self._strategy, num_token_slices=len(cut), token_slices=cut.lengths)
         return PricedCut(cut.lengths, self._cost_model.predict_time(strategy).iteration_time_s)
 
-    def _grid(self, count: int) -> Grid:
+    def _grid(self, count: int) -> CutGrid:
         """Where the trainer cuts, or fewer places."""
         seq_length, strategy = self._cost_model.workload.seq_length, self._strategy
         needed = strategy.tensor_parallel_size if strategy.sequence_parallel else 1
         step = self._granularity or granularity_of(seq_length, count, needed)
         times = min(-(-seq_length // (step * MOST_POINTS)), seq_length // (4 * count * step))
         step *= max(times, 1)
-        return Grid(seq_length, step, step)
+        return CutGrid(seq_length, step, step)
 
     def _evaluation(self, count: int) -> ExtrapolatedSchedule:
         if count not in self._evaluations:
@@ -288,12 +288,12 @@ class _Solver:
             self._evaluations[count] = ExtrapolatedSchedule(self._schedule, shape, costs, transfer)
         return self._evaluations[count]
 
-    def _tabulated(self, grid: Grid) -> TabulatedCosts:
+    def _tabulated(self, grid: CutGrid) -> TabulatedCosts:
         if grid not in self._costs:
             self._costs[grid] = TabulatedCosts.of(self._cost_model, self._strategy, grid)
         return self._costs[grid]
 
-    def _problem(self, grid: Grid) -> TerapipeProblem:
+    def _problem(self, grid: CutGrid) -> TerapipeProblem:
         if grid not in self._problems:
             strategy = self._strategy
             # A rank with several model chunks passes every micro-batch as often.

@@ -3,15 +3,17 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, create_model, model_validator
 
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.inputs.documents import Fields, read_document
+from megatron_terapipe.search.inputs.documents import read_document
+from megatron_terapipe.search.inputs.entries import CountOrNone, Entry, NotNegative, Positive, Text, fixed, read_entry
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.trials.calibration import Calibration, on_several_nodes
@@ -20,8 +22,7 @@ from megatron_terapipe.search.trials.intervals import Intervals
 from megatron_terapipe.search.trials.read import read_trials
 from megatron_terapipe.search.trials.trial import Trial
 
-FORMAT = "terapipe calibration"
-VERSION = 1
+FORMAT, VERSION = "terapipe calibration", 1
 
 
 def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
@@ -34,20 +35,77 @@ def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
+def _constants(declaring: type) -> Any:
+    """An entry with the constants that a dataclass declares."""
+    constants: dict[str, Any] = {each.name: (NotNegative, ...) for each in fields(declaring)}
+    return create_model(declaring.__name__, __base__=Entry, **constants)
+
+
+class IntervalsEntry(Entry):
+    """Intervals of predicted times."""
+
+    coverage: Positive
+    multiplier: Positive
+    residual_sd: Positive
+    parameter_names: list[Literal[tuple(each.name for each in fields(HardwareEfficiency))]]  # type: ignore[valid-type]
+    covariance: list[list[float]]
+
+    @model_validator(mode="after")
+    def _is_square(self) -> "IntervalsEntry":
+        size = len(self.parameter_names)
+        if len(self.covariance) != size or any(len(row) != size for row in self.covariance):
+            raise ValueError(f"has a covariance that is not a table of {size} x {size} numbers: calibrate again")
+        return self
+
+
+class CalibrationEntry(Entry):
+    """Constants of one cluster."""
+
+    source: str = ""
+    device: Text
+    several_nodes: bool | None = None
+    num_trials: CountOrNone
+    num_memory_trials: CountOrNone
+    physics: _constants(HardwareEfficiency)  # type: ignore[valid-type]
+    memory_physics: _constants(MemoryOverheads) | None = None  # type: ignore[valid-type]
+    memory_sd: Positive
+    intervals: IntervalsEntry
+
+
+class CalibrationsEntry(Entry):
+    """A calibration file."""
+
+    format: Annotated[str, fixed(FORMAT, "give a file that --save-calibration wrote")]
+    version: Annotated[int, fixed(VERSION, "calibrate again with this version")]
+    calibrations: list[CalibrationEntry] = Field(min_length=1)
+
+
 def read_calibrations(path: str) -> list[Calibration]:
     """Read a calibration file.
 
     Raises:
-        ConfigError: if it is none, or a field is wrong.
+        UserError: if it is none, or a field is wrong.
     """
-    document = Fields(read_document(path), path)
-    if document.raw("format") != FORMAT:
-        raise document.fault(
-            "format", "is not that of a calibration", f'write one with --save-calibration ("{FORMAT}")'
+    return [
+        Calibration(
+            source=one.source,
+            device=one.device,
+            several_nodes=one.several_nodes,
+            num_trials=one.num_trials,
+            num_memory_trials=one.num_memory_trials,
+            efficiency=HardwareEfficiency(**one.physics.model_dump()),
+            memory_overheads=one.memory_physics and MemoryOverheads(**one.memory_physics.model_dump()),
+            memory_sd=one.memory_sd,
+            intervals=Intervals(
+                coverage=one.intervals.coverage,
+                multiplier=one.intervals.multiplier,
+                residual_sd=one.intervals.residual_sd,
+                covariance=np.array(one.intervals.covariance),
+                parameter_names=tuple(one.intervals.parameter_names),
+            ),
         )
-    if document.whole("version") != VERSION:
-        raise document.fault("version", f"is not {VERSION}", "calibrate again with this version")
-    return [_from_json(section) for section in document.sections("calibrations")]
+        for one in read_entry(CalibrationsEntry, read_document(path), path).calibrations
+    ]
 
 
 def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> Calibration:
@@ -105,44 +163,3 @@ def _to_json(one: Calibration) -> dict[str, Any]:
             "covariance": one.intervals.covariance.tolist(),
         },
     }
-
-
-def _from_json(section: Fields) -> Calibration:
-    memory = _constants(section.section("memory_physics"), MemoryOverheads) if section.has("memory_physics") else None
-    return Calibration(
-        source=section.text("source", ""),
-        device=section.text("device"),
-        several_nodes=section.flag("several_nodes") if section.has("several_nodes") else None,
-        num_trials=section.whole("num_trials", least=0),
-        num_memory_trials=section.whole("num_memory_trials", least=0),
-        efficiency=HardwareEfficiency(**_constants(section.section("physics"), HardwareEfficiency)),
-        memory_overheads=None if memory is None else MemoryOverheads(**memory),
-        memory_sd=section.number("memory_sd"),
-        intervals=_intervals(section.section("intervals")),
-    )
-
-
-def _constants(section: Fields, declaring: type) -> dict[str, float]:
-    values = {each.name: section.number(each.name, above=False) for each in fields(declaring)}
-    section.finish()
-    return values
-
-
-def _intervals(section: Fields) -> Intervals:
-    names, rows = section.raw("parameter_names"), section.raw("covariance")
-    known = {each.name for each in fields(HardwareEfficiency)}
-    if not isinstance(names, list) or not set(names) <= known:
-        raise section.fault("parameter_names", "does not list constants of the cost model", "calibrate again")
-    try:
-        covariance = np.array(rows, dtype=float)
-    except (TypeError, ValueError):
-        covariance = np.zeros(0)
-    if covariance.shape != (len(names), len(names)):
-        raise section.fault("covariance", f"is not a table of {len(names)} x {len(names)} numbers", "calibrate again")
-    return Intervals(
-        coverage=section.number("coverage"),
-        multiplier=section.number("multiplier"),
-        residual_sd=section.number("residual_sd"),
-        covariance=covariance,
-        parameter_names=tuple(names),
-    )

@@ -3,25 +3,30 @@
 import json
 import re
 from dataclasses import dataclass, fields, replace
-from math import isinf
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.parallel import OPTIMISED
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.inputs.cluster_files import is_trial_form, parse_cluster, read_trial_form
-from megatron_terapipe.search.inputs.documents import Fields, parse_text
+from megatron_terapipe.search.inputs.cluster_files import TrialCluster, is_flat, parse_cluster, read_flat
+from megatron_terapipe.search.inputs.documents import parse_text
+from megatron_terapipe.search.inputs.entries import Count, Entry, Text, fault, place, read_entry
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.inputs.workload_files import GptEntry
 from megatron_terapipe.search.op_times.software import MEGATRON, SOFTWARE
 from megatron_terapipe.search.trials.trial import GIBIBYTE, Trial
 from megatron_terapipe.strategy import Strategy
+
+MODEL_FIELDS = tuple(each.name for each in fields(ModelConfig))
 
 VOCAB_SIZE = 50257
 """Tokens of GPT-2's vocabulary, which published trials without a vocabulary size used; padded like the trainer's."""
@@ -118,9 +123,50 @@ def layers_counting_ends(num_layers: int, num_stages: int) -> list[int] | None:
     return None
 
 
-PRECISIONS = ("fp16", "bf16", "fp32")
-
 COUNTED = "layers_per_stage_counting_embedding_and_head"
+
+
+class LooseEntry(Entry):
+    """An object of a line: tables have more fields than mean something here, and those are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class StrategyEntry(LooseEntry):
+    """What a trial's strategy has beside the fields of `Strategy`, which checks those."""
+
+    schedule: Literal[(*SCHEDULES, OPTIMISED, *PUBLISHED_SCHEDULES)] = Strategy().schedule  # type: ignore[valid-type]
+    num_micro_batches: Count | None = None
+    layers_per_stage_counting_embedding_and_head: list[int] | None = None
+
+
+Seconds = Annotated[float, Field(gt=0)]
+Measured = Annotated[Seconds | None, BeforeValidator(lambda value: None if value == inf else value)]
+"""A number above 0; None where it is infinite: nobody waited for its end."""
+
+
+class MeasuredEntry(LooseEntry):
+    """What was measured."""
+
+    iteration_time_s: Measured = None
+    longer_than_s: Measured = None
+    peak_memory_bytes: Measured = None
+    peak_memory_gb: Measured = None
+    out_of_memory: bool | None = None
+
+
+class TrialEntry(LooseEntry):
+    """A line."""
+
+    source: str = ""
+    id: str = ""
+    group: Text | None = None
+    model: dict[str, Any]
+    cluster: dict[str, Any]
+    strategy: StrategyEntry
+    software: Literal[tuple(SOFTWARE)] = MEGATRON.name  # type: ignore[valid-type]
+    precision: Literal["fp16", "bf16", "fp32"] | None = None
+    measured: MeasuredEntry
 
 
 def read_trials(path: str | Path) -> list[Trial]:
@@ -149,106 +195,108 @@ class _Reader:
     def read(self, number: int, line: str) -> Trial:
         """One line."""
         where = f"{self._path}:{number}"
-        document = Fields(parse_text(line, where), where)
+        entry = read_entry(TrialEntry, parse_text(line, where), where)
         try:
-            return self._trial(document, number)
+            return self._trial(entry, where, number)
         except UserError as error:
             # Checks of the model, the cluster or the strategy do not know which line they check.
             raise error if str(error).startswith(where) else ConfigError(f"{where}: {error}") from None
 
-    def _trial(self, document: Fields, number: int) -> Trial:
-        model, measured, fields_of_strategy = map(document.section, ("model", "measured", "strategy"))
-        cluster = self._cluster(document.section("cluster"))
-        key, workload = self._workload(model)
-        schedule = _schedule(fields_of_strategy)
-        strategy, ends = _strategy(fields_of_strategy, workload, schedule)
+    def _trial(self, entry: TrialEntry, where: str, number: int) -> Trial:
+        cluster = self._cluster(entry.cluster, where)
+        key, workload = self._workload(entry.model, where)
+        schedule = PUBLISHED_SCHEDULES.get(entry.strategy.schedule) or PublishedSchedule(entry.strategy.schedule)
+        strategy, ends = _strategy(entry.strategy, workload, schedule, where)
         if ends:
             workload = self._counting_ends.setdefault(key, counting_ends(workload))
         if strategy.world_size > cluster.num_devices:
             raise ConfigError(
-                f"{document.file}: strategy has {strategy.world_size} ranks (data_parallel_size x "
+                f"{where}: strategy has {strategy.world_size} ranks (data_parallel_size x "
                 f"tensor_parallel_size x pipeline_parallel_size), more than the {cluster.num_devices} devices of "
                 "cluster.num_devices: make them agree"
             )
-        source = document.text("source", "")
-        group = document.text("group", f"{key} {cluster.name} {strategy.global_batch_size}")
+        group = entry.group or f"{key} {cluster.name} {strategy.global_batch_size}"
+        measured, peak_gb = entry.measured, entry.measured.peak_memory_gb
+        rounded = None if peak_gb is None else peak_gb * GIBIBYTE
+        known = {each.name for each in fields(Strategy)}
+        extras = {
+            "": entry.model_extra,
+            "model.": {name: value for name, value in entry.model.items() if name not in MODEL_FIELDS},
+            "strategy.": {name: each for name, each in (entry.strategy.model_extra or {}).items() if name not in known},
+            "measured.": measured.model_extra,
+        }
         return Trial(
-            source=source,
-            id=document.text("id", ""),
+            source=entry.source,
+            id=entry.id,
             group=group,
             workload=workload,
             cluster=cluster,
             strategy=strategy,
-            software=SOFTWARE[document.choice("software", tuple(SOFTWARE), MEGATRON.name)],
-            precision=document.choice("precision", PRECISIONS, published_precision(source, group)),
+            software=SOFTWARE[entry.software],
+            precision=entry.precision or published_precision(entry.source, group),
             activation_limit=schedule.activation_limit,
-            iteration_time_s=_positive(measured, "iteration_time_s"),
-            longer_than_s=_positive(measured, "longer_than_s"),
-            peak_memory_bytes=_peak_memory(measured),
-            out_of_memory=measured.flag("out_of_memory") if measured.has("out_of_memory") else None,
+            iteration_time_s=measured.iteration_time_s,
+            longer_than_s=measured.longer_than_s,
+            peak_memory_bytes=rounded if measured.peak_memory_bytes is None else measured.peak_memory_bytes,
+            out_of_memory=measured.out_of_memory,
             path=self._path,
             line=number,
-            ignored={
-                f"{section.path}.{name}".strip("."): section.values[name]
-                for section in (document, model, fields_of_strategy, measured)
-                for name in section.values
-                if name not in section.asked
-            },
+            ignored={f"{part}{name}": value for part, more in extras.items() for name, value in (more or {}).items()},
         )
 
-    def _workload(self, model: Fields) -> tuple[str, Workload]:
-        values = _known(model, ModelConfig)
+    def _workload(self, model: dict[str, Any], where: str) -> tuple[str, Workload]:
+        values = {name: model[name] for name in MODEL_FIELDS if name in model}
         key = json.dumps(values, sort_keys=True)
         if key not in self._workloads:
-            self._workloads[key] = gpt_workload(_model(model, values))
+            self._workloads[key] = gpt_workload(_model(values, where))
         return key, self._workloads[key]
 
-    def _cluster(self, cluster: Fields) -> Cluster:
-        key = json.dumps(cluster.values, sort_keys=True)
+    def _cluster(self, cluster: dict[str, Any], where: str) -> Cluster:
+        key = json.dumps(cluster, sort_keys=True)
         if key not in self._clusters:
             # Published runs say it in a few numbers; runs of our own as a cluster file does, which can mix devices.
-            flat = is_trial_form(cluster)
-            self._clusters[key] = (
-                read_trial_form(cluster) if flat else parse_cluster(cluster.values, cluster.place(""))
-            )[0]
+            if is_flat(cluster):
+                flat = read_entry(TrialCluster, cluster, where, "cluster")
+                self._clusters[key] = read_flat(flat, where, "cluster")[0]
+            else:
+                self._clusters[key] = parse_cluster(cluster, f"{where}: cluster")[0]
         return self._clusters[key]
 
 
-def _model(model: Fields, values: dict[str, Any]) -> ModelConfig:
+def _model(values: dict[str, Any], where: str) -> ModelConfig:
     preset = values.get("model_preset")
-    values = {"vocab_size": VOCAB_SIZE, **(find_preset(preset).settings if preset is not None else {}), **values}
+    known = find_preset(preset).settings if preset is not None else {}
+    given = read_entry(GptEntry, values, where, "model").model_dump(exclude_none=True)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        if values.get(name) is None:
-            model.whole(name)
-    for declared in fields(ModelConfig):
-        if declared.name in model.values and "int" in str(declared.type) and model.values[declared.name] is not None:
-            model.whole(declared.name)
-    return ModelConfig(**values)
+        if name not in given and name not in known:
+            raise ConfigError(f"{place(where, 'model', name)} is missing: give a whole number")
+    return ModelConfig(**{"vocab_size": VOCAB_SIZE, **known, **given})
 
 
-def _schedule(strategy: Fields) -> PublishedSchedule:
-    name = strategy.choice("schedule", (*SCHEDULES, OPTIMISED, *PUBLISHED_SCHEDULES), Strategy().schedule)
-    return PUBLISHED_SCHEDULES.get(name) or PublishedSchedule(name)
-
-
-def _strategy(document: Fields, workload: Workload, schedule: PublishedSchedule) -> tuple[Strategy, bool]:
+def _strategy(
+    entry: StrategyEntry, workload: Workload, schedule: PublishedSchedule, where: str
+) -> tuple[Strategy, bool]:
     """The strategy, and whether its stage partition counts the embedding and the head."""
-    strategy = Strategy.from_json({**DEFAULTS, **_known(document, Strategy), "schedule": schedule.schedule})
+    names = {each.name for each in fields(Strategy)}
+    given = {name: value for name, value in (entry.model_extra or {}).items() if name in names}
+    strategy = Strategy.from_json({**DEFAULTS, **given, "schedule": schedule.schedule})
     changes: dict[str, Any] = {}
-    if document.has("num_micro_batches"):
-        sequences = document.whole("num_micro_batches") * strategy.micro_batch_size * strategy.data_parallel_size
+    if entry.num_micro_batches is not None:
+        sequences = entry.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
         if strategy.global_batch_size not in (None, sequences):
             problem = f"contradicts global_batch_size {strategy.global_batch_size}"
-            raise document.fault("num_micro_batches", problem, f"with it the batch is {sequences}; give one of the two")
+            at = place(where, "strategy", "num_micro_batches")
+            raise fault(at, entry.num_micro_batches, problem, f"with it the batch is {sequences}; give one of the two")
         changes["global_batch_size"] = sequences
     ranks, layers = strategy.pipeline_parallel_size, workload.num_dealt_layers
-    if schedule.one_layer_model_chunks and not document.has("num_model_chunks") and (layers + 2) % ranks == 0:
+    if schedule.one_layer_model_chunks and given.get("num_model_chunks") is None and (layers + 2) % ranks == 0:
         changes["num_model_chunks"] = (layers + 2) // ranks
     num_stages = ranks * changes.get("num_model_chunks", strategy.num_model_chunks)
-    layers_per_stage = None
-    if document.has(COUNTED):
-        layers_per_stage = _layers(document, num_stages)
-    elif strategy.stage_partition == "uniform":
+    layers_per_stage = entry.layers_per_stage_counting_embedding_and_head
+    if layers_per_stage is not None and len(layers_per_stage) != num_stages:
+        at = place(where, "strategy", COUNTED)
+        raise fault(at, layers_per_stage, f"does not have {num_stages} stages", "give one number a stage")
+    if layers_per_stage is None and strategy.stage_partition == "uniform":
         layers_per_stage = layers_counting_ends(layers, num_stages)
     if layers_per_stage is not None:
         changes["stage_partition"] = partition_counting_ends(workload, layers_per_stage)
@@ -256,30 +304,3 @@ def _strategy(document: Fields, workload: Workload, schedule: PublishedSchedule)
     if layers_per_stage is None:
         workload.partition(strategy.stage_partition, num_stages)
     return strategy, layers_per_stage is not None
-
-
-def _layers(document: Fields, num_stages: int) -> list[int]:
-    layers = document.raw(COUNTED)
-    if not isinstance(layers, list) or not all(type(count) is int for count in layers):
-        raise document.fault(COUNTED, "is not a list of whole numbers", "write one, such as [7, 9, 9, 9]")
-    if len(layers) != num_stages:
-        raise document.fault(COUNTED, f"does not have {num_stages} stages", "give one number a stage")
-    return layers
-
-
-def _known(document: Fields, declaring: type) -> dict[str, Any]:
-    """The fields that a dataclass declares, as far as they are there."""
-    return {each.name: document.raw(each.name) for each in fields(declaring) if each.name in document.values}
-
-
-def _positive(measured: Fields, name: str) -> float | None:
-    """A number above 0; None where it is missing, null or infinite: nobody waited for its end."""
-    value = measured.raw(name)
-    return None if isinstance(value, float) and isinf(value) else measured.number(name) if measured.has(name) else None
-
-
-def _peak_memory(measured: Fields) -> float | None:
-    exact, rounded = _positive(measured, "peak_memory_bytes"), _positive(measured, "peak_memory_gb")
-    if exact is not None:
-        return exact
-    return None if rounded is None else rounded * GIBIBYTE

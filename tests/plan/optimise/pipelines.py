@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.ops import PipelineShape, Placement
-from deepspeed_ext.plan.optimise.problem import Problem
+from deepspeed_ext.plan.optimise.problem import SchedulingProblem
 
 times = st.floats(0.01, 10.0)
 
@@ -43,4 +43,4 @@ def problems(draw, is_split=None):
     costs = OpCosts(tables[0], tables[1], tables[2] if is_split else None, draw(transfers(shape)))
     memory_limit = draw(st.none() | st.floats(1.0, 3.0))
     lengths = draw(st.lists(st.integers(1, 9), min_size=shape.num_token_slices, max_size=shape.num_token_slices))
-    return Problem.of(shape, costs, memory_limit, lengths)
+    return SchedulingProblem.of(shape, costs, memory_limit, lengths)

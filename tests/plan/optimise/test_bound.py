@@ -10,8 +10,8 @@ from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.optimise.bound import lower_bound
 from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
-from deepspeed_ext.plan.optimise.problem import Problem
-from deepspeed_ext.plan.optimise.replay import Orders, keeps_limit, replay
+from deepspeed_ext.plan.optimise.problem import SchedulingProblem
+from deepspeed_ext.plan.optimise.replay import NumberedOrders, keeps_limit, replay
 from deepspeed_ext.plan.optimise.search import optimise
 from tests.plan.optimise.pipelines import problems
 
@@ -42,7 +42,7 @@ def shortest(problem):
         return np.array(ops)
 
     rows = [[row(merge, stage) for merge in merges] for stage in range(problem.shape.num_stages)]
-    candidates = (Orders.of([first, second]) for first in rows[0] for second in rows[1])
+    candidates = (NumberedOrders.of([first, second]) for first in rows[0] for second in rows[1])
     return min(replay(problem, orders) for orders in candidates if keeps_limit(problem, orders))
 
 
@@ -54,7 +54,7 @@ def test_between_the_bound_and_what_is_found_lies_the_best(memory_limit, num_mic
     shape = PipelineShape(2, num_micro_batches, num_token_slices)
     tables = [tuple(map(tuple, random.uniform(0.5, 2, (2, num_token_slices)).tolist())) for _ in range(3)]
     costs = OpCosts(*tables, transfer=0.2)
-    best = shortest(Problem.of(shape, costs, memory_limit))
+    best = shortest(SchedulingProblem.of(shape, costs, memory_limit))
     found = optimise(shape, costs, memory_limit=memory_limit, effort=0.02)
     assert found.lower_bound <= best * (1 + 1e-12)
     assert found.makespan == pytest.approx(best)
@@ -63,7 +63,7 @@ def test_between_the_bound_and_what_is_found_lies_the_best(memory_limit, num_mic
 def test_without_a_limit_and_with_work_enough_it_is_the_way_to_the_last_rank_and_its_work():
     shape = PipelineShape(8, 8, 8)
     lengths = [1] * 8
-    bound = lower_bound(Problem.of(shape, attention_costs(shape, lengths, 0.0)))
+    bound = lower_bound(SchedulingProblem.of(shape, attention_costs(shape, lengths, 0.0)))
     assert bound == pytest.approx(8 * 3 + 7 / 8)
 
 
@@ -72,8 +72,8 @@ def test_memory_makes_it_longer():
     shape = PipelineShape(4, 3, 1)
     costs = OpCosts.uniform(shape, weight_gradient=1.0)
     # Without a limit: 4 F and 3 BI until the first gradient is back on rank 0, which then has 3 BI and 3 BW to do.
-    assert lower_bound(Problem.of(shape, costs)) == 4 + 3 + 3 + 3
-    assert lower_bound(Problem.of(shape, costs, 1.0)) == 3 * (4 + 4 + 1)
+    assert lower_bound(SchedulingProblem.of(shape, costs)) == 4 + 3 + 3 + 3
+    assert lower_bound(SchedulingProblem.of(shape, costs, 1.0)) == 3 * (4 + 4 + 1)
 
 
 def test_memory_as_an_area():
@@ -81,4 +81,4 @@ def test_memory_as_an_area():
     shape = PipelineShape(4, 8, 1, 2, Placement.V)
     costs = OpCosts(((1.0,),) * 4, ((1.0,),) * 4, ((0.0,),) * 4)
     held = 8 * (8 + 2) / 2
-    assert lower_bound(Problem.of(shape, costs, 1.0)) >= held
+    assert lower_bound(SchedulingProblem.of(shape, costs, 1.0)) >= held

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
-from deepspeed_ext.plan.optimise.replay import Orders, peaks, replay
+from deepspeed_ext.plan.optimise.replay import NumberedOrders, peaks, replay
 from deepspeed_ext.plan.simulate import check_complete, simulate
 from tests.plan.optimise.pipelines import problems
 
@@ -29,7 +29,7 @@ def test_whatever_the_priorities_nothing_deadlocks_and_the_limit_is_kept(problem
 @settings(max_examples=100, deadline=None)
 def test_a_replay_is_what_the_simulator_says(problem, seed):
     _, rows = list_schedule(problem, drawn(problem, seed), 0.0)
-    orders = Orders.of(list(rows))
+    orders = NumberedOrders.of(list(rows))
     timeline = simulate(problem.named(list(rows)), problem.shape, problem.costs)
     assert replay(problem, orders) == timeline.end
     expected = peak_activation(timeline, problem.lengths)
@@ -47,11 +47,11 @@ def test_numbers_name_their_ops(problem):
 def test_orders_that_deadlock_have_no_makespan():
     from deepspeed_ext.plan.costs import OpCosts
     from deepspeed_ext.plan.ops import PipelineShape
-    from deepspeed_ext.plan.optimise.problem import Problem
+    from deepspeed_ext.plan.optimise.problem import SchedulingProblem
     from deepspeed_ext.plan.schedules import gpipe, rank_orders
 
     shape = PipelineShape(2, 2, 1)
-    problem = Problem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
+    problem = SchedulingProblem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
     first, second = problem.numbered(rank_orders(gpipe, shape))
-    assert replay(problem, Orders.of([first, second])) == 9.0
-    assert replay(problem, Orders.of([first, second[::-1]])) == np.inf
+    assert replay(problem, NumberedOrders.of([first, second])) == 9.0
+    assert replay(problem, NumberedOrders.of([first, second[::-1]])) == np.inf

@@ -13,9 +13,9 @@ from deepspeed_ext.plan.ops import OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.optimise.anneal import anneal
 from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
-from deepspeed_ext.plan.optimise.merge import merged
-from deepspeed_ext.plan.optimise.problem import Problem
-from deepspeed_ext.plan.optimise.replay import Orders, keeps_limit, replay
+from deepspeed_ext.plan.optimise.problem import SchedulingProblem
+from deepspeed_ext.plan.optimise.replay import NumberedOrders, keeps_limit, replay
+from deepspeed_ext.plan.optimise.search import merged
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import SCHEDULES, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import check_complete, simulate
@@ -103,7 +103,7 @@ def test_annealing_and_merging_keep_what_was_reached(problem, seed):
     # Whole backwards stand together wherever they can, so there is something to merge.
     priorities[2] = -1.0
     _, rows = list_schedule(problem, priorities, 0.0)
-    orders = Orders.of(list(rows))
+    orders = NumberedOrders.of(list(rows))
     makespan, annealed = anneal(problem, orders, 100, seed)
     assert makespan <= replay(problem, orders)
     assert replay(problem, annealed) == makespan
@@ -115,19 +115,19 @@ def test_annealing_and_merging_keep_what_was_reached(problem, seed):
 
 def test_annealing_repairs_one_op_out_of_place():
     shape = PipelineShape(4, 4, 1)
-    problem = Problem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
+    problem = SchedulingProblem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
     rows = problem.numbered(rank_orders(one_f_one_b, shape))
-    best = replay(problem, Orders.of(rows))
+    best = replay(problem, NumberedOrders.of(rows))
     # The second forward of the last rank goes before its first backward, for which all others wait.
     rows[-1][[1, 2]] = rows[-1][[2, 1]]
-    assert replay(problem, Orders.of(rows)) > best
-    assert anneal(problem, Orders.of(rows), 500, 0)[0] <= best
+    assert replay(problem, NumberedOrders.of(rows)) > best
+    assert anneal(problem, NumberedOrders.of(rows), 500, 0)[0] <= best
 
 
 def test_parts_that_stand_together_become_whole_where_nobody_waits():
     shape = PipelineShape(2, 1, 1)
-    problem = Problem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
+    problem = SchedulingProblem.of(shape, OpCosts.uniform(shape, weight_gradient=1.0))
     rows = problem.numbered(rank_orders(zero_bubble, shape))
-    first, last = problem.named(merged(problem, Orders.of(rows)).to_list())
+    first, last = problem.named(merged(problem, NumberedOrders.of(rows)).to_list())
     assert [op.kind for op in first] == [OpKind.FORWARD, OpKind.BACKWARD]
     assert [op.kind for op in last] == [OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT]

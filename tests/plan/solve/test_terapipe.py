@@ -11,7 +11,7 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import gpipe, rank_orders
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.terapipe import TerapipeProblem
 from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
 from tests.plan.solve.cuts import all_cuts
@@ -68,7 +68,7 @@ def test_no_cut_is_better_under_gpipe(
     candidates = list(all_cuts(11, [count] if count else range(1, 12), granularity, min_length))
     if not candidates:
         return
-    problem = problem_of(lambda size: costs, Grid(11, granularity, min_length), num_micro_batches, num_stages)
+    problem = problem_of(lambda size: costs, CutGrid(11, granularity, min_length), num_micro_batches, num_stages)
     solved = problem.solve(count, tolerance=0.0)
     cut = solved.micro_batches[0][1]
     assert cut in candidates and solved.micro_batches == ((1, cut),) * num_micro_batches
@@ -97,7 +97,7 @@ def test_no_batch_is_better(seed, count, equal_sizes):
         if not equal_sizes or len(set(chosen)) == 1
         for each in product(cuts, repeat=len(chosen))
     ]
-    problem = problem_of(costs, Grid(SEQ_LENGTH, 2), batch_size, num_stages, sizes)
+    problem = problem_of(costs, CutGrid(SEQ_LENGTH, 2), batch_size, num_stages, sizes)
     solved = problem.solve(count, equal_sizes=equal_sizes, tolerance=0.0)
     best = min(time_of(candidate, costs, num_stages) for candidate in candidates)
     assert solved.makespan == pytest.approx(best)
@@ -109,7 +109,7 @@ def test_no_batch_is_better(seed, count, equal_sizes):
 def test_forward_and_backward_may_be_longest_in_different_token_slices(seed):
     # No order at all in the times: the two limits are far apart, and many pairs of them must be looked at.
     times = anything(seed, seq_length=16)
-    solved = problem_of(lambda size: times, Grid(16), 1, 12).solve(4, tolerance=0.0)
+    solved = problem_of(lambda size: times, CutGrid(16), 1, 12).solve(4, tolerance=0.0)
     best = min(time_of([(1, cut)], lambda size: times, 12) for cut in all_cuts(16, [4]))
     assert solved.makespan == pytest.approx(best)
     assert solved.lower_bound == pytest.approx(best)
@@ -120,7 +120,7 @@ def test_sizes_need_not_divide_the_batch():
     def costs(size):
         return PolynomialCosts.of_layers([1], SEQ_LENGTH, 0.1, layer_time=1 + 0.01 * size, fixed=5.0)
 
-    solved = problem_of(costs, Grid(SEQ_LENGTH), 5, 1, (1, 2)).solve(tolerance=0.0)
+    solved = problem_of(costs, CutGrid(SEQ_LENGTH), 5, 1, (1, 2)).solve(tolerance=0.0)
     assert [size for size, _ in solved.micro_batches] == [2, 2, 1]
 
 
@@ -128,7 +128,7 @@ def test_the_formula_is_what_gpipe_takes_with_one_size():
     def costs(size):
         return PolynomialCosts.of_layers([1] * 4, 64, 0.3, layer_time=size, fixed=0.02)
 
-    problem = problem_of(costs, Grid(64, 8), 4, 4, (1, 2, 4))
+    problem = problem_of(costs, CutGrid(64, 8), 4, 4, (1, 2, 4))
     solved = problem.solve(equal_sizes=True)
     sizes, cuts = zip(*solved.micro_batches, strict=True)
     assert len(set(sizes)) == 1
@@ -143,7 +143,7 @@ def test_with_a_tolerance_it_is_that_near(seq_length, num_stages, sizes):
     def costs(size):
         return PolynomialCosts.of_layers([1] * num_stages, seq_length, 0.5, layer_time=size, fixed=0.01)
 
-    problem = problem_of(costs, Grid(seq_length, seq_length // 64), sizes[-1], num_stages, sizes)
+    problem = problem_of(costs, CutGrid(seq_length, seq_length // 64), sizes[-1], num_stages, sizes)
     exact, near = (problem.solve(tolerance=tolerance) for tolerance in (0.0, 0.03))
     assert exact.makespan <= near.makespan <= exact.makespan * 1.0310
     assert near.lower_bound <= exact.makespan * (1 + 1e-9)
@@ -152,30 +152,30 @@ def test_with_a_tolerance_it_is_that_near(seq_length, num_stages, sizes):
 def test_what_every_op_costs_besides_makes_token_slices_longer():
     def count(fixed):
         costs = PolynomialCosts.of_layers([1] * 4, 256, 0.5, fixed=fixed)
-        return len(problem_of(lambda size: costs, Grid(256), 1, 4).solve().micro_batches[0][1])
+        return len(problem_of(lambda size: costs, CutGrid(256), 1, 4).solve().micro_batches[0][1])
 
     assert count(0.0) > count(0.01) > count(5.0) == 1
 
 
 def test_times_of_nothing_end():
     free = PolynomialCosts(np.zeros((3, 2, 3)))
-    assert problem_of(lambda size: free, Grid(32, 8), 2, 2, (1, 2)).solve().makespan == 0
+    assert problem_of(lambda size: free, CutGrid(32, 8), 2, 2, (1, 2)).solve().makespan == 0
 
 
 def test_sizes_that_cannot_fill_the_batch():
-    problem = problem_of(lambda size: anything(0, size), Grid(SEQ_LENGTH), 3, 2, (2,))
+    problem = problem_of(lambda size: anything(0, size), CutGrid(SEQ_LENGTH), 3, 2, (2,))
     with pytest.raises(PlanError, match="micro-batches of 2 sequences do not fill a batch of 3"):
         problem.solve()
 
 
 def test_too_many_places_to_cut_at():
     with pytest.raises(PlanError, match="granularity 1 leaves 8192 places to cut 8192 tokens at: give 8 or more"):
-        problem_of(lambda size: anything(0, size), Grid(8192), 1, 2)
+        problem_of(lambda size: anything(0, size), CutGrid(8192), 1, 2)
 
 
 def test_what_cannot_be_cut():
     costs = PolynomialCosts.of_layers([1], 100, 0.5)
     with pytest.raises(PlanError, match="5 token slices of 100 tokens, each of at least 30"):
-        problem_of(lambda size: costs, Grid(100, 1, 30), 1, 1).solve(5)
+        problem_of(lambda size: costs, CutGrid(100, 1, 30), 1, 1).solve(5)
     with pytest.raises(PlanError, match="granularity=0 is not a positive whole number"):
-        Grid(100, 0)
+        CutGrid(100, 0)

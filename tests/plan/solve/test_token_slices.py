@@ -11,7 +11,7 @@ from deepspeed_ext.plan.optimise import optimise
 from deepspeed_ext.plan.schedules import SCHEDULES, fixed, interleaved, one_f_one_b, rank_orders, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
 from deepspeed_ext.plan.solve.token_slices import solve_token_slices
 from tests.plan.solve.cuts import all_cuts
@@ -54,7 +54,7 @@ def test_within_a_per_cent_of_the_best_of_all_cuts(
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(1, 9), st.integers(9, 120), st.floats(0, 1))
 @settings(max_examples=100, deadline=None)
 def test_cuts_keep_granularity_and_minimum(count, granularity, min_length, seq_length, attention):
-    grid = Grid(seq_length, granularity, min_length)
+    grid = CutGrid(seq_length, granularity, min_length)
     try:
         grid.check_count(count)
     except PlanError:

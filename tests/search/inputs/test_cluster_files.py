@@ -118,10 +118,13 @@ def test_hosts_and_what_is_different_about_one() -> None:
         ({"nodes": [{"device": {"memory": "1 GB"}}]}, "c.json: nodes[0].device.memory_bandwidth is missing"),
         ({"nodes": [{"device": "T4", "hosts": ["a", "a"]}]}, "host a stands twice"),
         ({"nodes": [{"device": "T4", "hosts": ["a"], "count": 2}]}, "contradicts hosts, which names 1"),
-        ({"nodes": [{"device": "T4", "hosts": []}]}, "is not a list of host names"),
+        (
+            {"nodes": [{"device": "T4", "hosts": []}]},
+            "c.json: nodes[0].hosts [] is an empty list: write one",
+        ),
         (
             {"nodes": [{"device": "T4", "name": "t"}], "overrides": {"u": {}}},
-            "c.json: overrides.u {} is not a known field",
+            "c.json: overrides.u is not a host: choose among t",
         ),
         ({"device": "T4", "devices_per_node": 4}, "c.json: num_devices is missing"),
         ({"device": "T4", "num_devices": 4, "inter_node_GBps": 5}, "did you mean inter_node_Gbps?"),

@@ -74,7 +74,10 @@ def test_layers_that_the_trainer_does_not_know() -> None:
         ({"num_layer": 3}, "m.json: num_layer 3 is not a known field: did you mean num_layers?"),
         ({"num_layers": 2.5}, "m.json: num_layers 2.5 is not a whole number: give one"),
         (GPT | {"num_layers": 10**9}, "m.json: num_layers 1000000000 is more than 10,000: give less"),
-        (GPT | {"layernorm_epsilon": float("inf")}, "m.json: layernorm_epsilon Infinity is more than"),
+        (
+            GPT | {"layernorm_epsilon": float("inf")},
+            "m.json: layernorm_epsilon Infinity is not a finite number",
+        ),
         (GPT | {"num_layers": True}, "m.json: num_layers true is not a whole number: give one"),
         (GPT | {"activation": 3}, "m.json: activation 3 is not a text: give one"),
         (GPT | {"disable_bias_linear": 1}, "m.json: disable_bias_linear 1 is not true or false: give one"),
@@ -82,7 +85,7 @@ def test_layers_that_the_trainer_does_not_know() -> None:
         (GPT | {"hidden_size": 10}, "m.json: hidden_size 10 is not a multiple of num_attention_heads 4: change one"),
         ({"preset": "gpt3-13"}, 'm.json: preset "gpt3-13" is not known: did you mean gpt3-13b?'),
         ({"layers": [LAYER]}, "m.json: seq_length is missing: give a whole number"),
-        ({"seq_length": 8, "layers": []}, "m.json: layers [] is not a list of objects"),
+        ({"seq_length": 8, "layers": []}, "m.json: layers [] is an empty list: write one entry or more"),
         ({"seq_length": 8, "layers": [{"tokens": 3}]}, "m.json: layers[0].hidden_size is missing"),
         (
             {"seq_length": 8, "layers": [LAYER | {"products": [{"inputs": 3}]}]},

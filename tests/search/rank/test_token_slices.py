@@ -10,7 +10,7 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.grid import Grid
+from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
 from megatron_terapipe.arguments import build_config
 from megatron_terapipe.config.model import ModelConfig
@@ -58,7 +58,7 @@ pipeline = partial(Strategy, tensor_parallel_size=2, pipeline_parallel_size=4, g
 )
 def test_tables_hold_what_the_cost_model_says(software, strategy):
     cost_model, cut = model(software), TokenSlices((1536, 1024, 512, 1024))
-    table = TabulatedCosts.of(cost_model, strategy, Grid(4096, 512, 512))
+    table = TabulatedCosts.of(cost_model, strategy, CutGrid(4096, 512, 512))
     shape = PipelineShape(
         strategy.pipeline_parallel_size * strategy.num_model_chunks,
         strategy.num_micro_batches,
@@ -80,7 +80,7 @@ def test_tables_hold_what_the_cost_model_says(software, strategy):
 
 
 def test_two_stages_stand_for_a_pipeline():
-    table = TabulatedCosts.of(model(MEGATRON), pipeline(), Grid(4096, 512, 512))
+    table = TabulatedCosts.of(model(MEGATRON), pipeline(), CutGrid(4096, 512, 512))
     starts, ends = np.array([0, 1024]), np.array([1024, 4096])
     every = table(range(4), starts, ends)
     busiest, others = table.busiest_and_others(4)(range(2), starts, ends).swapaxes(0, 1)

@@ -109,7 +109,7 @@ def test_a_precision_that_only_the_publication_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        (changed("model", num_layers=None), "model.num_layers null stands for nothing"),
+        (changed("model", num_layers=None), "model.num_layers is missing: give a whole number"),
         (changed("model", num_layers="8"), 'model.num_layers "8" is not a whole number'),
         ({key: value for key, value in LINE.items() if key != "measured"}, "measured is missing"),
         (changed("cluster", device="A1000"), "did you mean"),

@@ -11,7 +11,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class CutGrid:
     """Places to cut a sequence at; tokens beyond the last multiple go to the last token slice.
 
     Raises:

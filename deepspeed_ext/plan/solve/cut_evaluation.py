@@ -15,9 +15,9 @@ from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.optimise.list_scheduler import list_schedule
-from deepspeed_ext.plan.optimise.problem import Problem
-from deepspeed_ext.plan.optimise.replay import Orders, peaks, replay
-from deepspeed_ext.plan.optimise.rules import Priorities, Rule
+from deepspeed_ext.plan.optimise.priority_rules import Priorities, PriorityRule
+from deepspeed_ext.plan.optimise.problem import SchedulingProblem
+from deepspeed_ext.plan.optimise.replay import NumberedOrders, peaks, replay
 from deepspeed_ext.plan.optimise.search import search_rules
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -31,7 +31,7 @@ LIST_SCHEDULE_PER_REPLAY = 5
 """What making an order takes, in replays of it."""
 
 
-class Evaluation(Protocol):
+class CutEvaluation(Protocol):
     """Judges cuts.
 
     Attributes:
@@ -65,9 +65,9 @@ class _Cuts:
     ) -> None:
         self.token_slice_costs = token_slice_costs
         even = TokenSlices((1,) * shape.num_token_slices)
-        self._even = Problem.of(shape, op_costs(shape, even, token_slice_costs, transfer), memory_limit)
+        self._even = SchedulingProblem.of(shape, op_costs(shape, even, token_slice_costs, transfer), memory_limit)
 
-    def problem(self, cut: TokenSlices) -> Problem:
+    def problem(self, cut: TokenSlices) -> SchedulingProblem:
         """With the times and the memory of a cut."""
         shape, tables = self._even.shape, self._even.tables
         shares = np.array(cut.lengths) / cut.seq_length
@@ -103,12 +103,12 @@ class FixedSchedule:
         self._cuts = _Cuts(shape, token_slice_costs, memory_limit, transfer)
         even = TokenSlices((1,) * shape.num_token_slices)
         problem = self._cuts.problem(even)
-        self._orders = Orders.of(problem.numbered(rank_orders(schedule, shape)))
+        self._orders = NumberedOrders.of(problem.numbered(rank_orders(schedule, shape)))
         if replay(problem, self._orders) == inf:
             raise PlanError("the schedule deadlocks, whatever the token slices: simulate it to see which ops wait")
 
     def __call__(self, cut: TokenSlices) -> float:
-        """See `Evaluation`."""
+        """See `CutEvaluation`."""
         problem = self._cuts.problem(cut)
         self.num_ops += int(self._orders.lengths.sum())
         over = float(peaks(problem, self._orders).max()) - problem.memory_limit
@@ -117,7 +117,7 @@ class FixedSchedule:
         return makespan if over <= 1e-9 else makespan * (100 + over)
 
     def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
-        """See `Evaluation`."""
+        """See `CutEvaluation`."""
         self._cuts.token_slice_costs = token_slice_costs
 
     def adapt(self, cut: TokenSlices) -> None:
@@ -139,11 +139,11 @@ class OptimisedOrders:
         """See `solve_token_slices` for the arguments."""
         self.num_ops = 0
         self._cuts = _Cuts(shape, token_slice_costs, memory_limit, transfer)
-        self._rules: Sequence[Rule] = ()
+        self._rules: Sequence[PriorityRule] = ()
         self._seed = seed
 
     def __call__(self, cut: TokenSlices) -> float:
-        """See `Evaluation`."""
+        """See `CutEvaluation`."""
         problem = self._cuts.problem(cut)
         priorities = Priorities(problem)
         if not self._rules:
@@ -152,11 +152,11 @@ class OptimisedOrders:
         return min(list_schedule(problem, priorities.of(rule), priorities.patience(rule))[0] for rule in self._rules)
 
     def change_costs(self, token_slice_costs: TokenSliceCosts) -> None:
-        """See `Evaluation`."""
+        """See `CutEvaluation`."""
         self._cuts.token_slice_costs = token_slice_costs
 
     def adapt(self, cut: TokenSlices) -> None:
-        """See `Evaluation`."""
+        """See `CutEvaluation`."""
         problem = self._cuts.problem(cut)
         num_rules = max(min(RULES_PER_ROUND, int(OPS_PER_ROUND / problem.num_ops)), FEWEST_RULES)
         self.num_ops += problem.num_ops * num_rules * LIST_SCHEDULE_PER_REPLAY
@@ -170,7 +170,7 @@ def evaluation_of(
     *,
     memory_limit: float | None,
     transfer: float | TransferCosts,
-) -> Evaluation:
+) -> CutEvaluation:
     """What cuts for a schedule are judged by; None stands for the schedule that `optimise` makes.
 
     Raises:

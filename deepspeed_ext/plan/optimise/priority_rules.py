@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_ext.plan.optimise.problem import Numbers, Problem
+from deepspeed_ext.plan.optimise.problem import Numbers, SchedulingProblem
 
 AT_ONCE = -1e300
 """Priority of a weight gradient that must stay with its input gradient."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PriorityRule:
     """Seven numbers that order all ops; what they mean is said above."""
 
     forward_spread: float
@@ -39,7 +39,7 @@ class Rule:
     patience: float
 
     @classmethod
-    def drawn(cls, random: np.random.Generator) -> "Rule":
+    def drawn(cls, random: np.random.Generator) -> "PriorityRule":
         """Any rule that may be good."""
         return cls(
             forward_spread=random.uniform(0, 1.2),
@@ -51,12 +51,12 @@ class Rule:
             patience=float(random.choice([0, 0.01, 0.02])),
         )
 
-    def varied(self, random: np.random.Generator) -> "Rule":
+    def varied(self, random: np.random.Generator) -> "PriorityRule":
         """A rule nearby: some of the numbers changed, by a little or by more."""
         step = 10 ** random.uniform(-3, -0.5)
         changes = random.normal(size=6) * step * (random.random(6) < 0.5)
         patience = self.patience + (random.random() < 0.3) * random.normal() * 0.01
-        return Rule(
+        return PriorityRule(
             self.forward_spread + changes[0],
             self.forward_depth + changes[1],
             self.turn + changes[2],
@@ -70,7 +70,7 @@ class Rule:
 class Priorities:
     """Turns rules into priorities for one problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: SchedulingProblem) -> None:
         shape = problem.shape
         self.period = float(problem.work.max()) / shape.num_micro_batches
         unit = np.arange(problem.num_units)
@@ -82,7 +82,7 @@ class Priorities:
         self._depth = (before / max(forward.sum(), 1e-300))[:, None]
         self._is_split = problem.is_split
 
-    def of(self, rule: Rule) -> Numbers:
+    def of(self, rule: PriorityRule) -> Numbers:
         """[3, N, units] priorities."""
         forward = self._micro_batch + rule.forward_spread * self._token_slice + rule.forward_depth * self._depth
         backward = self._micro_batch + rule.backward_spread * self._turned_back
@@ -90,6 +90,6 @@ class Priorities:
         weight = backward + rule.weight_delay if self._is_split else np.full_like(backward, AT_ONCE)
         return np.stack([forward, backward, weight]) * self.period
 
-    def patience(self, rule: Rule) -> float:
+    def patience(self, rule: PriorityRule) -> float:
         """How long a rank waits, as a time."""
         return rule.patience * self.period

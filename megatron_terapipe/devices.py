@@ -8,13 +8,17 @@ without TF32, which PyTorch leaves off. Where a data sheet prints figures with s
     V100       NVIDIA V100 data sheet (2020), www.nvidia.com/en-us/data-center/v100
     T4         NVIDIA T4 data sheet (2019), www.nvidia.com/en-us/data-center/tesla-t4
     A10G       NVIDIA A10G data sheet for Amazon EC2 G5 (2022)
+    A10, A30   NVIDIA A10 and A30 data sheets (2021)
     A40        NVIDIA A40 data sheet (2021)
-    L4, L40S   NVIDIA L4 and L40S data sheets (2023), www.nvidia.com/en-us/data-center/l4 and .../l40s
+    L4, L40S   NVIDIA L4, L40 and L40S data sheets (2022 and 2023), www.nvidia.com/en-us/data-center/l4 and .../l40s
     A100       NVIDIA A100 data sheet (nvidia-a100-datasheet-us-nvidia-1758950-r4, 2021)
     H100       NVIDIA H100 data sheet (2023), www.nvidia.com/en-us/data-center/h100
+    A800       as the A100, with 400 GB/s of NVLink in place of 600
+    H800       as the H100, with 400 GB/s of NVLink in place of 900
     H200       NVIDIA H200 data sheet (2024), www.nvidia.com/en-us/data-center/h200
     GH200      NVIDIA GH200 Grace Hopper Superchip data sheet (2023)
     B200       NVIDIA DGX B200 data sheet (2024): an eighth of the system's figures
+    GB200      NVIDIA GB200 NVL72 data sheet (2024): half of a superchip's figures
     RTX 20     NVIDIA Turing GPU Architecture whitepaper WP-09183 (2018), appendices A to C, reference clocks
     RTX 30     NVIDIA Ampere GA102 GPU Architecture whitepaper (2020), table 2
     RTX 40     NVIDIA Ada GPU Architecture whitepaper (2022), appendix A
@@ -22,16 +26,40 @@ without TF32, which PyTorch leaves off. Where a data sheet prints figures with s
     MI300X     AMD Instinct MI300X data sheet (2023)
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-
-from megatron_terapipe.search.inputs.cluster import Device
 
 MIB = 2**20
 
 GUESS = "a guess"
 """Source of figures that have none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One accelerator, or the cores of one rank on a CPU.
+
+    Attributes:
+        name: in the device library, or the user's.
+        memory_bytes: memory of one device.
+        memory_bandwidth: bytes per second.
+        half_flops: FLOP/s of dense fp16 or bf16 matrix products, by the data sheet.
+        single_flops: FLOP/s of dense fp32 products, likewise.
+        is_gpu: whether kernels are launched by a host beside it.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bandwidth: float
+    half_flops: float
+    single_flops: float
+    is_gpu: bool = True
+
+    def peak_flops(self, precision: str) -> float:
+        """FLOP/s of matrix products in `fp16`, `bf16` or `fp32`."""
+        return self.single_flops if precision == "fp32" else self.half_flops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +110,10 @@ _ENTRIES = (
            memory_mib=32510, memory_gb_per_s=900, half=125, single=15.7),
     _entry("V100-PCIe-16GB", "V100", "pcie-3", "V100-PCIe",
            memory_mib=16160, memory_gb_per_s=900, half=112, single=14.0),
+    _entry("V100-PCIe-32GB", "V100", "pcie-3",
+           memory_mib=32510, memory_gb_per_s=900, half=112, single=14.0),
+    _entry("V100S-PCIe-32GB", "V100", "pcie-3", "V100S",
+           memory_mib=32510, memory_gb_per_s=1134, half=130, single=16.4),
     _entry("T4", "T4", "g4dn.12xlarge", "T4-16GB", "Tesla-T4",
            memory_mib=15109, memory_gb_per_s=320, half=65, single=8.1),
     _entry("RTX-2080", "RTX 20", "pcie-3", "GeForce-RTX-2080", "RTX2080",
@@ -99,8 +131,14 @@ _ENTRIES = (
            memory_mib=40536, memory_gb_per_s=1555, half=312, single=19.5),
     _entry("A100-PCIe-80GB", "A100", "pcie-4", "A100-PCIe", "A100-PCIe-80",
            memory_mib=81251, memory_gb_per_s=1935, half=312, single=19.5),
+    _entry("A800-SXM4-80GB", "A800", "octo-a800", "A800",
+           memory_mib=81251, memory_gb_per_s=2039, half=312, single=19.5),
+    _entry("A10", "A10, A30", "pcie-4", "A10-24GB",
+           memory_mib=22731, memory_gb_per_s=600, half=125, single=31.2),
     _entry("A10G", "A10G", "g5.48xlarge", "A10G-24GB",
            memory_mib=22731, memory_gb_per_s=600, half=70, single=35),
+    _entry("A30", "A10, A30", "pcie-4", "A30-24GB",
+           memory_mib=24062, memory_gb_per_s=933, half=165, single=10.3),
     _entry("A40", "A40", "pcie-4", "A40-48GB",
            memory_mib=45634, memory_gb_per_s=696, half=149.7, single=37.4),
     _entry("RTX-3090", "RTX 30", "pcie-4", "GeForce-RTX-3090", "RTX3090",
@@ -109,20 +147,30 @@ _ENTRIES = (
            memory_mib=24217, memory_gb_per_s=1008, half=165.2, single=82.6),
     _entry("L4", "L4, L40S", "g6.48xlarge", "L4-24GB",
            memory_mib=22700, memory_gb_per_s=300, half=121, single=30.3),
+    _entry("L40", "L4, L40S", "pcie-4", "L40-48GB",
+           memory_mib=45776, memory_gb_per_s=864, half=181, single=90.5),
     _entry("L40S", "L4, L40S", "g6e.48xlarge", "L40S-48GB",
            memory_mib=45776, memory_gb_per_s=864, half=362, single=91.6),
     _entry("H100-SXM5-80GB", "H100", "dgx-h100", "H100", "H100-SXM", "H100-SXM5", "H100-80GB", "H100-80GB-HBM3",
            memory_mib=81090, memory_gb_per_s=3350, half=989.4, single=67),
     _entry("H100-PCIe-80GB", "H100", "pcie-5", "H100-PCIe",
            memory_mib=81090, memory_gb_per_s=2000, half=756, single=51),
+    _entry("H100-NVL-94GB", "H100", "pcie-5", "H100-NVL",
+           memory_mib=95830, memory_gb_per_s=3900, half=835.5, single=60),
+    _entry("H800-SXM5-80GB", "H800", "octo-h800", "H800",
+           memory_mib=81090, memory_gb_per_s=3350, half=989.4, single=67),
     _entry("H200-SXM5-141GB", "H200", "dgx-h200", "H200", "H200-SXM", "H200-SXM5", "H200-141GB",
            memory_mib=143167, memory_gb_per_s=4800, half=989.4, single=67),
+    _entry("H200-NVL-141GB", "H200", "pcie-5", "H200-NVL",
+           memory_mib=143167, memory_gb_per_s=4800, half=835.5, single=60),
     _entry("GH200-96GB", "GH200", "quad-gh200", "GH200", "GH200-480GB",
            memory_mib=96768, memory_gb_per_s=4000, half=989.4, single=67),
     _entry("GH200-144GB", "GH200", "quad-gh200",
            memory_mib=146000, memory_gb_per_s=4900, half=989.4, single=67),
     _entry("B200-SXM-180GB", "B200", "dgx-b200", "B200", "B200-SXM", "B200-180GB", "B200-192GB",
            memory_mib=182642, memory_gb_per_s=8000, half=2250, single=75),
+    _entry("GB200-186GB", "GB200", "quad-gb200", "GB200",
+           memory_mib=189471, memory_gb_per_s=8000, half=2500, single=80),
     _entry("MI250X-die", "MI250X", "quad-mi250x", "MI250X", "MI250X-GCD", "MI250X-64GB",
            memory_mib=65520, memory_gb_per_s=1638, half=191.5, single=47.9),
     _entry("MI300X", "MI300X", "octo-mi300x", "MI300X-192GB",
@@ -134,3 +182,25 @@ _ENTRIES = (
 
 DEVICES: Mapping[str, LibraryDevice] = MappingProxyType({each.device.name: each for each in _ENTRIES})
 """Every device by its name."""
+
+OTHER_PRODUCTS = {"ti", "super", "d", "laptop", "mobile", "max", "mig"}
+"""Words behind the name of a device that make it another one."""
+
+
+def device_in(name: str) -> Device | None:
+    """Return the device of the table with the longest name whose words are all in `name`; None if there is none.
+
+    Args:
+        name: as the driver prints it, such as `NVIDIA A100 80GB PCIe`.
+    """
+    words = _words(name)
+    found: dict[int, Device] = {}
+    for entry in DEVICES.values():
+        for spelling in (entry.device.name, *entry.aliases):
+            if _words(spelling) <= words and not (words - _words(spelling)) & OTHER_PRODUCTS:
+                found.setdefault(len(spelling), entry.device)
+    return found[max(found)] if found else None
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[\s/_-]+", name.lower()))

@@ -1,0 +1,206 @@
+"""Objects of input files as pydantic models; what is wrong with one becomes one line for the user."""
+
+import re
+from collections.abc import Mapping
+from math import isfinite
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.documents import EXAMPLES, parse_quantity, short, suggestion
+
+MOST = 10**15
+"""Whole numbers are at most this; more is a slip of the hand, and no floating-point number counts so far."""
+
+
+class Entry(BaseModel):
+    """An object of an input file. Fields that it does not declare are refused; null is as if a field were not there."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name not in cls.model_fields}
+
+
+AnyEntry = TypeVar("AnyEntry", bound=Entry)
+
+Text = Annotated[str, Field(pattern=r"\S")]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+CountOrNone = Annotated[int, Field(ge=0, le=MOST)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+def quantity(kind: str) -> BeforeValidator:
+    """Return what reads a number with a unit from text; `kind` is one of `UNITS`."""
+
+    def read(value: object) -> float:
+        number = parse_quantity(value, kind) if isinstance(value, str) else None
+        if number is None:
+            raise ValueError(f"is not a {kind} with its unit: write it as {EXAMPLES[kind]}")
+        if number <= 0:
+            raise ValueError("is not above zero: give more")
+        return number
+
+    return BeforeValidator(read)
+
+
+def fixed(wanted: object, remedy: str) -> BeforeValidator:
+    """Return what refuses any value but one.
+
+    Args:
+        wanted: this one.
+        remedy: what to do where it is another.
+    """
+
+    def read(value: object) -> object:
+        if value != wanted:
+            raise ValueError(f"is not {wanted}: {remedy}")
+        return value
+
+    return BeforeValidator(read)
+
+
+Bandwidth = Annotated[float, quantity("bandwidth"), Field(description="a bandwidth, such as 100 Gbit/s or 25 GB/s")]
+Memory = Annotated[float, quantity("memory"), Field(description="a memory, such as 80 GiB or 16 GB")]
+Speed = Annotated[float, quantity("speed"), Field(description="a speed, such as 312 TFLOP/s")]
+Time = Annotated[float, quantity("time")]
+
+
+def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = "") -> AnyEntry:
+    """Read an object of a file.
+
+    Args:
+        kind: what it must be.
+        document: what was read.
+        file: the file, or what else it came from.
+        path: way to the object inside the file, such as `nodes[2].network`; empty for the whole file.
+
+    Raises:
+        ConfigError: naming the first field that is wrong, its value, the rule and the remedy.
+    """
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(_in_words(kind, first, document, file, path)) from None
+
+
+def place(file: str, *path: str | int) -> str:
+    """Where a field stands, for errors: the file, and the names and numbers on the way to the field."""
+    way = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path if step != "")
+    return f"{file}: {way.lstrip('.')}".rstrip(": ")
+
+
+def fault(where: str, value: object, problem: str, remedy: str) -> ConfigError:
+    """The error of a field: where it stands, what is wrong with its value, and what to do."""
+    return ConfigError(f"{where} {short(value)} {problem}: {remedy}")
+
+
+def in_unit(entry: Entry, name: str, units: Mapping[str, float], where: str, usual: float | None = None) -> float:
+    """Return a quantity that a file gives with its unit, or as a number in a field whose name ends in the unit.
+
+    Args:
+        entry: has the fields `name` and `name_unit`.
+        name: the field, such as `bandwidth`.
+        units: endings of fields and what one of that unit is, such as `{"GBps": 1e9}` for `bandwidth_GBps`.
+        where: place of the entry, for errors.
+        usual: what it is where no field says; None = one has to.
+
+    Raises:
+        ConfigError: if two fields say it, or none does and one has to.
+    """
+    scales = {name: 1.0} | {f"{name}_{unit}": scale for unit, scale in units.items()}
+    given = [field for field in scales if getattr(entry, field) is not None]
+    if len(given) > 1:
+        value = getattr(entry, given[1])
+        raise fault(f"{where}.{given[1]}", value, f"says again what {given[0]} says", "keep one of them")
+    if given:
+        return float(getattr(entry, given[0])) * scales[given[0]]
+    if usual is None:
+        raise ConfigError(f"{where}.{name} is missing: give {_wanted(type(entry), name)}")
+    return usual
+
+
+_RULES = {
+    "int_type": ("is not a whole number", "give one"),
+    "float_type": ("is not a number", "give one"),
+    "finite_number": ("is not a finite number", "give one"),
+    "bool_type": ("is not true or false", "give one of them"),
+    "string_type": ("is not a text", "give one"),
+    "string_pattern_mismatch": ("is not a text", "give one"),
+    "list_type": ("is not a list", "write one in [ ]"),
+    "too_short": ("is an empty list", "write one entry or more in [ ]"),
+    "model_type": ("is not an object of fields and values", "write one"),
+    "dict_type": ("is not an object of fields and values", "write one"),
+}
+"""Kinds of errors of pydantic, as the rule and the remedy."""
+
+
+def _in_words(kind: type[Entry], error: Any, document: object, file: str, path: str) -> str:
+    way, value = error["loc"], error["input"]
+    within, name = _entry_at(kind, way[:-1]), str(way[-1]) if way else ""
+    where, limits = place(file, path, *way), error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            return f"{where} is missing: give {_wanted(within, name)}"
+        case "extra_forbidden":
+            return str(fault(where, value, "is not a known field", suggestion(name, sorted(within.model_fields))))
+        case "invalid_key":
+            at = place(file, path, *way[:-1])
+            return f"{at} has {short(way[-1])} for the name of a field: write a name, as text"
+        case "literal_error":
+            choices = re.findall(r"'([^']*)'", limits["expected"])
+            return str(fault(where, value, "is not known", suggestion(str(value), choices)))
+        case "greater_than":
+            return str(fault(where, value, f"is not a number above {limits['gt']:g}", "give one"))
+        case "greater_than_equal":
+            number = "whole number" if isinstance(limits["ge"], int) else "number"
+            return str(fault(where, value, f"is not a {number} from {limits['ge']:g}", "give one"))
+        case "less_than_equal":
+            return str(fault(where, value, f"is more than {limits['le']:,}", "give less"))
+        case "value_error":
+            return f"{where} {short(value)} {limits['error']}"
+        case "model_type" if not way and not path:
+            return f"{file} holds {short(document)}, which is not an object of fields and values: write one"
+    problem, remedy = _RULES.get(error["type"], (f"is wrong ({error['msg']})", "correct it"))
+    return str(fault(where, value, problem, remedy))
+
+
+def _entry_at(kind: type[Entry], way: tuple[str | int, ...]) -> type[Entry]:
+    """The entry that a way through fields, lists and objects leads to."""
+    for step in way:
+        if step in kind.model_fields:
+            kind = _entry_in(kind.model_fields[str(step)].annotation) or kind
+    return kind
+
+
+def _entry_in(annotation: Any) -> type[Entry] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Entry):
+        return annotation
+    return next((found for each in get_args(annotation) if (found := _entry_in(each))), None)
+
+
+def _wanted(kind: type[Entry], name: str) -> str:
+    """What a field holds, in words."""
+    field = kind.model_fields[name]
+    parts = (field, *(part for each in get_args(field.annotation) for part in get_args(each)))
+    kinds: dict[Any, str] = {
+        int: "a whole number",
+        float: "a number",
+        str: "a text",
+        bool: "true or false",
+        list: "a list",
+    }
+    wanted = kinds.get(get_origin(field.annotation) or field.annotation, "an object")
+    return next((part.description for part in parts if getattr(part, "description", None)), wanted)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of a file is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
