@@ -16,9 +16,9 @@ INCOMPLETE = {
     *("deepspeed_ext/plan/solve", "deepspeed_ext/runtime", "deepspeed_ext/runtime/attention_kernels"),
     *("megatron_terapipe/checkpoint", "megatron_terapipe/config", "megatron_terapipe/data", "megatron_terapipe/neox"),
     *("megatron_terapipe/huggingface", "megatron_terapipe/model", "megatron_terapipe/tensor_parallel"),
-    *("megatron_terapipe/search/command", "megatron_terapipe/search/cost", "megatron_terapipe/search/inputs"),
+    *("megatron_terapipe/search/cost", "megatron_terapipe/search/inputs"),
     *("megatron_terapipe/search/measure", "megatron_terapipe/search/op_times", "megatron_terapipe/search/rank"),
-    *("megatron_terapipe/search/report", "megatron_terapipe/search/space", "megatron_terapipe/search/trials"),
+    "megatron_terapipe/search/trials",
 }
 """Folders where docstrings are not yet what this file asks for. None is added."""
 ALIAS = re.compile(r"^(\w+)(?:: TypeAlias)? = .*\b(?:NDArray|ndarray|Tensor)\b\[", re.MULTILINE)
