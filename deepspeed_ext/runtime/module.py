@@ -165,11 +165,21 @@ class TokenSlicePipelineModule(PipelineModule):
         return self.pipeline.rank_of(stage)
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """File that one of this rank's layers is saved to, by the layer's number."""
+        """File that one of this rank's layers is saved to, by the layer's number.
+
+        Args:
+            ckpt_dir: directory of the checkpoint.
+            local_layer_idx: number of the layer among those of this rank.
+        """
         return super().ckpt_layer_path(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """Files that one of this rank's layers was saved to, by the layer's number."""
+        """Files that one of this rank's layers was saved to, by the layer's number.
+
+        Args:
+            ckpt_dir: directory of the checkpoint.
+            local_layer_idx: number of the layer among those of this rank.
+        """
         return super().ckpt_layer_path_list(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:

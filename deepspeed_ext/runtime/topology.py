@@ -39,12 +39,22 @@ class TokenSliceTopology(ProcessTopology):
         """Name a rank without its token coordinate, which is always 0.
 
         DeepSpeed finds a checkpoint's layer files by the name `layer_00-model_00-...`; a token part would hide them.
+
+        Args:
+            rank: the rank.
+            omit_axes: axes that the name leaves out.
+            **separators: separators of DeepSpeed's names.
         """
         return super().get_rank_repr(rank, omit_axes=list(omit_axes), **separators)
 
 
 def layer_file(layer: int, tensor_parallel_rank: int = 0) -> str:
-    """File that DeepSpeed saves a pipeline layer's weights to, given the names of ranks above."""
+    """File that DeepSpeed saves a pipeline layer's weights to, given the names of ranks above.
+
+    Args:
+        layer: number of the layer.
+        tensor_parallel_rank: the rank among those that share the layer.
+    """
     return f"layer_{layer:02d}-model_{tensor_parallel_rank:02d}-model_states.pt"
 
 

@@ -20,8 +20,8 @@ class Destination(Protocol):
 
         Args:
             parameter: the parameter.
-            weight: in its shape.
-            own: more exactly those elements that the optimizer works on, flat; None if `weight` is exact.
+            weight: [...], in the shape of the parameter.
+            own: [elements] that the optimizer works on, in higher precision; None if `weight` is exact.
         """
 
     def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:

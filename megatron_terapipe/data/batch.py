@@ -58,7 +58,7 @@ class Batch:
         )
 
     def as_pipeline_batch(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return `(tokens, (labels, loss_mask))`: the first stage's input and the last stage's."""
+        """Return `(tokens, (labels, loss_mask))`, each [B, N]: inputs of the first and of the last stage."""
         return self.tokens, (self.labels, self.loss_mask)
 
 

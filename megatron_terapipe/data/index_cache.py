@@ -41,7 +41,7 @@ class IndexCache:
         return self._folder is not None
 
     def get(self, description: Mapping[str, object], compute: Callable[[], Arrays]) -> Arrays:
-        """Return the arrays that a description stands for, read only and mapped from disk where they are kept.
+        """Return the arrays [...] that a description stands for, read only, mapped from disk if they are kept.
 
         Args:
             description: all that decides the arrays, of types that JSON has.

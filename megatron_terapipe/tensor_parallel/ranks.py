@@ -75,7 +75,7 @@ class TensorParallelRanks:
         return parameter
 
     def replicated(self, weight: Tensor) -> nn.Parameter:
-        """Return a parameter of the shape of `weight` that every rank holds whole and applies to its own tokens."""
+        """Return a parameter [...] that every rank holds whole and applies to its own tokens."""
         parameter = nn.Parameter(weight)
         parameter.sequence_parallel = self.sequence_parallel
         return parameter

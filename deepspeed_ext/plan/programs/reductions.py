@@ -72,7 +72,13 @@ def with_reductions(program: Program) -> Program:
 def reductions_beside(
     spans: Sequence[Sequence[tuple[Op, float, float]]], shape: PipelineShape, costs: Sequence[Sequence[float]] | None
 ) -> Iterator[Reduction]:
-    """The reductions of an iteration whose ops ran so: of each rank, its ops with start and end; see `reductions`."""
+    """Reductions of an iteration, beside the ops that ran; see `reductions`.
+
+    Args:
+        spans: for each rank, its ops with start and end.
+        shape: sizes of the pipeline.
+        costs: for each stage, times of its reductions; None for no reductions.
+    """
     completed: dict[int, tuple[float, float]] = {}
     for rank in spans:
         times = {op: (start, end) for op, start, end in rank}

@@ -27,7 +27,14 @@ class AttentionDropout:
     first_key: int = 0
 
     def numbers(self, length: int, num_heads: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
-        """Random int32 [B, H, N] of queries by head and [E] of keys, which make the mask, and the probability."""
+        """Random int32 [B, H, N] of queries by head and [E] of keys, which make the mask, and the probability.
+
+        Args:
+            length: N.
+            num_heads: H.
+            num_keys: E.
+            device: device of the numbers.
+        """
         rows = head_rows(self.place.rows(length, device), self.first_head, num_heads)
         return rows, self.place.columns(self.first_key, num_keys, device), self.probability
 
@@ -45,7 +52,7 @@ class PlainAttention:
         self._dropout = dropout
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-        """Attend."""
+        """Return output and log-sum-exp, as in `AttentionKernel`."""
         groups, at_least_fp32 = key.shape[2], torch.promote_types(query.dtype, torch.float32)
         scores = self._scores(
             _by_group(query, groups, at_least_fp32), _by_group(key, groups, at_least_fp32), query, key
@@ -57,7 +64,7 @@ class PlainAttention:
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
-        """Gradients, from weights recomputed."""
+        """Return the gradients, from weights computed again, as in `AttentionKernel`."""
         groups, at_least_fp32 = key.shape[2], torch.promote_types(query.dtype, torch.float32)
         queries, keys, values, of_output = (
             _by_group(each, groups, at_least_fp32) for each in (query, key, value, output_gradient)

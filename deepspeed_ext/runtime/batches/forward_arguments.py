@@ -1,4 +1,4 @@
-"""What the layers of a model ask for by the names of their forwards' arguments."""
+"""Inputs that the layers of a model ask for by the names of their forwards' arguments."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -80,7 +80,7 @@ class ForwardArguments:
         return cls.of(f"layer {number} ({_name(layer)})", layer)
 
     def taken(self, names: Collection[str]) -> tuple[str, ...]:
-        """Those of some names that can be given by name: not the first argument, and not the past."""
+        """Names that can be given by name: not the first argument, and not the past."""
         if self.takes_all:
             return tuple(name for name in names if name not in (self.first, PAST))
         return tuple(name for name in names if name in self.required or name in self.optional)

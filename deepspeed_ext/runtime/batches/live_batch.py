@@ -1,4 +1,4 @@
-"""What a rank holds of the batch in progress: micro-batches, what they remember, buffers, losses."""
+"""State of the batch in progress on a rank: micro-batches, their sequence states, buffers, losses."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Buffer:
     later: list[Product] = field(default_factory=list)
 
     def take_gradients(self) -> tuple[Tensor, ...]:
-        """Gradients of the inputs. Both leave the buffer: weight gradients may be far off, and need neither."""
+        """Gradients of the inputs [...]. Both leave the buffer, since weight gradients may come much later."""
         inputs, self.inputs = self.inputs, ()
         return tuple(
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -68,7 +68,12 @@ class LiveBatch:
         self.labels: dict[int, list[Any]] = defaultdict(list)
 
     def add_loss(self, micro_batch: int, loss: Tensor) -> None:
-        """Add a token slice's share to the loss of its micro-batch."""
+        """Add a token slice's share to the loss of its micro-batch.
+
+        Args:
+            micro_batch: number of the micro-batch.
+            loss: the share, a scalar.
+        """
         earlier = self.losses.get(micro_batch)
         self.losses[micro_batch] = loss.detach() if earlier is None else earlier + loss.detach()
 

@@ -84,7 +84,12 @@ class ParameterGathers:
         return bool(self._pieces)
 
     def entering(self, layer: int, _: Any) -> None:
-        """Wait for the weights of a layer that is about to run."""
+        """Wait for the weights of a layer that is about to run.
+
+        Args:
+            layer: number of the layer.
+            _: inputs of the layer, which are not read.
+        """
         if self._pieces:
             self._wait([*self._layers[layer], *self._others])
 

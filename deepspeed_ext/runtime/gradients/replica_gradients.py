@@ -54,10 +54,10 @@ class ReplicaGradients(Protocol):
         """The gradient of a parameter; zeros if it has none, so that every replica can join in."""
 
     def scale_before(self, values: Tensor) -> None:
-        """Scale what is about to be summed, in place."""
+        """Scale gradients [elements] that are about to be summed, in place."""
 
     def scale_after(self, values: Tensor) -> None:
-        """Scale a sum, in place."""
+        """Scale a sum [elements], in place."""
 
     def finish(self) -> None:
         """Tell the optimizer that all sums are there."""

@@ -1,4 +1,4 @@
-"""What a rank has done of its program, is doing, and waits for: kept as it runs, to be read when it does not.
+"""The ledger of a rank: what it has done of its program, what it does and what it waits for, to be read when it stops.
 
 An accelerator runs behind the host, which enqueues a wait and goes on. So there the ledger keeps what the host said
 until the accelerator has come to the same place in its queue:
@@ -55,7 +55,12 @@ class OpLedger:
         self._lock = Lock()
 
     def begin(self, batch: str, program: Sequence[Instruction]) -> None:
-        """Start on a batch."""
+        """Start on a batch.
+
+        Args:
+            batch: name of the batch.
+            program: instructions of this rank.
+        """
         self._say(_State(batch, program, 0, None), self._mark)
 
     def done(self) -> None:

@@ -36,14 +36,26 @@ class DrawnNumbers:
         self._columns: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def rows(self, stream: int, sequences: tuple[int, ...], device: torch.device) -> Tensor:
-        """Random int32 [B, length] of a use of dropout."""
+        """Random int32 [B, length] of one use of dropout.
+
+        Args:
+            stream: number of the use.
+            sequences: numbers of the B sequences.
+            device: device of the result.
+        """
         key = stream, sequences, device
         if key not in self._rows:
             self._rows[key] = _drawn_rows(stream, sequences, 0, self._length, device)
         return self._rows[key]
 
     def columns(self, first: int, count: int, device: torch.device) -> Tensor:
-        """Random int32 [count] of columns."""
+        """Random int32 [count] of columns.
+
+        Args:
+            first: first column.
+            count: number of columns.
+            device: device of the result.
+        """
         key = first, count, device
         if key not in self._columns:
             self._columns[key] = _drawn_columns(first, count, device)
@@ -89,13 +101,24 @@ class DropoutPlace:
         return cls(_mixed(_mixed(_mixed(seed) ^ layer) ^ site), tuple(sequences), start, drawn)
 
     def rows(self, length: int, device: torch.device) -> Tensor:
-        """Random int32 [B, N], one for each token."""
+        """Random int32 [B, N], one for each token.
+
+        Args:
+            length: N.
+            device: device of the result.
+        """
         if self.drawn is None:
             return _drawn_rows(self.stream, self.sequences, self.start, length, device)
         return self.drawn.rows(self.stream, self.sequences, device)[:, self.start : self.start + length]
 
     def columns(self, first: int, count: int, device: torch.device) -> Tensor:
-        """Random int32 [count], one for each of the columns from `first` on."""
+        """Random int32 [count], one for each of the columns from `first` on.
+
+        Args:
+            first: first column.
+            count: number of columns.
+            device: device of the result.
+        """
         if self.drawn is None:
             return _drawn_columns(first, count, device)
         return self.drawn.columns(first, count, device)
@@ -163,13 +186,13 @@ def head_rows(rows: Tensor, first_head: int, num_heads: int) -> Tensor:
 
 
 def scaled_mask(rows: Tensor, columns: Tensor, probability: float, like: Tensor) -> Tensor:
-    """What each of some elements [..., C] is multiplied by: 0, or 1 / (1 - probability).
+    """Factors [..., C] that elements are multiplied by: 0, or 1 / (1 - probability).
 
     Args:
         rows: random int32; as many as `like` has rows.
         columns: random int32 [C].
-        probability: of zero.
-        like: gives the shape and the type.
+        probability: probability of zero.
+        like: tensor [..., C] that gives the shape and the type.
     """
     kept = _mix(rows.unsqueeze(-1) ^ columns) >= _threshold(probability)
     return kept.reshape(like.shape).to(like.dtype).mul_(1 / (1 - probability))
