@@ -25,14 +25,17 @@ ARRAY = re.compile(rf"\b(Tensor|NDArray|ndarray|ArrayLike|\w*Grid|{'|'.join(sort
 """Types of arrays in an annotation."""
 SHAPE = re.compile(r"\[[^\]\n]*\]|\b(scalar|broadcast)", re.IGNORECASE)
 """A shape such as [stages, token slices], or what stands for one."""
-PROTOCOLS = {
-    node.name
+METHODS = {
+    (owner.name, node.name)
     for path in modules().values()
-    for node in tree_of(path).body
-    if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("Protocol") for base in node.bases)
+    for owner in tree_of(path).body
+    if isinstance(owner, ast.ClassDef)
+    for node in owner.body
+    if isinstance(node, ast.FunctionDef)
 }
-AS_IN = re.compile(r"\bas in `(\w+)`")
-"""Says that a method is documented in full where its protocol is."""
+"""Classes and their methods."""
+AS_IN = re.compile(r"\b(?:as in|[Ss]ee) `(\w+)`")
+"""Says in which class, a protocol or a base, a method is documented in full."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -52,7 +55,7 @@ def public_functions(tree: ast.Module) -> Iterator[Function]:
 def faults_of(function: Function) -> Iterator[str]:
     """What a docstring lacks."""
     docstring = ast.get_docstring(function) or ""
-    if PROTOCOLS.intersection(AS_IN.findall(docstring)):
+    if any((owner, function.name) in METHODS for owner in AS_IN.findall(docstring)):
         return
     given = function.args
     arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
@@ -90,8 +93,8 @@ def test_public_functions_are_documented_in_full() -> None:
         ('def f(one: Tensor): "Sums over [rows, tokens]."', 0),
         ('def f(one: Floats): "Arguments broadcast."', 0),
         ('def _f(one: Tensor, two): "Return."', 0),
-        ('def f(one: Tensor, two): "Return, as in `AttentionKernel`."', 0),
-        ('def f(one: Tensor, two): "Return, as in `Documents`."', 2),
+        ('def forward(one: Tensor, two): "Return, as in `AttentionKernel`."', 0),
+        ('def f(one: Tensor, two): "Return, as in `AttentionKernel`."', 2),
         ('class C:\n    def f(self, one): "Return."', 0),
         ('class C:\n    def f(self, one, two): "Return."', 1),
         ('class _C:\n    def f(self, one, two): "Return."', 0),
