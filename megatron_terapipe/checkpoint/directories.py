@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_terapipe.checkpoint.files import LATEST
+from megatron_terapipe.checkpoint.file_names import LATEST
 from megatron_terapipe.checkpoint.info import RUN_FILE
 from megatron_terapipe.errors import CheckpointError
 

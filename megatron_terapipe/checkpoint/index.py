@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_terapipe.checkpoint.files import BF16_PREFIX, optimizer_files, state_file
+from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, optimizer_files, state_file
 from megatron_terapipe.checkpoint.find import check_files
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig

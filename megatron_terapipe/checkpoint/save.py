@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.engine_state import destination_of, is_partitioned
-from megatron_terapipe.checkpoint.files import LATEST
+from megatron_terapipe.checkpoint.file_names import LATEST
 from megatron_terapipe.checkpoint.index import PARAMETER_NAMES, Fragment, Place, write_index
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.config.checkpoint import checkpoint_tag

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_terapipe.checkpoint.files import optimizer_files, state_file
+from megatron_terapipe.checkpoint.file_names import optimizer_files, state_file
 from megatron_terapipe.checkpoint.index import PARAMETER_NAMES, SavedRun, load_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.errors import CheckpointError

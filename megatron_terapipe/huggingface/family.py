@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.huggingface.rules import Rule
+from megatron_terapipe.huggingface.weight_rules import WeightRule
 
 
 class Family(Protocol):
@@ -28,7 +28,7 @@ class Family(Protocol):
             ConfigError: if it asks for what our models do not have.
         """
 
-    def rules(self, model: ModelConfig) -> Mapping[int, Sequence[Rule]]:
+    def rules(self, model: ModelConfig) -> Mapping[int, Sequence[WeightRule]]:
         """How weights correspond, by our pipeline layer."""
 
     def is_ignored(self, tensor: str, model: ModelConfig) -> bool:
