@@ -1,4 +1,4 @@
-"""One way to train a model on a cluster, as the search writes it and the trainer reads it."""
+"""The strategy of a training run, as the search writes it and the trainer reads it."""
 
 import json
 from collections.abc import Mapping

@@ -266,7 +266,7 @@ class Executor:
         return False
 
     def _reads_data(self) -> str:
-        """Why this rank reads the data, in words."""
+        """Reason for which this rank reads the data, in words."""
         readers = (self._module.data_entries.reader(stage) for stage in self._stages)
         for_whom = next((f" for {reader}" for reader in readers if reader), "")
         return f"pipeline rank {self._module.stage_id} reads the data{for_whom},"

@@ -43,7 +43,7 @@ class WeightSpec(NamedTuple):
         return cls(name, tuple(weight.shape), weight.dtype, weight.requires_grad)
 
     def __str__(self) -> str:
-        """For messages."""
+        """Text for messages."""
         frozen = "" if self.trained else " frozen"
         return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}{frozen}"
 
@@ -228,7 +228,7 @@ def _fault_of(members: tuple[int, ...], declarations: Mapping[int, Declaration])
 
 
 def _differences(first: Sequence[WeightSpec], other: Sequence[WeightSpec]) -> tuple[str, str] | None:
-    """Where two lists of weights differ, in words; names may."""
+    """Differences of two lists of weights, in words; names may differ."""
     if len(first) != len(other):
         return f"{len(first)} ({', '.join(map(str, first))})", f"{len(other)} weights ({', '.join(map(str, other))})"
     for expected, found in zip(first, other, strict=True):

@@ -1,4 +1,4 @@
-"""Which directory holds the checkpoint that is meant. Needs no torch: flags may ask."""
+"""The directory of a checkpoint. Needs no torch, so that flags can use it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which file holds which parameter's state of the optimizer: found by one rank, and told to all.
+"""The files that hold each parameter's optimizer state, which one rank finds for all.
 
 A checkpoint of many ranks has many files, and no name of a file says which parameters are in it: that depends on the
 stages, and on how DeepSpeed dealt a stage's parameters to the data-parallel ranks. `save` writes what the ranks know
@@ -33,7 +33,7 @@ class Fragment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the state of a parameter lies; the same for each tensor-parallel rank's part of it.
+    """Place of a parameter's state; the same for each tensor-parallel rank's part of it.
 
     Attributes:
         stage: that saved it, the first of several.

@@ -68,7 +68,7 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """How a tensor that some tensor-parallel ranks saved is shared by others now.
+    """Mapping from the parts of a tensor that some tensor-parallel ranks saved to the part of this rank.
 
     Attributes:
         num_parts: ranks that saved it.

@@ -1,4 +1,4 @@
-"""How the words of `--data-path` and `--split` are read."""
+"""Reading of the words of `--data-path` and `--split`."""
 
 from megatron_terapipe.errors import ConfigError
 

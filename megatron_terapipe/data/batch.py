@@ -1,4 +1,4 @@
-"""One micro-batch: what the model reads, what it must predict, and which predictions count."""
+"""A micro-batch: tokens, labels, and the mask of the labels that count."""
 
 from dataclasses import dataclass
 

@@ -23,7 +23,7 @@ class SampleDataset(Protocol):
 
 
 class BlendOrder(NamedTuple):
-    """In what order samples come from several datasets.
+    """The order in which samples come from several datasets.
 
     Attributes:
         dataset_index: which dataset each sample comes from, int16 [samples].
@@ -35,7 +35,7 @@ class BlendOrder(NamedTuple):
 
 
 class UnreadSamples:
-    """So many samples, on a rank that reads none of them."""
+    """A number of samples, on a rank that reads none of them."""
 
     def __init__(self, num_samples: int) -> None:
         """Remember how many."""

@@ -6,7 +6,7 @@ from megatron_terapipe.errors import DataError
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte, and one more for the end of a document."""
+    """A tokenizer with one token per UTF-8 byte, and one more for the end of a document."""
 
     name = "byte"
     vocab_size = 257

@@ -54,7 +54,7 @@ class EncodedLines:
 
 @dataclass(frozen=True, kw_only=True)
 class LineEncoder:
-    """From lines to ids; a description that each process turns into its own tokenizer.
+    """Encoder of lines; a description that each process turns into its own tokenizer.
 
     Attributes:
         source: the input's name, for messages.

@@ -1,4 +1,4 @@
-"""In what order documents make up the stream of tokens, and in what order its samples are taken."""
+"""The order of documents in the stream of tokens, and the order in which its samples are taken."""
 
 import hashlib
 from dataclasses import dataclass

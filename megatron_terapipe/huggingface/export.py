@@ -1,4 +1,4 @@
-"""From a checkpoint of ours to files of Hugging Face."""
+"""Export a checkpoint to files of Hugging Face."""
 
 import json
 from collections.abc import Iterator

@@ -10,7 +10,7 @@ from megatron_terapipe.huggingface.weight_rules import WeightRule
 
 
 class Family(Protocol):
-    """One architecture of Hugging Face's library."""
+    """An architecture of Hugging Face's library."""
 
     name: str
     """What `model_type` calls it."""
@@ -29,7 +29,7 @@ class Family(Protocol):
         """
 
     def rules(self, model: ModelConfig) -> Mapping[int, Sequence[WeightRule]]:
-        """How weights correspond, by our pipeline layer."""
+        """Rules of the weights, by our pipeline layer."""
 
     def is_ignored(self, tensor: str, model: ModelConfig) -> bool:
         """Whether a tensor of their file is no weight: a mask, or a copy of another one.
@@ -45,7 +45,7 @@ class Family(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """One thing that a model must be.
+    """A condition that a model must meet.
 
     Attributes:
         met: whether it is.

@@ -1,4 +1,4 @@
-"""From files of Hugging Face to a checkpoint of ours."""
+"""Import files of Hugging Face as a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -90,7 +90,7 @@ class Llama:
         )
 
     def rules(self, model: ModelConfig) -> Mapping[int, Sequence[WeightRule]]:
-        """How weights correspond, by our pipeline layer."""
+        """Rules of the weights, by our pipeline layer."""
         words, rows = model.vocab_size or 0, model.padded_vocab_size()
         last = LAYERS_BEFORE_BLOCKS + model.num_layers
         layers: dict[int, Sequence[WeightRule]] = {

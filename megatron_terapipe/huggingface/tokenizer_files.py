@@ -1,4 +1,4 @@
-"""Which files a tokenizer has there, and what our settings call it."""
+"""Files of a tokenizer in Hugging Face's format, and its name in our settings."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How one weight of ours stands in tensors of theirs, there and back."""
+"""Rules that map one weight of ours to tensors of Hugging Face, and back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """One weight of a layer of ours, and the tensors that hold it there.
+    """A weight of a layer of ours, and the tensors that hold it there.
 
     Attributes:
         ours: name in our layer.
@@ -75,7 +75,7 @@ def stacked(ours: str, theirs: Sequence[str]) -> WeightRule:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How queries, keys and values lie in our product: for each group its query heads, its key and its value head.
+    """Order of queries, keys and values in our product: for each group its query heads, its key and its value head.
 
     Attributes:
         groups: key and value heads.

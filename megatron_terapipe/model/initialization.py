@@ -1,4 +1,4 @@
-"""How weights start: each element by its place in the whole weight, so that a rank draws its part alone (ADR 26)."""
+"""Initial weights: each element depends on its position in the whole weight, so a rank draws only its part (ADR 26)."""
 
 from functools import partial
 from math import sqrt

@@ -1,4 +1,4 @@
-"""From NeoX's settings to a command."""
+"""Convert NeoX's settings to a command."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -13,7 +13,7 @@ Pending = Callable[[], Tensor]
 
 
 class WeightPart(NamedTuple):
-    """Which part of a weight a rank holds.
+    """The part of a weight that a rank holds.
 
     Attributes:
         shape: of the whole weight.

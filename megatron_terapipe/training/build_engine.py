@@ -1,4 +1,4 @@
-"""From a prepared run to the process group and the engine."""
+"""Build the process group and the engine of a prepared run."""
 
 import os
 import time

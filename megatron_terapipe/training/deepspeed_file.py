@@ -84,7 +84,7 @@ BUILDERS = ("torch_adam", "fused", "foreach")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fault:
-    """One thing that is wrong with a file."""
+    """A fault of a file."""
 
     text: str
     by_flag: bool = False

@@ -1,4 +1,4 @@
-"""Who this process is, as its launcher says: deepspeed, torchrun, mpirun or srun."""
+"""Rank and size of this process, as its launcher gives them: deepspeed, torchrun, mpirun or srun."""
 
 import os
 from collections.abc import Mapping, MutableMapping

@@ -34,7 +34,7 @@ from megatron_terapipe.training.reporting.packages import check_packages
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything a run needs that takes no other rank to know.
+    """A prepared run: all of it that a rank knows without the others.
 
     Attributes:
         config: the configuration, its vocabulary size known.

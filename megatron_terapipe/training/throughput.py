@@ -1,4 +1,4 @@
-"""How fast an iteration was: tokens, FLOP/s, and the share of what the devices can do."""
+"""Speed of an iteration: tokens, FLOP/s, and the share of the devices' peak."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Which kernel computes attention, by device, dtype and head size."""
+"""Choice of the attention kernel, by device, dtype and head size."""
 
 from collections.abc import Callable
 

@@ -100,7 +100,7 @@ class CudaFlash:
 
 
 class Runs(NamedTuple):
-    """Where runs of queries and of keys begin that see nothing of each other, in one row.
+    """Bounds of the runs of queries and of keys in one row; runs do not attend to each other.
 
     Attributes:
         queries: int32 [runs + 1], the first 0, the last the number of queries.

@@ -44,7 +44,7 @@ class Buffer:
 
 
 class LiveBatch:
-    """One batch on one rank.
+    """State of a batch on one rank.
 
     Attributes:
         parts: per micro-batch, what its token slices read; on the ranks that load.

@@ -83,11 +83,11 @@ class OpLedger:
         self._say(self._said._replace(waits_for=None), self._mark if over is None else lambda: over)
 
     def position(self) -> Position:
-        """Where the rank is now."""
+        """Current position of the rank."""
         return self._now()[0]
 
     def _now(self) -> tuple[Position, Sequence[Instruction]]:
-        """Where the rank is, and the program that it is in."""
+        """Current position of the rank, and its program."""
         with self._lock:
             self._catch_up()
             (batch, program, done, waits_for), since = self._reached, self._since
@@ -152,7 +152,7 @@ class OpLedger:
 
 
 def accelerator_mark() -> Mark | None:
-    """How to mark places in the queue of this host's accelerator."""
+    """Function that marks a place in the queue of this host's accelerator."""
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device():
         return None

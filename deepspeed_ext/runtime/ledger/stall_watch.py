@@ -128,7 +128,7 @@ class StallWatch:
         self._store.set(self._answer_of(self._rank), json.dumps(position.to_fields()))
 
     def _answers(self) -> dict[int, Position | None]:
-        """Where all ranks of the pipeline are, after the time in which a living one answers."""
+        """Positions of all ranks of the pipeline, after the time in which a living rank answers."""
         self._ended.wait(_ANSWERS * self._interval_s)
         return {rank: self._read(rank) for rank in self._peers}
 

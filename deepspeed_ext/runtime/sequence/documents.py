@@ -16,7 +16,7 @@ from deepspeed_ext.runtime.batches.batch import to_device
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Where documents begin in the rows of a micro-batch.
+    """Starts of the documents in the rows of a micro-batch.
 
     Attributes:
         starts: for each row, the positions at which a document begins, ascending; the first is 0.
@@ -88,7 +88,7 @@ class Documents:
 
 
 class _Cumulative(NamedTuple):
-    """Where documents begin in a token slice from `start` and in the keys from `first_key`, and where both end."""
+    """Starts of documents in a token slice from `start` and in the keys from `first_key`, and the ends of both."""
 
     start: int
     first_key: int
@@ -104,7 +104,7 @@ def _cumulative(starts: Sequence[int], start: int, end: int) -> _Cumulative:
 
 
 class SeenKeys(NamedTuple):
-    """Which keys the tokens of a token slice see, in one row.
+    """Keys that the tokens of a token slice attend to, in one row.
 
         keys        [ document 0 | document 1         | document 2 ]      of the row, up to the end of the token slice
         queries                       [ 1 1 1 1 1 1 1 1 2 2 2 2 2 2 ]     this token slice

@@ -64,7 +64,7 @@ class DrawnNumbers:
 
 @dataclass(frozen=True, slots=True)
 class DropoutPlace:
-    """Where a token slice's tensors are, for one use of dropout in one layer.
+    """Position of a token slice's tensors, for one use of dropout in one layer.
 
     Attributes:
         stream: number of the seed, the layer and the use.
@@ -147,7 +147,7 @@ def dropout(
 
 
 def keep_mask(rows: Tensor, first_column: int, num_columns: int, probability: float) -> Tensor:
-    """Which elements stay: bool [..., C] from random rows [...].
+    """Mask of the elements that stay: bool [..., C] from random rows [...].
 
     Args:
         rows: random int32, [...].
@@ -161,7 +161,7 @@ def keep_mask(rows: Tensor, first_column: int, num_columns: int, probability: fl
 def attention_keep_mask(
     rows: Tensor, first_head: int, num_heads: int, first_key: int, num_keys: int, probability: float
 ) -> Tensor:
-    """Which probabilities of attention stay: bool [B, H, N, E] from random rows [B, N] of the queries.
+    """Mask of the attention probabilities that stay: bool [B, H, N, E] from random rows [B, N] of the queries.
 
     Args:
         rows: random int32, [B, N].
