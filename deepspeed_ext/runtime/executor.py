@@ -60,14 +60,14 @@ class Executor:
 
     Args:
         module: their layers.
-        links: to other ranks.
-        device: where tensors live.
+        links: connections to other ranks.
+        device: device of the tensors.
         next_batch: gives the next micro-batch.
         loss_scale: scales the loss of a token slice before backward.
         around: surrounds the computing of each op.
         ledger: is told of waits.
-        reductions: of gradients over replicas, which start as ops complete them; None to leave them to the step.
-        gathers: of weights that replicas have stepped in parts, which layers wait for; None if the step has them all.
+        reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
+        gathers: gathers of weights that replicas updated in parts; layers wait for them. None if the step does it.
     """
 
     def __init__(

@@ -31,11 +31,11 @@ class RankLinks:
     of stage 2.
 
     Args:
-        topology: of all ranks; every rank must make its links at the same time, since groups are made together.
+        topology: coordinates of all ranks. Every rank must make its links at the same time, with its groups.
         rank: this rank.
-        shape: of the pipeline.
-        device: where tensors arrive.
-        timeout: how long a transfer may take.
+        shape: shape of the pipeline.
+        device: device of the tensors.
+        timeout: longest time that a transfer may take.
         activation_rule: shapes of the activation of a token slice, by index, when the model can say.
         dynamic_shape: announce the shapes of every message.
     """

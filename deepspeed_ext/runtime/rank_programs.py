@@ -21,7 +21,7 @@ class RankPrograms:
     Args:
         schedule: order of the ops when training. One that was simulated before is not simulated again.
         rank: the pipeline rank.
-        shape: of the pipeline, for any number of micro-batches and token slices.
+        shape: shape of the pipeline, for any number of micro-batches and token slices.
         loading_ranks: ranks that read the data.
         settles: the first program of an extent lets no message travel under an op, since on an accelerator every rank
             then loads kernels, and may have to wait for its device (ADR 22). None where the accelerator runs behind

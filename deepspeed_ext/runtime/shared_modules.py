@@ -141,7 +141,7 @@ def connect(
 
     Args:
         shares: in the same order on the ranks of each of them; other ranks may leave them out.
-        topology: of all ranks.
+        topology: coordinates of all ranks.
         rank: this rank.
         tied: weights of tied layers, which are shared already.
 

@@ -62,9 +62,9 @@ class TokenSliceGrid(PipelineParallelGrid):
     """DeepSpeed's grid of ranks, whose groups are made axis by axis and not one by one.
 
     Args:
-        topology: of all ranks.
+        topology: coordinates of all ranks.
         process_group: as DeepSpeed passes it; unused there too.
-        tensor_parallel_group: of the ranks that share this rank's layers, if it is there already.
+        tensor_parallel_group: group of the ranks that share this rank's layers, if it is there already.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ def token_slice_grid(tensor_parallel_group: dist.ProcessGroup | None) -> Iterato
     """Let DeepSpeed's `PipelineModule` make a `TokenSliceGrid`: it looks the class up in its own module.
 
     Args:
-        tensor_parallel_group: of the ranks that share this rank's layers, if it is there already.
+        tensor_parallel_group: group of the ranks that share this rank's layers, if it is there already.
     """
     original = deepspeed_module.PipelineParallelGrid
     deepspeed_module.PipelineParallelGrid = partial(TokenSliceGrid, tensor_parallel_group=tensor_parallel_group)
@@ -127,7 +127,7 @@ def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None)
 
     Args:
         groups: ranks of each group. A rank that is in none of them gets a group of its own.
-        timeout: how long an operation of the group may take; None for torch's default.
+        timeout: longest time that an operation of the group may take; None for torch's default.
     """
     rank, members = dist.get_rank(), {rank for ranks in groups for rank in ranks}
     groups = [list(ranks) for ranks in groups] + [

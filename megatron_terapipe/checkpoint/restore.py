@@ -29,9 +29,9 @@ def restore(
 
     Args:
         engine: a fresh engine.
-        directory: of the checkpoint.
-        info: what it says of its run.
-        saved: where the state of the optimizer lies.
+        directory: directory of the checkpoint.
+        info: facts of its run.
+        saved: places of the optimizer state.
         weights_only: leave the optimizer as it is.
 
     Raises:

@@ -27,7 +27,7 @@ def save_checkpoint(
     Args:
         engine: the engine.
         save: directory of the checkpoints.
-        info: what to say of the run; without an optimizer, none is saved.
+        info: facts of the run; without an optimizer, none is saved.
         keep_last: checkpoints to keep, the newest; None for all.
 
     Returns:

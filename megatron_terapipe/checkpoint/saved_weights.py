@@ -15,7 +15,7 @@ class SavedWeights:
     """The weights of one checkpoint, a layer at a time.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         tensor_parallel_size: ranks that each layer was saved by.
     """
 

@@ -10,7 +10,7 @@ def read_weighted_prefixes(flag: str, words: tuple[str, ...]) -> WeightedPrefixe
     """Return each prefix with its weight; all weights None if none is given.
 
     Args:
-        flag: where the words were given, for messages.
+        flag: flag of the words, for messages.
         words: prefixes, or pairs of a weight and a prefix.
 
     Raises:

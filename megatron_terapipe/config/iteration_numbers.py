@@ -30,7 +30,7 @@ class IterationNumbers:
         """Read numbers and runs of numbers, with commas between them.
 
         Args:
-            text: what is given.
+            text: the text.
             flag: the flag that it is given to, for the error.
 
         Raises:

@@ -30,7 +30,7 @@ class IndexCache:
         """Name the directory, which need not be there.
 
         Args:
-            folder: where the files are; None keeps nothing.
+            folder: folder of the files; None keeps nothing.
             required: whether it is an error if the directory cannot be written; otherwise every process computes.
         """
         self._folder, self._required = folder, required

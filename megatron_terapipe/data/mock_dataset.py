@@ -15,9 +15,9 @@ class MockDataset:
 
         Args:
             seq_length: tokens the model sees per sample.
-            num_samples: how many samples.
+            num_samples: number of samples.
             vocab_size: token ids are below it.
-            seed: of the draws, at least 0.
+            seed: seed of the draws, at least 0.
         """
         self.seq_length = seq_length
         self._num_samples, self._vocab_size, self._seed = num_samples, vocab_size, seed

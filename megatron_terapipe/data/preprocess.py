@@ -58,9 +58,9 @@ class LineEncoder:
 
     Attributes:
         source: the input's name, for messages.
-        json_keys: which texts of each object are encoded.
+        json_keys: keys of the texts to encode in each object.
         append_eod: whether every document ends with the end-of-document id.
-        tokenizer: which tokenizer, and its files.
+        tokenizer: type and files of the tokenizer.
     """
 
     source: Path
@@ -126,7 +126,7 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
     left out.
 
     Args:
-        encoder: what to read and how to encode it.
+        encoder: keys to read, and tokenizer.
         output_prefix: files are named `PREFIX_KEY_document`.
         workers: processes that encode; 1 encodes in this one.
 

@@ -50,7 +50,7 @@ class Requirement:
     Attributes:
         met: whether it is.
         flag: flag that decides it, and its value.
-        wanted: what the family has instead.
+        wanted: property of the family.
     """
 
     met: bool

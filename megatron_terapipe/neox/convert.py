@@ -29,7 +29,7 @@ def convert(settings: Mapping[str, Any], world_size: int | None = None) -> Conve
     """Convert settings.
 
     Args:
-        settings: of NeoX, by key with underscores.
+        settings: settings of NeoX, by key with underscores.
         world_size: processes of the run; None = not known.
 
     Raises:

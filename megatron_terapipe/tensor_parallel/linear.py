@@ -39,7 +39,7 @@ class ColumnParallelLinear(nn.Module):
         """Return the output [B, N, out / size] of all tokens for the inputs [B, n, in] of this rank's tokens.
 
         Args:
-            inputs: of this layer, or of the one before.
+            inputs: input of this layer, or of the one before.
             recomputed: the layer before, whose output is then computed again in the backward instead of kept.
         """
         return products.linear(
@@ -81,7 +81,7 @@ class RowParallelLinear(nn.Module):
         """Return the output [B, n, out] of this rank's tokens for the inputs [B, N, in / size] of all tokens.
 
         Args:
-            inputs: of this layer, or of the one before.
+            inputs: input of this layer, or of the one before.
             recomputed: the layer before, whose output is then computed again in the backward instead of kept.
         """
         # One rank alone adds the bias inside the product; of several, each would.

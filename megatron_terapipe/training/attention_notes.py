@@ -9,7 +9,7 @@ def attention_notes(config: Config, device: torch.device, *, flash_attention_3: 
     """Lines for the log: a kernel that was activated, and settings that keep a device from its speed.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         device: that computes.
         flash_attention_3: whether it is activated.
     """

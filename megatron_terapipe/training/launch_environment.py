@@ -44,7 +44,7 @@ class LaunchEnvironment:
 
         Args:
             environment: variables.
-            local_rank: what `--local_rank` said, for launchers that pass it as a flag.
+            local_rank: value of `--local_rank`, for launchers that pass it as a flag.
             without_launcher: processes where no launcher set any: this one alone, or those that a dry run assumes.
 
         Raises:

@@ -40,7 +40,7 @@ class Run:
         config: the configuration, its vocabulary size known.
         launch: this process among all.
         layout: the parallel axes over the ranks.
-        tokenizer: of the data.
+        tokenizer: tokenizer of the data.
         datasets: the samples of training, validation and test.
         deepspeed_settings: the configuration of DeepSpeed.
         checkpoint: directory and contents of the checkpoint to go on from, if there is one.

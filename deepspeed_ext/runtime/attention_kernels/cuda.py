@@ -128,7 +128,7 @@ class CudaFlashOfRuns:
             query: [N, H, D].
             key: [E, G, D].
             value: [E, G, D].
-            runs: where runs begin and end.
+            runs: bounds of the runs.
             scale: factor of the scores.
         """
         output, log_sum_exp, *_ = _aten._flash_attention_forward(
@@ -156,7 +156,7 @@ class CudaFlashOfRuns:
             value: [E, G, D].
             output: [N, H, D].
             log_sum_exp: [H, N].
-            runs: where runs begin and end.
+            runs: bounds of the runs.
             scale: factor of the scores.
         """
         return _aten._flash_attention_backward(

@@ -15,8 +15,8 @@ class AttentionDropout:
     """Dropout on the probabilities of attention.
 
     Attributes:
-        probability: of zero, above 0.
-        place: of the queries.
+        probability: probability of zero, above 0.
+        place: place of the queries.
         first_head: number of the first query head, where a rank holds some of them.
         first_key: position of the first key.
     """
@@ -152,7 +152,7 @@ def _backward(
 
     Args:
         scores: [B, G, R, N, E].
-        scale: of the scores.
+        scale: factor of the scores.
         log_sum_exp: [B, G, R, N].
         of_weights: gradients of the dropped weights.
         row: sums over each row of weights times their gradients.

@@ -138,8 +138,8 @@ def parts_on_device(
     a time.
 
     Args:
-        parts: of each token slice.
-        device: where the stages compute.
+        parts: data of each token slice.
+        device: device of the stages.
         seq_length: tokens of the whole sequence.
         inputs: whether inputs are read here.
         labels: whether labels and weights of the loss are read here.
@@ -179,8 +179,8 @@ def join_token_slices(parts: Sequence[Any], token_slices: TokenSlices) -> Any:
     """Put together what the token slices of a micro-batch gave: the opposite of the cut.
 
     Args:
-        parts: of each token slice: a tensor, or a tuple or dict of such.
-        token_slices: how the sequence is cut.
+        parts: data of each token slice: a tensor, or a tuple or dict of such.
+        token_slices: lengths of the token slices.
 
     Returns:
         The same form. Tensors with a sequence dimension are concatenated along it; what all token slices have in

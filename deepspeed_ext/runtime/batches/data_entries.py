@@ -15,7 +15,7 @@ class DataEntries:
     default, but that must be `declared`: such arguments are often no entries, and their ranks read no data then.
 
     Args:
-        layers: of the whole model, first to last.
+        layers: layers of the whole model, first to last.
         stages: numbers of the layers of each stage.
         loss_fn: the loss function, if there is one.
         declared: names of all entries, when known beforehand; None to find them in the first batch.

@@ -19,7 +19,7 @@ class ForwardArguments:
     """Arguments of a forward beside its first, which is the output of the layer before, and the past.
 
     Attributes:
-        owner: what has the forward, as errors name it.
+        owner: owner of the forward, as errors name it.
         first: name of the first argument; None if it has none.
         required: arguments that must be given.
         optional: arguments with a default.
@@ -41,7 +41,7 @@ class ForwardArguments:
         """Read a function's arguments.
 
         Args:
-            owner: as errors name it.
+            owner: owner of the forward, as errors name it.
             function: the forward.
             bound: arguments before the first that somebody else gives, such as `self`.
         """
@@ -68,7 +68,7 @@ class ForwardArguments:
         """Read those of a layer, built or not: every rank can read those of all layers.
 
         Args:
-            number: of the layer, from 0.
+            number: number of the layer, from 0.
             layer: a `LayerSpec`, a `TiedLayerSpec`, a module or a function.
         """
         if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:

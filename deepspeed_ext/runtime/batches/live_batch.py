@@ -21,9 +21,9 @@ class Buffer:
     """Tensors of one live token slice of a stage.
 
     Attributes:
-        inputs: what the stage before gave, until their gradients are taken; empty on the first stage.
-        outputs: what goes to the stage after, until it is sent or passed on.
-        roots: where backward starts: the loss on the last stage, else the outputs that need gradients, as edges of the
+        inputs: inputs from the previous stage, until their gradients are taken; empty on the first stage.
+        outputs: outputs for the next stage, until they are sent or passed on.
+        roots: starts of the backward: the loss on the last stage, else the outputs that need gradients, as edges of the
             graph, so that the tensors themselves can go once they are sent.
         later: products of weights that the backward put off, first to last.
     """
@@ -50,8 +50,8 @@ class LiveBatch:
         parts: per micro-batch, what its token slices read; on the ranks that load.
         documents: per micro-batch, where its documents begin, when the module asks.
         states: per stage and micro-batch, what token slices leave to others.
-        buffers: by the number that the program gives them.
-        passed: by the op that reads it, what one stage of this rank gave another.
+        buffers: buffers by their number in the program.
+        passed: results that one stage of this rank passed to another, by the op that reads them.
         losses: per micro-batch, the weighted losses of its token slices so far; where the last stage is.
         outputs: per micro-batch, the last layer's outputs of its token slices, where they are asked for.
         labels: per micro-batch, the labels of its token slices, where they are asked for.

@@ -17,7 +17,7 @@ def global_grad_norm(
     DeepSpeed's own norm for fp32 without ZeRO counts the first stage alone.
 
     Args:
-        parameters: of this rank.
+        parameters: parameters of this rank.
         group: all ranks of one replica of the model.
         tensor_parallel_rank: this rank's place on the tensor axis.
 

@@ -69,7 +69,7 @@ class GradientReductions:
 
     Args:
         layers: by stage, its layers from first to last: each with its place among this rank's and its parameters.
-        gradients: where they lie.
+        gradients: places of the gradients.
         apart: parameters whose gradients are summed over other ranks first: they are reduced last.
         bucket_bytes: see `BUCKET_BYTES`.
     """

@@ -55,7 +55,7 @@ class ParameterGathers:
     """The gathers of one rank.
 
     Args:
-        optimizer: of DeepSpeed, one that deals partitions.
+        optimizer: optimizer of DeepSpeed, one that deals partitions.
         layers: parameters of each layer, by its place among this rank's.
         others: parameters that no layer holds.
     """

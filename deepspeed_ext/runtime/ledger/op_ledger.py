@@ -123,7 +123,7 @@ class OpLedger:
 
         Args:
             directory: made where it is missing.
-            line: which rank is behind.
+            line: text that names the rank behind.
 
         Returns:
             The file.

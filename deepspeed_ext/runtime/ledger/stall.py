@@ -46,7 +46,7 @@ def explain(positions: Mapping[int, Position | None], stuck: int) -> str:
     """Say in one line which rank is behind, starting from one that waits.
 
     Args:
-        positions: of the ranks that could be asked, by global rank; None for one that gave no answer.
+        positions: positions of the ranks that could be asked, by global rank; None for one that gave no answer.
         stuck: a rank that waits.
     """
     chain = [stuck]
@@ -72,7 +72,7 @@ def explain_alone(position: Position) -> str:
     """Say in one line what a rank knows that waits, and cannot ask the others.
 
     Args:
-        position: of the rank.
+        position: position of the rank.
     """
     asked = "nobody could be asked, since the store at which the ranks met, which rank 0 keeps, does not answer"
     if position.waits_for == 0:

@@ -60,7 +60,7 @@ class KeyValueState:
         """Keep what a token slice owes to those before it, and return the complete gradients of its own.
 
         Args:
-            gradients: what its attention's backward found.
+            gradients: gradients that the backward of its attention found.
             start: tokens before it.
 
         Returns:

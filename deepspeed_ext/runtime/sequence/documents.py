@@ -128,7 +128,7 @@ class DocumentsAtOnce:
 
     Args:
         kernel: attends within runs of tokens.
-        seen: what the tokens of each row see.
+        seen: keys that the tokens of each row attend to.
     """
 
     def __init__(self, kernel: CudaFlashOfRuns, seen: Sequence[SeenKeys]) -> None:
@@ -196,7 +196,7 @@ class DocumentAttention:
 
     Args:
         kernel: for a piece, given its row, its first query and its first key, counted in the whole sequence.
-        documents: of the micro-batch.
+        documents: documents of the micro-batch.
     """
 
     def __init__(self, kernel: Callable[[int, int, int], AttentionKernel], documents: Documents) -> None:

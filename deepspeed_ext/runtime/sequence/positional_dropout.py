@@ -70,7 +70,7 @@ class DropoutPlace:
         stream: number of the seed, the layer and the use.
         sequences: number of each row's sequence, unlike that of any other sequence of the run.
         start: position of the first token.
-        drawn: what was drawn for the micro-batch before; None to draw everything where it is asked for.
+        drawn: numbers that were drawn for the micro-batch; None to draw everything where it is asked for.
     """
 
     stream: int
@@ -91,12 +91,12 @@ class DropoutPlace:
         """The place of a use of dropout.
 
         Args:
-            seed: of the run.
-            layer: of the model.
-            site: which of the layer's uses.
+            seed: seed of the run.
+            layer: number of the layer in the model.
+            site: number of the use in the layer.
             sequences: number of each row's sequence.
             start: position of the first token.
-            drawn: what was drawn for the micro-batch before.
+            drawn: numbers that were drawn for the micro-batch.
         """
         return cls(_mixed(_mixed(_mixed(seed) ^ layer) ^ site), tuple(sequences), start, drawn)
 
@@ -136,8 +136,8 @@ def dropout(
 
     Args:
         inputs: [B, N, C].
-        probability: of zero.
-        place: of the tokens.
+        probability: probability of zero.
+        place: place of the tokens.
         first_channel: channel of the first column, where a rank holds some of the channels.
         residual: [B, N, C], what the result is added to; None for nothing.
     """

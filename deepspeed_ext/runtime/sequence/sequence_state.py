@@ -31,10 +31,10 @@ class SequenceState:
     last forward); nobody else owns one.
 
     Args:
-        token_slices: how the sequence is cut.
-        seed: of the masks of dropout.
+        token_slices: lengths of the token slices.
+        seed: seed of the masks of dropout.
         sequences: number of each row, by which its masks differ from those of all other sequences.
-        documents: where documents begin; None if every row is one document.
+        documents: starts of the documents; None if every row is one document.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Past:
 
         Args:
             length: tokens N.
-            device: where they are needed; None for torch's default.
+            device: device that needs them; None for torch's default.
         """
         if not self.positions_restart:
             return torch.arange(self.prefix_len, self.prefix_len + length, device=device).unsqueeze(0)
@@ -153,7 +153,7 @@ class Past:
 
         Args:
             inputs: [B, N, C], of tokens of this token slice.
-            probability: of zero.
+            probability: probability of zero.
             site: a number, from 1, for each use of dropout in a layer.
             first_token: tokens of this token slice before those of `inputs`, where ranks share them.
             first_channel: channels before those of `inputs`, where ranks share them.

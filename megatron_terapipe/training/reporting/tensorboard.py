@@ -12,8 +12,8 @@ class TensorBoard(Reporter):
     """Writes each curve over iterations, and once more over samples, by which runs of different batches compare.
 
     Args:
-        directory: for its files.
-        logging: what is written, and how often.
+        directory: directory of its files.
+        logging: the logging section.
         world_size: number of ranks.
     """
 
