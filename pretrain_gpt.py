@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if lines and launch.rank == 0:
             print(*lines, sep="\n", flush=True)
         # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
+        from megatron_terapipe.training.build_engine import build_engine, process_group
         from megatron_terapipe.training.dry_run import dry_run_lines
-        from megatron_terapipe.training.engine import build_engine, process_group
         from megatron_terapipe.training.run import prepare
         from megatron_terapipe.training.trainer import Trainer
 

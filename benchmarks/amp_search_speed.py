@@ -1,4 +1,4 @@
-"""How long the search of AMP's three experiments takes, and how good its stage partitions and predictions are.
+"""Time of the search of AMP's three experiments, and quality of its stage partitions and predictions.
 
     python -m benchmarks.amp_search_speed --amp-repo DIR [--trials trials_homogeneous.csv]
 

@@ -36,7 +36,7 @@ EFFORT = 0.01
 
 
 class Case(NamedTuple):
-    """One schedule and shape; for `optimised` a seed of costs."""
+    """A schedule and a shape; for `optimised` also a seed of costs."""
 
     schedule: str
     shape: PipelineShape

@@ -24,7 +24,7 @@ from megatron_terapipe.config.balance import balanced_token_slices
 
 @dataclass(frozen=True)
 class Result:
-    """One engine's step.
+    """Times of an engine's steps.
 
     Attributes:
         engine: what ran.

@@ -39,7 +39,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Result:
-    """One setup's step.
+    """Times of a setup's steps.
 
     Attributes:
         name: what ran.

@@ -1,4 +1,4 @@
-"""How fast the strategy search is.
+"""Speed of the strategy search.
 
 python -m benchmarks.search_speed [--only closed-form|search|amp]
 

@@ -1,4 +1,4 @@
-"""How long the solvers take, and how good what they find is.
+"""Time of the solvers, and quality of their solutions.
 
 python -m benchmarks.solver_speed [--effort 1] [--optimise]
 

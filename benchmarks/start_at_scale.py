@@ -209,7 +209,7 @@ def checkpoint(scale: Scale) -> Figures:
     import torch.distributed as dist
 
     from deepspeed_ext.runtime.topology import layer_file
-    from megatron_terapipe.checkpoint.files import optimizer_files, state_file
+    from megatron_terapipe.checkpoint.file_names import optimizer_files, state_file
     from megatron_terapipe.checkpoint.find import check_files
     from megatron_terapipe.checkpoint.info import CheckpointInfo
     from megatron_terapipe.config import ModelConfig

@@ -42,7 +42,7 @@ class Device:
     """One accelerator, or the cores of one rank on a CPU.
 
     Attributes:
-        name: in the device library, or the user's.
+        name: name in the device library, or the user's.
         memory_bytes: memory of one device.
         memory_bandwidth: bytes per second.
         half_flops: FLOP/s of dense fp16 or bf16 matrix products, by the data sheet.
@@ -67,7 +67,7 @@ class LibraryDevice:
     """A device, its other names, and the machine it is usually in.
 
     Attributes:
-        device: as the data sheet describes it.
+        device: figures of the data sheet.
         source: row of the list above.
         machine: name of the machine whose links are taken where a cluster does not say any.
         aliases: other names, such as those of published measurements.
@@ -191,7 +191,7 @@ def device_in(name: str) -> Device | None:
     """Return the device of the table with the longest name whose words are all in `name`; None if there is none.
 
     Args:
-        name: as the driver prints it, such as `NVIDIA A100 80GB PCIe`.
+        name: name that the driver prints, such as `NVIDIA A100 80GB PCIe`.
     """
     words = _words(name)
     found: dict[int, Device] = {}

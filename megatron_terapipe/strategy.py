@@ -1,4 +1,4 @@
-"""One way to train a model on a cluster, as the search writes it and the trainer reads it."""
+"""The strategy of a training run, as the search writes it and the trainer reads it."""
 
 import json
 from collections.abc import Mapping
@@ -118,7 +118,7 @@ class Strategy:
     token_slices: tuple[int, ...] | None = dimension(
         None,
         kind=whole_list(1),
-        flag_help=(7, "lengths of the token slices, one cut: 704,688,656"),
+        flag_help=(7, "lengths of the token slices: 704,688,656"),
         label=(6, "lengths of token slices"),
         none="equal",
         column=(11, "cut"),

@@ -21,7 +21,7 @@ import torch.distributed.tensor  # noqa: F401
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401
 
 import deepspeed_ext.runtime.initialize  # noqa: F401
-import megatron_terapipe.training.engine  # noqa: F401
+import megatron_terapipe.training.build_engine  # noqa: F401
 
 # What is imported stays: a rank that collects garbage need not look at it.
 gc.freeze()

@@ -15,7 +15,7 @@ _LONGEST_CELL = 160
 
 @dataclass
 class Section:
-    """One table.
+    """A table.
 
     Attributes:
         title: above it.

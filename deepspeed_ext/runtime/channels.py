@@ -25,7 +25,7 @@ _DTYPES = (
 
 
 class TensorSpec(NamedTuple):
-    """What must be known of a tensor to receive it."""
+    """Shape and type of a tensor, which its receiver must know."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
-        """Describe a tensor."""
+        """Describe a tensor of any shape [...]."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
@@ -59,6 +59,10 @@ class ShapeBook:
 
     def learn(self, kind: Hashable, spec: MessageSpec) -> None:
         """Remember the shapes of a kind of message.
+
+        Args:
+            kind: the kind.
+            spec: shapes and types of its tensors.
 
         Raises:
             UserError: if other shapes are known: the receiver could not tell, and would read garbage.
@@ -90,7 +94,13 @@ class Outgoing:
         self.num_messages = 0
 
     def send(self, name: Hashable, kind: Hashable, tensors: tuple[Tensor, ...]) -> None:
-        """Post a message; its tensors stay alive until `complete(name)`."""
+        """Post a message; its tensors stay alive until `complete(name)`.
+
+        Args:
+            name: name of the message.
+            kind: kind of the message; messages of one kind have the same shapes.
+            tensors: tensors [...] of any shape.
+        """
         spec = tuple(TensorSpec.of(tensor) for tensor in tensors)
         self._in_flight[name] = []
         if self._shapes.find(kind) is None:
@@ -100,7 +110,7 @@ class Outgoing:
             self._post(name, tensor.detach().contiguous())
 
     def over(self, name: Hashable) -> Callable[[], bool]:
-        """What tells, from any thread and at any time, whether a message has left."""
+        """Return a function that tells, from any thread and at any time, whether a message has left."""
         works = [work for work, _ in self._in_flight[name]]
         return lambda: all(work.is_completed() for work in works)
 
@@ -130,20 +140,29 @@ class Incoming:
         self._posted: dict[Hashable, tuple[MessageSpec, list[Tensor], list[dist.Work]]] = {}
 
     def post(self, name: Hashable, kind: Hashable) -> None:
-        """Expect a message."""
+        """Post the receive of a message, as soon as its shapes are known.
+
+        Args:
+            name: name of the message.
+            kind: kind of the message; messages of one kind have the same shapes.
+        """
         self._unposted.append((name, kind))
         while self._unposted and (spec := self._shapes.find(self._unposted[0][1])) is not None:
             self._post(self._unposted.popleft()[0], spec)
 
     def over(self, name: Hashable) -> Callable[[], bool] | None:
-        """What tells, from any thread and at any time, whether a message has come; None if it cannot be posted yet."""
+        """Return a function that tells, from any thread and at any time, whether a message has come.
+
+        Returns:
+            The function; None if the receive is not posted yet.
+        """
         if name not in self._posted:
             return None
         works = self._posted[name][2]
         return lambda: all(work.is_completed() for work in works)
 
     def wait(self, name: Hashable) -> tuple[Tensor, ...]:
-        """Wait for a message; tensors that need a gradient come as leaves that require one."""
+        """Wait for a message and return its tensors [...]; those that need a gradient are leaves that require one."""
         while name not in self._posted:
             first, kind = self._unposted.popleft()
             if (spec := self._shapes.find(kind)) is None:

@@ -24,8 +24,8 @@ class Variable:
     """A variable that this package sets where nobody else has.
 
     Attributes:
-        name: of the variable.
-        value: what it is set to.
+        name: name of the variable.
+        value: the value.
         alias: an older name, which torch reads first.
     """
 
@@ -150,7 +150,7 @@ def check_same_environment(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
     """Compare what the ranks of a run have, and return a line of warning for each variable in which two differ.
 
     Args:
-        by_rank: what `compared_variables` returned on each rank.
+        by_rank: result of `compared_variables` on each rank.
 
     Raises:
         UserError: if two ranks have different numbers of hardware queues, for which nothing was proven.

@@ -77,8 +77,8 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     Args:
         schedule: order of the ops when training.
-        timeout: how long a transfer between stages may take.
-        ledger_directory: where ranks write what they have done, if the pipeline stands still.
+        timeout: longest time that a transfer between stages may take.
+        ledger_directory: directory in which ranks write what they have done, if the pipeline stands still.
         overlap_grad_reduce: sum gradients over replicas layer by layer, while the last backwards run.
         overlap_param_gather: gather weights that replicas stepped in parts while the next forward runs.
 
@@ -192,7 +192,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             bcast_loss: give the mean to every stage; otherwise only the last one has it.
             num_micro_batches: micro-batches to evaluate; those of training if None.
             micro_batch_size: rows of a micro-batch; those of training if None.
-            token_slices: how sequences are cut, which may have any length; as when training if None.
+            token_slices: lengths of the token slices, of sequences of any length; None for those of training.
             return_output_label: also return the last layer's outputs and the labels, each in one piece.
 
         Returns:

@@ -34,16 +34,16 @@ Around = Callable[[Op], AbstractContextManager[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """What there is to know of a batch before it runs.
+    """Facts about a batch that are known before it runs.
 
     Attributes:
-        shape: extent of the pipeline.
-        token_slices: how its sequences are cut.
+        shape: sizes of the pipeline.
+        token_slices: lengths of the token slices.
         rows: sequences of a micro-batch.
-        training: backward follows.
-        first_sequence: number of a micro-batch's first row among all sequences of the run, which dropout goes by.
-        computes_loss: call the loss function.
-        keeps_outputs: keep the last layer's outputs, and the labels.
+        training: whether a backward follows.
+        first_sequence: number of a micro-batch's first row among all sequences of the run, which dropout depends on.
+        computes_loss: whether to call the loss function.
+        keeps_outputs: whether to keep the last layer's outputs, and the labels.
     """
 
     shape: PipelineShape
@@ -60,14 +60,14 @@ class Executor:
 
     Args:
         module: their layers.
-        links: to other ranks.
-        device: where tensors live.
+        links: connections to other ranks.
+        device: device of the tensors.
         next_batch: gives the next micro-batch.
         loss_scale: scales the loss of a token slice before backward.
         around: surrounds the computing of each op.
         ledger: is told of waits.
-        reductions: of gradients over replicas, which start as ops complete them; None to leave them to the step.
-        gathers: of weights that replicas have stepped in parts, which layers wait for; None if the step has them all.
+        reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
+        gathers: gathers of weights that replicas updated in parts; layers wait for them. None if the step does it.
     """
 
     def __init__(
@@ -92,7 +92,12 @@ class Executor:
         self.live = LiveBatch()
 
     def begin(self, plan: BatchPlan, *, puts_weight_gradients_off: bool) -> None:
-        """Forget the batch before, and expect another."""
+        """Forget the previous batch, and expect another.
+
+        Args:
+            plan: facts about the batch.
+            puts_weight_gradients_off: whether the schedule defers weight gradients.
+        """
         self.plan, self.live = plan, LiveBatch()
         if puts_weight_gradients_off:
             self.attach_weight_gradients()
@@ -234,7 +239,7 @@ class Executor:
         return held.inputs[0] if len(held.inputs) == 1 else held.inputs
 
     def _entries(self, op: Op) -> dict[str, Any]:
-        """What the layers of a stage take of the data by name: moved to the device for one token slice, and no more."""
+        """Entries that the layers of a stage take by name, moved to the device for one token slice only."""
         parts = self.live.parts.get(op.micro_batch)
         if parts is None or not isinstance(inputs := parts[op.token_slice].inputs, Mapping):
             return {}
@@ -261,13 +266,13 @@ class Executor:
         return False
 
     def _reads_data(self) -> str:
-        """Why this rank reads the data, in words."""
+        """Reason for which this rank reads the data, in words."""
         readers = (self._module.data_entries.reader(stage) for stage in self._stages)
         for_whom = next((f" for {reader}" for reader in readers if reader), "")
         return f"pipeline rank {self._module.stage_id} reads the data{for_whom},"
 
     def _read(self, op: Op) -> tuple[Tensor, ...]:
-        """What an op reads of another stage: passed on by this rank, or come from another."""
+        """Tensors that an op reads of another stage: passed on by this rank, or received from another rank."""
         if op in self.live.passed:
             return self.live.passed.pop(op)
         with self._ledger.waiting_for(self._links.peer(op), self._links.over(op)):
@@ -280,7 +285,7 @@ class Executor:
         return reader
 
     def _state(self, op: Op) -> SequenceState:
-        """What a micro-batch remembers on a stage; at its first forward there, nothing yet."""
+        """State of a micro-batch on a stage; empty at its first forward there."""
         key = op.stage, op.micro_batch
         if key not in self.live.states:
             first = self.plan.first_sequence(op.micro_batch)

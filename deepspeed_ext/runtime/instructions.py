@@ -15,13 +15,13 @@ from deepspeed_ext.plan.programs.program import Instruction, InstructionKind, Pr
 
 
 class TokenSliceInstruction(PipeInstruction):
-    """One step of a program, which is its only keyword."""
+    """A step of a program; the instruction is its only keyword."""
 
     def __init__(self, *, step: Instruction) -> None:
         super().__init__(step=step)
 
     def __repr__(self) -> str:
-        """As DeepSpeed logs it: `SendActivation(3F1.2 @0)`."""
+        """Text of the instruction in DeepSpeed's log: `SendActivation(3F1.2 @0)`."""
         return f"{self.name}({self.kwargs['step'].place})"
 
 
@@ -37,7 +37,7 @@ INSTRUCTION_CLASSES: dict[InstructionKind, type[TokenSliceInstruction]] = {
 
 
 class ProgramSchedule(PipeSchedule):
-    """One rank's program, one instruction a step; when training, followed by the reductions and the optimizer step."""
+    """The program of a rank, one instruction per step; in training, the reductions and the optimizer step follow."""
 
     def __init__(self, program: Program, shape: PipelineShape, *, training: bool) -> None:
         super().__init__(micro_batches=shape.num_micro_batches, stages=shape.num_ranks, stage_id=program.rank)

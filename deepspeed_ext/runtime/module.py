@@ -40,26 +40,26 @@ class TokenSlicePipelineModule(PipelineModule):
     Args:
         layers: layers, `LayerSpec`s, `TiedLayerSpec`s or functions, first to last.
         layout: the parallel layout; its world size is that of the process group.
-        token_slices: how every sequence is cut.
+        token_slices: lengths of the token slices of every sequence.
         loss_fn: called with the last layer's output and the labels of a token slice, by name if they are a dict;
             returns the mean over its tokens. None if the last layer returns that.
         output_fn: makes of the last layer's output what is given to those who ask for outputs, such as tensors of
             something that the loss needs in another form; None to give it as it is.
         partition: `parameters`, `uniform`, bounds such as `0,5,12`, a JSON file of them, or a `StagePartition`.
         num_model_chunks: stages that each pipeline rank owns.
-        placement: which ones.
+        placement: which stages a rank owns.
         split_batch: cuts what the data iterator yields for one micro-batch.
         data_entries: names of the entries, where the data is a dict. Only needed where a layer takes one by an argument
             with a default, on a stage that would not read the data otherwise.
         documents: reads off what the data iterator yields where its documents begin, which keeps them apart in
             attention and positions; every stage then reads the data. None if every row is one document.
-        activation_spec: what passes between stages, so that shapes need never be sent; None to send them once.
+        activation_spec: shapes that pass between stages, so that they need never be sent; None to send them once.
         activation_checkpoint_interval: recompute activations in backward, this many layers at a time; 0 for never.
         preserve_rng_state: layers that are recomputed draw the same random numbers again, as `nn.Dropout` must. Saving
             and restoring the generators' states costs time at every checkpoint; False where no layer draws from them.
         dynamic_shape: shapes between stages may change from one micro-batch to the next, and are sent with each.
         base_seed: layer i initialises with seed `base_seed + i`, whatever stage it is on.
-        tensor_parallel_group: of the ranks that share this rank's layers, if it is there already.
+        tensor_parallel_group: group of the ranks that share this rank's layers, if it is there already.
 
     Raises:
         PlanError: if the partition does not fit the layers and stages.
@@ -165,11 +165,21 @@ class TokenSlicePipelineModule(PipelineModule):
         return self.pipeline.rank_of(stage)
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """File that one of this rank's layers is saved to, by the layer's number."""
+        """File that one of this rank's layers is saved to, by the layer's number.
+
+        Args:
+            ckpt_dir: directory of the checkpoint.
+            local_layer_idx: number of the layer among those of this rank.
+        """
         return super().ckpt_layer_path(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """Files that one of this rank's layers was saved to, by the layer's number."""
+        """Files that one of this rank's layers was saved to, by the layer's number.
+
+        Args:
+            ckpt_dir: directory of the checkpoint.
+            local_layer_idx: number of the layer among those of this rank.
+        """
         return super().ckpt_layer_path_list(ckpt_dir, self._layer_numbers[local_layer_idx] - self._local_start)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
@@ -281,11 +291,11 @@ class TokenSlicePipelineModule(PipelineModule):
         Args:
             inputs: tensor or tuple: the model's inputs on the first stage, else the output of the stage before. Or, on
                 the first stage, a dict of entries, from one of which it starts.
-            state: what earlier token slices of the micro-batch left on this stage; None for a whole sequence in one
+            state: state left by earlier token slices of the micro-batch on this stage; None for a whole sequence in one
                 piece.
             token_slice: index of the token slice.
             stage: the stage; None for the first of this rank.
-            entries: what layers take by name.
+            entries: tensors that layers take by name.
             entering: told of each layer before it runs: its place among this rank's layers, and what goes into it.
 
         Returns:

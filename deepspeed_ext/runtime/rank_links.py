@@ -31,11 +31,11 @@ class RankLinks:
     of stage 2.
 
     Args:
-        topology: of all ranks; every rank must make its links at the same time, since groups are made together.
+        topology: coordinates of all ranks. Every rank must make its links at the same time, with its groups.
         rank: this rank.
-        shape: of the pipeline.
-        device: where tensors arrive.
-        timeout: how long a transfer may take.
+        shape: shape of the pipeline.
+        device: device of the tensors.
+        timeout: longest time that a transfer may take.
         activation_rule: shapes of the activation of a token slice, by index, when the model can say.
         dynamic_shape: announce the shapes of every message.
     """
@@ -92,7 +92,12 @@ class RankLinks:
         return sum(channel.num_messages for channel in self._outgoing.values())
 
     def begin(self, phase: Hashable, shape: PipelineShape) -> None:
-        """Start a batch of a phase, such as `train` or `eval`: each has its own shapes."""
+        """Start a batch of a phase, such as `train` or `eval`: each phase has its own shapes.
+
+        Args:
+            phase: the phase.
+            shape: sizes of the pipeline.
+        """
         self._phase, self._shape = phase, shape
         if self._dynamic_shape:
             self.forget_shapes()
@@ -107,7 +112,7 @@ class RankLinks:
         self._incoming[self._channel(reader)].post(reader, self._kind(reader))
 
     def wait(self, reader: Op) -> tuple[Tensor, ...]:
-        """Wait for it. Of an activation, what needs a gradient arrives as a leaf."""
+        """Wait for a message and return its tensors [...]. Activations that need a gradient are leaves."""
         channel = self._channel(reader)
         tensors = self._incoming[channel].wait(reader)
         if channel.result is OpKind.FORWARD:
@@ -115,7 +120,12 @@ class RankLinks:
         return tensors
 
     def send(self, reader: Op, tensors: tuple[Tensor, ...]) -> None:
-        """Post a message to the rank of an op."""
+        """Post a message to the rank of an op.
+
+        Args:
+            reader: op that reads the message.
+            tensors: tensors [...] of any shape.
+        """
         channel = self._channel(reader)
         if channel.result is OpKind.FORWARD:
             self._learn_gradients(reader, tensors)
@@ -126,7 +136,11 @@ class RankLinks:
         self._outgoing[self._channel(reader)].complete(reader)
 
     def over(self, reader: Op) -> Callable[[], bool] | None:
-        """What tells whether the transfer of a message is over, on the accelerator too; None if nothing can yet."""
+        """Return a function that tells whether the transfer of a message is over, on the accelerator too.
+
+        Returns:
+            The function; None if the transfer is not posted yet.
+        """
         channel = self._channel(reader)
         return (self._incoming if channel in self._incoming else self._outgoing)[channel].over(reader)
 

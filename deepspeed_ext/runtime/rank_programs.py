@@ -21,7 +21,7 @@ class RankPrograms:
     Args:
         schedule: order of the ops when training. One that was simulated before is not simulated again.
         rank: the pipeline rank.
-        shape: of the pipeline, for any number of micro-batches and token slices.
+        shape: shape of the pipeline, for any number of micro-batches and token slices.
         loading_ranks: ranks that read the data.
         settles: the first program of an extent lets no message travel under an op, since on an accelerator every rank
             then loads kernels, and may have to wait for its device (ADR 22). None where the accelerator runs behind
@@ -47,7 +47,12 @@ class RankPrograms:
         self._lowered: dict[tuple[bool, PipelineShape, bool], ProgramSchedule] = {}
 
     def shape(self, num_micro_batches: int, num_token_slices: int | None = None) -> PipelineShape:
-        """The pipeline, with so many micro-batches."""
+        """Return the shape of the pipeline for a number of micro-batches.
+
+        Args:
+            num_micro_batches: the number.
+            num_token_slices: token slices of a micro-batch; None for those of training.
+        """
         num_token_slices = num_token_slices or self._shape.num_token_slices
         return replace(self._shape, num_micro_batches=num_micro_batches, num_token_slices=num_token_slices)
 
@@ -56,7 +61,12 @@ class RankPrograms:
         return self._program(self.shape(num_micro_batches), training=True)
 
     def evaluation(self, num_micro_batches: int, num_token_slices: int | None = None) -> ProgramSchedule:
-        """Forwards alone."""
+        """Return the program of an evaluation, which has forwards only.
+
+        Args:
+            num_micro_batches: micro-batches of a batch.
+            num_token_slices: token slices of a micro-batch; None for those of training.
+        """
         return self._program(self.shape(num_micro_batches, num_token_slices), training=False)
 
     def ran(self, schedule: ProgramSchedule) -> None:

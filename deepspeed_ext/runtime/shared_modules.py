@@ -25,7 +25,7 @@ from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group
 
 
 class WeightSpec(NamedTuple):
-    """What ranks must agree on of a shared weight, and its name for messages."""
+    """Name, shape and type of a shared weight; ranks must agree on shape and type."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,18 +34,23 @@ class WeightSpec(NamedTuple):
 
     @classmethod
     def of(cls, name: str, weight: nn.Parameter) -> "WeightSpec":
-        """Describe a weight."""
+        """Describe a weight.
+
+        Args:
+            name: its name, for messages.
+            weight: a parameter of any shape.
+        """
         return cls(name, tuple(weight.shape), weight.dtype, weight.requires_grad)
 
     def __str__(self) -> str:
-        """For messages."""
+        """Text for messages."""
         frozen = "" if self.trained else " frozen"
         return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}{frozen}"
 
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What one rank says of one share.
+    """One share, as one rank declares it.
 
     Attributes:
         pipeline_ranks: the ranks that share.
@@ -96,7 +101,7 @@ class SharedModules:
             self._modules[-1] = dict(zip(latest, first.values(), strict=True))
 
     def declaration(self) -> Declaration:
-        """What this rank says of the share."""
+        """The share as this rank declares it."""
         return Declaration(self.pipeline_ranks, tuple(map(self._declared, self._modules)))
 
     def weights(self) -> list[nn.Parameter]:
@@ -136,7 +141,7 @@ def connect(
 
     Args:
         shares: in the same order on the ranks of each of them; other ranks may leave them out.
-        topology: of all ranks.
+        topology: coordinates of all ranks.
         rank: this rank.
         tied: weights of tied layers, which are shared already.
 
@@ -178,10 +183,10 @@ def _connected(share: SharedModules, source: int, rank: int, group: dist.Process
 
 
 def find_fault(by_rank: Sequence[Sequence[Declaration]]) -> str | None:
-    """What is wrong with the declarations of one pipeline, if anything.
+    """Return the first fault in the declarations of one pipeline; None if there is none.
 
     Args:
-        by_rank: declarations of each pipeline rank, in the order they were made.
+        by_rank: declarations of each pipeline rank, in the order in which they were made.
     """
     shares: dict[tuple[int, ...], list[dict[int, Declaration]]] = defaultdict(list)
     for rank, declarations in enumerate(by_rank):
@@ -223,7 +228,7 @@ def _fault_of(members: tuple[int, ...], declarations: Mapping[int, Declaration])
 
 
 def _differences(first: Sequence[WeightSpec], other: Sequence[WeightSpec]) -> tuple[str, str] | None:
-    """Where two lists of weights differ, in words; names may."""
+    """Differences of two lists of weights, in words; names may differ."""
     if len(first) != len(other):
         return f"{len(first)} ({', '.join(map(str, first))})", f"{len(other)} weights ({', '.join(map(str, other))})"
     for expected, found in zip(first, other, strict=True):

@@ -39,12 +39,22 @@ class TokenSliceTopology(ProcessTopology):
         """Name a rank without its token coordinate, which is always 0.
 
         DeepSpeed finds a checkpoint's layer files by the name `layer_00-model_00-...`; a token part would hide them.
+
+        Args:
+            rank: the rank.
+            omit_axes: axes that the name leaves out.
+            **separators: separators of DeepSpeed's names.
         """
         return super().get_rank_repr(rank, omit_axes=list(omit_axes), **separators)
 
 
 def layer_file(layer: int, tensor_parallel_rank: int = 0) -> str:
-    """File that DeepSpeed saves a pipeline layer's weights to, given the names of ranks above."""
+    """File that DeepSpeed saves a pipeline layer's weights to, given the names of ranks above.
+
+    Args:
+        layer: number of the layer.
+        tensor_parallel_rank: the rank among those that share the layer.
+    """
     return f"layer_{layer:02d}-model_{tensor_parallel_rank:02d}-model_states.pt"
 
 
@@ -52,9 +62,9 @@ class TokenSliceGrid(PipelineParallelGrid):
     """DeepSpeed's grid of ranks, whose groups are made axis by axis and not one by one.
 
     Args:
-        topology: of all ranks.
+        topology: coordinates of all ranks.
         process_group: as DeepSpeed passes it; unused there too.
-        tensor_parallel_group: of the ranks that share this rank's layers, if it is there already.
+        tensor_parallel_group: group of the ranks that share this rank's layers, if it is there already.
     """
 
     def __init__(
@@ -98,7 +108,7 @@ def token_slice_grid(tensor_parallel_group: dist.ProcessGroup | None) -> Iterato
     """Let DeepSpeed's `PipelineModule` make a `TokenSliceGrid`: it looks the class up in its own module.
 
     Args:
-        tensor_parallel_group: of the ranks that share this rank's layers, if it is there already.
+        tensor_parallel_group: group of the ranks that share this rank's layers, if it is there already.
     """
     original = deepspeed_module.PipelineParallelGrid
     deepspeed_module.PipelineParallelGrid = partial(TokenSliceGrid, tensor_parallel_group=tensor_parallel_group)
@@ -117,7 +127,7 @@ def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None)
 
     Args:
         groups: ranks of each group. A rank that is in none of them gets a group of its own.
-        timeout: how long an operation of the group may take; None for torch's default.
+        timeout: longest time that an operation of the group may take; None for torch's default.
     """
     rank, members = dist.get_rank(), {rank for ranks in groups for rank in ranks}
     groups = [list(ranks) for ranks in groups] + [

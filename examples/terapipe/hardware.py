@@ -86,7 +86,7 @@ class LaunchedLayers:
 
 
 def cluster_of(setting: Setting) -> Cluster:
-    """As many nodes as the setting fills."""
+    """Return a cluster of as many nodes as the setting fills."""
     known = machine("p3.16xlarge")
     number = -(-num_devices(setting) // known.num_devices)
     nodes = (
@@ -129,7 +129,7 @@ def workload_of(setting: Setting) -> Workload:
 
 
 def strategy_of(setting: Setting) -> Strategy:
-    """How the setting is spread; micro-batches are of one sequence, as in all schemes that the paper shows.
+    """Return the strategy of a setting; micro-batches have one sequence, as in all schemes of the paper.
 
     The authors' ranks run over tensor fastest, then pipe, then data: a pipeline is on as few nodes as can be.
     """

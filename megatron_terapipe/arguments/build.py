@@ -1,4 +1,4 @@
-"""From a command line, and the files and presets that it names, to the configuration."""
+"""Build the configuration from a command line, and from the files and presets that it names."""
 
 import sys
 from collections.abc import Mapping, Sequence

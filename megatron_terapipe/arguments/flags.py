@@ -1,4 +1,4 @@
-"""Every flag of the trainer, as the fields of the sections of `Config` describe it."""
+"""The flags of the trainer, as the fields of the sections of `Config` describe them."""
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
@@ -13,7 +13,7 @@ METAVARS = {int: "N", float: "X", str: "NAME"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """One flag, as its field describes it."""
+    """A flag, as its field describes it."""
 
     section: str
     """Field of `Config` that holds the section."""
@@ -58,7 +58,7 @@ class Flag:
 
 @cache
 def flags() -> tuple[Flag, ...]:
-    """Every flag, section by section."""
+    """Yield all flags, section by section."""
     return tuple(_flags())
 
 

@@ -1,4 +1,4 @@
-"""From words to values by field: `argparse`, told by the fields, with errors of ours."""
+"""Parse words into values of fields: `argparse`, set up from the fields, with errors of ours."""
 
 import argparse
 import re

@@ -1,8 +1,8 @@
-"""Which directory holds the checkpoint that is meant. Needs no torch: flags may ask."""
+"""The directory of a checkpoint. Needs no torch, so that flags can use it."""
 
 from pathlib import Path
 
-from megatron_terapipe.checkpoint.files import LATEST
+from megatron_terapipe.checkpoint.file_names import LATEST
 from megatron_terapipe.checkpoint.info import RUN_FILE
 from megatron_terapipe.errors import CheckpointError
 

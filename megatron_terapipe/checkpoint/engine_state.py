@@ -1,4 +1,4 @@
-"""Where DeepSpeed keeps weights and the state of the optimizer, in each of its ways to run one."""
+"""The places where DeepSpeed keeps weights and optimizer state, for each of its optimizers."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 
 
 class Destination(Protocol):
-    """Where an engine keeps weights and the state of its optimizer."""
+    """The place where an engine keeps weights and the state of its optimizer."""
 
     def elements(self, parameter: nn.Parameter) -> range:
         """Elements of a flattened parameter that this rank's optimizer works on."""
@@ -20,8 +20,8 @@ class Destination(Protocol):
 
         Args:
             parameter: the parameter.
-            weight: in its shape.
-            own: more exactly those elements that the optimizer works on, flat; None if `weight` is exact.
+            weight: [...], in the shape of the parameter.
+            own: [elements] that the optimizer works on, in higher precision; None if `weight` is exact.
         """
 
     def set_state(self, parameter: nn.Parameter, moments: Mapping[str, Tensor], step: float | None) -> None:
@@ -38,7 +38,7 @@ class Destination(Protocol):
 
 
 def destination_of(engine: TokenSlicePipelineEngine) -> Destination:
-    """Where an engine keeps weights and the state of its optimizer."""
+    """The place where an engine keeps weights and the state of its optimizer."""
     return _Partitions(engine.optimizer.optimizer) if is_partitioned(engine) else _Whole(engine.optimizer)
 
 

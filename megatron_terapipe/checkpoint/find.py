@@ -6,7 +6,7 @@ from zipfile import is_zipfile
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.directories import tagged_checkpoint
-from megatron_terapipe.checkpoint.files import BF16_PREFIX, LATEST, optimizer_files, state_file
+from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, LATEST, optimizer_files, state_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.errors import CheckpointError

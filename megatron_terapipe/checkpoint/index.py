@@ -1,4 +1,4 @@
-"""Which file holds which parameter's state of the optimizer: found by one rank, and told to all.
+"""The files that hold each parameter's optimizer state, which one rank finds for all.
 
 A checkpoint of many ranks has many files, and no name of a file says which parameters are in it: that depends on the
 stages, and on how DeepSpeed dealt a stage's parameters to the data-parallel ranks. `save` writes what the ranks know
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_terapipe.checkpoint.files import BF16_PREFIX, optimizer_files, state_file
+from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, optimizer_files, state_file
 from megatron_terapipe.checkpoint.find import check_files
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import ModelConfig
@@ -33,11 +33,11 @@ class Fragment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the state of a parameter lies; the same for each tensor-parallel rank's part of it.
+    """Place of a parameter's state; the same for each tensor-parallel rank's part of it.
 
     Attributes:
         stage: that saved it, the first of several.
-        fragments: of which it consists, one after the other; none where a rank saved it in one piece.
+        fragments: fragments of which it consists, one after the other; none where a rank saved it in one piece.
     """
 
     stage: int
@@ -49,7 +49,7 @@ class SavedRun:
     """Facts of a checkpoint that one rank reads for all.
 
     Attributes:
-        places: where the state of each parameter lies, by name; empty where weights alone are loaded.
+        places: places of the state of each parameter, by name; empty if only weights are loaded.
         prefix: prefix of the names of the optimizer's files.
         counters: values other than tensors that DeepSpeed saved of the run.
         loss_scaler: loss scaler of a run in fp16; None for other runs.
@@ -67,8 +67,8 @@ def saved_run(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weig
     The first rank alone touches files.
 
     Args:
-        directory: of the checkpoint.
-        info: what it says of its run.
+        directory: directory of the checkpoint.
+        info: facts of its run.
         model: the run's model section.
         weights_only: whether the state of the optimizer stays unread.
 
@@ -92,8 +92,8 @@ def write_index(directory: Path, places: Iterable[tuple[str, Place]]) -> None:
     """Write where the state of each parameter lies.
 
     Args:
-        directory: of the checkpoint.
-        places: by name what each rank saved, stage by stage and replica by replica.
+        directory: directory of the checkpoint.
+        places: parameters that each rank saved, by name, stage by stage and replica by replica.
     """
     (directory / INDEX_FILE).write_text(json.dumps(_joined(places)))
 

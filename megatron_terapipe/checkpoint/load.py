@@ -16,9 +16,9 @@ def load_checkpoint(
 
     Args:
         engine: a fresh engine.
-        directory: of the checkpoint.
-        info: what it says of its run.
-        saved: what the first rank read for all.
+        directory: directory of the checkpoint.
+        info: facts of its run.
+        saved: facts that the first rank read for all.
         config: the checkpoint section.
 
     Raises:

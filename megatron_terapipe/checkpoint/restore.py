@@ -29,9 +29,9 @@ def restore(
 
     Args:
         engine: a fresh engine.
-        directory: of the checkpoint.
-        info: what it says of its run.
-        saved: where the state of the optimizer lies.
+        directory: directory of the checkpoint.
+        info: facts of its run.
+        saved: places of the optimizer state.
         weights_only: leave the optimizer as it is.
 
     Raises:
@@ -68,7 +68,7 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """How a tensor that some tensor-parallel ranks saved is shared by others now.
+    """Mapping from the parts of a tensor that some tensor-parallel ranks saved to the part of this rank.
 
     Attributes:
         num_parts: ranks that saved it.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.engine_state import destination_of, is_partitioned
-from megatron_terapipe.checkpoint.files import LATEST
+from megatron_terapipe.checkpoint.file_names import LATEST
 from megatron_terapipe.checkpoint.index import PARAMETER_NAMES, Fragment, Place, write_index
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.config.checkpoint import checkpoint_tag
@@ -27,7 +27,7 @@ def save_checkpoint(
     Args:
         engine: the engine.
         save: directory of the checkpoints.
-        info: what to say of the run; without an optimizer, none is saved.
+        info: facts of the run; without an optimizer, none is saved.
         keep_last: checkpoints to keep, the newest; None for all.
 
     Returns:

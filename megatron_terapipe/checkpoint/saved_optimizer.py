@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_terapipe.checkpoint.files import optimizer_files, state_file
+from megatron_terapipe.checkpoint.file_names import optimizer_files, state_file
 from megatron_terapipe.checkpoint.index import PARAMETER_NAMES, SavedRun, load_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.errors import CheckpointError
@@ -39,9 +39,9 @@ class SavedOptimizer:
     """The state of an optimizer, read where it lies.
 
     Args:
-        directory: of the checkpoint.
-        info: what it says of its run.
-        saved: where each parameter's state is.
+        directory: directory of the checkpoint.
+        info: facts of its run.
+        saved: places of each parameter's state.
     """
 
     def __init__(self, directory: Path, info: CheckpointInfo, saved: SavedRun) -> None:
@@ -53,9 +53,9 @@ class SavedOptimizer:
         """State of some elements of a parameter, or of a tensor-parallel rank's part of it.
 
         Args:
-            name: of the parameter.
+            name: name of the parameter.
             tensor_parallel_rank: that saved the part.
-            elements: of the flattened part; at least one.
+            elements: elements of the flattened part; at least one.
 
         Raises:
             CheckpointError: if there is none.

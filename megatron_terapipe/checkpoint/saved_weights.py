@@ -15,7 +15,7 @@ class SavedWeights:
     """The weights of one checkpoint, a layer at a time.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         tensor_parallel_size: ranks that each layer was saved by.
     """
 
@@ -39,7 +39,7 @@ class SavedWeights:
             ) from None
 
     def weight(self, index: int, name: str, tensor_parallel_rank: int = 0) -> Tensor:
-        """Return one weight of a layer, of the shape in which one tensor-parallel rank saved it.
+        """Return one weight [...] of a layer, as one tensor-parallel rank saved it.
 
         Args:
             index: number of the layer.
@@ -56,7 +56,7 @@ class SavedWeights:
         return layer[name]
 
     def whole(self, index: int, layer: nn.Module) -> dict[str, Tensor]:
-        """Return the weights of a layer by name, each in its whole shape, put together from all tensor-parallel ranks.
+        """Return the whole weights [...] of a layer by name, put together from all tensor-parallel ranks.
 
         Args:
             index: number of the layer.
@@ -88,7 +88,7 @@ def cut_dimension(parameter: nn.Parameter) -> int | None:
 
 
 def reshare(part: Callable[[int], Tensor], num_parts: int, *, rank: int, size: int, cut: int | None) -> Tensor:
-    """Return a rank's part of a tensor that another number of ranks saved, of the shape that it has for `size` ranks.
+    """Return a rank's part [...] of a tensor that another number of ranks saved.
 
     Args:
         part: function from a rank to the tensor that it saved.

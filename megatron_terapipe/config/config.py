@@ -21,7 +21,7 @@ from megatron_terapipe.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Everything a run is told. Each part of the program is handed its section, never the whole.
+    """The whole configuration of a run. Each part of the program gets its section, never the whole.
 
     Raises:
         ConfigError: if two sections do not fit together.

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from megatron_terapipe.config.options import check_positive, option
 
+BUCKET_ELEMENTS = 50_000_000
+"""Elements of ZeRO's buckets: DeepSpeed's default of 5e8 sets 2 GB aside on every rank, even for a toy on a CPU."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedConfig:

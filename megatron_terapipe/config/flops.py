@@ -151,7 +151,7 @@ def logits_computed_again(num_logits: float, at_once: float = LOGITS_AT_ONCE) ->
     """Share of its logits that the backward of a micro-batch computes again; of numbers, or of arrays.
 
     Args:
-        num_logits: of the micro-batch, on one rank.
+        num_logits: logits of the micro-batch, on one rank.
         at_once: that may be alive.
     """
     over = num_logits - at_once

@@ -24,7 +24,7 @@ def parse_json(text: str, described: str) -> object:
 
     Args:
         text: the text.
-        described: where it stands, for the error.
+        described: its place, for the error.
 
     Raises:
         ConfigError: if it is not JSON, or has a key twice.

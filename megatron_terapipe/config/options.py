@@ -133,6 +133,10 @@ def check_choices(section: Any) -> None:
 def check_positive(section: Any, *names: str) -> None:
     """Check that fields, where set, are above zero and finite.
 
+    Args:
+        section: the section.
+        *names: names of the fields.
+
     Raises:
         ConfigError: if one is not.
     """
@@ -145,6 +149,10 @@ def check_positive(section: Any, *names: str) -> None:
 
 def check_not_negative(section: Any, *names: str) -> None:
     """Check that fields, where set, are zero or above and finite.
+
+    Args:
+        section: the section.
+        *names: names of the fields.
 
     Raises:
         ConfigError: if one is not.

@@ -1,1 +1,1 @@
-"""From text to micro-batches: tokenizers, Megatron's indexed datasets, samples, and the loader."""
+"""The path from text to micro-batches: tokenizers, Megatron's indexed datasets, samples, and the loader."""

@@ -1,4 +1,4 @@
-"""One micro-batch: what the model reads, what it must predict, and which predictions count."""
+"""A micro-batch: tokens, labels, and the mask of the labels that count."""
 
 from dataclasses import dataclass
 
@@ -58,7 +58,7 @@ class Batch:
         )
 
     def as_pipeline_batch(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return `(tokens, (labels, loss_mask))`: the first stage's input and the last stage's."""
+        """Return `(tokens, (labels, loss_mask))`, each [B, N]: inputs of the first and of the last stage."""
         return self.tokens, (self.labels, self.loss_mask)
 
 

@@ -23,11 +23,11 @@ class SampleDataset(Protocol):
 
 
 class BlendOrder(NamedTuple):
-    """In what order samples come from several datasets.
+    """The order in which samples come from several datasets.
 
     Attributes:
-        dataset_index: which dataset each sample comes from, int16 [samples].
-        dataset_sample_index: which of that dataset's samples it is, int64 [samples].
+        dataset_index: dataset of each sample, int16 [samples].
+        dataset_sample_index: number of the sample in its dataset, int64 [samples].
     """
 
     dataset_index: NDArray[np.int16]
@@ -35,7 +35,7 @@ class BlendOrder(NamedTuple):
 
 
 class UnreadSamples:
-    """So many samples, on a rank that reads none of them."""
+    """A number of samples, on a rank that reads none of them."""
 
     def __init__(self, num_samples: int) -> None:
         """Remember how many."""
@@ -54,8 +54,8 @@ class BlendedDataset:
     """Interleaves datasets so that at every moment each has given its share, to within a sample.
 
     Attributes:
-        dataset_index: which dataset each sample comes from, [samples].
-        dataset_sample_index: which of that dataset's samples it is, int64 [samples].
+        dataset_index: dataset of each sample, [samples].
+        dataset_sample_index: number of the sample in its dataset, int64 [samples].
     """
 
     def __init__(self, datasets: Sequence[SampleDataset], order: BlendOrder) -> None:
@@ -63,7 +63,7 @@ class BlendedDataset:
 
         Args:
             datasets: each has at least as many samples as its number occurs in the order.
-            order: of the samples.
+            order: order of the samples.
         """
         self.datasets = datasets
         self.dataset_index, self.dataset_sample_index = order
@@ -85,7 +85,7 @@ def interleave(weights: Sequence[float], num_samples: int, cache: IndexCache | N
 
     Args:
         weights: share of each dataset, positive, in any unit.
-        num_samples: how many to choose.
+        num_samples: number of samples to choose.
         cache: keeps the order; None keeps nothing.
 
     Raises:

@@ -59,8 +59,8 @@ def split_ranges(shares: Sequence[float], num_documents: int) -> tuple[range, ra
     """Divide documents into training, validation and test.
 
     Args:
-        shares: of each part; they sum to 1.
-        num_documents: how many to divide.
+        shares: shares of each part; they sum to 1.
+        num_documents: number of documents to divide.
 
     Returns:
         Three ranges that follow one another and cover all documents.
@@ -89,7 +89,7 @@ def build_datasets(
         data: the data section. Without weights each prefix has the share of its tokens; every prefix is split alike.
         seq_length: tokens the model sees per sample.
         num_samples: samples of training, validation and test; 0 builds none.
-        seed: of every shuffle.
+        seed: seed of every shuffle.
         reads: whether samples are read here; otherwise only their number is known.
 
     Raises:
@@ -112,7 +112,7 @@ def mock_datasets(*, seq_length: int, num_samples: tuple[int, int, int], vocab_s
         seq_length: tokens the model sees per sample.
         num_samples: samples of training, validation and test; 0 builds none.
         vocab_size: token ids are below it.
-        seed: of the draws.
+        seed: seed of the draws.
     """
     train, valid, test = (
         MockDataset(seq_length=seq_length, num_samples=wanted, vocab_size=vocab_size, seed=seed * 3 + part)

@@ -39,10 +39,10 @@ class GPTDataset:
 
         Args:
             indexed: the token ids; a document is one of its sequences, as Megatron takes it.
-            documents: which of them.
+            documents: numbers of the documents.
             seq_length: tokens the model sees per sample.
-            num_samples: how many samples; as many epochs as they need.
-            seed: of every shuffle, in [0, 2**32).
+            num_samples: number of samples; as many epochs as they need.
+            seed: seed of every shuffle, in [0, 2**32).
             cache: keeps the order; None keeps nothing.
 
         Raises:

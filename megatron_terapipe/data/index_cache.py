@@ -30,7 +30,7 @@ class IndexCache:
         """Name the directory, which need not be there.
 
         Args:
-            folder: where the files are; None keeps nothing.
+            folder: folder of the files; None keeps nothing.
             required: whether it is an error if the directory cannot be written; otherwise every process computes.
         """
         self._folder, self._required = folder, required
@@ -41,7 +41,7 @@ class IndexCache:
         return self._folder is not None
 
     def get(self, description: Mapping[str, object], compute: Callable[[], Arrays]) -> Arrays:
-        """Return the arrays that a description stands for, read only and mapped from disk where they are kept.
+        """Return the arrays [...] that a description stands for, read only, mapped from disk if they are kept.
 
         Args:
             description: all that decides the arrays, of types that JSON has.

@@ -218,7 +218,7 @@ class IndexedDataset:
         """Return a run of one sequence's ids, as a view of the file.
 
         Args:
-            sequence: which sequence.
+            sequence: number of the sequence.
             offset: first token of the run.
             length: tokens of the run; None for all that follow `offset`.
 

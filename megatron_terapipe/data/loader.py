@@ -51,8 +51,8 @@ class MicroBatchLoader(Iterator[Batch]):
         Args:
             dataset: samples in the order of training.
             micro_batch_size: samples per micro-batch and rank.
-            data_parallel_rank: which rank of them.
-            data_parallel_size: how many ranks share the samples.
+            data_parallel_rank: number of this rank among them.
+            data_parallel_size: number of ranks that share the samples.
             consumed_samples: samples that all ranks together have taken before, over all runs.
             num_workers: threads that prepare batches ahead; 0 prepares each when it is asked for.
             separating_eod: see `Batch.from_samples`.

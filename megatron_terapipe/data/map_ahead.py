@@ -18,9 +18,9 @@ def map_ahead(
     items may be endless and neither they nor the results pile up in memory.
 
     Args:
-        executor: what calls the function.
+        executor: executor that calls the function.
         function: called once per item.
-        items: what to work on; taken lazily.
+        items: items to work on; taken lazily.
         window: most items submitted and not yet yielded, at least 1.
 
     Raises:

@@ -54,13 +54,13 @@ class EncodedLines:
 
 @dataclass(frozen=True, kw_only=True)
 class LineEncoder:
-    """From lines to ids; a description that each process turns into its own tokenizer.
+    """Encoder of lines; a description that each process turns into its own tokenizer.
 
     Attributes:
         source: the input's name, for messages.
-        json_keys: which texts of each object are encoded.
+        json_keys: keys of the texts to encode in each object.
         append_eod: whether every document ends with the end-of-document id.
-        tokenizer: which tokenizer, and its files.
+        tokenizer: type and files of the tokenizer.
     """
 
     source: Path
@@ -126,7 +126,7 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
     left out.
 
     Args:
-        encoder: what to read and how to encode it.
+        encoder: keys to read, and tokenizer.
         output_prefix: files are named `PREFIX_KEY_document`.
         workers: processes that encode; 1 encodes in this one.
 

@@ -1,4 +1,4 @@
-"""In what order documents make up the stream of tokens, and in what order its samples are taken."""
+"""The order of documents in the stream of tokens, and the order in which its samples are taken."""
 
 import hashlib
 from dataclasses import dataclass
@@ -52,8 +52,8 @@ class SampleOrder:
             lengths: tokens of each of the documents, int32 [documents].
             documents: their numbers, one after the other.
             seq_length: tokens the model sees per sample.
-            epochs: how often each document comes.
-            seed: of every shuffle, in [0, 2**32).
+            epochs: number of times that each document comes.
+            seed: seed of every shuffle, in [0, 2**32).
             cache: keeps what is drawn.
 
         Raises:

@@ -23,7 +23,7 @@ class TextStream:
         """Begin after some tokens.
 
         Args:
-            tokenizer: of all of the tokens.
+            tokenizer: tokenizer of all of the tokens.
             before: tokens whose text is written already.
         """
         self._tokenizer = tokenizer

@@ -70,7 +70,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerSettings:
-    """Which tokenizer, and its files; what a checkpoint keeps of it."""
+    """Type and files of a tokenizer, as a checkpoint keeps them."""
 
     tokenizer_type: str = "byte"
     """A key of `TOKENIZER_FILES`."""

@@ -1,4 +1,4 @@
-"""From a checkpoint of ours to files of Hugging Face."""
+"""Export a checkpoint to files of Hugging Face."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def export_checkpoint(
     """Write a checkpoint as a model of Hugging Face.
 
     Args:
-        directory: of one checkpoint.
+        directory: directory of one checkpoint.
         output: directory to write to.
         dtype: type of the weights; None as they were saved.
         eod: id of the token that ends a document, if it is known.

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.huggingface.rules import Rule
+from megatron_terapipe.huggingface.weight_rules import WeightRule
 
 
 class Family(Protocol):
-    """One architecture of Hugging Face's library."""
+    """An architecture of Hugging Face's library."""
 
     name: str
     """What `model_type` calls it."""
@@ -28,8 +28,8 @@ class Family(Protocol):
             ConfigError: if it asks for what our models do not have.
         """
 
-    def rules(self, model: ModelConfig) -> Mapping[int, Sequence[Rule]]:
-        """How weights correspond, by our pipeline layer."""
+    def rules(self, model: ModelConfig) -> Mapping[int, Sequence[WeightRule]]:
+        """Rules of the weights, by our pipeline layer."""
 
     def is_ignored(self, tensor: str, model: ModelConfig) -> bool:
         """Whether a tensor of their file is no weight: a mask, or a copy of another one.
@@ -45,12 +45,12 @@ class Family(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """One thing that a model must be.
+    """A condition that a model must meet.
 
     Attributes:
         met: whether it is.
         flag: flag that decides it, and its value.
-        wanted: what the family has instead.
+        wanted: property of the family.
     """
 
     met: bool

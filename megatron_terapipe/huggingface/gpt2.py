@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.huggingface.family import Requirement, expect
-from megatron_terapipe.huggingface.rules import Heads, Rule, fused_attention, same, transposed, vocabulary
+from megatron_terapipe.huggingface.weight_rules import Heads, WeightRule, fused_attention, same, transposed, vocabulary
 from megatron_terapipe.model.gpt import LAYERS_BEFORE_BLOCKS
 
 _ACTIVATIONS = {"gelu": "gelu_new", "gelu-exact": "gelu", "relu": "relu"}
@@ -94,11 +94,11 @@ class GPT2:
             untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", True),
         )
 
-    def rules(self, model: ModelConfig) -> Mapping[int, Sequence[Rule]]:
-        """How weights correspond, by our pipeline layer."""
+    def rules(self, model: ModelConfig) -> Mapping[int, Sequence[WeightRule]]:
+        """Rules of the weights, by our pipeline layer."""
         words, rows = model.vocab_size or 0, model.padded_vocab_size()
         last = LAYERS_BEFORE_BLOCKS + model.num_layers
-        layers: dict[int, Sequence[Rule]] = {
+        layers: dict[int, Sequence[WeightRule]] = {
             0: [vocabulary("weight", f"{PREFIX}wte.weight", words=words, rows=rows)],
             1: [same("weight", f"{PREFIX}wpe.weight")],
             last: [same(kind, f"{PREFIX}ln_f.{kind}") for kind in ("weight", "bias")],

@@ -1,4 +1,4 @@
-"""From files of Hugging Face to a checkpoint of ours."""
+"""Import files of Hugging Face as a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,9 +17,9 @@ from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.huggingface.families import family_named
 from megatron_terapipe.huggingface.family import Family
-from megatron_terapipe.huggingface.rules import Rule
 from megatron_terapipe.huggingface.tokenizer_files import import_tokenizer
 from megatron_terapipe.huggingface.weight_files import DTYPES, SavedTensors
+from megatron_terapipe.huggingface.weight_rules import WeightRule
 from megatron_terapipe.inference.whole_model import WholeModel
 
 
@@ -82,7 +82,7 @@ def _check_names(family: Family, model: ModelConfig, spelled: Mapping[str, str],
         )
 
 
-def _joined(rule: Rule, tensors: list[Tensor], expected: torch.Size) -> Tensor:
+def _joined(rule: WeightRule, tensors: list[Tensor], expected: torch.Size) -> Tensor:
     try:
         weight = rule.join(tensors)
         fits = weight.shape == expected

@@ -6,7 +6,7 @@ from typing import Any
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.family import Requirement, expect
-from megatron_terapipe.huggingface.rules import Heads, Rule, attention, same, stacked, vocabulary
+from megatron_terapipe.huggingface.weight_rules import Heads, WeightRule, attention, same, stacked, vocabulary
 from megatron_terapipe.model.gpt import LAYERS_BEFORE_BLOCKS
 
 PREFIX = "model."
@@ -89,11 +89,11 @@ class Llama:
             untie_embeddings_and_output_weights=not settings.get("tie_word_embeddings", False),
         )
 
-    def rules(self, model: ModelConfig) -> Mapping[int, Sequence[Rule]]:
-        """How weights correspond, by our pipeline layer."""
+    def rules(self, model: ModelConfig) -> Mapping[int, Sequence[WeightRule]]:
+        """Rules of the weights, by our pipeline layer."""
         words, rows = model.vocab_size or 0, model.padded_vocab_size()
         last = LAYERS_BEFORE_BLOCKS + model.num_layers
-        layers: dict[int, Sequence[Rule]] = {
+        layers: dict[int, Sequence[WeightRule]] = {
             0: [vocabulary("weight", f"{PREFIX}embed_tokens.weight", words=words, rows=rows)],
             1: [],
             last: [same("weight", f"{PREFIX}norm.weight")],
@@ -119,7 +119,7 @@ class Llama:
         return tensor if tensor.startswith((PREFIX, "lm_head.")) else PREFIX + tensor
 
 
-def _block(model: ModelConfig, block: str) -> list[Rule]:
+def _block(model: ModelConfig, block: str) -> list[WeightRule]:
     heads = Heads(model.num_key_value_heads, model.num_attention_heads // model.num_key_value_heads, model.kv_channels)
     kinds = ("weight",) if model.disable_bias_linear else ("weight", "bias")
     rules = [

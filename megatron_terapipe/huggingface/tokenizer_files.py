@@ -1,4 +1,4 @@
-"""Which files a tokenizer has there, and what our settings call it."""
+"""Files of a tokenizer in Hugging Face's format, and its name in our settings."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ def export_tokenizer(settings: Mapping[str, str | None], output: Path) -> list[s
     """Copy the files of a tokenizer under the names they have there.
 
     Args:
-        settings: what a checkpoint says of its tokenizer.
+        settings: tokenizer settings of the checkpoint.
         output: directory to copy to.
 
     Returns:
@@ -42,7 +42,7 @@ def import_tokenizer(directory: Path, output: Path) -> dict[str, str | None]:
     """Copy the files of the tokenizer of a directory.
 
     Args:
-        directory: of a model there.
+        directory: directory of a model there.
         output: directory to copy to, made if there is something to copy.
 
     Returns:

@@ -84,7 +84,7 @@ def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], *, sha
 
     Args:
         directory: directory to write to.
-        tensors: names, and tensors of any shape.
+        tensors: names, and tensors [...] of any shape.
         shard_bytes: bytes of tensors after which a new file is begun.
     """
     shards: list[list[str]] = []

@@ -38,7 +38,7 @@ def generate(
         temperature: divides the logits; 0 takes the likeliest token always.
         top_k: draw from the k likeliest tokens; 0 from all.
         top_p: draw from the likeliest tokens whose chances, at this temperature, add up to this.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         ConfigError: if prompt and new tokens are more than `max_positions`, or there is no prompt.

@@ -71,7 +71,7 @@ class WholeModel(nn.Module):
         """Load the weights of a checkpoint, whatever ranks it was saved by.
 
         Args:
-            directory: of one checkpoint, such as `CHECKPOINTS/global_step100`.
+            directory: directory of one checkpoint, such as `CHECKPOINTS/global_step100`.
             tensor_parallel_size: ranks that shared each layer when it was saved.
 
         Raises:

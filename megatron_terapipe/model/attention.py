@@ -116,8 +116,8 @@ class SelfAttention(nn.Module):
         """Attend: [B, n, hidden] of the tokens this rank has between the matrices in, the same out.
 
         Args:
-            hidden: of this layer, or of the norm before.
-            past: what came before these tokens.
+            hidden: input of this layer, or of the norm before.
+            past: the tokens before.
             recomputed: the norm before, if its output is computed again in the backward instead of kept.
         """
         groups = self.query_key_value(hidden, recomputed).unflatten(-1, (-1, self.heads_of_group + 2, self.head_size))

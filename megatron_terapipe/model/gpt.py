@@ -61,7 +61,7 @@ def gpt_loss(logits: Logits, labels: tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy of the tokens that bear loss; 0 if none does.
 
     Args:
-        logits: what the last layer returns.
+        logits: output of the last layer.
         labels: token ids [B, N] and the loss mask [B, N].
     """
     targets, loss_mask = labels

@@ -1,4 +1,4 @@
-"""How weights start: each element by its place in the whole weight, so that a rank draws its part alone (ADR 26)."""
+"""Initial weights: each element depends on its position in the whole weight, so a rank draws only its part (ADR 26)."""
 
 from functools import partial
 from math import sqrt
@@ -54,7 +54,7 @@ def _numbers(starts: Tensor, length: int, key: int, *, aligned: bool) -> Tensor:
     Args:
         starts: int64.
         length: numbers of each.
-        key: of the numbers.
+        key: key of the numbers.
         aligned: whether all starts are as far from the beginning of a block.
     """
     num_blocks = length // BLOCK + 2  # one more for the rest, one because the start may lie within a block

@@ -31,10 +31,10 @@ class MLP(nn.Module):
         )
 
     def forward(self, hidden: Tensor, recomputed: nn.Module | None = None) -> Tensor:
-        """[B, n, hidden] of the tokens this rank has between the matrices in, the same out.
+        """Return the output [B, n, hidden] for the tokens that this rank has between the matrices.
 
         Args:
-            hidden: of this layer, or of the norm before.
+            hidden: input of this layer, or of the norm before.
             recomputed: the norm before, if its output is computed again in the backward instead of kept; so is then
                 that of the activation.
         """

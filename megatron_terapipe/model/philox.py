@@ -27,10 +27,10 @@ _ROUNDS = 10
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four random words for each counter, each in [0, 2**32).
+    """Four random words for each counter, each in [0, 2**32): int64 [...].
 
     Args:
-        counter: its words, each in [0, 2**32), int64 of any one shape.
+        counter: four words of each counter, each in [0, 2**32): int64 [...].
         key: in [0, 2**64).
     """
     # A product of two words has 64 bits. It may turn an int64 negative, but its bits are right.

@@ -14,7 +14,7 @@ class RotaryTable:
 
     Args:
         channels: channels R of each head that turn, the first ones.
-        base: of the wavelengths.
+        base: base of the wavelengths.
         length: positions 0 .. length that the table has from the start.
     """
 

@@ -10,7 +10,7 @@ from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.conversion import Conversion, Effect
 from megatron_terapipe.neox.convert import convert
-from megatron_terapipe.neox.files import read_settings
+from megatron_terapipe.neox.settings_files import read_settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -97,7 +97,12 @@ class Conversion:
         return {name: inner for name, inner in value.items() if inner is not None}
 
     def flag(self, name: str, *values: object) -> None:
-        """Put a flag into the command; without a value, or with one or more."""
+        """Add a flag to the command.
+
+        Args:
+            name: the flag.
+            *values: its values; none for a switch.
+        """
         self.flags.append((name, *map(str, values)))
 
     def note(self, key: str, effect: Effect, reason: str) -> None:

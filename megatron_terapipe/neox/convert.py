@@ -1,4 +1,4 @@
-"""From NeoX's settings to a command."""
+"""Convert NeoX's settings to a command."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def convert(settings: Mapping[str, Any], world_size: int | None = None) -> Conve
     """Convert settings.
 
     Args:
-        settings: of NeoX, by key with underscores.
+        settings: settings of NeoX, by key with underscores.
         world_size: processes of the run; None = not known.
 
     Raises:

@@ -59,7 +59,7 @@ def op_costs(config: Config, token_slices: TokenSlices | None = None) -> OpCosts
 
     Args:
         config: the configuration.
-        token_slices: how sequences are cut; None as the configuration says.
+        token_slices: lengths of the token slices; None for those of the configuration.
     """
     bounds = list((token_slices or config.token_slices()).bounds())
     kinds = zip(*stage_terms(config), strict=True)

@@ -55,7 +55,7 @@ def check_schedule(
         schedule: order of the ops.
         config: the configuration.
         micro_batches: numbers of micro-batches of a step.
-        hardware_queues: of the accelerator; None for as many as there are streams.
+        hardware_queues: hardware queues of the accelerator; None for as many as there are streams.
 
     Raises:
         ConfigError: if it is for another pipeline, or would leave ranks waiting for each other.

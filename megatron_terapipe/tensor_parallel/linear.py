@@ -36,10 +36,10 @@ class ColumnParallelLinear(nn.Module):
         self.bias = ranks.parameter(*outputs, cut=cut, initialize=None) if bias else None
 
     def forward(self, inputs: Tensor, recomputed: nn.Module | None = None) -> Tensor:
-        """[B, n, in] of the tokens this rank has between the matrices in, [B, N, out / size] of all tokens out.
+        """Return the output [B, N, out / size] of all tokens for the inputs [B, n, in] of this rank's tokens.
 
         Args:
-            inputs: of this layer, or of the one before.
+            inputs: input of this layer, or of the one before.
             recomputed: the layer before, whose output is then computed again in the backward instead of kept.
         """
         return products.linear(
@@ -78,10 +78,10 @@ class RowParallelLinear(nn.Module):
         self.bias = ranks.replicated(torch.zeros(out_features)) if bias else None
 
     def forward(self, inputs: Tensor, recomputed: nn.Module | None = None) -> Tensor:
-        """[B, N, in / size] of all tokens in, [B, n, out] of the tokens this rank has between the matrices out.
+        """Return the output [B, n, out] of this rank's tokens for the inputs [B, N, in / size] of all tokens.
 
         Args:
-            inputs: of this layer, or of the one before.
+            inputs: input of this layer, or of the one before.
             recomputed: the layer before, whose output is then computed again in the backward instead of kept.
         """
         # One rank alone adds the bias inside the product; of several, each would.

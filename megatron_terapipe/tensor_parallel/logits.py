@@ -28,7 +28,7 @@ class LiveLogits:
     """The logits of one output layer that are alive, held to a limit.
 
     Args:
-        limit: how many.
+        limit: largest number of them.
     """
 
     def __init__(self, limit: int) -> None:

@@ -74,9 +74,9 @@ def linear(
     Args:
         inputs: [..., in]; [B, n, in] of this rank's tokens where `ranks` are sequence-parallel.
         weight: [..., in], a matrix once its first dimensions are taken together.
-        bias: of the weight's shape without its last dimension.
+        bias: bias of the weight's shape without its last dimension.
         ranks: that hold the other rows of the weight and need the gradient of the same inputs; None for none.
-        before: what the inputs go through first, computed again in the backward instead of kept.
+        before: function applied to the inputs first; it is recomputed in the backward.
         parameters_before: its parameters.
 
     Returns:

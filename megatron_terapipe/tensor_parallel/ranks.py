@@ -13,10 +13,10 @@ Pending = Callable[[], Tensor]
 
 
 class WeightPart(NamedTuple):
-    """Which part of a weight a rank holds.
+    """The part of a weight that a rank holds.
 
     Attributes:
-        shape: of the whole weight.
+        shape: shape of the whole weight.
         cut: dimension that ranks share.
         start: first index of the part in that dimension.
     """
@@ -42,7 +42,7 @@ class TensorParallelRanks:
 
     Attributes:
         rank: this one's place among them.
-        size: how many.
+        size: number of these ranks.
         group: their process group; None for one alone.
         sequence_parallel: between the matrices, each has its part of the tokens.
     """
@@ -58,10 +58,10 @@ class TensorParallelRanks:
         """This rank's part of a weight, whose values are the same for any number of ranks.
 
         Args:
-            shape: of the whole weight.
+            shape: shape of the whole weight.
             cut: dimension that ranks share.
             initialize: fills the part in place; None leaves it at 0.
-            device: where it lives; None for torch's default.
+            device: its device; None for torch's default.
         """
         assert shape[cut] % self.size == 0, "the configuration lets ranks share only what they can share evenly"
         length = shape[cut] // self.size
@@ -75,7 +75,7 @@ class TensorParallelRanks:
         return parameter
 
     def replicated(self, weight: Tensor) -> nn.Parameter:
-        """Return a parameter of the shape of `weight` that every rank holds whole and applies to its own tokens."""
+        """Return a parameter [...] that every rank holds whole and applies to its own tokens."""
         parameter = nn.Parameter(weight)
         parameter.sequence_parallel = self.sequence_parallel
         return parameter

@@ -1,1 +1,1 @@
-"""How the model is trained: learning rate, DeepSpeed settings, and the loop around the engine."""
+"""Training of the model: learning rate, DeepSpeed settings, and the loop around the engine."""

@@ -6,10 +6,8 @@ from typing import Any
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.config import Config, DeepSpeedConfig, OptimizerConfig, PrecisionConfig
+from megatron_terapipe.config.deepspeed import BUCKET_ELEMENTS
 from megatron_terapipe.training.deepspeed_file import read_deepspeed_file
-
-BUCKET_ELEMENTS = 50_000_000
-"""Elements of ZeRO's buckets: DeepSpeed's default of 5e8 sets 2 GB aside on every rank, even for a toy on a CPU."""
 
 NEVER = 10**9
 """Steps between lines of DeepSpeed's own log. It divides by this number, so it cannot be left out."""
@@ -22,7 +20,7 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
 
     Args:
         config: the whole configuration, because its flags decide over settings of every kind.
-        layout: how the run is laid out over ranks.
+        layout: the parallel axes over the ranks.
 
     Raises:
         ConfigError: if the batch cannot be dealt to the ranks, the file cannot be read, or it contradicts a flag.

@@ -84,7 +84,7 @@ BUILDERS = ("torch_adam", "fused", "foreach")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fault:
-    """One thing that is wrong with a file."""
+    """A fault of a file."""
 
     text: str
     by_flag: bool = False
@@ -96,7 +96,7 @@ def read_deepspeed_file(path: str, decided: Mapping[str, Any], optimizer: Mappin
     Args:
         path: the file.
         decided: settings that flags and the engine decide; the file may repeat them, not change them.
-        optimizer: what the file may say of the optimizer, which DeepSpeed is not to build: its type and its params.
+        optimizer: type and params of the optimizer that the file may repeat; DeepSpeed does not build it.
 
     Returns:
         The settings that are left to hand to DeepSpeed.

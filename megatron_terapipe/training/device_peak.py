@@ -10,7 +10,7 @@ def peak_tflops(device_name: str, dtype: str) -> float | None:
     """Dense peak of a device in TFLOP/s, by its data sheet; None if the device is not known.
 
     Args:
-        device_name: as the driver prints it, such as `NVIDIA A100-SXM4-80GB`.
+        device_name: name that the driver prints, such as `NVIDIA A100-SXM4-80GB`.
         dtype: `fp32`, `fp16` or `bf16`. In fp32 it depends on how torch multiplies, so it is not known.
     """
     device = device_in(device_name)

@@ -26,8 +26,8 @@ class Evaluation:
         """Report the mean loss over the same samples every time, so that evaluations compare.
 
         Args:
-            progress: of the training so far.
-            part: which data; where there is none, nothing happens.
+            progress: progress of the training so far.
+            part: part of the data; if there is none, nothing happens.
         """
         datasets = self._run.datasets
         dataset = datasets.valid if part == "validation" else datasets.test

@@ -1,4 +1,4 @@
-"""When a run ends before its last iteration."""
+"""Conditions under which a run ends before its last iteration."""
 
 import signal
 import time
@@ -18,7 +18,7 @@ NEVER: Callable[[], bool] = lambda: False  # noqa: E731
 
 
 class ExitReason(Enum):
-    """Why a run ends; the value says it in the log."""
+    """Reason for the end of a run, in the words of the log."""
 
     SIGNAL = "a SIGTERM came"
     DURATION = "--exit-duration-in-mins have passed"

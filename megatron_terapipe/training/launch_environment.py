@@ -1,4 +1,4 @@
-"""Who this process is, as its launcher says: deepspeed, torchrun, mpirun or srun."""
+"""Rank and size of this process, as its launcher gives them: deepspeed, torchrun, mpirun or srun."""
 
 import os
 from collections.abc import Mapping, MutableMapping
@@ -44,7 +44,7 @@ class LaunchEnvironment:
 
         Args:
             environment: variables.
-            local_rank: what `--local_rank` said, for launchers that pass it as a flag.
+            local_rank: value of `--local_rank`, for launchers that pass it as a flag.
             without_launcher: processes where no launcher set any: this one alone, or those that a dry run assumes.
 
         Raises:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationMetrics:
-    """One training iteration. The names are those of the metrics file."""
+    """Numbers of a training iteration. The names are those of the metrics file."""
 
     iteration: int
     consumed_samples: int
@@ -37,13 +37,13 @@ class IterationMetrics:
         return self.grad_norm is None
 
     def as_json(self) -> dict[str, Any]:
-        """For the metrics file."""
+        """Return the object of the metrics file."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationMetrics:
-    """One evaluation."""
+    """Numbers of an evaluation."""
 
     iteration: int
     consumed_samples: int
@@ -56,5 +56,5 @@ class EvaluationMetrics:
         return exp(min(20.0, self.lm_loss))
 
     def as_json(self) -> dict[str, Any]:
-        """For the metrics file, in which training's samples are not told again."""
+        """Return the object of the metrics file, without the samples of training."""
         return {"iteration": self.iteration, f"{self.part}_lm_loss": self.lm_loss}

@@ -35,7 +35,7 @@ def build_optimizer(
 
     Args:
         config: the optimizer section.
-        named_parameters: of this rank's stage.
+        named_parameters: parameters by name of this rank's stage.
     """
     decaying, others = [], []
     for name, parameter in named_parameters:

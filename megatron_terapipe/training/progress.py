@@ -1,4 +1,4 @@
-"""How far a run has come."""
+"""The progress of a run."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, Self

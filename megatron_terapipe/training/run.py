@@ -34,13 +34,13 @@ from megatron_terapipe.training.reporting.curves import check_packages
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything a run needs that takes no other rank to know.
+    """A prepared run: all of it that a rank knows without the others.
 
     Attributes:
         config: the configuration, its vocabulary size known.
         launch: this process among all.
         layout: the parallel axes over the ranks.
-        tokenizer: of the data.
+        tokenizer: tokenizer of the data.
         datasets: the samples of training, validation and test.
         deepspeed_settings: the configuration of DeepSpeed.
         checkpoint: directory and contents of the checkpoint to go on from, if there is one.

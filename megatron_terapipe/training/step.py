@@ -1,4 +1,4 @@
-"""One iteration: what is set before it, and what is measured of it."""
+"""An iteration: the settings before it, and its measurements."""
 
 import resource
 import time

@@ -1,4 +1,4 @@
-"""How fast an iteration was: tokens, FLOP/s, and the share of what the devices can do."""
+"""Speed of an iteration: tokens, FLOP/s, and the share of the devices' peak."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Throughput:
     """Throughput of one iteration.
 
     Attributes:
-        tokens_per_second: of all ranks together.
+        tokens_per_second: tokens per second of all ranks together.
         tflops_per_device: model FLOPs, so that recomputation does not look like speed.
         mfu: model FLOPs utilization in [0, 1]; None if the peak is unknown.
     """
@@ -31,7 +31,7 @@ class Throughput:
             num_sequences: global batch size.
             seconds: time of the iteration.
             world_size: number of devices.
-            peak_tflops: what one of them can do, TFLOP/s.
+            peak_tflops: peak of one device, in TFLOP/s.
         """
         tflops = iteration_flops(model, num_sequences) / seconds / world_size / 1e12
         return cls(

@@ -57,7 +57,7 @@ LAYERS = (
         (
             "megatron_terapipe.checkpoint",
             "megatron_terapipe.checkpoint.info",
-            "megatron_terapipe.checkpoint.files",
+            "megatron_terapipe.checkpoint.file_names",
             "megatron_terapipe.checkpoint.directories",
         ),
         (*PLAN, *CONFIG),

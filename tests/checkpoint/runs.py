@@ -14,8 +14,8 @@ from megatron_terapipe.checkpoint.save import save_checkpoint
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.data.dataset_splits import DatasetSplits
 from megatron_terapipe.data.tokenizer import ByteTokenizer
+from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
-from megatron_terapipe.training.engine import build_engine
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.run import Run
 

@@ -20,7 +20,7 @@ from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint import index
-from megatron_terapipe.checkpoint.files import optimizer_files
+from megatron_terapipe.checkpoint.file_names import optimizer_files
 from megatron_terapipe.checkpoint.index import Fragment, Place, SavedRun, saved_run
 from megatron_terapipe.checkpoint.restore import restore
 from megatron_terapipe.errors import CheckpointError

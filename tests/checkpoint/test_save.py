@@ -12,7 +12,7 @@ from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.checkpoint.save import save_checkpoint
 from megatron_terapipe.errors import CheckpointError
-from megatron_terapipe.training.engine import build_engine
+from megatron_terapipe.training.build_engine import build_engine
 from tests.checkpoint.runs import Way, info_of, run_of
 from tests.distributed import run_distributed
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepspeed_ext.runtime.engine import _METHODS
-from megatron_terapipe.training.engine import build_engine, process_group
+from megatron_terapipe.training.build_engine import build_engine, process_group
 from tests.training.gpt_runs import Setup, batches, run_of
 
 CUT = "--num-token-slices 3 --token-slices 9,15,8"

@@ -13,8 +13,8 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.convert import main
 from megatron_terapipe.huggingface.export import export_checkpoint
 from megatron_terapipe.huggingface.importing import import_model
-from megatron_terapipe.huggingface.rules import Heads, attention, fused_attention, stacked, vocabulary
 from megatron_terapipe.huggingface.weight_files import SavedTensors, write_tensors
+from megatron_terapipe.huggingface.weight_rules import Heads, attention, fused_attention, stacked, vocabulary
 from megatron_terapipe.inference.whole_model import WholeModel
 from tests.huggingface.models import MODELS, save, whole_model
 

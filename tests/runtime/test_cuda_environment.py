@@ -14,7 +14,7 @@ from deepspeed_ext.runtime.cuda_environment import (
     prepare_cuda_environment,
     will_use_cuda,
 )
-from megatron_terapipe.training.engine import compare_environments
+from megatron_terapipe.training.build_engine import compare_environments
 from tests.distributed import run_distributed
 
 OURS = {variable.name: variable.value for variable in VARIABLES}

@@ -14,7 +14,7 @@ from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.data.dataset_splits import DatasetSplits
 from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.planning.pipeline_plan import with_found_token_slices
-from megatron_terapipe.training import engine as trainer_engine
+from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.run import Run

@@ -23,7 +23,7 @@ from deepspeed_ext.runtime.attention_kernels import CudaFlash, CudaFlashOfRuns
 from deepspeed_ext.runtime.engine import _METHODS
 from deepspeed_ext.runtime.sequence import sequence_state
 from megatron_terapipe.data.batch import Batch
-from megatron_terapipe.training.engine import build_engine
+from megatron_terapipe.training.build_engine import build_engine
 from tests.distributed import run_distributed
 from tests.training.gpt_runs import Setup, batches, run_of
 

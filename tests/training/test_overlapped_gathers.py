@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_ext.runtime.gradients import parameter_gathers
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
-from megatron_terapipe.training import engine as trainer_engine
+from megatron_terapipe.training import build_engine as trainer_engine
 from tests.distributed import run_distributed
 from tests.training.gpt_runs import Setup, batches, run_of
 from tests.training.test_gpt_equivalence import BF16, FULL, PP2, UNEVEN, ZERO

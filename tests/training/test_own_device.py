@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.engine import own_device
+from megatron_terapipe.training.build_engine import own_device
 
 
 def test_of_all_devices_of_a_host_each_rank_takes_its_own() -> None:

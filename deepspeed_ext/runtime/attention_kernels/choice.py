@@ -1,4 +1,4 @@
-"""Which kernel computes attention, by device, dtype and head size."""
+"""Choice of the attention kernel, by device, dtype and head size."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,12 @@ def kernel_for(query: Tensor, capability: Callable[[torch.device], Capability] =
 def kernel_of_runs_for(
     query: Tensor, capability: Callable[[torch.device], Capability] = capability_of
 ) -> CudaFlashOfRuns | None:
-    """The kernel that attends within many runs of tokens in one call; None where there is none, as on CPUs."""
+    """Return the kernel that attends within many runs of tokens in one call; None if there is none, as on CPUs.
+
+    Args:
+        query: [B, N, H, D], for its device, dtype and head size.
+        capability: gives the compute capability of a device.
+    """
     if query.device.type == "cuda" and flash_takes(query.dtype, query.shape[-1], capability(query.device)):
         return CudaFlashOfRuns()
     return None

@@ -16,7 +16,7 @@ class CpuFlash:
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-        """Attend to the diagonal, then to the prefix if there is one."""
+        """Attend to the diagonal, then to the prefix if there is one, as in `AttentionKernel`."""
         prefix_len = key.shape[1] - query.shape[1]
         diagonal = self._part(query, key[:, prefix_len:], value[:, prefix_len:], scale, causal=True)
         if not prefix_len:
@@ -30,7 +30,7 @@ class CpuFlash:
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
-        """Gradients of both parts; the prefix and the diagonal share the queries."""
+        """Return the gradients of diagonal and prefix, which share the queries, as in `AttentionKernel`."""
         prefix_len = key.shape[1] - query.shape[1]
 
         def part(start: int, end: int, *, causal: bool) -> list[Tensor]:

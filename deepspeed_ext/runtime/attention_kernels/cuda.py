@@ -35,7 +35,13 @@ def capability_of(device: torch.device) -> Capability:
 
 
 def flash_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> bool:
-    """Whether flash attention computes forward and backward of such heads."""
+    """Whether flash attention computes forward and backward for such heads.
+
+    Args:
+        dtype: type of queries, keys and values.
+        head_size: elements of a head.
+        capability: compute capability of the device.
+    """
     # On these, the backward of these sizes wants more shared memory than there is.
     small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     too_large = 192 < head_size <= 224 if small else False
@@ -44,7 +50,13 @@ def flash_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> b
 
 
 def memory_efficient_takes(dtype: torch.dtype, head_size: int, capability: Capability) -> bool:
-    """Whether the memory-efficient kernel computes such heads."""
+    """Whether the memory-efficient kernel computes forward and backward for such heads.
+
+    Args:
+        dtype: type of queries, keys and values.
+        head_size: elements of a head.
+        capability: compute capability of the device.
+    """
     oldest = {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)}
     # Rows of 16 bytes are what tensor cores load at once.
     return dtype in oldest and capability >= oldest[dtype] and head_size * dtype.itemsize % 16 == 0
@@ -54,7 +66,7 @@ class CudaFlash:
     """Flash attention: one call, since its causal mask is aligned to the bottom right."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-        """Attend."""
+        """Return output and log-sum-exp, as in `AttentionKernel`."""
         output, log_sum_exp, *_ = _aten._flash_attention_forward(
             query, key, value, None, None, query.shape[1], key.shape[1], 0.0, True, False, scale=scale
         )
@@ -63,7 +75,7 @@ class CudaFlash:
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
-        """Gradients."""
+        """Return the gradients, as in `AttentionKernel`."""
         # Without dropout no state of a random generator is read: any tensor stands for it.
         no_random_state = attended.log_sum_exp
         return Gradients.cut(
@@ -88,7 +100,7 @@ class CudaFlash:
 
 
 class Runs(NamedTuple):
-    """Where runs of queries and of keys begin that see nothing of each other, in one row.
+    """Bounds of the runs of queries and of keys in one row; runs do not attend to each other.
 
     Attributes:
         queries: int32 [runs + 1], the first 0, the last the number of queries.
@@ -110,7 +122,15 @@ class CudaFlashOfRuns:
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
-        """Attend: output [N, H, D] and log-sum-exp."""
+        """Return the output [N, H, D] and its log-sum-exp [H, N].
+
+        Args:
+            query: [N, H, D].
+            key: [E, G, D].
+            value: [E, G, D].
+            runs: bounds of the runs.
+            scale: factor of the scores.
+        """
         output, log_sum_exp, *_ = _aten._flash_attention_forward(
             query, key, value, *runs, 0.0, True, False, scale=scale
         )
@@ -127,7 +147,18 @@ class CudaFlashOfRuns:
         runs: Runs,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values."""
+        """Return the gradients of queries [N, H, D], keys and values [E, G, D].
+
+        Args:
+            output_gradient: [N, H, D].
+            query: [N, H, D].
+            key: [E, G, D].
+            value: [E, G, D].
+            output: [N, H, D].
+            log_sum_exp: [H, N].
+            runs: bounds of the runs.
+            scale: factor of the scores.
+        """
         return _aten._flash_attention_backward(
             output_gradient,
             query,
@@ -152,7 +183,7 @@ class MemoryEfficient:
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-        """Attend."""
+        """Return output and log-sum-exp, as in `AttentionKernel`."""
         repeats = query.shape[2] // key.shape[2]
         output, log_sum_exp, *_ = _aten._efficient_attention_forward(
             query,
@@ -174,7 +205,7 @@ class MemoryEfficient:
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
-        """Gradients."""
+        """Return the gradients, as in `AttentionKernel`."""
         groups = key.shape[2]
         repeats = query.shape[2] // groups
         no_random_state = attended.log_sum_exp

@@ -23,12 +23,12 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward of a token slice's attention finds, in tensors that nobody else holds.
+    """Gradients of a token slice's attention, in tensors that nobody else holds.
 
     Attributes:
         query: [B, N, H, D].
-        own: of the token slice's own keys and values, each [B, N, G, D]; not yet complete.
-        prefix: of the last keys and values before it, each [B, P, G, D]; those of all before these P are 0.
+        own: gradients of the token slice's own keys and values, each [B, N, G, D]; not yet complete.
+        prefix: gradients of the last keys and values before it, each [B, P, G, D]; those of earlier ones are 0.
     """
 
     query: Tensor
@@ -37,18 +37,40 @@ class Gradients(NamedTuple):
 
     @classmethod
     def cut(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":
-        """From gradients of the last P + N keys and values: views."""
+        """Split gradients of the last P + N keys and values into those of the prefix and of the token slice: views.
+
+        Args:
+            query: [B, N, H, D].
+            key: [B, P + N, G, D].
+            value: [B, P + N, G, D].
+        """
         prefix_len = key.shape[1] - query.shape[1]
         return cls(query, (key[:, prefix_len:], value[:, prefix_len:]), (key[:, :prefix_len], value[:, :prefix_len]))
 
 
 class AttentionKernel(Protocol):
-    """Forward and backward of attention, without autograd."""
+    """Forward and backward of attention, without autograd; shapes as at the top of this file."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-        """Attend."""
+        """Return the output [B, N, H, D] and its log-sum-exp [B, H, N].
+
+        Args:
+            query: [B, N, H, D].
+            key: [B, E, G, D].
+            value: [B, E, G, D].
+            scale: factor of the scores.
+        """
 
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
-        """Gradients of queries, keys and values from that of the output."""
+        """Return the gradients of queries, keys and values.
+
+        Args:
+            output_gradient: [B, N, H, D].
+            query: [B, N, H, D].
+            key: [B, E, G, D].
+            value: [B, E, G, D].
+            attended: output and log-sum-exp of the forward.
+            scale: factor of the scores.
+        """

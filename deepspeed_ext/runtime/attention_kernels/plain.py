@@ -15,8 +15,8 @@ class AttentionDropout:
     """Dropout on the probabilities of attention.
 
     Attributes:
-        probability: of zero, above 0.
-        place: of the queries.
+        probability: probability of zero, above 0.
+        place: place of the queries.
         first_head: number of the first query head, where a rank holds some of them.
         first_key: position of the first key.
     """
@@ -27,7 +27,14 @@ class AttentionDropout:
     first_key: int = 0
 
     def numbers(self, length: int, num_heads: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
-        """Random int32 [B, H, N] of queries by head and [E] of keys, which make the mask, and the probability."""
+        """Random int32 [B, H, N] of queries by head and [E] of keys, which make the mask, and the probability.
+
+        Args:
+            length: N.
+            num_heads: H.
+            num_keys: E.
+            device: device of the numbers.
+        """
         rows = head_rows(self.place.rows(length, device), self.first_head, num_heads)
         return rows, self.place.columns(self.first_key, num_keys, device), self.probability
 
@@ -45,7 +52,7 @@ class PlainAttention:
         self._dropout = dropout
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-        """Attend."""
+        """Return output and log-sum-exp, as in `AttentionKernel`."""
         groups, at_least_fp32 = key.shape[2], torch.promote_types(query.dtype, torch.float32)
         scores = self._scores(
             _by_group(query, groups, at_least_fp32), _by_group(key, groups, at_least_fp32), query, key
@@ -57,7 +64,7 @@ class PlainAttention:
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
-        """Gradients, from weights recomputed."""
+        """Return the gradients, from weights computed again, as in `AttentionKernel`."""
         groups, at_least_fp32 = key.shape[2], torch.promote_types(query.dtype, torch.float32)
         queries, keys, values, of_output = (
             _by_group(each, groups, at_least_fp32) for each in (query, key, value, output_gradient)
@@ -145,7 +152,7 @@ def _backward(
 
     Args:
         scores: [B, G, R, N, E].
-        scale: of the scores.
+        scale: factor of the scores.
         log_sum_exp: [B, G, R, N].
         of_weights: gradients of the dropped weights.
         row: sums over each row of weights times their gradients.

@@ -17,13 +17,13 @@ from deepspeed_ext.plan.slicing import TokenSlices
 
 @dataclass(frozen=True, slots=True)
 class TokenSliceBatch:
-    """What one token slice of a micro-batch reads.
+    """Data of one token slice of a micro-batch.
 
     Attributes:
-        inputs: tensor or tuple of tensors for the first layer, or a dict of what layers take by name.
-        labels: second argument of the loss function, or a dict of what it takes by name.
+        inputs: tensor or tuple of tensors for the first layer, or a dict of tensors that layers take by name.
+        labels: second argument of the loss function, or a dict of tensors that it takes by name.
         loss_weight: this token slice's share of the micro-batch's loss; the shares of a micro-batch sum to 1. Best a
-            number, which no device has to be sent.
+            number, which need not be sent to a device.
     """
 
     inputs: Any
@@ -36,10 +36,14 @@ SplitBatch = Callable[[Any, TokenSlices], list[TokenSliceBatch]]
 
 
 def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSliceBatch]:
-    """Cut `(inputs, labels)`, each a tensor or a tuple or dict of tensors, whose second dimension is the sequence.
+    """Split a micro-batch of tensors whose second dimension is the sequence into token slices.
 
     Tensors without a sequence dimension go to every token slice whole. The loss function returns the mean over the
-    tokens it sees, so a token slice weighs as much as it has tokens.
+    tokens it sees, so the weight of a token slice is its share of the tokens.
+
+    Args:
+        batch: `(inputs, labels)`, each a tensor [B, N, ...], or a tuple or dict of tensors.
+        token_slices: lengths of the token slices.
 
     Raises:
         UserError: if the batch is no pair; or if the first tensor of the inputs or of the labels (any, of a dict) has
@@ -107,7 +111,12 @@ def _cut(tensors: Any, seq_length: int, start: int, end: int) -> Any:
 
 
 def to_device(tensors: Any, device: torch.device) -> Any:
-    """Move a tensor, or a tuple or dict of such, where a stage computes. The host does not wait for the copies."""
+    """Move a tensor, or a tuple or dict of tensors, to a device. The host does not wait for the copies.
+
+    Args:
+        tensors: tensors of any shape.
+        device: the device.
+    """
     return _map(lambda entry: _moved(entry, device) if torch.is_tensor(entry) else entry, tensors)
 
 
@@ -129,8 +138,8 @@ def parts_on_device(
     a time.
 
     Args:
-        parts: of each token slice.
-        device: where the stages compute.
+        parts: data of each token slice.
+        device: device of the stages.
         seq_length: tokens of the whole sequence.
         inputs: whether inputs are read here.
         labels: whether labels and weights of the loss are read here.
@@ -170,8 +179,8 @@ def join_token_slices(parts: Sequence[Any], token_slices: TokenSlices) -> Any:
     """Put together what the token slices of a micro-batch gave: the opposite of the cut.
 
     Args:
-        parts: of each token slice: a tensor, or a tuple or dict of such.
-        token_slices: how the sequence is cut.
+        parts: data of each token slice: a tensor, or a tuple or dict of such.
+        token_slices: lengths of the token slices.
 
     Returns:
         The same form. Tensors with a sequence dimension are concatenated along it; what all token slices have in

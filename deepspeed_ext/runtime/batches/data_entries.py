@@ -15,7 +15,7 @@ class DataEntries:
     default, but that must be `declared`: such arguments are often no entries, and their ranks read no data then.
 
     Args:
-        layers: of the whole model, first to last.
+        layers: layers of the whole model, first to last.
         stages: numbers of the layers of each stage.
         loss_fn: the loss function, if there is one.
         declared: names of all entries, when known beforehand; None to find them in the first batch.
@@ -53,11 +53,21 @@ class DataEntries:
         return next((each.owner for each in asking if each.required or each.taken(declared)), None)
 
     def given(self, layer: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Entries that a layer takes, by the names of its arguments."""
+        """Entries that a layer takes, by the names of its arguments.
+
+        Args:
+            layer: number of the layer.
+            entries: all entries, by name.
+        """
         return {name: entries[name] for name in self._layers[layer].taken(entries)}
 
     def given_to_stage(self, stage: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Entries that any layer of a stage takes; no other need be moved to its device."""
+        """Entries that any layer of a stage takes; no other needs to be moved to its device.
+
+        Args:
+            stage: number of the stage.
+            entries: all entries, by name.
+        """
         taken = {name for number in self._stages[stage] for name in self._layers[number].taken(entries)}
         if stage == 0:
             taken.add(self.first)

@@ -1,4 +1,4 @@
-"""What the layers of a model ask for by the names of their forwards' arguments."""
+"""Inputs that the layers of a model ask for by the names of their forwards' arguments."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -19,7 +19,7 @@ class ForwardArguments:
     """Arguments of a forward beside its first, which is the output of the layer before, and the past.
 
     Attributes:
-        owner: what has the forward, as errors name it.
+        owner: owner of the forward, as errors name it.
         first: name of the first argument; None if it has none.
         required: arguments that must be given.
         optional: arguments with a default.
@@ -41,7 +41,7 @@ class ForwardArguments:
         """Read a function's arguments.
 
         Args:
-            owner: as errors name it.
+            owner: owner of the forward, as errors name it.
             function: the forward.
             bound: arguments before the first that somebody else gives, such as `self`.
         """
@@ -68,7 +68,7 @@ class ForwardArguments:
         """Read those of a layer, built or not: every rank can read those of all layers.
 
         Args:
-            number: of the layer, from 0.
+            number: number of the layer, from 0.
             layer: a `LayerSpec`, a `TiedLayerSpec`, a module or a function.
         """
         if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
@@ -80,7 +80,7 @@ class ForwardArguments:
         return cls.of(f"layer {number} ({_name(layer)})", layer)
 
     def taken(self, names: Collection[str]) -> tuple[str, ...]:
-        """Those of some names that can be given by name: not the first argument, and not the past."""
+        """Names that can be given by name: not the first argument, and not the past."""
         if self.takes_all:
             return tuple(name for name in names if name not in (self.first, PAST))
         return tuple(name for name in names if name in self.required or name in self.optional)

@@ -1,4 +1,4 @@
-"""What a rank holds of the batch in progress: micro-batches, what they remember, buffers, losses."""
+"""State of the batch in progress on a rank: micro-batches, their sequence states, buffers, losses."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ class Buffer:
     """Tensors of one live token slice of a stage.
 
     Attributes:
-        inputs: what the stage before gave, until their gradients are taken; empty on the first stage.
-        outputs: what goes to the stage after, until it is sent or passed on.
-        roots: where backward starts: the loss on the last stage, else the outputs that need gradients, as edges of the
+        inputs: inputs from the previous stage, until their gradients are taken; empty on the first stage.
+        outputs: outputs for the next stage, until they are sent or passed on.
+        roots: starts of the backward: the loss on the last stage, else the outputs that need gradients, as edges of the
             graph, so that the tensors themselves can go once they are sent.
         deferred_wgrads: products of weights that the backward deferred, first to last.
     """
@@ -34,7 +34,7 @@ class Buffer:
     deferred_wgrads: list[Product] = field(default_factory=list)
 
     def take_gradients(self) -> tuple[Tensor, ...]:
-        """Gradients of the inputs. Both leave the buffer: weight gradients may be far off, and need neither."""
+        """Gradients of the inputs [...]. Both leave the buffer, since weight gradients may come much later."""
         inputs, self.inputs = self.inputs, ()
         return tuple(
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -44,14 +44,14 @@ class Buffer:
 
 
 class LiveBatch:
-    """One batch on one rank.
+    """State of a batch on one rank.
 
     Attributes:
         parts: per micro-batch, what its token slices read; on the ranks that load.
         documents: per micro-batch, where its documents begin, when the module asks.
         states: per stage and micro-batch, what token slices leave to others.
-        buffers: by the number that the program gives them.
-        passed: by the op that reads it, what one stage of this rank gave another.
+        buffers: buffers by their number in the program.
+        passed: results that one stage of this rank passed to another, by the op that reads them.
         losses: per micro-batch, the weighted losses of its token slices so far; where the last stage is.
         outputs: per micro-batch, the last layer's outputs of its token slices, where they are asked for.
         labels: per micro-batch, the labels of its token slices, where they are asked for.
@@ -68,7 +68,12 @@ class LiveBatch:
         self.labels: dict[int, list[Any]] = defaultdict(list)
 
     def add_loss(self, micro_batch: int, loss: Tensor) -> None:
-        """Add a token slice's share to the loss of its micro-batch."""
+        """Add a token slice's share to the loss of its micro-batch.
+
+        Args:
+            micro_batch: number of the micro-batch.
+            loss: the share, a scalar.
+        """
         earlier = self.losses.get(micro_batch)
         self.losses[micro_batch] = loss.detach() if earlier is None else earlier + loss.detach()
 

@@ -26,7 +26,7 @@ class AccumulatedGradient:
 
     Args:
         total: the sum so far, of the weight's shape; added to in place.
-        dtype: of what is multiplied.
+        dtype: type of the factors.
     """
 
     def __init__(self, total: Tensor, dtype: torch.dtype) -> None:

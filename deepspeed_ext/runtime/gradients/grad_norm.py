@@ -17,7 +17,7 @@ def global_grad_norm(
     DeepSpeed's own norm for fp32 without ZeRO counts the first stage alone.
 
     Args:
-        parameters: of this rank.
+        parameters: parameters of this rank.
         group: all ranks of one replica of the model.
         tensor_parallel_rank: this rank's place on the tensor axis.
 
@@ -44,9 +44,14 @@ def global_grad_norm(
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients whose norm, that of the whole model, is above `max_norm` down to it.
+    """Scale gradients down if the norm of the whole model is above `max_norm`.
 
-    The host does not look at the norm: gradients within it are multiplied by 1.
+    The host does not read the norm: gradients within the limit are multiplied by 1.
+
+    Args:
+        parameters: parameters whose gradients [...] are scaled in place.
+        norm: norm of all gradients of the model: [].
+        max_norm: the limit.
     """
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:

@@ -69,7 +69,7 @@ class GradientReductions:
 
     Args:
         layers: by stage, its layers from first to last: each with its place among this rank's and its parameters.
-        gradients: where they lie.
+        gradients: places of the gradients.
         apart: parameters whose gradients are summed over other ranks first: they are reduced last.
         bucket_bytes: see `BUCKET_BYTES`.
     """
@@ -102,12 +102,12 @@ class GradientReductions:
         self._reduced = set()
 
     def entering(self, op: Op, defer: Callable[[Callable[[], None]], bool]) -> Entering | None:
-        """What the forward of an op tells of the layers that it enters; None if its backward completes no stage.
+        """Return the function that the forward of an op calls for each layer; None if its backward completes no stage.
 
         Args:
             op: the forward.
-            defer: takes what is to be done with the weight gradients of this backward, if these come later; else
-                says no.
+            defer: takes a function to call with the weight gradients of this backward, and returns whether they are
+                deferred.
         """
         stage = self._completing.get(op[1:])
         if stage is None:
@@ -219,7 +219,7 @@ class GradientReductions:
 
 
 def adjacent(parts: Iterable[Part]) -> Iterator[Part]:
-    """The same parts, those together that lie one behind the other in memory and are for the same rank."""
+    """Yield the same parts, where parts that are adjacent in memory and have the same owner are joined."""
     for ordered in _by_storage(parts):
         run, *others = ordered
         for part in others:

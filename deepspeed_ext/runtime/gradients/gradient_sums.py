@@ -35,10 +35,13 @@ def sum_over_sharing_ranks(weights_and_groups: Iterable[tuple[nn.Parameter, dist
 
 
 def sum_over_tensor_parallel_ranks(module: nn.Module, grid: Any) -> None:
-    """Sum the gradients of weights that every tensor-parallel rank holds whole, but applied to its part of the tokens.
+    """Sum the gradients of weights that every tensor-parallel rank holds whole, but applies to its part of the tokens.
 
-    Such a weight says so by an attribute `sequence_parallel`, as Megatron's do: norms, and the biases behind a
-    reduction.
+    Such a weight has an attribute `sequence_parallel`, as Megatron's do: norms, and the biases after a reduction.
+
+    Args:
+        module: layers of this rank.
+        grid: process groups of this rank.
     """
     weights = _applied_to_own_tokens(module, grid)
     if weights:
@@ -66,12 +69,12 @@ def _applied_to_own_tokens(module: nn.Module, grid: Any) -> list[nn.Parameter]:
 
 
 def sum_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Sum tensors in place over the ranks of a group, in few messages.
+    """Sum tensors [...] in place over the ranks of a group, in few messages.
 
     Args:
-        tensors: of the same shapes and dtypes, in the same order, on every rank.
+        tensors: tensors of the same shapes and dtypes, in the same order, on every rank.
         group: the ranks.
-        bucket_bytes: the most that one message copies together; a larger tensor travels alone and is not copied.
+        bucket_bytes: largest size of a message that copies tensors together; larger tensors are not copied.
     """
     for bucket in buckets(tensors, bucket_bytes):
         if len(bucket) == 1 and bucket[0].is_contiguous():
@@ -84,7 +87,12 @@ def sum_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, bucke
 
 
 def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Group tensors by dtype, in their order, so that no group but that of one tensor is larger than a bucket."""
+    """Group tensors by dtype, in their order, so that no group of several tensors is larger than a bucket.
+
+    Args:
+        tensors: tensors of any shape [...].
+        bucket_bytes: largest size of a group, in bytes.
+    """
     by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_dtype[tensor.dtype].append(tensor)
@@ -101,7 +109,7 @@ def buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tenso
 
 
 def accumulated_gradient(weight: nn.Parameter) -> Tensor:
-    """Where the gradient of a weight adds up; zeros on a rank that found none, so that every rank can join in."""
+    """Tensor [...] in which the gradient of a weight is summed; zeros on a rank without a gradient."""
     for attribute in ("_hp_grad", "grad_accum", "grad"):
         if getattr(weight, attribute, None) is not None:
             return getattr(weight, attribute)

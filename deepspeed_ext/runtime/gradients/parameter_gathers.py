@@ -55,7 +55,7 @@ class ParameterGathers:
     """The gathers of one rank.
 
     Args:
-        optimizer: of DeepSpeed, one that deals partitions.
+        optimizer: optimizer of DeepSpeed, one that deals partitions.
         layers: parameters of each layer, by its place among this rank's.
         others: parameters that no layer holds.
     """
@@ -84,7 +84,12 @@ class ParameterGathers:
         return bool(self._pieces)
 
     def entering(self, layer: int, _: Any) -> None:
-        """Wait for the weights of a layer that is about to run."""
+        """Wait for the weights of a layer that is about to run.
+
+        Args:
+            layer: number of the layer.
+            _: inputs of the layer, which are not read.
+        """
         if self._pieces:
             self._wait([*self._layers[layer], *self._others])
 

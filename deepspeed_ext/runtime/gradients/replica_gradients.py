@@ -1,4 +1,4 @@
-"""Where DeepSpeed's optimizers want the sums of gradients over the replicas, and who needs which part of them.
+"""The places where DeepSpeed's optimizers read the sums of gradients over the replicas, and the ranks that need them.
 
 - Of torch's own optimizer, which is that of fp32 without ZeRO, every replica needs all of `parameter.grad`.
 - `BF16_Optimizer` has a flat buffer of gradients for each group of parameters. Every replica needs all of it, though it
@@ -45,7 +45,7 @@ class ReplicaGradients(Protocol):
 
     @property
     def communication_type(self) -> torch.dtype:
-        """As the settings say."""
+        """Type of the messages, by the settings."""
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
         """Bring what the backward that runs now has left of some parameters to where their gradients add up."""
@@ -54,10 +54,10 @@ class ReplicaGradients(Protocol):
         """The gradient of a parameter; zeros if it has none, so that every replica can join in."""
 
     def scale_before(self, values: Tensor) -> None:
-        """Scale what is about to be summed, in place."""
+        """Scale gradients [elements] that are about to be summed, in place."""
 
     def scale_after(self, values: Tensor) -> None:
-        """Scale a sum, in place."""
+        """Scale a sum [elements], in place."""
 
     def finish(self) -> None:
         """Tell the optimizer that all sums are there."""
@@ -97,7 +97,7 @@ class _Whole:
 
     @property
     def communication_type(self) -> torch.dtype:
-        """As the settings say."""
+        """Type of the messages, by the settings."""
         return self._engine.communication_data_type
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -118,7 +118,7 @@ class _Whole:
             values.mul_(self._after)
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing; nothing is left to do."""
 
 
 class _Bf16(_Whole):
@@ -161,7 +161,7 @@ class _Partitioned:
 
     @property
     def communication_type(self) -> torch.dtype:
-        """As the settings say."""
+        """Type of the messages, by the settings."""
         return self._optimizer.communication_data_type
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:

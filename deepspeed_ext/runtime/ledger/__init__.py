@@ -1,1 +1,1 @@
-"""What a rank has done of its program, and why it stands still."""
+"""The progress of a rank through its program, and the reason why it stands still."""

@@ -1,4 +1,4 @@
-"""What a rank has done of its program, is doing, and waits for: kept as it runs, to be read when it does not.
+"""The ledger of a rank: what it has done of its program, what it does and what it waits for, to be read when it stops.
 
 An accelerator runs behind the host, which enqueues a wait and goes on. So there the ledger keeps what the host said
 until the accelerator has come to the same place in its queue:
@@ -55,7 +55,12 @@ class OpLedger:
         self._lock = Lock()
 
     def begin(self, batch: str, program: Sequence[Instruction]) -> None:
-        """Start on a batch."""
+        """Start on a batch.
+
+        Args:
+            batch: name of the batch.
+            program: instructions of this rank.
+        """
         self._say(_State(batch, program, 0, None), self._mark)
 
     def done(self) -> None:
@@ -78,11 +83,11 @@ class OpLedger:
         self._say(self._said._replace(waits_for=None), self._mark if over is None else lambda: over)
 
     def position(self) -> Position:
-        """Where the rank is now."""
+        """Current position of the rank."""
         return self._now()[0]
 
     def _now(self) -> tuple[Position, Sequence[Instruction]]:
-        """Where the rank is, and the program that it is in."""
+        """Current position of the rank, and its program."""
         with self._lock:
             self._catch_up()
             (batch, program, done, waits_for), since = self._reached, self._since
@@ -118,7 +123,7 @@ class OpLedger:
 
         Args:
             directory: made where it is missing.
-            line: which rank is behind.
+            line: text that names the rank behind.
 
         Returns:
             The file.
@@ -147,7 +152,7 @@ class OpLedger:
 
 
 def accelerator_mark() -> Mark | None:
-    """How to mark places in the queue of this host's accelerator."""
+    """Function that marks a place in the queue of this host's accelerator."""
     accelerator = get_accelerator()
     if accelerator.is_synchronized_device():
         return None

@@ -1,4 +1,4 @@
-"""Why a pipeline stands still: how far each rank is, what it waits for, and which rank all others wait for."""
+"""Explanation of a stalled pipeline: the position of each rank, its wait, and the rank that all others wait for."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """How far a rank is in the program of a batch.
+    """Position of a rank in the program of a batch.
 
     Attributes:
         rank: global rank.
@@ -28,7 +28,7 @@ class Position:
     seconds: float
 
     def __str__(self) -> str:
-        """One line, for people."""
+        """Line for a reader."""
         if not self.doing:
             return f"rank {self.rank} is between batches since {self.seconds:.0f} s ({self.batch})"
         waits = "" if self.waits_for is None else f", waiting for rank {self.waits_for}"
@@ -46,7 +46,7 @@ def explain(positions: Mapping[int, Position | None], stuck: int) -> str:
     """Say in one line which rank is behind, starting from one that waits.
 
     Args:
-        positions: of the ranks that could be asked, by global rank; None for one that gave no answer.
+        positions: positions of the ranks that could be asked, by global rank; None for one that gave no answer.
         stuck: a rank that waits.
     """
     chain = [stuck]
@@ -72,7 +72,7 @@ def explain_alone(position: Position) -> str:
     """Say in one line what a rank knows that waits, and cannot ask the others.
 
     Args:
-        position: of the rank.
+        position: position of the rank.
     """
     asked = "nobody could be asked, since the store at which the ranks met, which rank 0 keeps, does not answer"
     if position.waits_for == 0:

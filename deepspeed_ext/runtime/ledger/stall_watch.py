@@ -39,13 +39,13 @@ class StallWatch:
     """The threads that look after one rank.
 
     Args:
-        ledger: of this rank.
+        ledger: ledger of this rank.
         rank: this rank.
         peers: ranks of its pipeline, itself included.
-        name: of the pipeline, the same on its ranks and no other's: under it they ask and answer.
+        name: name of the pipeline, the same on its ranks and no other's: under it they ask and answer.
         store: that all ranks share.
-        timeout: how long a transfer may take.
-        directory: where ledgers are written.
+        timeout: longest time that a transfer may take.
+        directory: directory of the ledgers.
         say: prints a line.
     """
 
@@ -128,7 +128,7 @@ class StallWatch:
         self._store.set(self._answer_of(self._rank), json.dumps(position.to_fields()))
 
     def _answers(self) -> dict[int, Position | None]:
-        """Where all ranks of the pipeline are, after the time in which a living one answers."""
+        """Positions of all ranks of the pipeline, after the time in which a living rank answers."""
         self._ended.wait(_ANSWERS * self._interval_s)
         return {rank: self._read(rank) for rank in self._peers}
 

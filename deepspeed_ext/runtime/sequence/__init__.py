@@ -1,1 +1,1 @@
-"""What layers keep of a sequence from one token slice to the next: keys and values, documents, dropout by place."""
+"""State of layers between the token slices of a sequence: keys and values, documents, dropout by place."""

@@ -35,9 +35,14 @@ class KeyValueState:
         self._pending_grads: tuple[Tensor, Tensor] | None = None
 
     def write(self, key: Tensor, value: Tensor, start: int) -> None:
-        """Store the keys and values [B, N, G, D] of tokens start .. start + N.
+        """Store the keys and values of the tokens start .. start + N.
 
         Writing the same tokens again changes nothing, so recomputing a forward is safe.
+
+        Args:
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+            start: number of the first token in the sequence.
         """
         if self._keys is None or self._values is None:
             shape = (key.shape[0], self.seq_length, *key.shape[2:])
@@ -47,7 +52,7 @@ class KeyValueState:
         self._end = max(self._end, start + key.shape[1])
 
     def read(self, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the tokens 0 .. end: views, never copies."""
+        """Keys and values of the tokens 0 .. end, each [B, end, G, D]: views, never copies."""
         assert self._keys is not None and self._values is not None, "read before any write"
         return self._keys[:, :end], self._values[:, :end]
 
@@ -55,7 +60,7 @@ class KeyValueState:
         """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
 
         Args:
-            gradients: what its attention's backward found.
+            gradients: gradients that the backward of its attention found.
             start: tokens before it.
 
         Returns:
@@ -90,7 +95,19 @@ class TokenSliceAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, state: KeyValueState, start: int, scale: float, kernel: AttentionKernel):  # noqa: D102
+    def forward(ctx, query, key, value, state: KeyValueState, start: int, scale: float, kernel: AttentionKernel):
+        """Return the output [B, N, H, D].
+
+        Args:
+            ctx: torch's.
+            query: [B, N, H, D].
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+            state: keys and values of the sequence.
+            start: tokens before the token slice.
+            scale: factor of the scores.
+            kernel: computes attention on the device.
+        """
         # A query cut from a fused projection would keep the keys and values beside it alive: copy it out.
         query = query.contiguous()
         state.write(key, value, start)

@@ -16,7 +16,7 @@ from deepspeed_ext.runtime.batches.batch import to_device
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Where documents begin in the rows of a micro-batch.
+    """Starts of the documents in the rows of a micro-batch.
 
     Attributes:
         starts: for each row, the positions at which a document begins, ascending; the first is 0.
@@ -33,7 +33,12 @@ class Documents:
     seen_from: Mapping[int, tuple["SeenKeys", ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def on(self, device: torch.device, token_slices: TokenSlices) -> "Documents":
-        """The same documents; what token slices need of them is computed and moved to a device, for all at once."""
+        """Return these documents with everything that token slices need of them computed and moved to a device at once.
+
+        Args:
+            device: the device.
+            token_slices: lengths of the token slices.
+        """
         whole, seen_from = self.whole, self.seen_from
         if self.positions_restart:
             whole = to_device(self.positions(0, token_slices.seq_length), device)
@@ -42,7 +47,12 @@ class Documents:
         return replace(self, whole=whole, seen_from=seen_from)
 
     def positions(self, start: int, length: int) -> Tensor:
-        """Positions [B, N] of the tokens start .. start + N in their documents."""
+        """Positions [B, N] of the tokens start .. start + N in their documents.
+
+        Args:
+            start: first token.
+            length: N.
+        """
         if self.whole is not None:
             return self.whole[:, start : start + length]
         tokens = torch.arange(start, start + length)
@@ -53,17 +63,17 @@ class Documents:
         return torch.stack(rows)
 
     def seen(self, start: int, end: int, device: torch.device) -> tuple["SeenKeys", ...]:
-        """What the tokens start .. end of each row see: their documents, as far as these have come.
+        """Keys that the tokens start .. end of each row attend to: those of their documents so far.
 
         Args:
             start: first token of a token slice.
-            end: where it ends.
-            device: that attends.
+            end: token behind its last one.
+            device: device that attends.
         """
         return self.seen_from.get(start) or self._seen([(start, end)], device)[start]
 
     def _seen(self, bounds: Iterable[tuple[int, int]], device: torch.device) -> Mapping[int, tuple["SeenKeys", ...]]:
-        """What `seen` gives, by the first token of each token slice."""
+        """Return the result of `seen` for each token slice, by its first token."""
         cumulative = [[_cumulative(row, start, end) for row in self.starts] for start, end in bounds]
         flat = [ends for rows in cumulative for row in rows for ends in (row.queries, row.keys)]
         numbers = torch.tensor([each for ends in flat for each in ends], dtype=torch.int32)
@@ -78,7 +88,7 @@ class Documents:
 
 
 class _Cumulative(NamedTuple):
-    """Where documents begin in a token slice from `start` and in the keys from `first_key`, and where both end."""
+    """Starts of documents in a token slice from `start` and in the keys from `first_key`, and the ends of both."""
 
     start: int
     first_key: int
@@ -94,7 +104,7 @@ def _cumulative(starts: Sequence[int], start: int, end: int) -> _Cumulative:
 
 
 class SeenKeys(NamedTuple):
-    """Which keys the tokens of a token slice see, in one row.
+    """Keys that the tokens of a token slice attend to, in one row.
 
         keys        [ document 0 | document 1         | document 2 ]      of the row, up to the end of the token slice
         queries                       [ 1 1 1 1 1 1 1 1 2 2 2 2 2 2 ]     this token slice
@@ -118,14 +128,14 @@ class DocumentsAtOnce:
 
     Args:
         kernel: attends within runs of tokens.
-        seen: what the tokens of each row see.
+        seen: keys that the tokens of each row attend to.
     """
 
     def __init__(self, kernel: CudaFlashOfRuns, seen: Sequence[SeenKeys]) -> None:
         self._kernel, self._seen = kernel, seen
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-        """Attend, row by row."""
+        """Attend row by row, as in `AttentionKernel`."""
         rows = [
             self._kernel.forward(query[row], key[row, seen.first_key :], value[row, seen.first_key :], seen.runs, scale)
             for row, seen in enumerate(self._seen)
@@ -135,7 +145,10 @@ class DocumentsAtOnce:
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
-        """Gradients, row by row; keys that no query of a row sees get 0, or none if no row sees them."""
+        """Return the gradients, row by row, as in `AttentionKernel`.
+
+        Keys that no query of a row sees get 0, or none if no row sees them.
+        """
         first_key = min(seen.first_key for seen in self._seen)
         rows = []
         for row, (first, runs) in enumerate(self._seen):
@@ -183,14 +196,14 @@ class DocumentAttention:
 
     Args:
         kernel: for a piece, given its row, its first query and its first key, counted in the whole sequence.
-        documents: of the micro-batch.
+        documents: documents of the micro-batch.
     """
 
     def __init__(self, kernel: Callable[[int, int, int], AttentionKernel], documents: Documents) -> None:
         self._kernel, self._documents = kernel, documents
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
-        """Attend, piece by piece."""
+        """Attend piece by piece, as in `AttentionKernel`."""
         output = torch.empty_like(query)
         at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
         log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
@@ -206,7 +219,7 @@ class DocumentAttention:
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
-        """Gradients, piece by piece; a key that no query of the token slice sees gets 0."""
+        """Return the gradients, piece by piece, as in `AttentionKernel`; keys that no query sees get 0."""
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         start = key.shape[1] - query.shape[1]
         for row, first_key, first, end in self._pieces(start, key.shape[1]):

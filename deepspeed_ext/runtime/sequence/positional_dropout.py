@@ -36,14 +36,26 @@ class DrawnNumbers:
         self._columns: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def rows(self, stream: int, sequences: tuple[int, ...], device: torch.device) -> Tensor:
-        """Random int32 [B, length] of a use of dropout."""
+        """Random int32 [B, length] of one use of dropout.
+
+        Args:
+            stream: number of the use.
+            sequences: numbers of the B sequences.
+            device: device of the result.
+        """
         key = stream, sequences, device
         if key not in self._rows:
             self._rows[key] = _drawn_rows(stream, sequences, 0, self._length, device)
         return self._rows[key]
 
     def columns(self, first: int, count: int, device: torch.device) -> Tensor:
-        """Random int32 [count] of columns."""
+        """Random int32 [count] of columns.
+
+        Args:
+            first: first column.
+            count: number of columns.
+            device: device of the result.
+        """
         key = first, count, device
         if key not in self._columns:
             self._columns[key] = _drawn_columns(first, count, device)
@@ -52,13 +64,13 @@ class DrawnNumbers:
 
 @dataclass(frozen=True, slots=True)
 class DropoutPlace:
-    """Where a token slice's tensors are, for one use of dropout in one layer.
+    """Position of a token slice's tensors, for one use of dropout in one layer.
 
     Attributes:
         stream: number of the seed, the layer and the use.
         sequences: number of each row's sequence, unlike that of any other sequence of the run.
         start: position of the first token.
-        drawn: what was drawn for the micro-batch before; None to draw everything where it is asked for.
+        drawn: numbers that were drawn for the micro-batch; None to draw everything where it is asked for.
     """
 
     stream: int
@@ -79,23 +91,34 @@ class DropoutPlace:
         """The place of a use of dropout.
 
         Args:
-            seed: of the run.
-            layer: of the model.
-            site: which of the layer's uses.
+            seed: seed of the run.
+            layer: number of the layer in the model.
+            site: number of the use in the layer.
             sequences: number of each row's sequence.
             start: position of the first token.
-            drawn: what was drawn for the micro-batch before.
+            drawn: numbers that were drawn for the micro-batch.
         """
         return cls(_mixed(_mixed(_mixed(seed) ^ layer) ^ site), tuple(sequences), start, drawn)
 
     def rows(self, length: int, device: torch.device) -> Tensor:
-        """Random int32 [B, N], one for each token."""
+        """Random int32 [B, N], one for each token.
+
+        Args:
+            length: N.
+            device: device of the result.
+        """
         if self.drawn is None:
             return _drawn_rows(self.stream, self.sequences, self.start, length, device)
         return self.drawn.rows(self.stream, self.sequences, device)[:, self.start : self.start + length]
 
     def columns(self, first: int, count: int, device: torch.device) -> Tensor:
-        """Random int32 [count], one for each of the columns from `first` on."""
+        """Random int32 [count], one for each of the columns from `first` on.
+
+        Args:
+            first: first column.
+            count: number of columns.
+            device: device of the result.
+        """
         if self.drawn is None:
             return _drawn_columns(first, count, device)
         return self.drawn.columns(first, count, device)
@@ -113,8 +136,8 @@ def dropout(
 
     Args:
         inputs: [B, N, C].
-        probability: of zero.
-        place: of the tokens.
+        probability: probability of zero.
+        place: place of the tokens.
         first_channel: channel of the first column, where a rank holds some of the channels.
         residual: [B, N, C], what the result is added to; None for nothing.
     """
@@ -124,7 +147,7 @@ def dropout(
 
 
 def keep_mask(rows: Tensor, first_column: int, num_columns: int, probability: float) -> Tensor:
-    """Which elements stay: bool [..., C] from random rows [...].
+    """Mask of the elements that stay: bool [..., C] from random rows [...].
 
     Args:
         rows: random int32, [...].
@@ -138,7 +161,7 @@ def keep_mask(rows: Tensor, first_column: int, num_columns: int, probability: fl
 def attention_keep_mask(
     rows: Tensor, first_head: int, num_heads: int, first_key: int, num_keys: int, probability: float
 ) -> Tensor:
-    """Which probabilities of attention stay: bool [B, H, N, E] from random rows [B, N] of the queries.
+    """Mask of the attention probabilities that stay: bool [B, H, N, E] from random rows [B, N] of the queries.
 
     Args:
         rows: random int32, [B, N].
@@ -163,13 +186,13 @@ def head_rows(rows: Tensor, first_head: int, num_heads: int) -> Tensor:
 
 
 def scaled_mask(rows: Tensor, columns: Tensor, probability: float, like: Tensor) -> Tensor:
-    """What each of some elements [..., C] is multiplied by: 0, or 1 / (1 - probability).
+    """Factors [..., C] that elements are multiplied by: 0, or 1 / (1 - probability).
 
     Args:
         rows: random int32; as many as `like` has rows.
         columns: random int32 [C].
-        probability: of zero.
-        like: gives the shape and the type.
+        probability: probability of zero.
+        like: tensor [..., C] that gives the shape and the type.
     """
     kept = _mix(rows.unsqueeze(-1) ^ columns) >= _threshold(probability)
     return kept.reshape(like.shape).to(like.dtype).mul_(1 / (1 - probability))

@@ -1,4 +1,4 @@
-"""What a stage remembers of a micro-batch from one token slice to the next, and what it knows of its tokens."""
+"""State of a micro-batch on a stage, from one token slice to the next."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -31,10 +31,10 @@ class SequenceState:
     last forward); nobody else owns one.
 
     Args:
-        token_slices: how the sequence is cut.
-        seed: of the masks of dropout.
+        token_slices: lengths of the token slices.
+        seed: seed of the masks of dropout.
         sequences: number of each row, by which its masks differ from those of all other sequences.
-        documents: where documents begin; None if every row is one document.
+        documents: starts of the documents; None if every row is one document.
     """
 
     def __init__(
@@ -54,13 +54,18 @@ class SequenceState:
         """Random numbers of dropout."""
 
     def past(self, layer: int, token_slice: int) -> "Past":
-        """The state as one layer sees it while it computes one token slice."""
+        """Return the state as one layer sees it while it computes one token slice.
+
+        Args:
+            layer: number of the layer.
+            token_slice: number of the token slice.
+        """
         return Past(self.token_slices.prefix_len(token_slice), layer, self, self._layers[layer])
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What came before a token slice, for one layer. A layer gets it by having an argument named `past`.
+    """The tokens before a token slice, for one layer. A layer gets it by having an argument named `past`.
 
     Attributes:
         prefix_len: tokens before this token slice.
@@ -82,7 +87,7 @@ class Past:
 
         Args:
             length: tokens N.
-            device: where they are needed; None for torch's default.
+            device: device that needs them; None for torch's default.
         """
         if not self.positions_restart:
             return torch.arange(self.prefix_len, self.prefix_len + length, device=device).unsqueeze(0)
@@ -90,11 +95,11 @@ class Past:
         return positions if device is None else positions.to(device)
 
     def once(self, name: str, make: Callable[[], Made]) -> Made:
-        """What all layers of this stage need of this token slice: made by the first that asks, given to the others.
+        """Return something that all layers of this stage need of this token slice; the first layer that asks makes it.
 
         Args:
-            name: what it is.
-            make: makes it.
+            name: its name.
+            make: function that makes it.
         """
         key = self.prefix_len, name
         if key not in self._sequence.shared:
@@ -148,7 +153,7 @@ class Past:
 
         Args:
             inputs: [B, N, C], of tokens of this token slice.
-            probability: of zero.
+            probability: probability of zero.
             site: a number, from 1, for each use of dropout in a layer.
             first_token: tokens of this token slice before those of `inputs`, where ranks share them.
             first_channel: channels before those of `inputs`, where ranks share them.

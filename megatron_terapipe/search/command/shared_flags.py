@@ -90,7 +90,7 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each dimension that is searched."""
     group = parser.add_argument_group(
-        "what to search", "Left out, a dimension is free. Give the value to fix it to, or the values to try: 1,2,4"
+        "what to search", "A dimension without a flag is free. Give one value to fix it, or the values to try: 1,2,4"
     )
     for each, words in in_places(DIMENSIONS, "flag_help"):
         group.add_argument(each.flag, metavar="LENGTHS" if each.name == "token_slices" else "LIST", help=words)

@@ -20,11 +20,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.config.deepspeed import BUCKET_ELEMENTS
+
 ScalarOrArray = NDArray[np.float64] | float
 
-BUCKET_ELEMENTS = {"terapipe": 50_000_000, "megatron": 500_000_000}
-"""Elements of ZeRO's buckets, one to reduce and one to gather: ours (`training/deepspeed_config.py`), and DeepSpeed's
-default. A model with fewer parameters on a rank has smaller ones."""
+_BUCKETS = {"terapipe": BUCKET_ELEMENTS, "megatron": 500_000_000}
+"""Elements of ZeRO's buckets, one to reduce and one to gather, of this trainer and by DeepSpeed's default. A model with
+fewer parameters on a rank has smaller ones."""
 
 
 class StateBytes(NamedTuple):
@@ -69,4 +71,4 @@ def bucket_bytes(software: str, precision: str, parameters: ScalarOrArray, zero_
     if not zero_stage:
         return 0.0 * parameters
     element = 4 if precision == "fp32" or (software == "terapipe" and precision == "bf16") else 2
-    return 2 * element * np.minimum(parameters, BUCKET_ELEMENTS[software])
+    return 2 * element * np.minimum(parameters, _BUCKETS[software])

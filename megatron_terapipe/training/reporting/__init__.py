@@ -1,1 +1,1 @@
-"""Where the numbers of a run go: the log, a progress bar, the metrics file, TensorBoard, Weights & Biases."""
+"""Reporters of the numbers of a run: the log, a progress bar, the metrics file, TensorBoard, Weights & Biases."""

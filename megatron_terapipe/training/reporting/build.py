@@ -1,4 +1,4 @@
-"""Which reporters a run has."""
+"""The reporters of a run."""
 
 import json
 from dataclasses import asdict

@@ -18,7 +18,7 @@ class Reporter:
         """Something happened that is told in words."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Close what is open; nothing more will be reported."""
 
 
 class Reporters(Reporter):

@@ -46,7 +46,7 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str
     """Say how a few iterations went: means of loss and times, sums of what went wrong, the rest from the last.
 
     Args:
-        metrics: of the iterations since the last line.
+        metrics: numbers of the iterations since the last line.
         train_iters: the last iteration of the run.
     """
     last = metrics[-1]

@@ -15,7 +15,7 @@ from deepspeed_ext.runtime.gradients import accumulated_gradients
 from deepspeed_ext.runtime.gradients.accumulated_gradients import AccumulatedGradient, AccumulatedGradients
 from deepspeed_ext.runtime.gradients.weight_gradients import WeightGradients, compute, linear
 from megatron_terapipe.tensor_parallel import products
-from megatron_terapipe.training import engine as trainer_engine
+from megatron_terapipe.training import build_engine as trainer_engine
 from tests.distributed import run_distributed
 from tests.runtime.gradients.test_weight_gradients import gradients, layer, tokens_of
 from tests.runtime.training import Setup as RuntimeSetup

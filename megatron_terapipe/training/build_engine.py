@@ -1,4 +1,4 @@
-"""From a prepared run to the process group and the engine."""
+"""Build the process group and the engine of a prepared run."""
 
 import os
 import time
@@ -90,7 +90,7 @@ def own_device(local_rank: int, num_visible: int) -> int:
     A launcher lets every process see all devices of the host, or each its own alone, as srun with one GPU for a task.
 
     Args:
-        local_rank: of the rank on its host.
+        local_rank: number of the rank on its host.
         num_visible: devices that it sees.
 
     Raises:

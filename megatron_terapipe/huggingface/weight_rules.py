@@ -1,4 +1,4 @@
-"""How one weight of ours stands in tensors of theirs, there and back."""
+"""Rules that map one weight of ours to tensors of Hugging Face, and back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One weight of a layer of ours, and the tensors that hold it there.
+class WeightRule:
+    """A weight of a layer of ours, and the tensors that hold it there.
 
     Attributes:
         ours: name in our layer.
@@ -24,27 +24,27 @@ class Rule:
     join: Callable[[Sequence[Tensor]], Tensor]
 
 
-def same(ours: str, theirs: str) -> Rule:
+def same(ours: str, theirs: str) -> WeightRule:
     """Return the rule of a tensor that is equal on both sides.
 
     Args:
         ours: its name here.
         theirs: its name there.
     """
-    return Rule(ours, (theirs,), lambda weight: (weight,), lambda tensors: tensors[0])
+    return WeightRule(ours, (theirs,), lambda weight: (weight,), lambda tensors: tensors[0])
 
 
-def transposed(ours: str, theirs: str) -> Rule:
+def transposed(ours: str, theirs: str) -> WeightRule:
     """Return the rule of a matrix [out, in] here that is [in, out] there; a bias stays as it is.
 
     Args:
         ours: its name here.
         theirs: its name there.
     """
-    return Rule(ours, (theirs,), lambda weight: (_turned(weight),), lambda tensors: _turned(tensors[0]))
+    return WeightRule(ours, (theirs,), lambda weight: (_turned(weight),), lambda tensors: _turned(tensors[0]))
 
 
-def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> Rule:
+def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> WeightRule:
     """A row for each word; ours has more, so that ranks can share them.
 
     Args:
@@ -60,22 +60,22 @@ def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> Rule:
         mean = weight.float().mean(0, keepdim=True).to(weight.dtype)
         return torch.cat([weight, mean.expand(rows - words, -1)])
 
-    return Rule(ours, (theirs,), lambda weight: (weight[:words],), padded)
+    return WeightRule(ours, (theirs,), lambda weight: (weight[:words],), padded)
 
 
-def stacked(ours: str, theirs: Sequence[str]) -> Rule:
+def stacked(ours: str, theirs: Sequence[str]) -> WeightRule:
     """Return the rule of a tensor here that is several tensors of one shape there, stacked along a new first dimension.
 
     Args:
         ours: its name here.
         theirs: their names there.
     """
-    return Rule(ours, tuple(theirs), lambda weight: weight.unbind(), torch.stack)
+    return WeightRule(ours, tuple(theirs), lambda weight: weight.unbind(), torch.stack)
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How queries, keys and values lie in our product: for each group its query heads, its key and its value head.
+    """Order of queries, keys and values in our product: for each group its query heads, its key and its value head.
 
     Attributes:
         groups: key and value heads.
@@ -107,7 +107,7 @@ class Heads:
         return torch.cat(parts, dim=1).flatten(0, 2)
 
 
-def attention(ours: str, theirs: Sequence[str], heads: Heads) -> Rule:
+def attention(ours: str, theirs: Sequence[str], heads: Heads) -> WeightRule:
     """Return the rule of our product of queries, keys and values, which are a tensor each there.
 
     Args:
@@ -115,10 +115,10 @@ def attention(ours: str, theirs: Sequence[str], heads: Heads) -> Rule:
         theirs: names of queries, keys and values there.
         heads: sizes of the attention.
     """
-    return Rule(ours, tuple(theirs), heads.apart, heads.grouped)
+    return WeightRule(ours, tuple(theirs), heads.apart, heads.grouped)
 
 
-def fused_attention(ours: str, theirs: str, heads: Heads) -> Rule:
+def fused_attention(ours: str, theirs: str, heads: Heads) -> WeightRule:
     """Return the rule of our product of queries, keys and values, which are the columns of one tensor there.
 
     All queries come first, then all keys, then all values; there are as many of each.
@@ -128,7 +128,7 @@ def fused_attention(ours: str, theirs: str, heads: Heads) -> Rule:
         theirs: its name there.
         heads: sizes of the attention.
     """
-    return Rule(
+    return WeightRule(
         ours,
         (theirs,),
         lambda weight: (_turned(torch.cat(heads.apart(weight))),),
