@@ -103,7 +103,7 @@ EFFORT = 0.04
 SKETCHED = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75)
 """Shares of attention that cuts are balanced for, to see about what a number of token slices is worth."""
 
-OPTIMISED_EFFORT = 0.2
+OPTIMISED_EFFORT = 0.1
 """The same for an `optimised` schedule, each cut of which takes several list schedules."""
 
 OPTIMISED_ROUNDS = 4
