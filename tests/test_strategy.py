@@ -171,3 +171,41 @@ def test_what_can_be_trained_passes_the_check() -> None:
 def test_tensor_parallelism_and_selective_recomputation_are_trained() -> None:
     settings = Strategy(tensor_parallel_size=4, recompute="selective").settings()
     assert (settings["tensor_model_parallel_size"], settings["recompute_granularity"]) == (4, "selective")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "values"),
+    [
+        ("tensor_parallel_size", "2,4,2", (2, 4)),
+        ("token_slices", "96,160", (96, 160)),
+        ("sequence_parallel", "on, off", (True, False)),
+        ("stage_partition", "uniform,solved", ("uniform", "solved")),
+        ("stage_partition", "0,3,6", ((0, 3, 6),)),
+        ("zero_stage", "2", "--zero-stage 2 is not whole numbers from 0 to 1 with commas between them: write 0,1"),
+        (
+            "micro_batch_size",
+            "1,x",
+            "--micro-batch-size 1,x is not whole numbers from 1 with commas between them: write",
+        ),
+        ("token_slices", "0,4", "--token-slices 0,4 is not lengths with commas between them: write 704,688,656"),
+        ("schedule", "dual", "--schedule dual is not known: choose among gpipe, 1f1b, interleaved, zero-bubble"),
+        ("sequence_parallel", "yes", "--sequence-parallel yes is not known: choose among off, on"),
+    ],
+)
+def test_values_of_a_flag(name: str, text: str, values: tuple[object, ...] | str) -> None:
+    (dimension,) = (each for each in DIMENSIONS if each.name == name)
+    if not isinstance(values, str):
+        assert dimension.parse(text) == values
+        return
+    with pytest.raises(ConfigError) as caught:
+        dimension.parse(text)
+    assert str(caught.value).startswith(values)
+
+
+def test_every_dimension_says_where_it_stands() -> None:
+    """What has a flag is searched, or decided by the search; no two dimensions have one place in ties."""
+    assert len({each.tie for each in DIMENSIONS}) == len(DIMENSIONS)
+    assert {each.name for each in DIMENSIONS if each.flag_help} == {
+        each.name for each in DIMENSIONS if each.tried is not None
+    } | {"token_slices"}
+    assert all(each.default in each.trained for each in DIMENSIONS if each.trained)
