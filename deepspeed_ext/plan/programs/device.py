@@ -56,7 +56,7 @@ class Drains(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What runs the program of a rank.
+    """A device that runs the program of a rank, as the proof models it.
 
     The default waits as often as any device may, so programs that end on it end on CPUs too, and on CUDA devices whose
     streams have a hardware queue each.

@@ -10,7 +10,7 @@ from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 
 
 class InstructionKind(StrEnum):
-    """What a rank does next."""
+    """Kinds of instructions of a rank."""
 
     LOAD_MICRO_BATCH = "load"
     """Take a micro-batch from the data iterator and cut it. Roughly: `batches[m] = split(next(data))`."""
@@ -27,9 +27,9 @@ class InstructionKind(StrEnum):
     BACKWARD = "backward"
     """Roughly: `autograd.backward(buffers[b].outputs, inbox[i, m, t])`."""
     INPUT_GRADIENT = "input gradient"
-    """The same, but products of weights are put off. Roughly: `buffers[b].later = products not computed`."""
+    """The same, but products of weights are deferred. Roughly: `buffers[b].deferred_wgrads = products not computed`."""
     WEIGHT_GRADIENT = "weight gradient"
-    """Roughly: `for product in buffers[b].later: product()`."""
+    """Roughly: `for product in buffers[b].deferred_wgrads: product()`."""
     SEND_GRADIENT = "send gradient"
     """Post a send to the rank of the stage before. Roughly: `isend(buffers[b].inputs.grad, rank_of(i - 1))`."""
     PASS_GRADIENT = "pass gradient"
@@ -97,7 +97,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one pipeline rank runs.
+    """Instructions of one pipeline rank.
 
     Attributes:
         rank: the pipeline rank.
@@ -129,7 +129,12 @@ class Channel(NamedTuple):
 
 
 def channel_of(op: Op, shape: PipelineShape) -> Channel | None:
-    """The channel that brings an op what it reads of another stage; None if it reads nothing of one."""
+    """Return the channel that brings an op a result of another stage; None if it reads none.
+
+    Args:
+        op: that reads.
+        shape: extent of the pipeline.
+    """
     needed = received(op, shape)
     return None if needed is None else Channel(shape.rank_of(needed.stage), shape.rank_of(op.stage), needed.kind)
 
@@ -173,7 +178,12 @@ def warm_up_order(shape: PipelineShape) -> list[Channel]:
 
 
 def message_of(receive: Instruction, shape: PipelineShape) -> Op:
-    """The result that a receive is for."""
+    """Return the result that a receive is for.
+
+    Args:
+        receive: the instruction.
+        shape: extent of the pipeline.
+    """
     needed = received(receive.op, shape)
     assert needed is not None, "a receive serves an op that reads of another stage"
     return needed

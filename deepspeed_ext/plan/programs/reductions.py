@@ -72,7 +72,13 @@ def with_reductions(program: Program) -> Program:
 def reductions_beside(
     spans: Sequence[Sequence[tuple[Op, float, float]]], shape: PipelineShape, costs: Sequence[Sequence[float]] | None
 ) -> Iterator[Reduction]:
-    """The reductions of an iteration whose ops ran so: of each rank, its ops with start and end; see `reductions`."""
+    """Yield the reductions of an iteration whose ops have run; see `reductions`.
+
+    Args:
+        spans: per rank, its ops with start and end.
+        shape: extent of the pipeline.
+        costs: per stage, the time of each of its pieces on the link; None for no reductions.
+    """
     completed: dict[int, tuple[float, float]] = {}
     for rank in spans:
         times = {op: (start, end) for op, start, end in rank}

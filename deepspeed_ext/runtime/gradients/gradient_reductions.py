@@ -101,12 +101,12 @@ class GradientReductions:
         self._waiting = self._buckets(list(completing))
         self._reduced = set()
 
-    def entering(self, op: Op, put_off: Callable[[Callable[[], None]], bool]) -> Entering | None:
+    def entering(self, op: Op, defer: Callable[[Callable[[], None]], bool]) -> Entering | None:
         """What the forward of an op tells of the layers that it enters; None if its backward completes no stage.
 
         Args:
             op: the forward.
-            put_off: takes what is to be done with the weight gradients of this backward, if these come later; else
+            defer: takes what is to be done with the weight gradients of this backward, if these come later; else
                 says no.
         """
         stage = self._completing.get(op[1:])
@@ -115,7 +115,7 @@ class GradientReductions:
 
         def entering(layer: int, inputs: Any) -> None:
             def passed(_: Tensor) -> None:
-                if not put_off(lambda: self._reduce(stage, layer, inside=True)):
+                if not defer(lambda: self._reduce(stage, layer, inside=True)):
                     self._reduce(stage, layer, inside=True)
 
             # Autograd runs what was recorded last first: once it is about to run what gave one of these tensors, all
