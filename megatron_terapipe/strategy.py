@@ -52,8 +52,8 @@ MODEL_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 class Strategy:
     """Parallelism, batch and memory savings of a run.
 
-    The keys of its JSON object are the names of these fields. Values that the trainer cannot run are valid here, because
-    the search prices them; `settings` refuses them. Each field declares what is done with it (`dimensions.Dimension`).
+    The keys of its JSON object are the names of these fields. Values that the trainer cannot run are valid here: the
+    search prices them, and `settings` refuses them. Each field declares what is done with it (`dimensions.Dimension`).
 
     Raises:
         ConfigError: if a value is not of its type, or two contradict each other.
