@@ -198,3 +198,41 @@ def test_uneven_ends_and_what_is_to_be_found_as_a_strategy() -> None:
     open_ = replace(config.parallel, token_slices="auto", num_token_slices=None, stage_partition="auto")
     found = Strategy.of_config(replace(config, parallel=open_), 1)
     assert found == Strategy(pipeline_parallel_size=2, global_batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "values"),
+    [
+        ("tensor_parallel_size", "2,4,2", (2, 4)),
+        ("token_slices", "96,160", (96, 160)),
+        ("sequence_parallel", "on, off", (True, False)),
+        ("stage_partition", "uniform,solved", ("uniform", "solved")),
+        ("stage_partition", "0,3,6", ((0, 3, 6),)),
+        ("zero_stage", "2", "--zero-stage 2 is not whole numbers from 0 to 1 with commas between them: write 0,1"),
+        (
+            "micro_batch_size",
+            "1,x",
+            "--micro-batch-size 1,x is not whole numbers from 1 with commas between them: write",
+        ),
+        ("token_slices", "0,4", "--token-slices 0,4 is not lengths with commas between them: write 704,688,656"),
+        ("schedule", "dual", "--schedule dual is not known: choose among gpipe, 1f1b, interleaved, zero-bubble"),
+        ("sequence_parallel", "yes", "--sequence-parallel yes is not known: choose among off, on"),
+    ],
+)
+def test_values_of_a_flag(name: str, text: str, values: tuple[object, ...] | str) -> None:
+    (dimension,) = (each for each in DIMENSIONS if each.name == name)
+    if not isinstance(values, str):
+        assert dimension.parse(text) == values
+        return
+    with pytest.raises(ConfigError) as caught:
+        dimension.parse(text)
+    assert str(caught.value).startswith(values)
+
+
+def test_every_dimension_says_where_it_stands() -> None:
+    """What has a flag is searched, or decided by the search; no two dimensions have one place in ties."""
+    assert len({each.tie for each in DIMENSIONS}) == len(DIMENSIONS)
+    assert {each.name for each in DIMENSIONS if each.flag_help} == {
+        each.name for each in DIMENSIONS if each.tried is not None
+    } | {"token_slices"}
+    assert all(each.default in each.trained for each in DIMENSIONS if each.trained)

@@ -119,7 +119,7 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.search.inputs", "megatron_terapipe.search.inputs.*"),
         (*PLAN, *CONFIG, "megatron_terapipe.devices"),
-        ("pydantic", "yaml"),
+        ("pydantic", "pydantic_core", "yaml"),
     ),
     Layer(
         ("megatron_terapipe.search.op_times", "megatron_terapipe.search.op_times.*"),

@@ -120,7 +120,7 @@ class Orders:
         if compiled is None:
             compiled = CompiledOrders.of_schedule(schedule_named(schedule), shape)
             self._compiled[key] = compiled
-        return compiled.play(costs).makespan
+        return compiled.simulate(costs).makespan
 
 
 def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float) -> SimulatedTime:

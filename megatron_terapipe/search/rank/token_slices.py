@@ -32,7 +32,7 @@ from megatron_terapipe.search.rank.token_slice_tables import TabulatedCosts
 from megatron_terapipe.strategy import Strategy
 
 MOST_OPS = 4_000
-"""Ops that are played for each cut: less than a tenth of a millisecond."""
+"""Ops that are simulated for each cut: less than a tenth of a millisecond."""
 
 
 class ExtrapolatedSchedule:
@@ -42,7 +42,7 @@ class ExtrapolatedSchedule:
     of many is on the straight line through those of two smaller numbers.
 
     Attributes:
-        num_ops: ops that were played so far.
+        num_ops: ops that were simulated so far.
     """
 
     def __init__(
