@@ -92,8 +92,11 @@ def device_times(
         sharing = np.ones_like(np.asarray(tensor_parallel_size, dtype=float))
 
     def computed(what: Layer) -> LayerTimes:
-        sizes = {"tensor_parallel_size": sharing, "micro_batch_size": micro_batch_size, "start": start, "end": end}
-        return roofline(LayerQuery(what, device, **sizes))
+        return roofline(
+            LayerQuery(
+                what, device, tensor_parallel_size=sharing, micro_batch_size=micro_batch_size, start=start, end=end
+            )
+        )
 
     body = replace(layer, kind="other") if layer.kind == "head" else layer
     alone = replace(body, kind="other", attention=None, num_norms=0, activation_width=0)

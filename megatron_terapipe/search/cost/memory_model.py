@@ -213,18 +213,18 @@ class MemoryModel:
     def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:
         """Bytes of a token of a micro-batch on each stage."""
         of_kind = self.token_bytes(strategy.tensor_parallel_size, strategy.recompute, strategy.sequence_parallel)
-        sums = TokenMemory(*(of_kind @ counts.per_stage.T))
+        activations, key_values, key_value_gradients, logits, _, freed = of_kind @ counts.per_stage.T
         is_head = np.array([layer.kind == "head" for layer in self.counter.kinds], dtype=bool)
         # Of what layers hold while they run, only the most counts: they run one after the other.
         present = np.where(counts.per_stage > 0, of_kind[WORKING], 0.0)
-        of_stage = StageBytes(
-            activations=sums.activations,
-            key_values=sums.key_values,
-            key_value_gradients=sums.key_value_gradients,
-            logits=sums.logits,
-            working=present[:, ~is_head].max(axis=1, initial=0.0),
-            freed=sums.freed_by_input_gradient,
-            head_working=present[:, is_head].max(axis=1, initial=0.0),
+        sequences = float(strategy.micro_batch_size)
+        return StageBytes(
+            activations=sequences * activations,
+            key_values=sequences * key_values,
+            key_value_gradients=sequences * key_value_gradients,
+            logits=sequences * logits,
+            working=sequences * present[:, ~is_head].max(axis=1, initial=0.0),
+            freed=sequences * freed,
+            head_working=sequences * present[:, is_head].max(axis=1, initial=0.0),
+            limits=logit_limits(self.software, ELEMENT_BYTES[self.precision]),
         )
-        in_micro_batch = (strategy.micro_batch_size * each for each in of_stage[:-1])
-        return StageBytes(*in_micro_batch, limits=logit_limits(self.software, ELEMENT_BYTES[self.precision]))

@@ -132,7 +132,10 @@ class StrategyBatch:
         if len(kinds) == 1:
             topology = _columns([each.groups.tensor.at(0) for each in placed])
             kinds = (RankKind(np.arange(max(ranks)), kinds[0].devices, topology),)
-        stages = [np.arange(len(each.counts.per_stage)) % number for each, number in zip(placed, ranks, strict=True)]
+        stages = [
+            np.arange(len(each.counts.per_stage), dtype=float) % number
+            for each, number in zip(placed, ranks, strict=True)
+        ]
         return cls(
             model=models[0],
             strategy=strategies[0],
@@ -149,7 +152,8 @@ class StrategyBatch:
             message=_stacked([np.zeros(1) if each is None else each.num_bytes.sum(axis=1) for each in sent]),
             bandwidth=_stacked([np.ones(1) if each is None else each.bandwidth for each in sent], fill=1),
             latency=_stacked([np.zeros(1) if each is None else each.latency_s for each in sent]),
-            crosses_nodes=_stacked([np.zeros(1) if each is None else each.crosses_nodes for each in sent]) > 0,
+            crosses_nodes=_stacked([np.zeros(1) if each is None else each.crosses_nodes.astype(float) for each in sent])
+            > 0,
             rank_of_stage=_stacked(stages).astype(np.int64),
         )
 
@@ -206,10 +210,10 @@ class StrategyBatch:
         tensor = self.numbers["tensor_parallel_size"]
         shared = model.software.shares_transfers and not self.strategy.sequence_parallel
         part = self.message / tensor if shared else self.message
-        sending = transfer_s(part, self.bandwidth, self.latency, self.crosses_nodes, efficiency)
+        sending = np.asarray(transfer_s(part, self.bandwidth, self.latency, self.crosses_nodes, efficiency))
         if shared:
             here = self.rank_of_stage[: len(sending)], np.arange(sending.shape[1])
-            topology = GroupTopology(*(part[here] for part in self.tensor))
+            topology = GroupTopology(*(np.asarray(part)[here] for part in self.tensor))
             sending = sending + all_gather_s(self.message, topology, efficiency)
         sending = np.where(self.message > 0, sending, 0.0)
         there, back = np.zeros_like(ops[0]), np.zeros_like(ops[0])

@@ -169,7 +169,9 @@ def _rank_ops(groups: RankGroups, of_kind: Sequence[Sequence[OpTable]], counts: 
     per_rank, first_stage = counts.per_rank, counts.first_stage
     ranks = len(per_rank)
     row_of_rank = np.empty(ranks, np.int64)
-    whole, multiplicity, fill = [], [], []
+    whole: list[Floats] = []
+    fill: list[Floats] = []
+    multiplicity: list[int] = []
     for kind, tables in zip(groups.kinds, of_kind, strict=True):
         rows, places = _different(per_rank[kind.ranks])
         row_of_rank[kind.ranks] = places + len(multiplicity)

@@ -105,7 +105,8 @@ def _different_stages(placed: PlacedStrategy) -> tuple[list[int], NDArray[np.int
     for number, kind in enumerate(placed.groups.kinds):
         kind_of_rank[kind.ranks] = number
     numbers: dict[tuple[int, bytes], int] = {}
-    first, kinds = [], []
+    first: list[int] = []
+    kinds: list[int] = []
     for stage, row in enumerate(placed.counts.per_stage):
         key = int(kind_of_rank[stage % len(kind_of_rank)]), row.tobytes()
         if key not in numbers:
