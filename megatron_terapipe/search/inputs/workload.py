@@ -51,7 +51,7 @@ class Workload:
                 seen.add(layer.shared_weight)
         return total
 
-    @property
+    @cached_property
     def can_cut_tokens(self) -> bool:
         """Whether sequences can be cut into token slices: every layer sees the same tokens, and none a later one."""
         return all(

@@ -38,7 +38,9 @@ class GridMemory:
             model: prices memory.
         """
         self._grid, self._model = grid, model
-        self._known: dict[tuple[object, ...], Floats] = {}
+        self._known_held: dict[tuple[object, ...], Held] = {}
+        self._known_totals: dict[tuple[object, ...], Floats] = {}
+        self._known_live: dict[tuple[object, ...], Floats] = {}
         self._micro_batches = grid.num_micro_batches.reshape(-1, 1).astype(float)
         """[B, 1]"""
         self._num_token_slices = np.array(grid.token_slices, dtype=float)[None, :]
@@ -107,29 +109,21 @@ class GridMemory:
 
     def _total(self, counts: LayerCounts, ranks: list[int], schedule: str, zero: int, states: Counted) -> Floats:
         """[ranks, B, S, R, Q] bytes at the peak, at least."""
-        key = counts.per_stage.tobytes(), schedule, zero
-        if key not in self._known:
+        key = counts.per_stage.tobytes(), schedule
+        if key not in self._known_held:
+            self._known_held[key] = self._held(counts, ranks, schedule)
+        if (*key, zero) not in self._known_totals:
             lead = (-1, 1, 1, 1, 1)
-            columns = Counted(*(np.reshape(np.asarray(part, dtype=float), lead) for part in states))
-            held = self._held(counts, ranks, schedule)
-            self._known[key] = np.asarray(total_bytes(columns.holding(held, self._messages), self._model.overheads))
-        return self._known[key]
+            columns = Counted(*(part if np.ndim(part) == 0 else np.reshape(part, lead) for part in states))
+            counted = columns.holding(self._known_held[key], self._messages)
+            self._known_totals[*key, zero] = np.asarray(total_bytes(counted, self._model.overheads))
+        return self._known_totals[*key, zero]
 
     def _held(self, counts: LayerCounts, ranks: list[int], schedule: str) -> Held:
         """[ranks, B, S, R, Q] bytes that come and go, at least."""
         num_ranks, kinds = len(counts.parameters), counts.per_stage.shape[1]
         stages = counts.per_stage.reshape(-1, num_ranks, kinds)[:, ranks].swapaxes(0, 1)
-        model_chunks = stages.shape[1]
-        live = live_token_slices(
-            schedule,
-            num_ranks,
-            model_chunks,
-            np.array(ranks)[:, None, None],
-            self._micro_batches,
-            self._num_token_slices,
-        )
-        group = group_size(num_ranks, self._micro_batches, self._num_token_slices)
-        tokens = self._token_slice[..., None] * _live_per_model_chunk(live, model_chunks, group, self._num_token_slices)
+        tokens = self._live_tokens(schedule, num_ranks, stages.shape[1], tuple(ranks))
 
         def on_all_stages(each: Floats) -> Floats:
             """[ranks, B, S, V] tokens x [K, R, Q] bytes -> [ranks, B, S, R, Q]."""
@@ -147,6 +141,17 @@ class GridMemory:
             logits=np.minimum(on_all_stages(self._logits), self._limits.kept),
             working=np.array([self._working[row > 0].max(axis=0) for row in last]),
         )
+
+    def _live_tokens(self, schedule: str, num_ranks: int, model_chunks: int, ranks: tuple[int, ...]) -> Floats:
+        """[ranks, B, S, V] tokens that are live on each stage of a rank when the rank holds most."""
+        key = schedule, model_chunks, ranks
+        if key not in self._known_live:
+            sizes = self._micro_batches, self._num_token_slices
+            live = live_token_slices(schedule, num_ranks, model_chunks, np.array(ranks)[:, None, None], *sizes)
+            group = group_size(num_ranks, *sizes)
+            on_stages = _live_per_model_chunk(live, model_chunks, group, self._num_token_slices)
+            self._known_live[key] = self._token_slice[..., None] * on_stages
+        return self._known_live[key]
 
 
 def _ranks_to_look_at(counts: LayerCounts) -> list[int]:

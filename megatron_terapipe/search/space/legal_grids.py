@@ -126,6 +126,7 @@ def legal_grids(problem: SearchProblem, choices: Choices, counts: SearchCounts) 
 def _legal(grid: StrategyGrid, problem: SearchProblem, counts: SearchCounts) -> LegalGrid | None:
     """Return what the rules leave of a grid; None if nothing."""
     legal: NDArray[np.bool_] | None = None
+    left = grid.size
     for rule in RULES:
         holds = rule.holds(grid, problem)
         axes = [axis for axis, length in enumerate(holds.shape) if length > 1]
@@ -139,9 +140,9 @@ def _legal(grid: StrategyGrid, problem: SearchProblem, counts: SearchCounts) -> 
             if not grid.size:
                 return None
             continue
-        before = np.ones(grid.shape, dtype=bool) if legal is None else legal
-        legal = before & holds
-        counts.reject(rule.name, int(before.sum()) - int(legal.sum()))
+        before, left = (True, grid.size) if legal is None else (legal, left)
+        legal = np.broadcast_to(before & holds, grid.shape)
+        counts.reject(rule.name, left - (left := int(np.count_nonzero(legal))))
     if legal is None:
         legal = np.ones(grid.shape, dtype=bool)
     return LegalGrid(grid, legal) if legal.any() else None
