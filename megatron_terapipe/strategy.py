@@ -272,17 +272,20 @@ class Strategy:
         sequences = self.micro_batch_size * self.data_parallel_size
         return (self.global_batch_size or sequences) // sequences
 
+    @property
+    def granularity(self) -> int:
+        """Tokens of which every token slice needs a multiple: with sequence parallelism, ranks share them."""
+        return self.tensor_parallel_size if self.sequence_parallel else 1
+
     def cut(self, seq_length: int) -> TokenSlices:
-        """Cut a sequence as this strategy does.
+        """Return the token slices of a sequence of `seq_length` tokens.
 
         Raises:
             ConfigError: if the token slices do not cover `seq_length` tokens.
         """
         try:
             if self.token_slices is None:
-                # With sequence parallelism tensor-parallel ranks share the tokens of every token slice.
-                granularity = self.tensor_parallel_size if self.sequence_parallel else 1
-                return TokenSlices.uniform(seq_length, self.num_token_slices, granularity=granularity)
+                return TokenSlices.uniform(seq_length, self.num_token_slices, granularity=self.granularity)
             return TokenSlices(self.token_slices).covering(seq_length)
         except PlanError as error:
             raise ConfigError(f"strategy: {error}") from None

@@ -16,8 +16,12 @@ from tests.pairs import covering_pairs
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
 
-LONGEST = ("test_gpt_equivalence.py", "test_reshape.py", "test_engine_equivalence.py", "test_bitwise.py")
-"""Files that take longest. They go first, so that at the end no worker is left alone with one."""
+LONGEST = (
+    *("test_gpt_equivalence.py", "test_reshape.py", "test_search_then_train.py", "test_resume.py", "test_on_ranks.py"),
+    *("test_training_loop.py", "test_engine_equivalence.py", "test_faults.py", "test_launched_faults.py"),
+    *("test_found_schedules.py", "test_targets.py", "test_commands.py", "test_lowering_properties.py"),
+)
+"""Files that take longest, the longest first. They go first, so that at the end no worker is left alone with one."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,7 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function):
             for mark in sorted(marks_of(item)):
                 item.add_marker(mark)
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    place = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
 
 
 @pytest.fixture

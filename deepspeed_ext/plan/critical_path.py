@@ -23,7 +23,7 @@ from deepspeed_ext.plan.timeline import Span, Timeline, Transfer
 
 
 class Reason(StrEnum):
-    """What a step of the critical path waited for."""
+    """Kinds of events that a step of the critical path waited for."""
 
     START = "start"
     """Nothing: it is the first."""

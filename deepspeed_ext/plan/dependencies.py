@@ -52,36 +52,51 @@ _WAY = {dependency.needed: -dependency.stage for dependency in _RECEIVED.values(
 
 
 def reads_of(kind: OpKind) -> tuple[Dependency, ...]:
-    """Rows of the table for ops of one kind: what simulators and searches make their arrays of."""
+    """Return the rows of the table for ops of one kind, of which simulators and searches make their arrays."""
     return tuple(_BY_KIND[kind])
 
 
 def result(op: Op) -> Op:
-    """What an op gives to others, as the op that gives no more than that: of a whole backward, its input gradient."""
+    """Return the result of an op, named as the op that gives no more: of a whole backward, its input gradient."""
     return Op(_GRADIENT, *op[1:]) if op.kind is OpKind.BACKWARD else op
 
 
 def parts(op: Op) -> tuple[Op, ...]:
-    """What an op computes: of a whole backward, both halves; of any other op, itself."""
+    """Return the parts that an op computes: of a whole backward, both halves; of any other op, itself."""
     if op.kind is not OpKind.BACKWARD:
         return (op,)
     return Op(OpKind.INPUT_GRADIENT, *op[1:]), Op(OpKind.WEIGHT_GRADIENT, *op[1:])
 
 
 def reading_stage(given: Op, shape: PipelineShape) -> int | None:
-    """The neighbouring stage that reads a result, named as `result` names it; None if there is none."""
+    """Return the neighbouring stage that reads a result; None if there is none.
+
+    Args:
+        given: the result, as `result` names it.
+        shape: extent of the pipeline.
+    """
     way = _WAY.get(given.kind)
     return None if way is None or not 0 <= given.stage + way < shape.num_stages else given.stage + way
 
 
 def reader_of(given: Op, shape: PipelineShape) -> Op | None:
-    """The op that reads a result, written as a forward or an input gradient; None if no other stage reads it."""
+    """Return the op that reads a result, as a forward or an input gradient; None if no other stage reads it.
+
+    Args:
+        given: the result, as `result` names it.
+        shape: extent of the pipeline.
+    """
     stage = reading_stage(given, shape)
     return None if stage is None else Op(given.kind, stage, given.micro_batch, given.token_slice)
 
 
 def prerequisites(op: Op, shape: PipelineShape) -> tuple[Op, ...]:
-    """Results that an op reads, as `result` names them."""
+    """Return the results that an op reads, as `result` names them.
+
+    Args:
+        op: on any stage of the shape.
+        shape: extent of the pipeline.
+    """
     kind, stage, micro_batch, token_slice = op
     num_stages, num_token_slices = shape.num_stages, shape.num_token_slices
     needed = []
@@ -92,7 +107,12 @@ def prerequisites(op: Op, shape: PipelineShape) -> tuple[Op, ...]:
 
 
 def received(op: Op, shape: PipelineShape) -> Op | None:
-    """The result of another stage that an op reads, if there is one."""
+    """Return the result of another stage that an op reads; None if it reads none.
+
+    Args:
+        op: on any stage of the shape.
+        shape: extent of the pipeline.
+    """
     dependency = _RECEIVED.get(op.kind)
     if dependency is None or not 0 <= op.stage + dependency.stage < shape.num_stages:
         return None

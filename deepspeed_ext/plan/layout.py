@@ -54,6 +54,12 @@ class ParallelLayout:
     ) -> "ParallelLayout":
         """Give the data-parallel axis all the ranks that the other two axes leave over.
 
+        Args:
+            world_size: number of ranks.
+            tensor_parallel_size: ranks that share each layer.
+            pipeline_parallel_size: ranks that share the layers.
+            num_token_slices: of each micro-batch.
+
         Raises:
             PlanError: if `tensor_parallel_size * pipeline_parallel_size` does not divide `world_size`.
         """

@@ -52,14 +52,19 @@ class TokenBytes:
 
     @classmethod
     def activations_only(cls, shape: PipelineShape, lengths: Sequence[float]) -> "TokenBytes":
-        """In the unit A instead of bytes: 1 is the activation of one micro-batch on all stages of one rank."""
+        """Return activations alone, in a unit in which one micro-batch on all stages of one rank keeps 1.
+
+        Args:
+            shape: extent of the pipeline.
+            lengths: tokens of each token slice.
+        """
         each = 1 / (sum(lengths) * shape.num_model_chunks)
         nothing = (0.0,) * shape.num_stages
         return cls((each,) * shape.num_stages, nothing, nothing)
 
 
 def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: TokenBytes) -> list[StepFunction]:
-    """What each rank holds over the time of a timeline.
+    """Return the bytes that each rank holds over the time of a timeline.
 
     Args:
         timeline: simulated or measured. What has no backward in it stays until the rank's last op ends.
@@ -87,7 +92,12 @@ def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: 
 
 
 def activation_over_time(timeline: Timeline, lengths: Sequence[float] | None = None) -> list[StepFunction]:
-    """The activations each rank holds, in activations of one micro-batch on one rank; see `peak_activation`."""
+    """Return the activation that each rank holds over time, in activations of one micro-batch on one rank.
+
+    Args:
+        timeline: in any unit.
+        lengths: tokens, or shares, of the token slices; None for equal ones.
+    """
     lengths = token_lengths(lengths, timeline.shape)
     return memory_over_time(timeline, lengths, TokenBytes.activations_only(timeline.shape, lengths))
 
@@ -119,7 +129,11 @@ def peak_activation(timeline: Timeline, lengths: Sequence[float] | None = None) 
 
 
 def token_lengths(lengths: Sequence[float] | None, shape: PipelineShape) -> Sequence[float]:
-    """Lengths as they were given, or equal ones.
+    """Return lengths as they were given, or equal ones.
+
+    Args:
+        lengths: of the token slices, or None.
+        shape: extent of the pipeline.
 
     Raises:
         PlanError: if there are not as many lengths as token slices, or one is not above 0.

@@ -12,7 +12,7 @@ from deepspeed_ext.plan.errors import PlanError
 
 
 class OpKind(StrEnum):
-    """What an op computes; the value is its letter in the text form."""
+    """Kinds of ops; the value is the letter in the text form."""
 
     FORWARD = "F"
     BACKWARD = "B"

@@ -86,6 +86,11 @@ class TokenSlices:
 
         Tokens beyond the last multiple go to the last token slice.
 
+        Args:
+            seq_length: tokens of the sequence.
+            num_token_slices: how many.
+            granularity: lengths are multiples of this, but for the last.
+
         Raises:
             PlanError: if there are more token slices than multiples of `granularity`.
         """

@@ -384,7 +384,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
             if self._clock is not None:
                 surroundings.enter_context(self._clock.measure(op))
             yield
-            # What is put off adds up by itself.
+            # What is deferred adds up by itself.
             if self._accumulated is not None and op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT):
                 self._accumulated.collect()
 

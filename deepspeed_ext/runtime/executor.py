@@ -176,16 +176,16 @@ class Executor:
             self._forget(op, last_stage=self._stages[0])
 
     def input_gradient(self, step: Instruction) -> None:
-        """Compute the gradients of inputs; put the products of weights off."""
-        with self._weight_gradients.put_off() as later:
+        """Compute the gradients of inputs; defer the products of weights."""
+        with self._weight_gradients.deferring() as deferred:
             self.backward(step)
-        self.live.buffers[step.buffer].later = later
+        self.live.buffers[step.buffer].deferred_wgrads = deferred
 
     def weight_gradient(self, step: Instruction) -> None:
-        """Compute the products that were put off."""
+        """Compute the products that were deferred."""
         held = self.live.buffers[step.buffer]
         with self._around(step.op):
-            compute(held.later)
+            compute(held.deferred_wgrads)
 
     def reduce_gradients(self, step: Instruction) -> None:
         """Start the reductions of a stage whose gradients are complete."""
@@ -249,7 +249,7 @@ class Executor:
         """Whom a forward tells of the layers it enters; None if nobody wants to know."""
         told = [self._gathers.entering] if self._gathers is not None and self._gathers.pending else []
         if self._reductions is not None and self.plan.training:
-            reduced = self._reductions.entering(op, self._put_off)
+            reduced = self._reductions.entering(op, self._defer)
             told += [reduced] if reduced is not None else []
 
         def entering(layer: int, inputs: Any) -> None:
@@ -258,8 +258,8 @@ class Executor:
 
         return entering if told else None
 
-    def _put_off(self, action: Callable[[], None]) -> bool:
-        """Do something behind the products that are being put off; False if none are."""
+    def _defer(self, action: Callable[[], None]) -> bool:
+        """Do something behind the products that are being deferred; False if none are."""
         if self._weight_gradients.collecting:
             self._weight_gradients.add(action)
             return True

@@ -30,7 +30,7 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     ),
     _each(
         "defer-embedding-wgrad-compute wgrad-deferral-limit delay-wgrad-compute",
-        "weight gradients are put off by the schedule: use --pipeline-schedule zero-bubble",
+        "weight gradients are deferred by the schedule: use --pipeline-schedule zero-bubble",
     ),
     _each(
         "ds-sequence-parallel-size context-parallel-size force-ds-sequence-parallel",

@@ -37,9 +37,8 @@ Models are presets or JSON files, clusters are JSON, YAML or hostfiles: docs/sea
 
 
 class Command(Protocol):
-    """What the module of a command has."""
+    """The contents of a command's module."""
 
-    NAME: str
     HELP: str
     add_flags: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]

@@ -30,11 +30,11 @@ from megatron_terapipe.tensor_parallel.ranks import Pending, TensorParallelRanks
 
 
 class WeightGradients(Protocol):
-    """Takes the products that are put off; whoever runs the backwards provides it."""
+    """Takes the products that are deferred; whoever runs the backwards provides it."""
 
     @property
     def collecting(self) -> bool:
-        """Whether the backward that runs now puts products off."""
+        """Whether the backward that runs now defers products."""
 
     def add(self, product: Callable[[], None]) -> None:
         """Compute a product later, without autograd, after all that were added before."""
@@ -112,10 +112,10 @@ def _accumulated(weight: Tensor) -> AccumulatedGradient | None:
     return None if accumulated is None or _is_watched(weight) else accumulated
 
 
-def _taker(weight: Tensor) -> WeightGradients | None:
-    """Who takes the product of a weight, if it is to be computed later."""
-    taker: WeightGradients | None = getattr(weight, "weight_gradients", None) if weight.is_leaf else None
-    return taker if taker is not None and taker.collecting and not _is_watched(weight) else None
+def _wgrad_queue(weight: Tensor) -> WeightGradients | None:
+    """The queue that takes the product of a weight, if it is deferred."""
+    queue: WeightGradients | None = getattr(weight, "weight_gradients", None) if weight.is_leaf else None
+    return queue if queue is not None and queue.collecting and not _is_watched(weight) else None
 
 
 class _Linear(torch.autograd.Function):
@@ -140,7 +140,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, output_gradient):
         raw, weight, *parameters_before = ctx.saved_tensors
-        taker = _taker(ctx.parameter) if ctx.needs_input_grad[1] else None
+        queue = _wgrad_queue(ctx.parameter) if ctx.needs_input_grad[1] else None
         ranks, of_inputs, of_weight, of_bias = ctx.ranks, None, None, None
         # A norm's weights may want their gradient where its input does not, and the reverse.
         needed = [ctx.needs_input_grad[0], *ctx.needs_input_grad[5:]]
@@ -150,13 +150,13 @@ class _Linear(torch.autograd.Function):
                 raw = raw.detach().requires_grad_()
                 inputs = ctx.before(raw)
         gather: Pending = inputs.detach
-        if ranks.sequence_parallel and ctx.needs_input_grad[1] and taker is None:
+        if ranks.sequence_parallel and ctx.needs_input_grad[1] and queue is None:
             gather = ranks.start_gather(inputs.detach())
         if any(needed):
             of_all_inputs = output_gradient @ weight.flatten(0, -2)
             of_inputs = ranks.start_complete(of_all_inputs)
-        if taker is not None:
-            _put_off(taker, ctx.parameter, output_gradient, inputs.detach(), ranks)
+        if queue is not None:
+            _defer(queue, ctx.parameter, output_gradient, inputs.detach(), ranks)
         elif ctx.needs_input_grad[1]:
             of_weight = _weight_gradient(ctx.parameter, output_gradient, gather())
         if ctx.has_bias and ctx.needs_input_grad[2]:
@@ -200,8 +200,8 @@ def accumulate(weight: Tensor, output_gradient: Tensor, inputs: Tensor, of_weigh
     return of_weight
 
 
-def _put_off(
-    taker: WeightGradients, weight: Tensor, output_gradient: Tensor, inputs: Tensor, ranks: TensorParallelRanks
+def _defer(
+    queue: WeightGradients, weight: Tensor, output_gradient: Tensor, inputs: Tensor, ranks: TensorParallelRanks
 ) -> None:
     """Have the product computed later; a function of its own, so that nothing else is kept."""
 
@@ -211,7 +211,7 @@ def _put_off(
         if first is not None:
             weight.grad = first
 
-    taker.add(product)
+    queue.add(product)
 
 
 class _Embedding(torch.autograd.Function):
@@ -224,8 +224,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, output_gradient):
         (tokens,), weight = ctx.saved_tensors, ctx.parameter
-        taker = _taker(weight)
-        if taker is None:
+        queue = _wgrad_queue(weight)
+        if queue is None:
             return None, _embedding_gradient(weight, tokens, output_gradient)
 
         def look_up() -> None:
@@ -234,7 +234,7 @@ class _Embedding(torch.autograd.Function):
                 weight.grad = first
 
         # The input is a number, so all of this backward is for the weight.
-        taker.add(look_up)
+        queue.add(look_up)
         return None, None
 
 

@@ -1,7 +1,7 @@
 """With the same cut, no schedule of the trainer changes a single bit of the loss or of any gradient.
 
 Gradients add up in one order whatever the schedule: micro-batches first to last, token slices last to first, and a
-product that is put off adds to its weight as it would have at once.
+product that is deferred adds to its weight as it would have at once.
 """
 
 from functools import cache
@@ -46,21 +46,21 @@ PAIRS = [
 
 
 def gradients_of_all(setups: list[Setup]) -> list[tuple[Step, int]]:
-    """What each setup gives, and how many products it put off."""
+    """What each setup gives, and how many products it deferred."""
     return [_counted(setup) for setup in setups]
 
 
 def _counted(setup: Setup) -> tuple[Step, int]:
-    put_off = 0
+    num_deferred = 0
     add = WeightGradients.add
 
     def counting(self: WeightGradients, product: Product) -> None:
-        nonlocal put_off
-        put_off += 1
+        nonlocal num_deferred
+        num_deferred += 1
         add(self, product)
 
     with patch.object(WeightGradients, "add", counting):
-        return gradients(setup), put_off
+        return gradients(setup), num_deferred
 
 
 @cache
@@ -85,9 +85,9 @@ def test_every_bit_is_that_of_1f1b(plain: Setup, other: Setup) -> None:
     assert [name for name in wanted if wanted[name].tobytes() != gotten[name].tobytes()] == []
 
 
-def test_weight_gradients_are_put_off_where_the_schedule_says_so_and_nowhere_else() -> None:
+def test_weight_gradients_are_deferred_where_the_schedule_says_so_and_nowhere_else() -> None:
     for setup, ranks in _trained(2).items():
-        products = [put_off for _, put_off in ranks]
+        products = [num_deferred for _, num_deferred in ranks]
         if ZERO_BUBBLE in setup.flags:
             # Four matrices of two layers, and the embedding, for every token slice; the output layer puts nothing off.
             assert products == [9 * setup.micro_batches * 4, 8 * setup.micro_batches * 4]

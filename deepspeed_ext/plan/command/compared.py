@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from deepspeed_ext.plan.command.drawings import write_drawings
-from deepspeed_ext.plan.command.figures import activation, by_what, lines, memory_figures, order_texts, with_unit
+from deepspeed_ext.plan.command.figures import activation, by_what, lines, memory_figures, order_texts
 from deepspeed_ext.plan.command.sizes import Memory, memory_of
 from deepspeed_ext.plan.command.steps import alike, name_of, read_steps
 from deepspeed_ext.plan.critical_path import critical_path
@@ -15,7 +15,7 @@ from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.measured import Comparison
 from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.render import render_text
-from deepspeed_ext.plan.render.labels import KIND_NAMES, rank_name
+from deepspeed_ext.plan.render.labels import KIND_NAMES, rank_name, with_unit
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import executed_order
@@ -204,7 +204,7 @@ def _row(name: str, *cells: str) -> str:
 
 def _time(value: float, unit: str) -> str:
     """A time; parts of a second as milliseconds, since ops are short."""
-    return f"{value * 1000:.4g} ms" if unit == "s" and abs(value) < 1 else with_unit(value, unit)
+    return f"{value * 1000:.4g} ms" if unit == "s" and abs(value) < 1 else with_unit(value, unit, digits=6)
 
 
 def _signed(value: float, unit: str) -> str:

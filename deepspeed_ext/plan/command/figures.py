@@ -10,27 +10,38 @@ from deepspeed_ext.plan.command.sizes import Memory
 from deepspeed_ext.plan.critical_path import critical_path
 from deepspeed_ext.plan.memory import peak, peak_activation
 from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.plan.render.labels import with_unit
 from deepspeed_ext.plan.timeline import Timeline, executed_order
 
 _NAME_WIDTH = 25
 
 
 def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
-    """The figures in lines of name and value."""
+    """Return the figures in lines of name and value.
+
+    Args:
+        timeline: what was simulated.
+        request: what was asked for.
+        memory: bytes of a token, where sizes are known.
+    """
     bubble_ratio = f"{timeline.bubble_ratio:.2%}"
     known = closed_form(request.schedule, request.shape, request.costs)
     if known is not None:
         bubble_ratio += f" (closed form {known.formula}: {known.bubble_ratio:.2%})"
     by = by_what(timeline)
     rows = [
-        ("makespan", with_unit(timeline.makespan, timeline.unit)),
+        ("makespan", with_unit(timeline.makespan, timeline.unit, digits=6)),
         ("bubble ratio", bubble_ratio),
         ("peak live token slices", f"{_joined(timeline.peak_live_token_slices)}  {by}"),
         ("peak activation", f"{_joined(activation(timeline, request.lengths))}  {by}, in micro-batches"),
     ]
     if timeline.reductions:
         exposed = timeline.duration - timeline.makespan
-        after = f"{with_unit(exposed, timeline.unit)} after the last op" if exposed > 0 else "before the last op ends"
+        after = (
+            f"{with_unit(exposed, timeline.unit, digits=6)} after the last op"
+            if exposed > 0
+            else "before the last op ends"
+        )
         rows.insert(1, ("gradients are reduced", after))
     if memory.token_bytes is not None:
         peaks = " ".join(f"{peak(curve) / 2**20:.4g}" for curve in memory.curves(timeline))
@@ -50,7 +61,13 @@ def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
 
 
 def figures(timeline: Timeline, request: Request, memory: Memory) -> dict[str, Any]:
-    """The figures, and all that `Timeline.from_json` reads, so that `--timeline` shows it again."""
+    """Return the figures, and all that `Timeline.from_json` reads, so that `--timeline` shows it again.
+
+    Args:
+        timeline: what was simulated.
+        request: what was asked for.
+        memory: bytes of a token, where sizes are known.
+    """
     bounds = {} if request.lower_bound is None else {"lower_bound": request.lower_bound}
     return {
         "schedule": request.schedule,
@@ -71,7 +88,12 @@ def figures(timeline: Timeline, request: Request, memory: Memory) -> dict[str, A
 
 
 def memory_figures(timeline: Timeline, memory: Memory) -> dict[str, Any]:
-    """Peaks and curves of bytes by rank, where sizes are known."""
+    """Return peaks and curves of bytes by rank, where sizes are known.
+
+    Args:
+        timeline: what was simulated.
+        memory: bytes of a token, where sizes are known.
+    """
     if memory.token_bytes is None:
         return {}
     curves = memory.curves(timeline)
@@ -79,7 +101,12 @@ def memory_figures(timeline: Timeline, memory: Memory) -> dict[str, Any]:
 
 
 def activation(timeline: Timeline, lengths: Sequence[float]) -> list[float]:
-    """Peak activation by rank, in activations of one micro-batch on one rank."""
+    """Return the peak activation of each rank, in activations of one micro-batch on one rank.
+
+    Args:
+        timeline: simulated or measured.
+        lengths: tokens of each token slice; None for equal ones.
+    """
     return list(peak_activation(timeline, lengths or None))
 
 
@@ -96,11 +123,6 @@ def by_what(timeline: Timeline) -> str:
 def lines(rows: Sequence[tuple[str, str]]) -> str:
     """Names and values, aligned."""
     return "\n".join(f"{name:<{_NAME_WIDTH}}{value}" for name, value in rows)
-
-
-def with_unit(time: float, unit: str) -> str:
-    """A time as it is printed."""
-    return f"{time:.6g}{unit and ' ' + unit}"
 
 
 def _joined(values: Sequence[float]) -> str:

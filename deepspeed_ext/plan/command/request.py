@@ -23,7 +23,7 @@ _NAMES = frozenset({*SCHEDULES, OPTIMISED})
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to simulate.
+    """A pipeline to simulate, as the options ask for it.
 
     Attributes:
         schedule: its name, or that of its file.

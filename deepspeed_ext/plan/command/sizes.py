@@ -31,7 +31,7 @@ class Memory:
 
     @property
     def unit(self) -> str:
-        """What the curves count."""
+        """Unit of the curves."""
         return "activations, in micro-batches on one rank" if self.token_bytes is None else "bytes"
 
     def curves(self, timeline: Timeline) -> list[StepFunction]:
@@ -42,7 +42,12 @@ class Memory:
 
 
 def memory_of(options: argparse.Namespace, shape: PipelineShape, lengths: Sequence[float]) -> Memory:
-    """How the options say to count.
+    """Return how to count memory, by the options.
+
+    Args:
+        options: of the command.
+        shape: extent of the pipeline.
+        lengths: tokens of each token slice.
 
     Raises:
         UserError: if bytes are asked for and nobody says how many tokens there are, or the file is something else.
@@ -63,6 +68,10 @@ def parse_token_bytes(text: str, shape: PipelineShape) -> TokenBytes:
     """Read `{"activation": x, ...}`: the fields of `TokenBytes`, of which all but the first may be left out.
 
     The first three are numbers, or lists with one for each stage.
+
+    Args:
+        text: JSON.
+        shape: extent of the pipeline.
 
     Raises:
         PlanError: if the text is something else.

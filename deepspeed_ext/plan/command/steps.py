@@ -44,7 +44,12 @@ def alike(steps: list[StepRecord]) -> list[StepRecord]:
 
 
 def name_of(path: Path, steps: list[StepRecord]) -> str:
-    """What drawings call the steps."""
+    """Return the name that drawings give the steps.
+
+    Args:
+        path: of the file that they were read from.
+        steps: of one run.
+    """
     iterations = [step.iteration for step in steps if step.iteration is not None]
     if not iterations:
         return path.stem

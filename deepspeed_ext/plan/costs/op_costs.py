@@ -44,7 +44,15 @@ class OpCosts:
         weight_gradient: float | None = None,
         transfer: float | TransferCosts = 0.0,
     ) -> "OpCosts":
-        """The same cost for every op of a kind."""
+        """Return costs in which every op of a kind takes the same time.
+
+        Args:
+            shape: extent of the pipeline.
+            forward: time of a forward.
+            backward: time of a backward, or of its input gradient.
+            weight_gradient: time of a weight gradient; None where backwards are whole.
+            transfer: as in the attribute.
+        """
 
         def table(time: float) -> Table:
             return ((time,) * shape.num_token_slices,) * shape.num_stages
@@ -91,7 +99,12 @@ class OpCosts:
         return self.transfer.latency[boundary] if isinstance(self.transfer, TransferCosts) else self.transfer
 
     def sending_time(self, boundary: int, token_slice: int) -> float:
-        """Time for which that message keeps its channel busy, so that the next must wait."""
+        """Return the time for which that message keeps its channel busy, so that the next must wait.
+
+        Args:
+            boundary: number of the stage before it.
+            token_slice: whose result it is.
+        """
         if isinstance(self.transfer, TransferCosts):
             return self.transfer.sending_time(boundary, token_slice)
         return 0.0
@@ -103,6 +116,10 @@ class OpCosts:
         `weight_gradient`, `transfer` and `reductions` may be left out. `transfer` is a number, or what
         `TransferCosts.from_fields` reads. `reductions` has a row of any length for each stage, of times by piece.
         With model chunks, rows are for stages; or for pipeline ranks, and then each stage takes its part of the time.
+
+        Args:
+            text: JSON.
+            shape: extent of the pipeline.
 
         Raises:
             PlanError: if a table is missing, of another shape than `shape`, or holds anything but times >= 0.

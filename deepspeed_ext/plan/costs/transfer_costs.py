@@ -37,6 +37,10 @@ class TransferCosts:
     def from_fields(cls, fields: Mapping[str, Any], shape: PipelineShape) -> "TransferCosts":
         """Read `{"latency": x, "bandwidth": y, "bytes": [per token slice]}`; `x` and `y` may be lists by boundary.
 
+        Args:
+            fields: as read from JSON.
+            shape: extent of the pipeline.
+
         Raises:
             PlanError: if a field is missing, unknown, of another length, or not a finite number; a bandwidth of 0.
         """
@@ -58,7 +62,12 @@ class TransferCosts:
         return costs
 
     def sending_time(self, boundary: int, token_slice: int) -> float:
-        """Time for which a message keeps its channel busy."""
+        """Return the time for which a message keeps its channel busy.
+
+        Args:
+            boundary: number of the stage before it.
+            token_slice: whose result it is.
+        """
         return self.message_bytes[token_slice] / self.bandwidth[boundary]
 
 

@@ -97,7 +97,7 @@ class Comparison:
 
     @cached_property
     def simulated_with_gaps(self) -> Timeline:
-        """The same with the estimated transfer time and host overhead on top."""
+        """The simulation with the estimated transfer time and host overhead on top."""
         costs, overhead = self.costs, self.host_overhead
 
         def later(table: Table) -> Table:
@@ -116,7 +116,7 @@ class Comparison:
 
     @cached_property
     def simulated_with_own_times(self) -> Timeline:
-        """The same with the time that each op of the shown step took itself: what remains are gaps."""
+        """The simulation with the time that each op of the shown step took itself: what remains are gaps."""
         own = {span.op: span.end - span.start for row in self.measured.spans for span in row}
         costs = _OwnTimes(self.costs.forward, self.costs.backward, self.costs.weight_gradient, own=own)
         timeline = simulate(executed_order(self.measured), self.shape, costs)
@@ -134,7 +134,7 @@ class Comparison:
 
     @cached_property
     def gaps(self) -> list[list[Gap]]:
-        """What each op of the shown step waited for, per rank."""
+        """Gaps of the shown step: the wait in front of each op, per rank."""
         return gaps(self.measured)
 
     @cached_property
@@ -191,10 +191,14 @@ class _OwnTimes(OpCosts):
 
 
 def measured_costs(steps: Sequence[Timeline], average: Callable[[Sequence[float]], float] = median) -> OpCosts:
-    """Times of ops per stage and token slice: medians over micro-batches and steps, or another average.
+    """Return the times of ops per stage and token slice: medians over micro-batches and steps, or another average.
 
     Where a stage ran some backwards whole and others in two parts, those in parts say what each part costs; where it
     ran none in parts for some token slice, the whole is divided as those of all others are.
+
+    Args:
+        steps: timelines of one run.
+        average: of the times of one op.
 
     Raises:
         PlanError: if some op of a stage and token slice never ran.

@@ -51,7 +51,7 @@ class RankTime:
 
 
 def gaps(timeline: Timeline) -> list[list[Gap]]:
-    """What was in front of each op of each rank."""
+    """Return the gap in front of each op, per rank."""
     ended = {result(span.op): span for row in timeline.spans for span in row}
     found = []
     for row in timeline.spans:
@@ -71,7 +71,12 @@ def gaps(timeline: Timeline) -> list[list[Gap]]:
 
 
 def rank_times(timeline: Timeline, of_ranks: Sequence[Sequence[Gap]]) -> list[RankTime]:
-    """Add the gaps of each rank up."""
+    """Return the times of each rank, its gaps added up.
+
+    Args:
+        timeline: that was measured.
+        of_ranks: gaps per rank, as `gaps` returns them.
+    """
     return [
         RankTime(
             busy,

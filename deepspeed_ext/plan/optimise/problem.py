@@ -151,6 +151,12 @@ class SchedulingProblem:
     ) -> "SchedulingProblem":
         """Make the arrays.
 
+        Args:
+            shape: extent of the pipeline.
+            costs: of ops and transfers.
+            memory_limit: activations of one micro-batch that a rank may hold; None for no limit.
+            lengths: tokens, or shares, of the token slices; None for equal ones.
+
         Raises:
             PlanError: if a rank may not even hold one micro-batch, or there are not as many lengths as token slices.
         """

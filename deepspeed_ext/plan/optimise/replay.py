@@ -40,7 +40,12 @@ class NumberedOrders:
 
 
 def replay(problem: SchedulingProblem, orders: NumberedOrders) -> float:
-    """Makespan of orders; infinite if they deadlock."""
+    """Return the makespan of orders; infinite if they deadlock.
+
+    Args:
+        problem: shape and costs.
+        orders: to play.
+    """
     starts, ends = np.zeros(orders.rows.shape), np.zeros(orders.rows.shape)
     ready = np.zeros(4 * problem.shape.num_stages * problem.num_units)
     makespan = play_rows(problem.tables, orders.rows, orders.lengths, starts, ends, ready)
@@ -48,20 +53,36 @@ def replay(problem: SchedulingProblem, orders: NumberedOrders) -> float:
 
 
 def peaks(problem: SchedulingProblem, orders: NumberedOrders) -> Numbers:
-    """[P] most that each rank holds, in activations of one micro-batch."""
+    """Return the most that each rank holds, in activations of one micro-batch: [P].
+
+    Args:
+        problem: shape and token slices.
+        orders: of all ranks.
+    """
     return np.array(
         [peak_of_row(problem.tables, orders.rows[rank], orders.lengths[rank]) for rank in range(len(orders.rows))]
     )
 
 
 def keeps_limit(problem: SchedulingProblem, orders: NumberedOrders) -> bool:
-    """Whether no rank holds more than the problem allows."""
+    """Return whether no rank holds more than the problem allows.
+
+    Args:
+        problem: with its memory limit.
+        orders: of all ranks.
+    """
     return bool(peaks(problem, orders).max() <= problem.memory_limit + ROUNDING)
 
 
 @kernel
 def peak_of_row(tables: Tables, row: Numbers, length: int) -> float:
-    """Most that one rank holds."""
+    """Return the most that one rank holds, in activations of one micro-batch.
+
+    Args:
+        tables: of the problem.
+        row: [longest] ops of the rank.
+        length: how many.
+    """
     num_stages, num_token_slices = tables.times.shape[1:]
     per_kind = num_stages * tables.num_micro_batches * num_token_slices
     held = peak = 0.0

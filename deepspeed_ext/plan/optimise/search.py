@@ -64,7 +64,7 @@ class OptimisedSchedule:
 
     @property
     def schedule(self) -> Schedule:
-        """The same as a schedule: for its shape alone."""
+        """The orders as a schedule, for their shape alone."""
         return fixed(self.orders)
 
 

@@ -125,11 +125,11 @@ def check_lowering(schedule: SimulatedSchedule, shape: PipelineShape, device: De
 
 
 def partners(rank: int, shape: PipelineShape) -> set[int]:
-    """A rank, and the ranks that it exchanges messages with.
+    """Return a rank and those it exchanges messages with.
 
     Args:
-        rank: the rank.
-        shape: sizes of the pipeline.
+        rank: the pipeline rank.
+        shape: extent of the pipeline.
     """
     return {rank, *(member for channel in channels(shape) if rank in channel[:2] for member in channel[:2])}
 

@@ -10,7 +10,7 @@ from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 
 
 class InstructionKind(StrEnum):
-    """Next action of a rank."""
+    """Kinds of instructions of a rank."""
 
     LOAD_MICRO_BATCH = "load"
     """Take a micro-batch from the data iterator and cut it. Roughly: `batches[m] = split(next(data))`."""
@@ -27,9 +27,9 @@ class InstructionKind(StrEnum):
     BACKWARD = "backward"
     """Roughly: `autograd.backward(buffers[b].outputs, inbox[i, m, t])`."""
     INPUT_GRADIENT = "input gradient"
-    """The same, but products of weights are put off. Roughly: `buffers[b].later = products not computed`."""
+    """The same, but products of weights are deferred. Roughly: `buffers[b].deferred_wgrads = products not computed`."""
     WEIGHT_GRADIENT = "weight gradient"
-    """Roughly: `for product in buffers[b].later: product()`."""
+    """Roughly: `for product in buffers[b].deferred_wgrads: product()`."""
     SEND_GRADIENT = "send gradient"
     """Post a send to the rank of the stage before. Roughly: `isend(buffers[b].inputs.grad, rank_of(i - 1))`."""
     PASS_GRADIENT = "pass gradient"
@@ -129,11 +129,11 @@ class Channel(NamedTuple):
 
 
 def channel_of(op: Op, shape: PipelineShape) -> Channel | None:
-    """Channel of the message that an op reads from another stage; None if it reads none.
+    """Return the channel that brings an op a result of another stage; None if it reads none.
 
     Args:
-        op: the op.
-        shape: sizes of the pipeline.
+        op: that reads.
+        shape: extent of the pipeline.
     """
     needed = received(op, shape)
     return None if needed is None else Channel(shape.rank_of(needed.stage), shape.rank_of(op.stage), needed.kind)
@@ -178,11 +178,11 @@ def warm_up_order(shape: PipelineShape) -> list[Channel]:
 
 
 def message_of(receive: Instruction, shape: PipelineShape) -> Op:
-    """Op whose result a receive is for.
+    """Return the result that a receive is for.
 
     Args:
-        receive: the receive.
-        shape: sizes of the pipeline.
+        receive: the instruction.
+        shape: extent of the pipeline.
     """
     needed = received(receive.op, shape)
     assert needed is not None, "a receive serves an op that reads of another stage"

@@ -72,12 +72,12 @@ def with_reductions(program: Program) -> Program:
 def reductions_beside(
     spans: Sequence[Sequence[tuple[Op, float, float]]], shape: PipelineShape, costs: Sequence[Sequence[float]] | None
 ) -> Iterator[Reduction]:
-    """Reductions of an iteration, beside the ops that ran; see `reductions`.
+    """Yield the reductions of an iteration whose ops have run; see `reductions`.
 
     Args:
-        spans: for each rank, its ops with start and end.
-        shape: sizes of the pipeline.
-        costs: for each stage, times of its reductions; None for no reductions.
+        spans: per rank, its ops with start and end.
+        shape: extent of the pipeline.
+        costs: per stage, the time of each of its pieces on the link; None for no reductions.
     """
     completed: dict[int, tuple[float, float]] = {}
     for rank in spans:

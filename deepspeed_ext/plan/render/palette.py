@@ -13,7 +13,13 @@ _LIGHTEST, _DARKEST, _ALONE = 0.90, 0.66, 0.77  # all light enough for dark labe
 
 
 def op_colour(micro_batch: int, token_slice: int, num_token_slices: int) -> str:
-    """Fill of an op, as `#rrggbb`."""
+    """Return the fill of an op, as `#rrggbb`.
+
+    Args:
+        micro_batch: chooses the hue.
+        token_slice: chooses the lightness.
+        num_token_slices: of a micro-batch.
+    """
     lightness = _ALONE
     if num_token_slices > 1:
         lightness = _LIGHTEST - (_LIGHTEST - _DARKEST) * token_slice / (num_token_slices - 1)
@@ -23,7 +29,13 @@ def op_colour(micro_batch: int, token_slice: int, num_token_slices: int) -> str:
 
 
 def oklch_to_hex(lightness: float, chroma: float, hue: float) -> str:
-    """Convert OKLCH (hue in degrees) to sRGB, clipped to what a screen can show."""
+    """Convert OKLCH to sRGB, clipped to what a screen can show.
+
+    Args:
+        lightness: from 0 to 1.
+        chroma: from 0.
+        hue: in degrees.
+    """
     a, b = chroma * cos(radians(hue)), chroma * sin(radians(hue))
     # The matrices of Ottosson's Oklab: to cone responses, then to linear sRGB.
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3

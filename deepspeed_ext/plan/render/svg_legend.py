@@ -49,7 +49,15 @@ class _Entry(NamedTuple):
 
 
 def legend(shape: PipelineShape, kinds: Sequence[OpKind], width: float, y: float, *, reduces: bool = False) -> Legend:
-    """What hue, lightness, height and textures stand for, on as many lines as a picture of this width needs."""
+    """Return the meaning of hue, lightness, height and textures, on as many lines as the width needs.
+
+    Args:
+        shape: extent of the pipeline.
+        kinds: of ops that the picture shows.
+        width: in pixels.
+        y: base line of the first line.
+        reduces: whether the picture shows reductions.
+    """
     body: list[str] = []
     x: float = PLOT_LEFT
     first = y
@@ -114,7 +122,13 @@ def _striped(fill: str, last: int, x: float, y: float) -> Iterator[str]:
 
 
 def facts(figures: Sequence[tuple[str, str]], width: float, y: float) -> Iterator[str]:
-    """Figures in the upper right corner, each over its name."""
+    """Return figures for the upper right corner, each over its name.
+
+    Args:
+        figures: by name.
+        width: of the picture in pixels.
+        y: base line.
+    """
     x: float = width - MARGIN
     for name, value in reversed(figures):
         yield text(x, y - 4, value, f'{INK} font-size="18" font-weight="600" text-anchor="end"')

@@ -62,7 +62,7 @@ class Playback:
         return tuple(map(Span, self.compiled.order(rank), self.starts[own].tolist(), self.ends[own].tolist()))
 
     def timeline(self) -> Timeline:
-        """The same as a timeline for drawings and the like, without transfers."""
+        """Return a timeline for drawings and the like, without transfers."""
         return Timeline(self.compiled.shape, tuple(map(self.spans, range(self.compiled.shape.num_ranks))))
 
 
@@ -104,7 +104,12 @@ class CompiledOrders:
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, shape: PipelineShape) -> "CompiledOrders":
-        """Generate the orders of a schedule and compile them."""
+        """Generate the orders of a schedule and compile them.
+
+        Args:
+            schedule: order of the ops.
+            shape: extent of the pipeline.
+        """
         return cls.of((list(schedule(shape, rank)) for rank in range(shape.num_ranks)), shape)
 
     def order(self, rank: int) -> list[Op]:

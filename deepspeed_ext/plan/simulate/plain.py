@@ -108,6 +108,10 @@ class _Network:
 def check_orders(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
     """Hold orders against the shape.
 
+    Args:
+        orders: op order of each pipeline rank.
+        shape: extent of the pipeline.
+
     Raises:
         PlanError: if a rank has no order, or an op stands outside the shape, on another rank's order, or twice.
     """
@@ -118,7 +122,13 @@ def check_orders(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
 
 
 def check_order(order: Sequence[Op], shape: PipelineShape, rank: int) -> None:
-    """Hold the order of one rank against the shape; see `check_orders`."""
+    """Hold the order of one rank against the shape; see `check_orders`.
+
+    Args:
+        order: ops of the rank.
+        shape: extent of the pipeline.
+        rank: the pipeline rank.
+    """
     stages = set(shape.stages_of(rank))
     seen: set[Op] = set()
     for op in order:
@@ -137,6 +147,10 @@ def check_order(order: Sequence[Op], shape: PipelineShape, rank: int) -> None:
 
 def check_complete(orders: Sequence[Sequence[Op]], shape: PipelineShape) -> None:
     """See that nothing of a training step is left out. Orders of evaluation, which have no backward, are not complete.
+
+    Args:
+        orders: op order of each pipeline rank.
+        shape: extent of the pipeline.
 
     Raises:
         PlanError: if a token slice has no forward on some stage, or no backward, or not both parts of it.

@@ -57,7 +57,12 @@ class OpColumns:
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
     def ops(self, first: int, last: int) -> list[Op]:
-        """The ops first .. last."""
+        """Return the ops at positions first .. last.
+
+        Args:
+            first: position.
+            last: position behind the last of them.
+        """
         columns = (self.stage, self.micro_batch, self.token_slice)
         indices = (column[first:last].tolist() for column in columns)
         return list(map(Op, map(KINDS.__getitem__, self.kind[first:last].tolist()), *indices))
@@ -122,7 +127,12 @@ def fits(bounds: "Numbers", columns: OpColumns, shape: PipelineShape) -> bool:
 
 
 def wire(columns: OpColumns, shape: PipelineShape) -> Wiring:
-    """Look up in the table of dependencies what each op waits for, and where its result goes."""
+    """Look up in the table of dependencies what each op waits for, and where its result goes.
+
+    Args:
+        columns: the ops, [N] each.
+        shape: extent of the pipeline.
+    """
     import numpy as np
 
     num_made = len(KINDS) * shape.num_stages * shape.num_micro_batches * shape.num_token_slices

@@ -171,7 +171,14 @@ def evaluation_of(
     memory_limit: float | None,
     transfer: float | TransferCosts,
 ) -> CutEvaluation:
-    """What cuts for a schedule are judged by; None stands for the schedule that `optimise` makes.
+    """Return what cuts for a schedule are judged by.
+
+    Args:
+        schedule: that will run; None for the one that `optimise` makes.
+        shape: extent of the pipeline.
+        token_slice_costs: times of token slices.
+        memory_limit: activations of one micro-batch that a rank may hold; None for no limit.
+        transfer: as `OpCosts.transfer`.
 
     Raises:
         PlanError: if the schedule deadlocks, or has no such shape.

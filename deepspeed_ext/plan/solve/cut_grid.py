@@ -61,6 +61,10 @@ class CutGrid:
     def balanced(self, num_token_slices: int, attention: float) -> TokenSlices:
         """Cut so that all cost the same if attention is this share of the sequence's cost, as near as lengths allow.
 
+        Args:
+            num_token_slices: how many.
+            attention: share of attention in the cost of the sequence.
+
         Raises:
             PlanError: if so many token slices do not fit.
         """

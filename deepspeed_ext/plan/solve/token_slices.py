@@ -83,7 +83,15 @@ def solve_token_slices(
 def search_cuts(
     grid: CutGrid, num_token_slices: int, evaluation: CutEvaluation, effort: float, *, rounds: int = 1
 ) -> SolvedTokenSlices:
-    """Search the cuts of a grid; see `solve_token_slices`."""
+    """Search the cuts of a grid for the one with the shortest step.
+
+    Args:
+        grid: where token slices may begin and end.
+        num_token_slices: how many.
+        evaluation: makespan of a cut.
+        effort: time to take, in about a second of one core.
+        rounds: times that the evaluation is adapted to the cut.
+    """
     if not effort > 0:
         raise PlanError(f"effort {effort} leaves no time to search: give more than 0")
     family = dict.fromkeys(grid.balanced(num_token_slices, attention) for attention in FAMILY)
@@ -133,6 +141,12 @@ def _pairs(count: int) -> Iterator[tuple[int, int]]:
 
 def check_memory(schedule: Schedule, shape: PipelineShape, cut: TokenSlices, memory_limit: float) -> None:
     """See that a schedule keeps the memory limit with a cut.
+
+    Args:
+        schedule: order of the ops.
+        shape: extent of the pipeline.
+        cut: lengths of the token slices.
+        memory_limit: activations of one micro-batch that a rank may hold.
 
     Raises:
         PlanError: if it does not.

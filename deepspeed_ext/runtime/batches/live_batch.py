@@ -25,13 +25,13 @@ class Buffer:
         outputs: outputs for the next stage, until they are sent or passed on.
         roots: starts of the backward: the loss on the last stage, else the outputs that need gradients, as edges of the
             graph, so that the tensors themselves can go once they are sent.
-        later: products of weights that the backward put off, first to last.
+        deferred_wgrads: products of weights that the backward deferred, first to last.
     """
 
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     roots: tuple[Tensor | GradientEdge, ...] = ()
-    later: list[Product] = field(default_factory=list)
+    deferred_wgrads: list[Product] = field(default_factory=list)
 
     def take_gradients(self) -> tuple[Tensor, ...]:
         """Gradients of the inputs [...]. Both leave the buffer, since weight gradients may come much later."""

@@ -101,12 +101,12 @@ class GradientReductions:
         self._waiting = self._buckets(list(completing))
         self._reduced = set()
 
-    def entering(self, op: Op, put_off: Callable[[Callable[[], None]], bool]) -> Entering | None:
+    def entering(self, op: Op, defer: Callable[[Callable[[], None]], bool]) -> Entering | None:
         """Return the function that the forward of an op calls for each layer; None if its backward completes no stage.
 
         Args:
             op: the forward.
-            put_off: takes a function to call with the weight gradients of this backward, and returns whether they are
+            defer: takes a function to call with the weight gradients of this backward, and returns whether they are
                 deferred.
         """
         stage = self._completing.get(op[1:])
@@ -115,7 +115,7 @@ class GradientReductions:
 
         def entering(layer: int, inputs: Any) -> None:
             def passed(_: Tensor) -> None:
-                if not put_off(lambda: self._reduce(stage, layer, inside=True)):
+                if not defer(lambda: self._reduce(stage, layer, inside=True)):
                     self._reduce(stage, layer, inside=True)
 
             # Autograd runs what was recorded last first: once it is about to run what gave one of these tensors, all

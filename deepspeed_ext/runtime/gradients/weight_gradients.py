@@ -1,4 +1,4 @@
-"""Weight gradients put off: the part of a backward that only the optimizer step waits for.
+"""Deferred weight gradients: the part of a backward that only the optimizer step waits for.
 
 The backward of a matrix product Y = X W^T is two products. The stage before waits for the first, and for the second
 nobody does, so a schedule may run it where the rank would idle (zero bubble, arXiv 2401.10241 section 2):
@@ -6,11 +6,11 @@ nobody does, so a schedule may run it where the rank would idle (zero bubble, ar
     BI    dX = dY W          at once
     BW    dW += dY^T X       later: dY and X are kept until then, and nothing else of the graph is
 
-An operation that can do so asks the `weight_gradients` of its weight whether products are being put off, and hands
+An operation that can do so asks the `weight_gradients` of its weight whether products are being deferred, and hands
 its second product over if they are. Every `nn.Linear` of an attached module does, and `linear` for weights that layers
 multiply with by themselves. Other operations, such as norms and biases, compute everything in BI, which is as correct
-and only less apart. What is put off is computed in the order in which it was, so every weight adds its gradients up as
-a whole backward does.
+and only less apart. Deferred products are computed in the order in which they came, so every weight adds its gradients
+up as a whole backward does.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,24 +27,24 @@ Product = Callable[[], None]
 
 
 class WeightGradients:
-    """Where backwards leave the products that are put off.
+    """Where backwards leave the products that are deferred.
 
     Example:
         >>> weight_gradients = WeightGradients()
         >>> weight_gradients.attach(module)                 # doctest: +SKIP
         >>> loss = module(inputs)                           # doctest: +SKIP
-        >>> with weight_gradients.put_off() as later:       # doctest: +SKIP
+        >>> with weight_gradients.deferring() as deferred:      # doctest: +SKIP
         ...     loss.backward()
-        >>> compute(later)                                  # doctest: +SKIP
+        >>> compute(deferred)                               # doctest: +SKIP
     """
 
     def __init__(self) -> None:
-        self._later: list[Product] | None = None
+        self._deferred: list[Product] | None = None
 
     @property
     def collecting(self) -> bool:
-        """Whether the backward that runs now puts products off."""
-        return self._later is not None
+        """Whether the backward that runs now defers products."""
+        return self._deferred is not None
 
     def attach(self, module: nn.Module) -> None:
         """Let the weights of a module be asked, and its linear layers ask them.
@@ -59,31 +59,31 @@ class WeightGradients:
                 layer.forward = partial(_forward, layer)
 
     @contextmanager
-    def put_off(self) -> Iterator[list[Product]]:
+    def deferring(self) -> Iterator[list[Product]]:
         """Around a backward: products go to the list that this yields, instead of being computed."""
-        assert self._later is None, "one backward at a time"
-        self._later = later = []
+        assert self._deferred is None, "one backward at a time"
+        self._deferred = deferred = []
         try:
-            yield later
+            yield deferred
         finally:
-            self._later = None
+            self._deferred = None
 
     def add(self, product: Product) -> None:
-        """Put a product off; only while `collecting`."""
-        assert self._later is not None, "nobody is there to compute it"
-        self._later.append(product)
+        """Defer a product; only while `collecting`."""
+        assert self._deferred is not None, "nobody is there to compute it"
+        self._deferred.append(product)
 
 
-def compute(later: list[Product]) -> None:
-    """Compute what was put off, in its order, and let go of each product's tensors at once: the list is empty then."""
-    later.reverse()
+def compute(deferred: list[Product]) -> None:
+    """Compute deferred products in their order, and free each product's tensors at once: the list is empty then."""
+    deferred.reverse()
     with torch.no_grad():
-        while later:
-            later.pop()()
+        while deferred:
+            deferred.pop()()
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, whose product of the weight can be put off, and adds up in place where the weight says so.
+    """`F.linear`, whose product of the weight can be deferred, and adds up in place where the weight says so.
 
     Any model may call it. Weights that no engine has attached, and such as are computed, are left to torch.
 

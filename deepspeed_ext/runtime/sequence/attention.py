@@ -20,7 +20,7 @@ from deepspeed_ext.runtime.attention_kernels import Attended, AttentionKernel, G
 
 
 class KeyValueState:
-    """Keys and values of one layer for one micro-batch, and the gradients that later token slices owe to earlier ones.
+    """Keys and values of one layer for one micro-batch, and the gradients that token slices have for earlier ones.
 
     Args:
         seq_length: tokens of the whole sequence.
@@ -32,7 +32,7 @@ class KeyValueState:
         self._values: Tensor | None = None
         self._end = 0  # of the tokens written
         # Each [B, E, G, D] of the tokens before the last token slice that ran backward, in at least fp32.
-        self._owed: tuple[Tensor, Tensor] | None = None
+        self._pending_grads: tuple[Tensor, Tensor] | None = None
 
     def write(self, key: Tensor, value: Tensor, start: int) -> None:
         """Store the keys and values of the tokens start .. start + N.
@@ -56,8 +56,8 @@ class KeyValueState:
         assert self._keys is not None and self._values is not None, "read before any write"
         return self._keys[:, :end], self._values[:, :end]
 
-    def settle(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
-        """Keep what a token slice owes to those before it, and return the complete gradients of its own.
+    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+        """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
 
         Args:
             gradients: gradients that the backward of its attention found.
@@ -67,23 +67,23 @@ class KeyValueState:
             Gradients [B, N, G, D] of the token slice's own keys and values.
         """
         own_len, seen_len = gradients.own[0].shape[1], gradients.prefix[0].shape[1]
-        due = self._end if self._owed is None else self._owed[0].shape[1]
+        due = self._end if self._pending_grads is None else self._pending_grads[0].shape[1]
         assert due == start + own_len, "token slices must run backward last to first"
-        owed = []
+        pending = []
         for index, (own, prefix) in enumerate(zip(gradients.own, gradients.prefix, strict=True)):
             at_least_fp32 = own.dtype if own.dtype.itemsize >= 4 else torch.float32
-            if self._owed is not None:
+            if self._pending_grads is not None:
                 # In place, since nobody else holds it; the sum is rounded once, from fp32.
-                own.add_(self._owed[index][:, start:])
-                of_prefix = self._owed[index][:, :start]
+                own.add_(self._pending_grads[index][:, start:])
+                of_prefix = self._pending_grads[index][:, :start]
                 if seen_len:
                     of_prefix[:, start - seen_len :].add_(prefix)
             elif seen_len == start:
                 of_prefix = prefix.to(at_least_fp32)
             else:
                 of_prefix = F.pad(prefix.to(at_least_fp32), (0, 0, 0, 0, start - seen_len, 0))
-            owed.append(of_prefix)
-        self._owed = (owed[0], owed[1]) if start else None
+            pending.append(of_prefix)
+        self._pending_grads = (pending[0], pending[1]) if start else None
         return gradients.own
 
 
@@ -123,5 +123,5 @@ class TokenSliceAttention(torch.autograd.Function):
         query, output, log_sum_exp = ctx.saved_tensors
         key, value = ctx.state.read(ctx.start + query.shape[1])
         gradients = ctx.kernel.backward(output_gradient, query, key, value, Attended(output, log_sum_exp), ctx.scale)
-        own_key, own_value = ctx.state.settle(gradients, ctx.start)
+        own_key, own_value = ctx.state.accumulate(gradients, ctx.start)
         return gradients.query, own_key, own_value, None, None, None, None

@@ -173,7 +173,7 @@ def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, 
     path = options.calibrate or options.calibration
     if path is None:
         calibration = no_calibration()
-        notes.append("nothing was calibrated on this cluster: intervals are as wide as the doubt about data sheets")
+        notes.append("nothing was calibrated on this cluster: intervals are wide, because data sheets are uncertain")
     else:
         calibration = calibrated(cluster, path, profile)
         notes.append(f"calibrated on {calibration.num_trials} trials of {path}{_in_words(calibration.factors)}")

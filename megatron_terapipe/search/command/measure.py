@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from megatron_terapipe.config.model import ModelConfig
     from megatron_terapipe.search.op_times.profile import Profile
 
-NAME = "measure"
 HELP = (
     "Measure the layers of a model on this machine as the trainer runs them (micro-batches, token slices, "
     "their prefixes, tensor-parallel sizes), the links between its devices, and the overhead of the engine. "
@@ -95,7 +94,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
-    """Read a list of numbers, each once, in rising order.
+    """Return the numbers of a list, each once, in rising order.
+
+    Args:
+        text: value of the flag.
+        flag: the flag.
 
     Raises:
         ConfigError: if one is not a whole number from 1.
@@ -110,7 +113,7 @@ def numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def summary(profile: "Profile") -> Iterable[str]:
-    """Return what was measured, in a few lines."""
+    """Yield what was measured, in a few lines."""
     from megatron_terapipe.search.op_times.profile import shape_in_words
     from megatron_terapipe.search.op_times.profile_efficiency import message_line
 

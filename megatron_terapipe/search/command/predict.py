@@ -23,7 +23,6 @@ from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
-NAME = "predict"
 HELP = "Predict time and memory of the strategies in a file. For strategies that cannot run, print the reason."
 
 

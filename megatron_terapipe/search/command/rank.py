@@ -180,7 +180,6 @@ def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf
         print("\nto run the winner: add --output DIR, which writes the files and prints the command")
 
 
-NAME = "rank"
 HELP = "Find the best strategies of a model on a cluster: search them, price them on their schedules, and rank them."
 
 NOTHING = "nothing"

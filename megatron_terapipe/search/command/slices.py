@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.cost.pricing import Pricing
     from megatron_terapipe.search.rank.token_slices import SolvedCut
 
-NAME = __name__.rpartition(".")[2]
 HELP = (
     "Find the number and the lengths of the token slices with which a strategy takes the shortest time. The "
     "token slices of the given strategy are ignored."

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.trials.trial import Trial
     from megatron_terapipe.strategy import Strategy
 
-NAME = "trial"
 HELP = (
     "Run the best strategies of a search, or those of a file, for a few iterations each, with DeepSpeed's "
     "launcher. Add a line for each run to a file of trials, calibrate on them, and print the errors of "

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.trials.predicted import Predicted
     from megatron_terapipe.search.trials.trial import Trial
 
-NAME = "validate"
 HELP = (
     "Predict measured runs without using their times, and compare: errors, order, and coverage of the "
     "intervals, beside a naive model. Trials have one JSON object per line, as `trial` writes them. Without "

@@ -76,7 +76,7 @@ class Prediction:
         breakdown: where the time goes.
         memory: per pipeline rank, where the bytes go.
         simulated: whether the real schedule was simulated; else priced in closed form.
-        notes: what is extrapolated, and other doubts, a line each.
+        notes: what is extrapolated, and other warnings, a line each.
     """
 
     iteration_time_s: float

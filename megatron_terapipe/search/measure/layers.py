@@ -1,7 +1,7 @@
 """Times the layers of a model as the engine runs them: whole sequences, token slice by token slice, there and back.
 
     forward     F0 F1 F2 F3
-    backward                B3 B2 B1 B0       in one piece, then once more in two: BI, and BW put off
+    backward                B3 B2 B1 B0       in one piece, then once more in two: BI, and BW deferred
 
 Every rank of this machine measures at the same time, each its part of the layer, because cores and memory are shared.
 """
@@ -191,7 +191,7 @@ class LayerTimer:
             weights_s = 0.0
             with Stopwatch() as watch:
                 if puts_off:
-                    with self._weight_gradients.put_off() as later:
+                    with self._weight_gradients.deferring() as deferred:
                         torch.autograd.backward(root, gradient)
                 else:
                     torch.autograd.backward(root, gradient)
@@ -200,7 +200,7 @@ class LayerTimer:
             del root
             if puts_off:
                 with Stopwatch() as other:
-                    compute(later)
+                    compute(deferred)
                 weights_s = other.seconds
             found.append((forwards[index], watch.seconds, weights_s))
         return found[::-1]

@@ -82,34 +82,6 @@ class MeasuredProfile:
         known = {each.shape for each in self.profile.layers if each.recompute == "none"}
         return all(shape_of(layer) in known for layer in workload.layers)
 
-    def doubts(
-        self, layer: Layer, *, tensor_parallel_size: int, micro_batch_size: int, longest: int, shortest: int
-    ) -> tuple[str, ...]:
-        """Say what of a strategy lies beyond what was measured of a layer, a line each.
-
-        Args:
-            layer: which.
-            tensor_parallel_size: ranks that share it.
-            micro_batch_size: sequences.
-            longest: tokens of the longest token slice.
-            shortest: tokens of the shortest.
-        """
-        sizes = self._known(layer)
-        held = sizes[min(sizes, key=lambda size: abs(size - tensor_parallel_size))].points
-        asked = [
-            ("tensor-parallel size", tensor_parallel_size, list(sizes)),
-            ("micro-batch size", micro_batch_size, [point.micro_batch_size for point in held]),
-            ("token slices of tokens", longest, [point.end - point.start for point in held]),
-            ("token slices of tokens", shortest, [point.end - point.start for point in held]),
-        ]
-        return tuple(
-            dict.fromkeys(
-                f"{what} {value} is beyond the profile's {min(known)} to {max(known)}: extrapolated"
-                for what, value, known in asked
-                if not min(known) <= value <= max(known)
-            )
-        )
-
     def _on(
         self, layer: Layer, tensor: float, size: Numbers, start: Numbers, end: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:

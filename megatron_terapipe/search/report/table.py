@@ -156,8 +156,7 @@ def _cut(strategy: Strategy, seq_length: int) -> str:
     """Return the lengths of the token slices, or "even" if they are as equal as the places to cut at let them be."""
     if strategy.token_slices is None:
         return "even"
-    needed = strategy.tensor_parallel_size if strategy.sequence_parallel else 1
-    step = granularity_of(seq_length, strategy.num_token_slices, needed)
+    step = granularity_of(seq_length, strategy.num_token_slices, strategy.granularity)
     is_even = max(strategy.token_slices) - min(strategy.token_slices) <= step
     return "even" if is_even else _short(strategy.token_slices)
 

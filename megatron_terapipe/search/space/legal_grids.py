@@ -105,7 +105,7 @@ def layouts(choices: Choices, num_devices: int) -> list[dict[str, int]]:
 
 
 def legal_grids(problem: SearchProblem, choices: Choices, counts: SearchCounts) -> Iterator[LegalGrid]:
-    """Yield the strategies of the space that keep all rules, a grid for each layout.
+    """Yield the strategies of the space that keep all rules, a grid for each layout: [axes of `StrategyGrid`].
 
     Args:
         problem: what is asked.

@@ -56,7 +56,7 @@ class TrainerRule:
         """Return what is wrong with the one strategy of a grid; None if it keeps the rule.
 
         Args:
-            grid: of one strategy.
+            grid: of one strategy: [1, 1, 1, 1, 1, 1, 1].
             problem: model and cluster.
         """
         return self.error(grid, problem, *(getattr(grid, axis)[0] for axis in self.axes))

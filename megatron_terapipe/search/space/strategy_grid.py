@@ -67,7 +67,7 @@ class StrategyGrid:
 
     @classmethod
     def of_choices(cls, choices: Choices, sizes: Mapping[str, int], global_batch_size: int) -> "StrategyGrid":
-        """Return all strategies of a layout.
+        """Return all strategies of a layout: [order, partition, micro_batch, ...].
 
         Args:
             choices: values of the other dimensions.
@@ -82,7 +82,7 @@ class StrategyGrid:
 
     @classmethod
     def of_strategy(cls, strategy: Strategy) -> "StrategyGrid":
-        """Return a grid of one strategy, so that what is there for grids also serves it."""
+        """Return a grid of one strategy, [1, 1, 1, 1, 1, 1, 1], so that what is there for grids also serves it."""
         shared = {name: getattr(strategy, name) for name in SHARED}
         shared["global_batch_size"] = (
             strategy.global_batch_size or strategy.micro_batch_size * strategy.data_parallel_size

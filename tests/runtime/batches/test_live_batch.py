@@ -15,7 +15,7 @@ def test_gradients_are_those_of_the_inputs_that_want_one_and_zeros_where_nothing
 
 
 def test_a_buffer_that_waits_for_weight_gradients_keeps_no_inputs() -> None:
-    buffer = Buffer(inputs=(torch.ones(3, requires_grad=True),), later=[lambda: None])
+    buffer = Buffer(inputs=(torch.ones(3, requires_grad=True),), deferred_wgrads=[lambda: None])
     held = weakref.ref(buffer.inputs[0])
     buffer.take_gradients()
-    assert held() is None and buffer.later
+    assert held() is None and buffer.deferred_wgrads

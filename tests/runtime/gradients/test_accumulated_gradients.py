@@ -38,7 +38,7 @@ def accumulated(*weights: nn.Parameter) -> tuple[AccumulatedGradients, list[Tens
 # ---------------------------------------------------------------------- the sums
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["whole", "put off"])
+@pytest.mark.parametrize("apart", [False, True], ids=["whole", "deferred"])
 @pytest.mark.parametrize("multiply", [linear, products.linear], ids=["linear", "products.linear"])
 def test_the_sum_over_token_slices_is_that_of_their_products_in_fp32(
     multiply: Callable[..., Tensor], apart: bool
@@ -52,9 +52,9 @@ def test_the_sum_over_token_slices_is_that_of_their_products_in_fp32(
         inputs, gradient = drawn(1, ROWS, IN, seed=2 * step + 1), drawn(1, ROWS, OUT, seed=2 * step + 2)
         output = multiply(inputs, weight)
         if apart:
-            with weight_gradients.put_off() as later:
+            with weight_gradients.deferring() as deferred:
                 output.backward(gradient)
-            waiting.append(later)
+            waiting.append(deferred)
         else:
             output.backward(gradient)
         sums.collect()
@@ -62,8 +62,8 @@ def test_the_sum_over_token_slices_is_that_of_their_products_in_fp32(
         product = gradient[0].t() @ inputs[0]
         expected += product.float()
         rounded += product
-    for later in waiting:
-        compute(later)
+    for deferred in waiting:
+        compute(deferred)
     torch.testing.assert_close(total.view(OUT, IN), expected, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(rounded.float(), expected, rtol=1e-3, atol=1e-3), "bf16 would do as well"
 

@@ -1,4 +1,4 @@
-"""Weight gradients put off: the same bits as a whole backward, for layers that know nothing of it."""
+"""Deferred weight gradients: the same bits as a whole backward, for layers that know nothing of it."""
 
 import copy
 import weakref
@@ -50,22 +50,22 @@ def attached(module: nn.Module) -> WeightGradients:
     return weight_gradients
 
 
-def put_off(module: nn.Module, weight_gradients: WeightGradients, step: int) -> list[Product]:
+def deferred_by(module: nn.Module, weight_gradients: WeightGradients, step: int) -> list[Product]:
     loss = module(tokens_of(step)).logsumexp(-1).sum()
-    with weight_gradients.put_off() as later:
+    with weight_gradients.deferring() as deferred:
         loss.backward()
-    return later
+    return deferred
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_sum_of_put_off_products_has_the_bits_of_whole_backwards(dtype: torch.dtype) -> None:
+def test_the_sum_of_deferred_products_has_the_bits_of_whole_backwards(dtype: torch.dtype) -> None:
     whole, apart = layer(dtype), layer(dtype)
     for step in range(3):
         whole(tokens_of(step)).logsumexp(-1).sum().backward()
     weight_gradients = attached(apart)
-    waiting = [put_off(apart, weight_gradients, step) for step in range(3)]
-    for later in waiting:
-        compute(later)
+    waiting = [deferred_by(apart, weight_gradients, step) for step in range(3)]
+    for deferred in waiting:
+        compute(deferred)
     expected, found = gradients(whole), gradients(apart)
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
@@ -74,21 +74,21 @@ def test_the_sum_of_put_off_products_has_the_bits_of_whole_backwards(dtype: torc
 
 def test_input_gradients_leave_the_weights_of_products_alone() -> None:
     module = layer()
-    later = put_off(module, attached(module), 0)
+    deferred = deferred_by(module, attached(module), 0)
     assert gradients(module).keys() == {"words.weight", "up.bias", "norm.weight", "norm.bias"}
-    assert len(later) == 3
-    compute(later)
+    assert len(deferred) == 3
+    compute(deferred)
     assert gradients(module).keys() == {name for name, _ in module.named_parameters()}
-    assert later == []
+    assert deferred == []
 
 
-def test_whole_and_put_off_backwards_may_take_turns() -> None:
+def test_whole_and_deferred_backwards_may_take_turns() -> None:
     whole, mixed = layer(), layer()
     weight_gradients = attached(mixed)
     for step in range(4):
         whole(tokens_of(step)).logsumexp(-1).sum().backward()
         if step % 2:
-            compute(put_off(mixed, weight_gradients, step))
+            compute(deferred_by(mixed, weight_gradients, step))
         else:
             mixed(tokens_of(step)).logsumexp(-1).sum().backward()
     for name, gradient in gradients(whole).items():
@@ -100,10 +100,10 @@ def test_a_repeated_forward_puts_off_as_the_first_one_did() -> None:
     whole(tokens_of(0)).logsumexp(-1).sum().backward()
     weight_gradients = attached(apart)
     loss = checkpoint(apart, tokens_of(0), use_reentrant=False).logsumexp(-1).sum()
-    with weight_gradients.put_off() as later:
+    with weight_gradients.deferring() as deferred:
         loss.backward()
-    assert len(later) == 3
-    compute(later)
+    assert len(deferred) == 3
+    compute(deferred)
     for name, gradient in gradients(whole).items():
         assert torch.equal(apart.get_parameter(name).grad, gradient), name
 
@@ -117,11 +117,11 @@ def test_between_the_parts_a_product_keeps_its_input_and_the_gradient_of_its_out
     gone = weakref.ref(widened)  # kept by the square
     del widened
     assert gone() is not None
-    with weight_gradients.put_off() as later:
+    with weight_gradients.deferring() as deferred:
         squared.sum().backward()
     del squared
     assert gone() is None
-    kept = {each.data_ptr(): each.numel() for each in _tensors_of(later)} | {module.weight.data_ptr(): 0}
+    kept = {each.data_ptr(): each.numel() for each in _tensors_of(deferred)} | {module.weight.data_ptr(): 0}
     assert sum(kept.values()) == ROWS * TOKENS * (WIDTH + 4 * WIDTH)
 
 
@@ -137,9 +137,9 @@ def test_products_run_in_their_order_and_are_let_go_as_soon_as_they_are_computed
 
         return run
 
-    later = [product(each) for each in tensors]
+    deferred = [product(each) for each in tensors]
     tensors.clear()
-    compute(later)
+    compute(deferred)
     assert seen == [(0, 3), (1, 2), (2, 1)]
 
 
@@ -148,9 +148,9 @@ def test_a_weight_that_somebody_watches_gets_its_gradient_at_once(register: str)
     module = layer()
     calls: list[Tensor] = []
     getattr(module.up.weight, register)(calls.append)
-    later = put_off(module, attached(module), 0)
+    deferred = deferred_by(module, attached(module), 0)
     assert len(calls) == 1
-    assert len(later) == 2
+    assert len(deferred) == 2
     assert module.up.weight.grad is not None
 
 
@@ -161,9 +161,9 @@ def test_weights_of_other_modules_and_frozen_or_computed_ones_are_left_to_torch(
     computed = nn.Parameter(torch.randn(WIDTH, WIDTH))
     inputs = torch.randn(ROWS, WIDTH, requires_grad=True)
     output = linear(frozen(other(inputs)), computed * 2)
-    with weight_gradients.put_off() as later:
+    with weight_gradients.deferring() as deferred:
         output.sum().backward()
-    assert later == []
+    assert deferred == []
     assert frozen.weight.grad is None
     assert other.weight.grad is not None
     assert computed.grad is not None
@@ -179,9 +179,9 @@ def test_products_that_do_not_ask_are_computed_at_once() -> None:
     wrapped.forward = lambda inputs: F.linear(inputs, wrapped.weight)
     weight_gradients = attached(nn.ModuleList([nn.ParameterList([bare]), own, wrapped]))
     loss = F.linear(own(torch.ones(ROWS, WIDTH)), bare).sum() + wrapped(torch.ones(ROWS, WIDTH)).sum()
-    with weight_gradients.put_off() as later:
+    with weight_gradients.deferring() as deferred:
         loss.backward()
-    assert later == []
+    assert deferred == []
     assert bare.grad is not None and wrapped.weight.grad is not None and wrapped.bias.grad is None
     torch.testing.assert_close(own.weight.grad, (2 * ROWS * bare.sum(0)).unsqueeze(1).expand(WIDTH, WIDTH))
 
@@ -203,21 +203,21 @@ def test_autocast_is_left_to_torch() -> None:
     weight_gradients = attached(module)
     with torch.autocast("cpu", torch.bfloat16):
         output = module(torch.randn(ROWS, WIDTH))
-    with weight_gradients.put_off() as later:
+    with weight_gradients.deferring() as deferred:
         output.float().sum().backward()
-    assert later == []
+    assert deferred == []
     assert module.weight.grad.dtype is torch.float32
 
 
-def test_after_an_error_nothing_is_put_off_any_more() -> None:
+def test_after_an_error_nothing_is_deferred_any_more() -> None:
     weight_gradients = WeightGradients()
-    with pytest.raises(ValueError, match="broken"), weight_gradients.put_off():
+    with pytest.raises(ValueError, match="broken"), weight_gradients.deferring():
         assert weight_gradients.collecting
         raise ValueError("broken")
     assert not weight_gradients.collecting
 
 
-def _tensors_of(later: list[Product]) -> list[Tensor]:
+def _tensors_of(deferred: list[Product]) -> list[Tensor]:
     """Tensors that products close over."""
-    values = [cell.cell_contents for product in later for cell in product.__closure__ or ()]
+    values = [cell.cell_contents for product in deferred for cell in product.__closure__ or ()]
     return [value for value in values if isinstance(value, Tensor)]

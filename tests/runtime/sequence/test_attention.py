@@ -225,10 +225,10 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
     past_gradients = []
 
     class Watched(attention.KeyValueState):
-        def settle(self, gradients, start):
-            settled = super().settle(gradients, start)
-            past_gradients.extend(self._owed or ())
-            return settled
+        def accumulate(self, gradients, start):
+            accumulated = super().accumulate(gradients, start)
+            past_gradients.extend(self._pending_grads or ())
+            return accumulated
 
     state = Watched(24)
     hidden = torch.randn(3, 1, 24, 2, 8, dtype=torch.bfloat16, requires_grad=True)

@@ -132,16 +132,3 @@ def test_other_sizes_are_refused() -> None:
     )
     longer = gpt_workload(replace(MODEL, seq_length=128, max_position_embeddings=128))
     assert times(measured, longer.layers[1], end=128).forward > times(measured).forward
-
-
-def test_doubts(measured: MeasuredProfile) -> None:
-    def doubts(**more: int) -> tuple[str, ...]:
-        asked = {"tensor_parallel_size": 1, "micro_batch_size": 2, "longest": 64, "shortest": 8} | more
-        return measured.doubts(BLOCK, **asked)
-
-    assert doubts() == ()
-    assert doubts(tensor_parallel_size=4) == ("tensor-parallel size 4 is beyond the profile's 1 to 2: extrapolated",)
-    assert doubts(micro_batch_size=8, shortest=4) == (
-        "micro-batch size 8 is beyond the profile's 1 to 4: extrapolated",
-        "token slices of tokens 4 is beyond the profile's 8 to 64: extrapolated",
-    )

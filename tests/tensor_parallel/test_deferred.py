@@ -1,4 +1,4 @@
-"""Products whose weight gradients are put off: the same bits as a whole backward, and little kept until then."""
+"""Products whose weight gradients are deferred: the same bits as a whole backward, and little kept until then."""
 
 import weakref
 from collections.abc import Callable
@@ -22,10 +22,10 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 STEPS = 3
 
 
-def put_off(loss: Tensor, weight_gradients: WeightGradients) -> list[Product]:
-    with weight_gradients.put_off() as later:
+def deferred_by(loss: Tensor, weight_gradients: WeightGradients) -> list[Product]:
+    with weight_gradients.deferring() as deferred:
         loss.backward()
-    return later
+    return deferred
 
 
 def attached(*weights: Tensor) -> WeightGradients:
@@ -39,7 +39,7 @@ def attached(*weights: Tensor) -> WeightGradients:
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", ["layernorm", "gelu", "swiglu"])
 def test_products_have_the_bits_of_a_whole_backward(name: str, recomputed: bool, dtype: torch.dtype) -> None:
-    """With every backward's product put off until after the next one's input gradients."""
+    """With every backward's product deferred until after the next one's input gradients."""
     seen = []
     for apart in (False, True):
         before, weight, bias = layers_of(name, dtype)
@@ -52,15 +52,15 @@ def test_products_have_the_bits_of_a_whole_backward(name: str, recomputed: bool,
                 output = products.linear(before(inputs), weight, bias)
             loss = output.square().sum()
             if apart:
-                waiting.append(put_off(loss, weight_gradients))
+                waiting.append(deferred_by(loss, weight_gradients))
                 if len(waiting) > 1:
                     compute(waiting.pop(0))
             else:
                 loss.backward()
             results.append(inputs.grad)
-        for later in waiting:
-            assert len(later) == 1
-            compute(later)
+        for deferred in waiting:
+            assert len(deferred) == 1
+            compute(deferred)
         seen.append([*results, *(each.grad for each in (weight, bias, *before.parameters()))])
     for whole, parts in zip(*seen, strict=True):
         assert torch.equal(whole, parts)
@@ -76,9 +76,9 @@ def test_look_ups_have_the_bits_of_a_whole_backward() -> None:
             loss = products.embedding(tokens, weight).square().sum()
             if apart:
                 before = None if weight.grad is None else weight.grad.clone()
-                later = put_off(loss, weight_gradients)
+                deferred = deferred_by(loss, weight_gradients)
                 assert weight.grad is None if before is None else torch.equal(weight.grad, before)
-                compute(later)
+                compute(deferred)
             else:
                 loss.backward()
         seen.append(weight.grad)
@@ -97,11 +97,11 @@ def test_of_a_recomputed_layer_only_the_result_is_kept(name: str) -> None:
     loss = output.square().sum()
     del output
     assert raw() is not None
-    later = put_off(loss, weight_gradients)
+    deferred = deferred_by(loss, weight_gradients)
     del loss
     assert raw() is None
-    assert _numbers_kept(later, weight) == 10 * (weight.shape[-1] + weight.shape[0])
-    compute(later)
+    assert _numbers_kept(deferred, weight) == 10 * (weight.shape[-1] + weight.shape[0])
+    compute(deferred)
     assert weight.grad is not None
 
 
@@ -125,9 +125,9 @@ def test_sequence_parallel_ranks_keep_their_own_tokens_and_gather_later() -> Non
         weight_gradients = attached(weight)
         loss = products.linear(inputs, weight, ranks=TwoRanks()).square().sum()
         if apart:
-            later = put_off(loss, weight_gradients)
-            assert _numbers_kept(later, weight) == 2 * 3 * 5 + 2 * 6 * 8
-            compute(later)
+            deferred = deferred_by(loss, weight_gradients)
+            assert _numbers_kept(deferred, weight) == 2 * 3 * 5 + 2 * 6 * 8
+            compute(deferred)
         else:
             loss.backward()
         seen.append((weight.grad, inputs.grad))
@@ -142,7 +142,7 @@ def test_whoever_asked_for_each_gradient_gets_it_at_once(register: str) -> None:
     for each in (weight, words):
         getattr(each, register)(calls.append)
     loss = products.linear(products.embedding(torch.tensor([[1, 2]]), words), weight).sum()
-    assert put_off(loss, weight_gradients) == []
+    assert deferred_by(loss, weight_gradients) == []
     assert len(calls) == 2
 
 
@@ -156,7 +156,7 @@ def test_a_weight_that_is_both_embedding_and_output_gets_both() -> None:
             return products.linear(products.embedding(tokens, weight), weight).logsumexp(-1).sum()
 
         loss(whole).backward()
-        compute(put_off(loss(apart), weight_gradients))
+        compute(deferred_by(loss(apart), weight_gradients))
     torch.testing.assert_close(apart.grad, whole.grad, rtol=1e-13, atol=1e-13)
 
 
@@ -213,10 +213,10 @@ def test_a_whole_layer_whatever_it_recomputes(settings: dict[str, object], recom
                 output = layer(hidden, past)
             loss = output.square().sum()
             if apart:
-                later = put_off(loss, weight_gradients)
-                assert len(later) == 4
+                deferred = deferred_by(loss, weight_gradients)
+                assert len(deferred) == 4
                 assert step or layer.mlp.up.weight.grad is None
-                compute(later)
+                compute(deferred)
             else:
                 loss.backward()
             results.append(hidden.grad)
@@ -225,7 +225,7 @@ def test_a_whole_layer_whatever_it_recomputes(settings: dict[str, object], recom
         assert torch.equal(whole, parts)
 
 
-def test_every_matrix_of_the_model_can_be_put_off() -> None:
+def test_every_matrix_of_the_model_can_be_deferred() -> None:
     """But the learned positions, which are few."""
     model = model_config(hidden_size=16, num_attention_heads=4, num_layers=1)
     layers = [spec.build() for spec in gpt_layers(model)]
@@ -234,15 +234,15 @@ def test_every_matrix_of_the_model_can_be_put_off() -> None:
         weight_gradients.attach(layer)
     embedding, positions, transformer, norm, _ = layers
     hidden = norm(transformer(positions(embedding(torch.tensor([[1, 2, 3]])), past), past))
-    later = put_off(products.linear(hidden, embedding.weight).logsumexp(-1).sum(), weight_gradients)
-    assert len(later) == 4 + 2
+    deferred = deferred_by(products.linear(hidden, embedding.weight).logsumexp(-1).sum(), weight_gradients)
+    assert len(deferred) == 4 + 2
     assert embedding.weight.grad is None
     assert positions.weight.grad is not None
 
 
-def _numbers_kept(later: list[Product], weight: Tensor) -> int:
+def _numbers_kept(deferred: list[Product], weight: Tensor) -> int:
     """Numbers in the tensors that products close over, but for their weight."""
-    values = [cell.cell_contents for product in later for cell in product.__closure__ or ()]
+    values = [cell.cell_contents for product in deferred for cell in product.__closure__ or ()]
     tensors = [value for value in values if isinstance(value, Tensor) and value is not weight]
     assert all(tensor.grad_fn is None for tensor in tensors), "a graph would keep what is before"
     storages = {each.untyped_storage().data_ptr(): each for each in tensors}
