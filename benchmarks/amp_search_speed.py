@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from examples.amp.experiments import EXPERIMENTS
 from examples.amp.partitions import amp_partition
@@ -71,7 +72,7 @@ def _accuracy(repository: Path, rows: list[dict[str, str]]) -> None:
     differ = measured[first] != measured[second]
     signs = np.sign(predicted[first] - predicted[second]) * np.sign(measured[first] - measured[second])
     ours = {
-        "spearman": float(np.corrcoef(_ranks(predicted), _ranks(measured))[0, 1]),
+        "spearman": float(spearmanr(predicted, measured).statistic),
         "pairs": float(np.mean((1 + signs[differ]) / 2)),
         "mape": min(errors),
         "regret": float(measured[np.argmin(predicted)] / measured.min()),
@@ -114,11 +115,6 @@ def _strategy(row: dict[str, str]) -> Strategy:
         zero_stage=0,
     )
     return replace(plain, stage_partition=tuple(json.loads(row["layer_partition"])))
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks; equal values share their mean."""
-    return np.array([(np.sum(values < value) + np.sum(values <= value) - 1) / 2 for value in values])
 
 
 if __name__ == "__main__":

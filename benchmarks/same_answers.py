@@ -35,7 +35,7 @@ STRATEGIES = {
     "plain": STRATEGY,
     "slices": STRATEGY | {"num_token_slices": 8, "sequence_parallel": True, "recompute": "selective"},
     "zero": STRATEGY | {"schedule": "zero-bubble", "num_token_slices": 4, "micro_batch_size": 2},
-    "chunks": STRATEGY | {"schedule": "interleaved", "num_model_chunks": 5, "zero_stage": 0},
+    "interleaved": STRATEGY | {"schedule": "interleaved", "num_model_chunks": 5, "zero_stage": 0},
     "gpipe": STRATEGY | {"schedule": "gpipe", "recompute": "full", "micro_batch_size": 4},
 }
 
@@ -84,13 +84,13 @@ def cases() -> Iterator[Case]:
         yield Case(
             f"predict {name}", (*SEARCH, "predict", "gpt3-13b", f"{clusters}/a100-64.json", "--strategies", path, *JSON)
         )
-    for name, more in (("plain", ()), ("zero", ("--count", "1,2,4")), ("gpipe", ("--count", "8")), ("chunks", ())):
+    for name, more in (("plain", ()), ("zero", ("--count", "1,2,4")), ("gpipe", ("--count", "8")), ("interleaved", ())):
         path = f"{{work}}/{name}.json"
         words = (*SEARCH, "slices", "gpt3-13b", f"{clusters}/a100-64.json", "--strategy", path, *JSON, *more)
-        yield Case(f"slices {name}", words)
+        yield Case(f"token slices of {name}", words)
     for schedule in ("1f1b", "zero-bubble", "interleaved"):
-        chunks = ("--model-chunks", "2") if schedule == "interleaved" else ()
-        shape = ("--stages", "4", "--micro-batches", "4", "--token-slices", "4", *chunks)
+        model_chunks = ("--model-chunks", "2") if schedule == "interleaved" else ()
+        shape = ("--stages", "4", "--micro-batches", "4", "--token-slices", "4", *model_chunks)
         yield Case(f"plan {schedule}", (*PLAN, "--schedule", schedule, *shape, *JSON))
     optimised = ("--schedule", "optimised", "--stages", "4", "--micro-batches", "4", "--token-slices", "4")
     yield Case("plan optimised", (*PLAN, *optimised, "--attention-share", ".6", "--solve-slices", *JSON))

@@ -9,7 +9,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.tokenizers import TOKENIZER_FILES, TOKENIZER_SPELLINGS
+from megatron_terapipe.config.data import TOKENIZER_FILES, TOKENIZER_SPELLINGS
 from megatron_terapipe.errors import CheckpointError, ConfigError
 
 

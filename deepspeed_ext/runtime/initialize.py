@@ -39,8 +39,8 @@ def initialize(
         config: DeepSpeed configuration, or the file of one.
         schedule: order of the ops: a name of `plan.schedules.SCHEDULES`, or a generator of your own.
         timeout: longest time that a transfer between stages may take before it counts as lost.
-        ledger_directory: directory to which every rank writes its progress and its wait, if the pipeline stands
-            still for most of that time.
+        ledger_directory: directory to which every rank writes its progress and what it waits for, if the pipeline
+            stands still for most of that time.
         overlap_grad_reduce: start to sum gradients over data-parallel ranks as soon as the last backward of the step
             has passed a layer; else after the last op. Settings of `config` that only DeepSpeed's own reductions
             know, such as ZeRO's `contiguous_gradients` and `overlap_comm`, turn it off.

@@ -5,14 +5,43 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_terapipe.config.data import DataConfig, Part
 from megatron_terapipe.data.blended_dataset import BlendedDataset, SampleDataset, UnreadSamples, interleave
 from megatron_terapipe.data.gpt_dataset import GPTDataset, checked_tokens, samples_in_epochs
 from megatron_terapipe.data.index_cache import IndexCache
 from megatron_terapipe.data.indexed_dataset import IndexedDataset
-from megatron_terapipe.data.mock_dataset import MockDataset
 from megatron_terapipe.errors import DataError
+
+
+class MockDataset:
+    """Samples of `seq_length + 1` tokens, each drawn evenly from the vocabulary.
+
+    Sample `n` is the same in every run with the same seed, on every rank, in whatever order samples are read.
+    """
+
+    def __init__(self, *, seq_length: int, num_samples: int, vocab_size: int, seed: int) -> None:
+        """Remember what to draw.
+
+        Args:
+            seq_length: tokens the model sees per sample.
+            num_samples: how many samples.
+            vocab_size: token ids are below it.
+            seed: of the draws, at least 0.
+        """
+        self.seq_length = seq_length
+        self._num_samples, self._vocab_size, self._seed = num_samples, vocab_size, seed
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._num_samples
+
+    def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
+        """Return the token ids of one sample, int64 [seq_length + 1]."""
+        draw = np.random.default_rng((self._seed, sample))
+        return draw.integers(self._vocab_size, size=self.seq_length + 1)
+
 
 _PURPOSES: dict[Part, str] = {"train": "training", "valid": "validation", "test": "testing"}
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.command_parser import CommandParser
-from megatron_terapipe.config.tokenizers import TOKENIZER_FILES, TOKENIZER_SPELLINGS
+from megatron_terapipe.config.data import TOKENIZER_FILES, TOKENIZER_SPELLINGS
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_terapipe.data.map_ahead import map_ahead
 from megatron_terapipe.data.text_lines import Lines, read_lines

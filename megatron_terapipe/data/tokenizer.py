@@ -5,14 +5,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from megatron_terapipe.config.data import DataConfig
+from megatron_terapipe.config.data import TOKENIZER_FILES, DataConfig
 from megatron_terapipe.config.options import flag, one_of
-from megatron_terapipe.config.tokenizers import TOKENIZER_FILES
 from megatron_terapipe.data.byte_pair_encoding import GPT2BPETokenizer
-from megatron_terapipe.data.byte_tokenizer import ByteTokenizer
 from megatron_terapipe.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron_terapipe.data.sentence_piece_tokenizer import SentencePieceTokenizer
 from megatron_terapipe.errors import DataError
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte, and one more for the end of a document."""
+
+    name = "byte"
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`; the end of a document has none.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise DataError(
+                    f"token id {token} is outside the byte tokenizer's [0, {self.vocab_size}): "
+                    "decode with the tokenizer that encoded the text"
+                )
+        text = bytes(token for token in ids if token != self.eod)
+        return text.decode("utf-8", errors="replace")
 
 
 class Tokenizer(Protocol):

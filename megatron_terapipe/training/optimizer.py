@@ -1,12 +1,28 @@
 """The optimizer, and what changes in it from step to step."""
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from megatron_terapipe.config.optimizer import OptimizerConfig
-from megatron_terapipe.training.apex_adam import apex_fused_adam
+
+
+def apex_fused_adam() -> Any | None:
+    """Return FusedAdam of NVIDIA apex; None if it is not installed or cannot run.
+
+    The package `apex` of PyPI is another one (docs/adr/0008).
+    """
+    if not torch.cuda.is_available():
+        return None
+    try:
+        # The kernels are an extension of their own: apex may be installed without it.
+        import_module("amp_C")
+        return import_module("apex.optimizers").FusedAdam
+    except Exception:  # The other apex, or one built for another torch, may fail in any way.
+        return None
+
 
 DECAY_FACTOR = "weight_decay_factor"
 """Entry of a group of parameters: by what the weight decay is multiplied in it."""

@@ -29,7 +29,7 @@ from megatron_terapipe.planning.planned_run import plan_run
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.progress import Progress
-from megatron_terapipe.training.reporting.packages import check_packages
+from megatron_terapipe.training.reporting.curves import check_packages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,15 @@
 """An iteration: the settings before it, and its measurements."""
 
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.timeline import Timeline
@@ -12,8 +18,6 @@ from megatron_terapipe.training.device_peak import peak_tflops_here
 from megatron_terapipe.training.lr_schedule import LearningRateSchedule
 from megatron_terapipe.training.metrics import IterationMetrics
 from megatron_terapipe.training.optimizer import set_step_sizes
-from megatron_terapipe.training.parameter_norm import parameter_norm
-from megatron_terapipe.training.peak_memory import memory_line, peak_memory_by_stage
 from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.reporting.reporter import Reporter
 from megatron_terapipe.training.run import Run
@@ -130,3 +134,47 @@ class TrainingStep:
         if settles:
             self._reporter.note(memory_line(MEMORY_SETTLES_AFTER, by_stage))
         return by_stage
+
+
+def parameter_norm(engine: TokenSlicePipelineEngine) -> float:
+    """2-norm of the parameters, each counted once; every rank must ask.
+
+    Tied weights stand on several stages, and what tensor parallelism does not cut on each of its ranks.
+    """
+    first_of_tensor_parallel = engine.grid.get_slice_parallel_rank() == 0
+    squares = torch.zeros((), dtype=torch.float64, device=engine.device)
+    engine.complete_weights()
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            replicated = getattr(parameter, "ds_pipe_replicated", False)
+            if not replicated and (first_of_tensor_parallel or is_model_parallel_parameter(parameter)):
+                squares += torch.linalg.vector_norm(parameter.float()).double() ** 2
+    dist.all_reduce(squares, group=engine.grid.get_model_parallel_group())
+    return squares.sqrt().item()
+
+
+def peak_memory_bytes() -> int:
+    """Most that this rank held: of tensors on its accelerator; on a CPU, of the whole process."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        return int(accelerator.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB on Linux
+
+
+def peak_memory_by_stage(engine: TokenSlicePipelineEngine) -> tuple[int, ...]:
+    """Most that any rank of each stage held; every rank must ask."""
+    peaks = torch.zeros(engine.num_stages, dtype=torch.int64, device=engine.device)
+    peaks[engine.stage_id] = peak_memory_bytes()
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    return tuple(peaks.tolist())
+
+
+def memory_line(iteration: int, by_stage: tuple[int, ...]) -> str:
+    """Return the line of the log with the peak memory of each stage in MiB.
+
+    Args:
+        iteration: iterations done.
+        by_stage: peak memory of each stage, in bytes.
+    """
+    stages = " | ".join(f"stage {stage}: {peak / 2**20:.1f}" for stage, peak in enumerate(by_stage))
+    return f" peak memory after {iteration} iterations (MiB) | {stages} |"

@@ -2,10 +2,12 @@
 
 from contextlib import ExitStack
 
+import torch
+
 from deepspeed_ext.runtime.attention_kernels import activate_flash_attention_3
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.checkpoint.save import save_checkpoint
-from megatron_terapipe.training.attention_notes import attention_notes
+from megatron_terapipe.config import Config
 from megatron_terapipe.training.evaluation import Evaluation
 from megatron_terapipe.training.exit_conditions import ExitConditions, ExitReason, heard_signal
 from megatron_terapipe.training.found_plan import keep_schedule, notes
@@ -89,3 +91,29 @@ class Trainer:
 
 def _is_due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
+
+
+def attention_notes(config: Config, device: torch.device, *, flash_attention_3: bool) -> list[str]:
+    """Lines for the log: a kernel that was activated, and settings that keep a device from its speed.
+
+    Args:
+        config: of the run.
+        device: that computes.
+        flash_attention_3: whether it is activated.
+    """
+    if device.type == "cpu":
+        return []
+    lines = []
+    if flash_attention_3:
+        lines.append(" attention by FlashAttention-3")
+    if config.precision.dtype == "fp32":
+        lines.append(
+            " warning: fp32 leaves most of a GPU idle: train with --bf16, or let products round to TF32 with "
+            "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1"
+        )
+    if config.model.attention_dropout:
+        lines.append(
+            " warning: dropout in attention keeps it from flash kernels, and its scores are written out: give "
+            "--attention-dropout 0 if you can"
+        )
+    return lines

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron_terapipe.config.iteration_numbers import IterationNumbers
-from megatron_terapipe.config.logging import LoggingConfig
+from megatron_terapipe.config.logging import IterationNumbers, LoggingConfig
 
 
 @pytest.mark.parametrize(

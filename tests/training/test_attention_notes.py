@@ -3,7 +3,7 @@
 import torch
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.training.attention_notes import attention_notes
+from megatron_terapipe.training.trainer import attention_notes
 
 REQUIRED = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 257 --micro-batch-size 2 "

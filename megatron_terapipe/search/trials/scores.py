@@ -70,10 +70,11 @@ def spearman(group: Group) -> float | None:
     measured, predicted = group
     if len(measured) < LEAST_RANKED:
         return None
-    first, second = _ranks(measured), _ranks(predicted)
-    if not first.std() or not second.std():
+    if len(np.unique(measured)) < 2 or len(np.unique(predicted)) < 2:
         return None
-    return float(np.corrcoef(first, second)[0, 1])
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(measured, predicted).statistic)
 
 
 def ordered_pairs(group: Group, gap: float) -> tuple[int, float]:
@@ -113,13 +114,3 @@ def pair_accuracy(groups: Sequence[Group], gap: float) -> tuple[int, float | Non
     counts = [ordered_pairs(group, gap) for group in groups]
     pairs = sum(count for count, _ in counts)
     return pairs, sum(right for _, right in counts) / pairs if pairs else None
-
-
-def _ranks(values: Floats) -> Floats:
-    order = np.argsort(values, kind="stable")
-    ranks = np.empty(len(values))
-    ranks[order] = np.arange(len(values))
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    sums = np.bincount(inverse, weights=ranks)
-    averaged: Floats = (sums / counts)[inverse]
-    return averaged

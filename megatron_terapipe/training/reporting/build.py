@@ -1,14 +1,39 @@
 """The reporters of a run."""
 
+import json
 from dataclasses import asdict
+from pathlib import Path
 
-from megatron_terapipe.training.reporting.log_lines import LogLines
-from megatron_terapipe.training.reporting.metrics_file import MetricsFile
-from megatron_terapipe.training.reporting.progress_bar import ProgressBar
+from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
+from megatron_terapipe.training.reporting.curves import TensorBoard, WeightsAndBiases
 from megatron_terapipe.training.reporting.reporter import Reporter, Reporters
-from megatron_terapipe.training.reporting.tensorboard import TensorBoard
-from megatron_terapipe.training.reporting.weights_and_biases import WeightsAndBiases
+from megatron_terapipe.training.reporting.terminal import LogLines, ProgressBar
 from megatron_terapipe.training.run import Run
+
+
+class MetricsFile(Reporter):
+    """Appends metrics to a file, one JSON object a line.
+
+    Args:
+        path: the file, made with its directories.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Append an iteration."""
+        self._append(metrics)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Append an evaluation."""
+        self._append(metrics)
+
+    def _append(self, metrics: IterationMetrics | EvaluationMetrics) -> None:
+        # Handed to the operating system at once: a killed run loses no line.
+        with self._path.open("a") as file:
+            file.write(json.dumps(metrics.as_json()) + "\n")
 
 
 def build_reporters(run: Run) -> Reporters:

@@ -1,7 +1,14 @@
-"""The points of the curves that TensorBoard and Weights & Biases draw, under Megatron's names."""
+"""Curves in TensorBoard and Weights & Biases, under Megatron's names."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from megatron_terapipe.config import LoggingConfig
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
+from megatron_terapipe.training.reporting.reporter import Reporter
 
 
 def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_size: int) -> dict[str, float]:
@@ -44,3 +51,94 @@ def evaluation_points(metrics: EvaluationMetrics, logging: LoggingConfig) -> dic
     if logging.log_validation_ppl_to_tensorboard:
         points[f"lm loss {metrics.part} ppl"] = metrics.perplexity
     return points
+
+
+class TensorBoard(Reporter):
+    """Writes each curve over iterations, and once more over samples, by which runs of different batches compare.
+
+    Args:
+        directory: for its files.
+        logging: what is written, and how often.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, directory: str, logging: LoggingConfig, world_size: int) -> None:
+        # Imported here: the package is optional, and slow to import.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(Path(directory)), max_queue=logging.tensorboard_queue_size)
+        self._logging, self._world_size = logging, world_size
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Write the points of an iteration, if they are due."""
+        if metrics.iteration % self._logging.tensorboard_log_interval == 0:
+            self._write(iteration_points(metrics, self._logging, self._world_size), metrics)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Write the points of an evaluation."""
+        self._write(evaluation_points(metrics, self._logging), metrics)
+
+    def close(self) -> None:
+        """Write what is held back."""
+        self._writer.close()
+
+    def _write(self, points: dict[str, float], metrics: IterationMetrics | EvaluationMetrics) -> None:
+        for name, value in points.items():
+            self._writer.add_scalar(name, value, metrics.iteration)
+            self._writer.add_scalar(f"{name} vs samples", value, metrics.consumed_samples)
+
+
+class WeightsAndBiases(Reporter):
+    """Reports a run to a project.
+
+    Args:
+        logging: project, name and directory, and how often.
+        settings: configuration of the run, kept with it.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, logging: LoggingConfig, settings: dict[str, Any], world_size: int) -> None:
+        # Imported here: the package is optional, and slow to import.
+        wandb = import_module("wandb")
+        try:
+            self._run = wandb.init(
+                project=logging.wandb_project, name=logging.wandb_exp_name, dir=logging.wandb_save_dir, config=settings
+            )
+        except wandb.errors.Error as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"--wandb-project {logging.wandb_project} cannot be reported to ({reason}): log in, or set "
+                "WANDB_MODE=offline"
+            ) from error
+        self._logging, self._world_size = logging, world_size
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Report the points of an iteration, if they are due."""
+        if metrics.iteration % self._logging.tensorboard_log_interval == 0:
+            points = iteration_points(metrics, self._logging, self._world_size)
+            self._run.log(points | {"samples": metrics.consumed_samples}, step=metrics.iteration)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        """Report the points of an evaluation."""
+        self._run.log(evaluation_points(metrics, self._logging), step=metrics.iteration)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+def check_packages(logging: LoggingConfig) -> None:
+    """See that each package is installed that a flag needs.
+
+    Raises:
+        ConfigError: if one is not.
+    """
+    needed = {
+        "tensorboard": ("--tensorboard-dir", logging.tensorboard_dir),
+        "wandb": ("--wandb-project", logging.wandb_project),
+    }
+    for package, (flag, value) in needed.items():
+        if value is not None and find_spec(package) is None:
+            raise ConfigError(
+                f"{flag} {value} needs the package {package}, which is not installed: pip install {package}"
+            )

@@ -8,10 +8,13 @@ import pytest
 
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.reporting.curves import evaluation_points, iteration_points
+from megatron_terapipe.training.reporting.curves import (
+    TensorBoard,
+    WeightsAndBiases,
+    evaluation_points,
+    iteration_points,
+)
 from megatron_terapipe.training.reporting.reporter import Reporter, Reporters
-from megatron_terapipe.training.reporting.tensorboard import TensorBoard
-from megatron_terapipe.training.reporting.weights_and_biases import WeightsAndBiases
 from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
 EVERYTHING = LoggingConfig(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_terapipe.training.reporting.log_lines import LogLines, evaluation_line, iteration_line
+from megatron_terapipe.training.reporting.terminal import LogLines, evaluation_line, iteration_line
 from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from megatron_terapipe.training.reporting.metrics_file import MetricsFile
+from megatron_terapipe.training.reporting.build import MetricsFile
 from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
 

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from megatron_terapipe.training.reporting.log_lines import LogLines
-from megatron_terapipe.training.reporting.progress_bar import ProgressBar
+from megatron_terapipe.training.reporting.terminal import LogLines, ProgressBar
 from tests.training.reporting.samples import ITERATION
 
 

@@ -1,4 +1,4 @@
-"""Lines of the log, in Megatron's words and order, so that what reads its logs reads ours."""
+"""The log, in Megatron's words and order, so that what reads its logs reads ours; and a progress bar."""
 
 import sys
 from collections.abc import Sequence
@@ -92,3 +92,24 @@ def evaluation_line(metrics: EvaluationMetrics) -> str:
         f" validation loss at iteration {metrics.iteration}{where} | lm loss value: {metrics.lm_loss:.6E} |"
         f" lm loss PPL: {metrics.perplexity:.6E} |"
     )
+
+
+class ProgressBar(Reporter):
+    """Moves on with every iteration; shows nothing where standard error is no terminal.
+
+    Args:
+        done: iterations done before.
+        train_iters: the last iteration of the run.
+    """
+
+    def __init__(self, done: int, train_iters: int) -> None:
+        self._bar = tqdm(total=train_iters, initial=done, unit="iteration", disable=not sys.stderr.isatty())
+
+    def iteration(self, metrics: IterationMetrics) -> None:
+        """Move on, and show the loss."""
+        self._bar.set_postfix(loss=f"{metrics.lm_loss:.3f}", refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._bar.close()
