@@ -92,13 +92,25 @@ def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = ""
 
 
 def place(file: str, *path: str | int) -> str:
-    """Where a field stands, for errors: the file, and the names and numbers on the way to the field."""
+    """Place of a field for errors: the file, and the names and numbers on the way to the field.
+
+    Args:
+        file: the file.
+        *path: names and numbers, outermost first.
+    """
     way = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path if step != "")
     return f"{file}: {way.lstrip('.')}".rstrip(": ")
 
 
 def fault(where: str, value: object, problem: str, remedy: str) -> ConfigError:
-    """The error of a field: where it stands, what is wrong with its value, and what to do."""
+    """Return the error of a field.
+
+    Args:
+        where: place of the field.
+        value: its value.
+        problem: the fault of the value.
+        remedy: what to do.
+    """
     return ConfigError(f"{where} {short(value)} {problem}: {remedy}")
 
 
@@ -187,7 +199,7 @@ def _entry_in(annotation: Any) -> type[Entry] | None:
 
 
 def _wanted(kind: type[Entry], name: str) -> str:
-    """What a field holds, in words."""
+    """Type of a field, in words."""
     field = kind.model_fields[name]
     parts = (field, *(part for each in get_args(field.annotation) for part in get_args(each)))
     kinds: dict[Any, str] = {
