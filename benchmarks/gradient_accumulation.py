@@ -11,17 +11,16 @@ and each is compared with itself on one token slice, and with the other. Medians
 """
 
 import argparse
-import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.workload import batches, benchmark_model, join, our_engine
+from benchmarks.workload import batches, benchmark_model, join_alone, our_engine, seconds_in_turns
 from deepspeed_ext.plan.slicing import TokenSlices
 
 
@@ -48,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--seq-length", type=int, default=2048)
     options = parser.parse_args(argv)
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514"}
-    os.environ.update(alone, LOCAL_SIZE=str(len(os.sched_getaffinity(0))))
-    join()
+    join_alone()
     model = replace(
         benchmark_model(options.layers),
         hidden_size=options.hidden_size,
@@ -65,13 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if way == "by DeepSpeed":
                 as_deepspeed_does(engine)
     data = batches(model, for_deepspeed=False)
-    times: dict[tuple[str, int], list[float]] = {name: [] for name in engines}
-    for turn in range(options.rounds + 1):
-        for name, engine in engines.items():
-            start = time.perf_counter()
-            engine.train_batch(data)
-            if turn:  # the first one warms up
-                times[name].append(time.perf_counter() - start)
+    steps = {name: partial(engine.train_batch, data) for name, engine in engines.items()}
+    times = seconds_in_turns(steps, options.rounds)
     medians = {name: median(seconds) for name, seconds in times.items()}
     print(f"{'way':>14} {'token slices':>13} {'median s':>9} {'over 1':>7} {'over DeepSpeed':>15}")
     for (way, count), seconds in medians.items():

@@ -6,7 +6,6 @@ The engines take turns; every one starts from the same weights, and the losses a
 """
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.plain_llama import PlainLlama, train_step
-from benchmarks.workload import batches, benchmark_model, join, our_engine
+from benchmarks.workload import batches, benchmark_model, join_alone, our_engine
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.balance import balanced_token_slices
 from megatron_terapipe.inference.whole_model import WholeModel
@@ -62,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, default=4)
     options = parser.parse_args(argv)
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514"}
-    os.environ.update(alone, LOCAL_SIZE=str(len(os.sched_getaffinity(0))))
-    join()
+    join_alone()
     model = benchmark_model(options.layers, llama=True)
     steps = {"plain torch": plain(model)}
     steps |= {f"{count} token slices": ours(model, count) for count in options.token_slices}

@@ -27,8 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--plain-up-to", type=int, default=131072, metavar="N", help="most ops for the plain simulator")
     options = parser.parse_args(argv)
-    first, _ = timed(lambda: CompiledOrders.of_schedule(interleaved, pipeline(16)).play(OpCosts.uniform(pipeline(16))))
-    print(f"first playback, with numba's start: {first:.2f} s")
+    first, _ = timed(
+        lambda: CompiledOrders.of_schedule(interleaved, pipeline(16)).simulate(OpCosts.uniform(pipeline(16)))
+    )
+    print(f"first simulation, with numba's start: {first:.2f} s")
     print(f"{'what':>18} {'ops':>9} {'median s':>9} {'ops/s':>12} {'over plain':>10}")
     for num_ops in options.ops:
         shape = pipeline(num_ops)
@@ -38,10 +40,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         ways: dict[str, Callable[[], object]] = {
             "generate orders": lambda shape=shape: rank_orders(interleaved, shape),
             "compile": lambda orders=orders, shape=shape: CompiledOrders.of(orders, shape),
-            "compile and play": lambda orders=orders, shape=shape, costs=costs: CompiledOrders.of(orders, shape).play(
-                costs
-            ),
-            "replay": lambda compiled=compiled, costs=costs: compiled.play(costs),
+            "compile and simulate": lambda orders=orders, shape=shape, costs=costs: CompiledOrders.of(
+                orders, shape
+            ).simulate(costs),
+            "replay": lambda compiled=compiled, costs=costs: compiled.simulate(costs),
             "peak activation": lambda compiled=compiled: compiled.peak_activation(),
         }
         if num_ops <= options.plain_up_to:

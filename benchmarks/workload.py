@@ -1,10 +1,11 @@
 """The model and the engines that the benchmarks compare, on CPUs, one thread a rank."""
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -26,6 +27,8 @@ from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.token_slice_batch import split_batch
+
+Name = TypeVar("Name")
 
 SEQ_LENGTH = 2048
 """Tokens of a sequence."""
@@ -59,6 +62,30 @@ def join() -> None:
     torch.set_num_threads(1)
     settle_on_cores(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_SIZE", "1")))
     init_distributed(dist_backend="gloo", timeout=timedelta(minutes=5), verbose=False)
+
+
+def join_alone() -> None:
+    """Join as the only rank, with a thread for each core."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514"}
+    os.environ.update(alone, LOCAL_SIZE=str(len(os.sched_getaffinity(0))))
+    join()
+
+
+def seconds_in_turns(steps: Mapping[Name, Callable[[], object]], rounds: int) -> dict[Name, list[float]]:
+    """Return the seconds of each step in each round, after a round that warms up; the steps take turns.
+
+    Args:
+        steps: what is measured, by name.
+        rounds: number of measured rounds.
+    """
+    times: dict[Name, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    return times
 
 
 class WholeSequence:

@@ -30,11 +30,13 @@ class Kind:
         parse: called with the text of a flag, the flag, and the values that may be asked for (empty = all); returns
             the values that the text lists, each once, or raises a `ConfigError`.
         is_text: whether columns of it are aligned to the left.
+        metavar: name of the value of its flag in the help text.
     """
 
     check: Callable[[str, object], None]
     parse: Callable[[str, str, Sequence[Any]], tuple[Any, ...]]
     is_text: bool = True
+    metavar: str = "LIST"
 
 
 def whole(least: int = 1, *, optional: bool = False) -> Kind:
@@ -99,7 +101,7 @@ def whole_list(least: int) -> Kind:
             raise ConfigError(f"{flag} {text} is not lengths with commas between them: write 704,688,656")
         return values
 
-    return Kind(check, parse)
+    return Kind(check, parse, metavar="LENGTHS")
 
 
 def word_or_bounds() -> Kind:

@@ -8,6 +8,7 @@ from operator import neg
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config import (
@@ -23,6 +24,7 @@ from megatron_terapipe.config import (
     PrecisionConfig,
     TrainingConfig,
 )
+from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.dimensions import (
     Dimension,
     Tried,
@@ -306,6 +308,41 @@ class Strategy:
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in document.items()
         }
+        return cls(**values)
+
+    @classmethod
+    def of_config(cls, config: Config, data_parallel_size: int) -> "Strategy":
+        """Return the strategy that a configuration runs; the inverse of `config`.
+
+        Token slices and stages that are still to be found are left at the defaults. Model chunks in a V are not part
+        of a strategy.
+
+        Args:
+            config: the configuration.
+            data_parallel_size: ranks that share the batch.
+
+        Raises:
+            ConfigError: if the batch cannot be dealt to the replicas.
+        """
+        sections = (config.parallel, config.batch, config.optimizer, config.training)
+        values: dict[str, Any] = {
+            each.name: getattr(section, each.setting)
+            for each in DIMENSIONS
+            for section in sections
+            if each.setting and hasattr(section, each.setting)
+        }
+        parallel, num_layers = config.parallel, config.model.num_layers
+        cut = None if parallel.token_slices == AUTO else config.token_slices()
+        stages = parallel.stage_bounds() or parallel.uniform_stages(num_layers)
+        uniform = stages == StagePartition.uniform(num_layers, parallel.num_stages)
+        values |= {
+            "data_parallel_size": data_parallel_size,
+            "global_batch_size": config.global_batch_size(data_parallel_size),
+            "num_token_slices": 1 if cut is None else len(cut),
+            "token_slices": None if cut is None else cut.lengths,
+        }
+        if parallel.stage_partition != "parameters":
+            values["stage_partition"] = "uniform" if uniform else stages.bounds
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:

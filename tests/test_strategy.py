@@ -1,6 +1,7 @@
 """Strategies: their JSON is the contract between the search and the trainer."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -171,3 +172,67 @@ def test_what_can_be_trained_passes_the_check() -> None:
 def test_tensor_parallelism_and_selective_recomputation_are_trained() -> None:
     settings = Strategy(tensor_parallel_size=4, recompute="selective").settings()
     assert (settings["tensor_model_parallel_size"], settings["recompute_granularity"]) == (4, "selective")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Strategy(global_batch_size=2),
+        Strategy(data_parallel_size=2, pipeline_parallel_size=2, micro_batch_size=2, global_batch_size=8, zero_stage=0),
+        Strategy(pipeline_parallel_size=2, stage_partition=(0, 3, 4), schedule="optimised", global_batch_size=4),
+        Strategy(tensor_parallel_size=2, sequence_parallel=True, recompute="full", global_batch_size=1),
+        Strategy(pipeline_parallel_size=2, num_model_chunks=2, schedule="interleaved", global_batch_size=2),
+        Strategy(num_token_slices=2, token_slices=(24, 8), stage_partition="parameters", global_batch_size=1),
+    ],
+)
+def test_a_configuration_gives_its_strategy_back(strategy: Strategy) -> None:
+    config = strategy.config(MODEL)
+    expected = replace(strategy, token_slices=strategy.cut(MODEL.seq_length).lengths)
+    assert Strategy.of_config(config, strategy.data_parallel_size) == expected
+
+
+def test_uneven_ends_and_what_is_to_be_found_as_a_strategy() -> None:
+    config = Strategy(pipeline_parallel_size=2, global_batch_size=1).config(MODEL)
+    ends = replace(config, parallel=replace(config.parallel, decoder_last_pipeline_num_layers=1))
+    assert Strategy.of_config(ends, 1).stage_partition == (0, 3, 4)
+    open_ = replace(config.parallel, token_slices="auto", num_token_slices=None, stage_partition="auto")
+    found = Strategy.of_config(replace(config, parallel=open_), 1)
+    assert found == Strategy(pipeline_parallel_size=2, global_batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "values"),
+    [
+        ("tensor_parallel_size", "2,4,2", (2, 4)),
+        ("token_slices", "96,160", (96, 160)),
+        ("sequence_parallel", "on, off", (True, False)),
+        ("stage_partition", "uniform,solved", ("uniform", "solved")),
+        ("stage_partition", "0,3,6", ((0, 3, 6),)),
+        ("zero_stage", "2", "--zero-stage 2 is not whole numbers from 0 to 1 with commas between them: write 0,1"),
+        (
+            "micro_batch_size",
+            "1,x",
+            "--micro-batch-size 1,x is not whole numbers from 1 with commas between them: write",
+        ),
+        ("token_slices", "0,4", "--token-slices 0,4 is not lengths with commas between them: write 704,688,656"),
+        ("schedule", "dual", "--schedule dual is not known: choose among gpipe, 1f1b, interleaved, zero-bubble"),
+        ("sequence_parallel", "yes", "--sequence-parallel yes is not known: choose among off, on"),
+    ],
+)
+def test_values_of_a_flag(name: str, text: str, values: tuple[object, ...] | str) -> None:
+    (dimension,) = (each for each in DIMENSIONS if each.name == name)
+    if not isinstance(values, str):
+        assert dimension.parse(text) == values
+        return
+    with pytest.raises(ConfigError) as caught:
+        dimension.parse(text)
+    assert str(caught.value).startswith(values)
+
+
+def test_every_dimension_says_where_it_stands() -> None:
+    """What has a flag is searched, or decided by the search; no two dimensions have one place in ties."""
+    assert len({each.tie for each in DIMENSIONS}) == len(DIMENSIONS)
+    assert {each.name for each in DIMENSIONS if each.flag_help} == {
+        each.name for each in DIMENSIONS if each.tried is not None
+    } | {"token_slices"}
+    assert all(each.default in each.trained for each in DIMENSIONS if each.trained)

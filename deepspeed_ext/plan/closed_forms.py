@@ -1,4 +1,4 @@
-"""Bubble ratios in closed form, where every op of a kind costs the same and transfers cost nothing.
+"""Closed forms: bubble ratios where every op of a kind costs the same and transfers cost nothing; what 1f1b keeps.
 
 P pipeline ranks, M micro-batches, S token slices, V model chunks. A bubble is as long as the ops of one token slice on
 one stage for each of the P - 1 ranks that a token slice passes on its way in and out, so it shrinks with all of the
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.slicing import TokenSlices
 
 
 class ClosedForm(NamedTuple):
@@ -36,6 +37,19 @@ def closed_form(schedule: str, shape: PipelineShape, costs: OpCosts) -> ClosedFo
         makespan = 2 * units + max(units + warmup, shape.num_token_slices + 2 * warmup)
         return ClosedForm("1-3MS/(2MS+max(MS+P-1,S+2(P-1)))", 1 - 3 * units / makespan)
     return None
+
+
+def memory_of_1f1b(shape: PipelineShape, token_slices: TokenSlices) -> float:
+    """Return the activations that 1f1b keeps on the first rank, counted in those of one whole micro-batch on it.
+
+    1f1b keeps P - 1 + S token slices in a row, from the first of a micro-batch on, or all that there are.
+
+    Args:
+        shape: sizes of the pipeline.
+        token_slices: lengths of the token slices.
+    """
+    whole, rest = divmod(shape.num_ranks - 1 + len(token_slices), len(token_slices))
+    return min(shape.num_micro_batches, whole + token_slices.prefix_len(rest) / token_slices.seq_length)
 
 
 def _is_uniform(costs: OpCosts) -> bool:

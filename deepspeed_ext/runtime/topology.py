@@ -16,15 +16,15 @@ from deepspeed_ext.plan.layout import ParallelLayout
 
 
 class TokenSliceTopology(ProcessTopology):
-    """Axes pipe, token, data and model, where the token axis has one rank and `num_token_slices` steps.
+    """Axes pipe, token, data and model, where the token axis has one rank: token slices are steps (ADR 0001).
 
-    DeepSpeed multiplies the extents of all axes to the world size, so an axis that costs no rank has extent 1
-    (ADR 0001). Pipe comes first and model last because DeepSpeed's checkpoints count ranks in that order.
+    DeepSpeed multiplies the extents of all axes to the world size, so an axis that costs no rank has extent 1.
+    Pipe comes first and model last because DeepSpeed's checkpoints count ranks in that order.
 
     Example:
         >>> topology = TokenSliceTopology(ParallelLayout(pipeline_parallel_size=4, num_token_slices=8))
-        >>> topology.world_size(), topology.get_dim("token"), topology.num_token_slices
-        (4, 1, 8)
+        >>> topology.world_size(), topology.get_dim("token")
+        (4, 1)
     """
 
     def __init__(self, layout: ParallelLayout) -> None:
@@ -33,7 +33,6 @@ class TokenSliceTopology(ProcessTopology):
             dims=[layout.pipeline_parallel_size, 1, layout.data_parallel_size, layout.tensor_parallel_size],
         )
         self.layout = layout
-        self.num_token_slices = layout.num_token_slices
 
     def get_rank_repr(self, rank: int, omit_axes: Iterable[str] = ("data", "pipe", "token"), **separators: Any) -> str:
         """Name a rank without its token coordinate, which is always 0.

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 def load_player() -> None:
     """Numba loads the simulator's compiled code when it first plays: no part of any search."""
     shape = PipelineShape(2, 2)
-    CompiledOrders.of_schedule(schedule_named("1f1b"), shape).play(OpCosts.uniform(shape))
+    CompiledOrders.of_schedule(schedule_named("1f1b"), shape).simulate(OpCosts.uniform(shape))
 
 
 def _priced(experiment: Experiment, options: argparse.Namespace) -> list[Priced]:

@@ -82,8 +82,8 @@ class ParallelConfig:
         translations={"--pipe-sp-strategy": {"average": None, "uniform_comp": "balanced"}},
     )
     """Lengths of the token slices, such as 704,688,656. `balanced` gives each the same work, forward and backward,
-    counted in FLOPs. `auto` finds the lengths with which the schedule of this run ends soonest, and, without
-    `--num-token-slices`, their number. Default: as equal as possible."""
+    counted in FLOPs. `auto` finds the lengths with which a step is predicted to be shortest on `--cluster`, and,
+    without `--num-token-slices`, their number. Default: as equal as possible."""
 
     pipeline_schedule: str = option(
         derived="interleaved with model chunks, else 1f1b",
@@ -92,12 +92,21 @@ class ParallelConfig:
     )
     """Order in which a rank runs forwards and backwards: `gpipe`; `1f1b`; `interleaved`, which is 1f1b for model
     chunks; `zero-bubble`, which defers weight gradients until a rank would be idle; `optimised`, which is found for
-    this model, these token slices and this batch before the run starts; or a file of ops, as `python -m
+    this model, these token slices, this batch and `--cluster` before the run starts; or a file of ops, as `python -m
     deepspeed_ext.plan` writes one."""
 
     schedule_memory_limit: float | None = option(None, metavar="A")
     """Activations that `--pipeline-schedule optimised` may keep on a rank, counted in those of one whole micro-batch on
     that rank. Default: as many as `1f1b` keeps with one stage on each rank."""
+
+    cluster: str | None = option(None, metavar="FILE")
+    """Cluster for which `--token-slices auto` and `--pipeline-schedule optimised` find their answers: a cluster file as
+    `python -m megatron_terapipe.search` reads it, or a hostfile, whose devices are assumed to be A100-SXM4-80GB.
+    Default: nodes of eight A100-SXM4-80GB, on any machine, so that all ranks find the same."""
+
+    op_profile: str | None = option(None, metavar="FILE")
+    """Profile with the op times for `--token-slices auto` and `--pipeline-schedule optimised`, as
+    `python -m megatron_terapipe.search measure` writes it. Default: times computed from data sheets."""
 
     stage_partition: str = option(
         "uniform",

@@ -47,11 +47,11 @@ def plan_run(config: Config, world_size: int) -> PlannedRun:
         ConfigError: if sizes do not multiply to the world size, or the batch cannot be dealt to the replicas.
     """
     layout = config.parallel.layout(world_size)
-    num_micro_batches = config.num_micro_batches(layout.data_parallel_size)
+    config.num_micro_batches(layout.data_parallel_size)  # An error in it is said before anything is searched.
     if config.parallel.token_slices != AUTO:
         return PlannedRun(config, layout)
     finds_stages = config.parallel.stage_partition == AUTO
-    config = with_found_token_slices(config, num_micro_batches)
+    config = with_found_token_slices(config, layout.data_parallel_size)
     return PlannedRun(config, config.parallel.layout(world_size), found_token_slices=True, found_stages=finds_stages)
 
 
@@ -70,4 +70,5 @@ def check_trainable(strategy: Strategy, model: ModelConfig, **more: Any) -> None
     """
     planned = plan_run(strategy.config(model, **more), strategy.world_size)
     if strategy.schedule != OPTIMISED:
-        check_schedule(pipeline_schedule(planned.config), planned.config, planned.numbers_of_micro_batches)
+        schedule = pipeline_schedule(planned.config, strategy.data_parallel_size)
+        check_schedule(schedule, planned.config, planned.numbers_of_micro_batches)

@@ -1,5 +1,7 @@
 """The lines that `--dry-run` prints."""
 
+from megatron_terapipe.config.parallel import OPTIMISED
+from megatron_terapipe.planning.cost_model import machine_in_words
 from megatron_terapipe.training.run import Run
 
 
@@ -8,14 +10,14 @@ def dry_run_lines(run: Run) -> list[str]:
     layout, parallel, pipeline = run.layout, run.config.parallel, run.pipeline
     batch, model = run.config.batch, run.config.model
     lengths = ", ".join(map(str, run.config.token_slices().lengths))
-    found = ", found for this run" if run.found_token_slices else ""
+    found = f", found for {machine_in_words(run.config)}"
     rows = {
         "ranks": f"{layout.world_size} = {layout.data_parallel_size} data x {layout.tensor_parallel_size} tensor x "
         f"{layout.pipeline_parallel_size} pipeline parallel" + (", sequence parallel" * parallel.sequence_parallel),
         "stages": _stages(run),
-        "token slices": f"{pipeline.num_token_slices} of {lengths} tokens{found}",
+        "token slices": f"{pipeline.num_token_slices} of {lengths} tokens{found * run.found_token_slices}",
         "schedule": f"{parallel.pipeline_schedule}, {pipeline.num_micro_batches} micro-batches of "
-        f"{batch.micro_batch_size} sequences on each replica",
+        f"{batch.micro_batch_size} sequences on each replica{found * (parallel.pipeline_schedule == OPTIMISED)}",
         "batch": f"{run.global_batch_size} sequences of {model.seq_length} tokens, {run.train_iters} iterations",
         "precision": f"{run.config.precision.dtype}, ZeRO {run.config.optimizer.zero_stage}, recompute "
         f"{run.config.training.recompute_granularity}",

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import rank_orders
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning.cost_model import machine_in_words
 from megatron_terapipe.planning.pipeline_plan import FoundSchedule
 from megatron_terapipe.training.run import Run
 
@@ -36,15 +37,16 @@ def check_agreement(run: Run) -> None:
         other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
         raise ConfigError(
             f"rank {other} found other token slices or another schedule than rank 0: install the same releases of "
-            f"numpy and numba everywhere, or give --token-slices a list and --pipeline-schedule a file"
+            "numpy, numba and scipy everywhere, and the same files for --cluster and --op-profile, or give "
+            "--token-slices a list and --pipeline-schedule a file"
         )
 
 
 def notes(run: Run) -> list[str]:
-    """Lines for the log: the token slices and the schedule that were found, and what is known of them."""
-    lines = []
+    """Return lines for the log: the token slices and the schedule that were found, for which machine."""
+    lines, machine = [], machine_in_words(run.config)
     if run.found_token_slices:
-        lines.append(f" found token slices {run.config.parallel.token_slices}")
+        lines.append(f" found token slices {run.config.parallel.token_slices} for {machine}")
         if run.found_stages:
             lines.append(f" found stages with the layers {run.config.parallel.stage_partition}")
     if isinstance(run.schedule, FoundSchedule):
@@ -52,7 +54,7 @@ def notes(run: Run) -> list[str]:
         # A bubble is 1 - work / (ranks x makespan), and no makespan is below the bound.
         least = 1 - (1 - found.bubble_ratio) * found.makespan / found.lower_bound
         lines.append(
-            f" found a schedule: by the FLOPs of its ops a bubble of {found.bubble_ratio:.1%}, where no order has less "
+            f" found a schedule for {machine}: a predicted bubble of {found.bubble_ratio:.1%}, where no order has less "
             f"than {max(least, 0.0):.1%}, and at most {max(found.peak_activation):.3g} activations of a micro-batch"
         )
     return lines

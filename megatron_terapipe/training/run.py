@@ -76,7 +76,7 @@ class Run:
     @cached_property
     def schedule(self) -> Schedule:
         """Order of the ops."""
-        return pipeline_schedule(self.config)
+        return pipeline_schedule(self.config, self.layout.data_parallel_size)
 
     @cached_property
     def simulated_schedule(self) -> SimulatedSchedule:

@@ -14,13 +14,12 @@ CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
 
 
 def search(*folders: str) -> tuple[str, ...]:
-    """What a folder of the search may import, where it may import other folders of it."""
+    """What may be imported by those who may import some folders of the search."""
     return (
         *PLAN,
         *CONFIG,
         "megatron_terapipe.strategy",
         "megatron_terapipe.dimensions",
-        "megatron_terapipe.planning",
         *(f"megatron_terapipe.search.{folder}" for folder in folders),
     )
 
@@ -48,11 +47,6 @@ LAYERS = (
     Layer(("megatron_terapipe.command_parser",), ("megatron_terapipe.errors",)),
     Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors")),
     Layer(("megatron_terapipe.strategy", "megatron_terapipe.dimensions"), (*PLAN, *CONFIG)),
-    Layer(
-        ("megatron_terapipe.planning", "megatron_terapipe.planning.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.strategy"),
-        ("numpy",),
-    ),
     Layer(
         (
             "megatron_terapipe.checkpoint",
@@ -120,24 +114,12 @@ LAYERS = (
         ),
         ("torch",),
     ),
-    Layer(
-        ("megatron_terapipe.training", "megatron_terapipe.training.*"),
-        (
-            "deepspeed_ext.pointwise",
-            *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
-            "megatron_terapipe.checkpoint",
-            "megatron_terapipe.tensor_parallel",
-            "megatron_terapipe.planning",
-            "megatron_terapipe.devices",
-        ),
-        ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
-    ),
     # The search, bottom first. scipy, rich, yaml and pyarrow are imported within functions: it must start at once.
     Layer(("megatron_terapipe.search",)),
     Layer(
         ("megatron_terapipe.search.inputs", "megatron_terapipe.search.inputs.*"),
         (*PLAN, *CONFIG, "megatron_terapipe.devices"),
-        ("pydantic", "yaml"),
+        ("pydantic", "pydantic_core", "yaml"),
     ),
     Layer(
         ("megatron_terapipe.search.op_times", "megatron_terapipe.search.op_times.*"),
@@ -156,6 +138,23 @@ LAYERS = (
         ("megatron_terapipe.search.rank", "megatron_terapipe.search.rank.*"),
         search("inputs", "op_times", "cost", "space"),
         ("numpy", "numba"),
+    ),
+    # The run of a configuration, planned with the search's cost model and solvers.
+    Layer(
+        ("megatron_terapipe.planning", "megatron_terapipe.planning.*"),
+        search("inputs", "op_times", "cost", "rank"),
+    ),
+    Layer(
+        ("megatron_terapipe.training", "megatron_terapipe.training.*"),
+        (
+            "deepspeed_ext.pointwise",
+            *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.data"),
+            "megatron_terapipe.checkpoint",
+            "megatron_terapipe.tensor_parallel",
+            "megatron_terapipe.planning",
+            "megatron_terapipe.devices",
+        ),
+        ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
     ),
     Layer(
         ("megatron_terapipe.search.report", "megatron_terapipe.search.report.*"),
@@ -261,6 +260,9 @@ def test_the_walk_sees_what_it_should() -> None:
         ("megatron_terapipe.tensor_parallel.linear", "megatron_terapipe.model.norm", False),
         ("megatron_terapipe.tensor_parallel.linear", "megatron_terapipe.config.model", False),
         ("megatron_terapipe.model.gpt", "deepspeed", False),
+        ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.cost.cost_model", True),
+        ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.trials.fit", False),
+        ("megatron_terapipe.search.rank.search", "megatron_terapipe.planning.planned_run", False),
         ("megatron_terapipe.data.loader", "megatron_terapipe.training.run", False),
         ("megatron_terapipe.training.run", "megatron_terapipe.inference.generation", False),
         ("megatron_terapipe.training.run", "tests.distributed", False),

@@ -48,6 +48,8 @@ def test_a_strategy_says_how_many_ranks(tmp_path: Path, capsys: pytest.CaptureFi
         ("--save /proc/nothing", "--save /proc/nothing cannot be written, because /proc does not let you write"),
         ("--data-path nowhere", "--mock-data draws tokens at random and --data-path names data: drop one of them"),
         ("--deepspeed-config nowhere.json", "--deepspeed-config"),
+        ("--token-slices auto --cluster nowhere.json", "--cluster nowhere.json cannot be read"),
+        ("--pipeline-schedule optimised --op-profile nowhere.json", "--op-profile: nowhere.json cannot be read"),
     ],
 )
 def test_what_a_run_refuses_it_refuses(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,3 +73,10 @@ def test_under_a_launcher_one_rank_speaks_for_all_of_its_ranks(
             monkeypatch.setenv(name, str(value))
         assert main([*CHECK, *PIPELINE]) == 0
         assert ("4 = 2 data x 1 tensor x 2 pipeline" in capsys.readouterr().out) == spoke
+
+
+def test_it_says_for_which_machine_it_found_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--pipeline-model-parallel-size", "2", "--token-slices", "auto", "--num-token-slices", "2"]
+    assert main([*CHECK, *words, "--pipeline-schedule", "optimised"]) == 0
+    for line in capsys.readouterr().out.splitlines()[3:5]:
+        assert line.endswith(", found for nodes of 8 A100-SXM4-80GB, since no --cluster is given")

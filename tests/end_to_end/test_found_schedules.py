@@ -11,7 +11,7 @@ from tests.distributed import run_distributed
 from tests.end_to_end.launching import flags, read_metrics, train_on_this_rank
 
 THERE_AND_BACK = ["--num-model-chunks", 2, "--model-chunk-placement", "v"]
-FIND = ["--pipeline-schedule", "optimised", "--token-slices", "auto"]
+FIND = ["--pipeline-schedule", "optimised", "--token-slices", "auto", "--num-token-slices", 4]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def makespans() -> tuple[float, float]:
     named = [(fixed, makespan), (problem.named(list(rows)), listed), (problem.named(better.to_list()), annealed)]
     for orders, expected in named:
         assert simulate(orders, SHAPE, COSTS).makespan == expected
-        assert compiled.CompiledOrders.of(orders, SHAPE).play(COSTS).makespan == expected
+        assert compiled.CompiledOrders.of(orders, SHAPE).simulate(COSTS).makespan == expected
     assert lower_bound(problem) <= min(makespan, listed, annealed)
     return makespan, listed
 

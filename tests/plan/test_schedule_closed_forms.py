@@ -131,6 +131,6 @@ def test_zero_bubble_ends_before_1f1b(shape):
 def test_zero_bubble_of_published_size():
     # p = 4, m = 8, s = 4: bubble 3.03 % and 7 live token slices on every rank, by a simulation independent of ours.
     compiled = CompiledOrders.of_schedule(zero_bubble, PipelineShape(4, 8, 4))
-    playback = compiled.play(OpCosts.uniform(compiled.shape, weight_gradient=1.0))
-    assert playback.bubble_ratio == pytest.approx(3 / 99, abs=1e-9)
+    simulated = compiled.simulate(OpCosts.uniform(compiled.shape, weight_gradient=1.0))
+    assert simulated.bubble_ratio == pytest.approx(3 / 99, abs=1e-9)
     assert compiled.peak_activation() == (7 / 4,) * 4

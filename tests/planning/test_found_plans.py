@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_ext.plan.closed_forms import memory_of_1f1b
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
@@ -11,18 +12,20 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning.op_costs import op_costs
+from megatron_terapipe.planning.cost_model import cost_model_of
 from megatron_terapipe.planning.pipeline_plan import (
     FoundSchedule,
     check_schedule,
-    memory_of_1f1b,
     pipeline_schedule,
     with_found_token_slices,
 )
+from megatron_terapipe.strategy import Strategy
 
+# Large enough that the ops of a token slice take longer than their launches.
 REQUIRED = (
-    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 2048 --vocab-size 257 --micro-batch-size 1 "
-    "--train-iters 10 --lr 1e-3 --data-path corpus --pipeline-model-parallel-size 4 "
+    "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 --vocab-size 257 --bf16 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 10 --lr 1e-3 --data-path corpus "
+    "--pipeline-model-parallel-size 4 "
 )
 NUM_MICRO_BATCHES = 4
 
@@ -31,15 +34,20 @@ def parse(words: str = "") -> Config:
     return parse_arguments((REQUIRED + words).split())
 
 
+def found_for(words: str) -> Config:
+    return with_found_token_slices(parse(words), 1)
+
+
 def makespan(config: Config) -> float:
-    shape = config.parallel.pipeline(NUM_MICRO_BATCHES)
-    return simulate(rank_orders(pipeline_schedule(config), shape), shape, op_costs(config)).makespan
+    shape, strategy = config.parallel.pipeline(NUM_MICRO_BATCHES), Strategy.of_config(config, 1)
+    costs = cost_model_of(config, 4).pipeline_costs(strategy)
+    return simulate(rank_orders(pipeline_schedule(config, 1), shape), shape, costs).makespan
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
 def test_found_token_slices_are_better_than_equal_and_balanced_ones(name: str) -> None:
     words = f"--pipeline-schedule {name} --num-token-slices 6 --token-slices"
-    found = with_found_token_slices(parse(f"{words} auto"), NUM_MICRO_BATCHES)
+    found = found_for(f"{words} auto")
     assert len(found.token_slices()) == 6
     assert all(length % 16 == 0 for length in found.token_slices().lengths)
     for other in (parse(f"{words} balanced"), parse(f"--pipeline-schedule {name} --num-token-slices 6")):
@@ -47,25 +55,25 @@ def test_found_token_slices_are_better_than_equal_and_balanced_ones(name: str) -
 
 
 def test_without_a_number_the_best_one_is_found() -> None:
-    best = with_found_token_slices(parse("--token-slices auto"), NUM_MICRO_BATCHES)
+    best = found_for("--token-slices auto")
     count = best.parallel.num_token_slices
     assert 1 < count < 128
     for other in (1, 2, 2 * count):
-        given = with_found_token_slices(parse(f"--token-slices auto --num-token-slices {other}"), NUM_MICRO_BATCHES)
+        given = found_for(f"--token-slices auto --num-token-slices {other}")
         assert makespan(best) <= makespan(given)
 
 
 def test_the_answer_is_a_list_and_always_the_same() -> None:
     words = "--token-slices auto --num-model-chunks 2 --num-token-slices 5"
-    first, second = (with_found_token_slices(parse(words), NUM_MICRO_BATCHES) for _ in range(2))
+    first, second = (found_for(words) for _ in range(2))
     assert first == second
-    assert TokenSlices.parse(first.parallel.token_slices).covering(2048) == first.token_slices()
-    assert with_found_token_slices(first, NUM_MICRO_BATCHES) == first
+    assert TokenSlices.parse(first.parallel.token_slices).covering(8192) == first.token_slices()
+    assert with_found_token_slices(first, 1) == first
 
 
 def test_ranks_that_share_tokens_get_multiples() -> None:
     words = "--token-slices auto --num-token-slices 3 --tensor-model-parallel-size 4 --sequence-parallel"
-    config = with_found_token_slices(parse(f"{words} --seq-length 28 --max-position-embeddings 28"), NUM_MICRO_BATCHES)
+    config = found_for(f"{words} --seq-length 28 --max-position-embeddings 28")
     assert sum(config.token_slices().lengths) == 28
     assert all(length % 4 == 0 for length in config.token_slices().lengths)
 
@@ -81,7 +89,7 @@ def test_ranks_that_share_tokens_get_multiples() -> None:
 )
 def test_what_cannot_be_found_ends_in_one_line(words: str, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        with_found_token_slices(parse(f"--token-slices auto {words}"), NUM_MICRO_BATCHES)
+        found_for(f"--token-slices auto {words}")
     assert str(caught.value).startswith(line)
 
 
@@ -96,8 +104,8 @@ def test_a_file_is_for_one_number_of_token_slices(tmp_path: Path) -> None:
 def optimised() -> tuple[Config, FoundSchedule]:
     # So long a sequence that attention makes the token slices uneven, for which no schedule by name is made.
     model_chunks = "--num-model-chunks 2 --model-chunk-placement v"
-    config = parse(f"--pipeline-schedule optimised --num-token-slices 4 --seq-length 4096 {model_chunks}")
-    return config, pipeline_schedule(config)
+    config = parse(f"--pipeline-schedule optimised --num-token-slices 4 {model_chunks}")
+    return config, pipeline_schedule(config, 1)
 
 
 def test_a_found_schedule_is_better_than_those_by_name_in_the_memory_of_1f1b(
@@ -106,23 +114,23 @@ def test_a_found_schedule_is_better_than_those_by_name_in_the_memory_of_1f1b(
     config, schedule = optimised
     shape = config.parallel.pipeline(NUM_MICRO_BATCHES)
     check_schedule(schedule, config, [NUM_MICRO_BATCHES])
-    found = simulate(rank_orders(schedule, shape), shape, op_costs(config)).makespan
+    found = makespan(config)
     for others in ("1f1b", "zero-bubble", "interleaved --num-model-chunks 2"):
-        assert found < makespan(parse(f"--num-token-slices 4 --seq-length 4096 --pipeline-schedule {others}"))
+        assert found < makespan(parse(f"--num-token-slices 4 --pipeline-schedule {others}"))
     assert max(schedule.found(shape).peak_activation) <= memory_of_1f1b(shape, config.token_slices()) + 1e-9
 
 
 def test_a_found_schedule_is_the_same_on_every_rank_and_found_once(optimised: tuple[Config, FoundSchedule]) -> None:
     config, schedule = optimised
     shape = config.parallel.pipeline(2)
-    elsewhere = pipeline_schedule(config)
+    elsewhere = pipeline_schedule(config, 1)
     assert rank_orders(schedule, shape) == rank_orders(elsewhere, shape)
     assert schedule.found(shape) is schedule.found(shape)
 
 
 def test_a_memory_limit_is_kept() -> None:
     config = parse("--pipeline-schedule optimised --num-token-slices 4 --schedule-memory-limit 1.25")
-    schedule = pipeline_schedule(config)
+    schedule = pipeline_schedule(config, 1)
     assert max(schedule.found(config.parallel.pipeline(NUM_MICRO_BATCHES)).peak_activation) <= 1.25
 
 
@@ -140,15 +148,15 @@ def test_the_memory_of_1f1b(lengths: tuple[int, ...], num_micro_batches: int, ex
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_stages_are_found_with_the_token_slices(schedule: str) -> None:
-    # The output layer of 32,000 words weighs as much as some ten of these layers.
+    # The output layer of 256,000 words weighs as much as five of these layers.
     words = (
-        f"--vocab-size 32000 --num-layers 32 --pipeline-schedule {schedule} --num-token-slices 4 --token-slices auto"
+        f"--vocab-size 256000 --num-layers 32 --pipeline-schedule {schedule} --num-token-slices 4 --token-slices auto"
     )
-    found = with_found_token_slices(parse(f"{words} --stage-partition auto"), NUM_MICRO_BATCHES)
+    found = found_for(f"{words} --stage-partition auto")
     bounds = found.parallel.stage_bounds()
     assert bounds is not None and bounds.num_layers == 32
     assert len(bounds.layers(3)) < len(bounds.layers(0))
-    assert makespan(found) < 0.9 * makespan(with_found_token_slices(parse(words), NUM_MICRO_BATCHES))
+    assert makespan(found) < 0.9 * makespan(found_for(words))
 
 
 def test_stages_alone_are_not_found() -> None:

@@ -151,7 +151,7 @@ def written(folder: Path, shape: PipelineShape) -> Path:
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     shape = PipelineShape(2, 4, 3)
     config = parse(f"--num-token-slices 3 --pipeline-schedule {written(tmp_path, shape)}")
-    schedule = pipeline_schedule(config)
+    schedule = pipeline_schedule(config, 1)
     assert rank_orders(schedule, shape) == rank_orders(one_f_one_b, shape)
     check_schedule(schedule, config, [4])
     with pytest.raises(
@@ -165,19 +165,19 @@ def test_a_schedule_that_deadlocks_is_found_before_any_rank_starts(tmp_path: Pat
     path = tmp_path / "schedule.csv"
     path.write_text("0F0.0, 0B0.0, 0F1.0, 0B1.0\n1F1.0, 1B1.0, 1F0.0, 1B0.0\n")
     with pytest.raises(ValueError, match=r"schedule.csv: the schedule deadlocks: rank 0 at 0B0.0 waits for"):
-        pipeline_schedule(parse(f"--pipeline-schedule {path}"))
+        pipeline_schedule(parse(f"--pipeline-schedule {path}"), 1)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_by_name(name: str) -> None:
     config = parse(f"--pipeline-schedule {name} --num-token-slices 3")
-    assert pipeline_schedule(config) is SCHEDULES[name]
+    assert pipeline_schedule(config, 1) is SCHEDULES[name]
     check_schedule(SCHEDULES[name], config, [1, 4])
 
 
 def test_a_schedule_that_one_hardware_queue_may_lock_is_refused() -> None:
     config = parse("--pipeline-schedule interleaved --num-model-chunks 2 --num-token-slices 4 --num-layers 4")
-    schedule = pipeline_schedule(config)
+    schedule = pipeline_schedule(config, 1)
     check_schedule(schedule, config, [2], hardware_queues=32)
     with pytest.raises(
         ConfigError, match=r"interleaved: the programs deadlock if .* set CUDA_DEVICE_MAX_CONNECTIONS=32"

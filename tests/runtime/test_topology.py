@@ -16,7 +16,6 @@ def test_token_axis_has_one_rank_and_all_its_steps() -> None:
     topology = TokenSliceTopology(LAYOUT)
     assert topology.get_axis_names() == ["pipe", "token", "data", "model"]
     assert topology.get_dim("token") == 1
-    assert topology.num_token_slices == 8
     assert topology.world_size() == LAYOUT.world_size == 12
 
 
@@ -51,7 +50,7 @@ def _grid() -> dict[str, object]:
         "sizes": (grid.get_pipe_parallel_world_size(), grid.get_data_parallel_world_size()),
         "place": Coordinate(grid.get_pipe_parallel_rank(), grid.get_data_parallel_rank(), 0),
         "world": engine.dp_world_size,
-        "slices": engine.grid._topo.num_token_slices,
+        "slices": engine.grid._topo.layout.num_token_slices,
     }
 
 

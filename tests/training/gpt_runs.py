@@ -80,7 +80,7 @@ def run_of(setup: Setup) -> Run:
     layout = parse_arguments(argv).parallel.layout(launch.world_size)
     global_batch_size = 2 * setup.micro_batches * layout.data_parallel_size
     config = parse_arguments([*argv, "--global-batch-size", str(global_batch_size)])
-    config = with_found_token_slices(config, setup.micro_batches)
+    config = with_found_token_slices(config, layout.data_parallel_size)
     layout = config.parallel.layout(launch.world_size)
     return Run(
         config=config,

@@ -51,7 +51,7 @@ def test_a_found_schedule_is_kept_beside_the_checkpoints_and_told(tmp_path: Path
     ((lines, same),) = run_distributed(found_schedule, 1, tmp_path / "saved")
     assert same
     assert lines == [
-        " found a schedule: by the FLOPs of its ops a bubble of 0.0%, where no order has less than 0.0%, and at most 1 "
-        "activations of a micro-batch"
+        " found a schedule for nodes of 8 A100-SXM4-80GB, since no --cluster is given: a predicted bubble of 0.0%, "
+        "where no order has less than 0.0%, and at most 1 activations of a micro-batch"
     ]
     assert (tmp_path / "saved" / SCHEDULE_FILE).read_text().startswith("# for --token-slices 16,16\n0F0.0, ")

@@ -91,7 +91,7 @@ class Comparison:
 
     @cached_property
     def simulated(self) -> Timeline:
-        """The order that ran, played with the op costs alone."""
+        """The order that ran, simulated with the op costs alone."""
         timeline = simulate(executed_order(self.measured), self.shape, self.costs)
         return replace(timeline, unit=self.measured.unit)
 

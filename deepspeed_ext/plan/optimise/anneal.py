@@ -13,7 +13,7 @@ import numpy as np
 
 from deepspeed_ext.plan.optimise.kernel import UNKNOWN, kernel
 from deepspeed_ext.plan.optimise.problem import NOTHING, ROUNDING, Numbers, SchedulingProblem, Tables
-from deepspeed_ext.plan.optimise.replay import NumberedOrders, peak_of_row, play_rows
+from deepspeed_ext.plan.optimise.replay import NumberedOrders, peak_of_row, replay_rows
 
 HOT, COLD = 1e-3, 1e-6
 """First and last temperature, in makespans."""
@@ -145,7 +145,7 @@ def _anneal(
         for position in range(lengths[rank]):
             op = rows[rank, position]
             places[op // num_units // num_stages, op // num_units % num_stages, op % num_units] = position
-    shortest = makespan = play_rows(tables, rows, lengths, starts, ends, ready)
+    shortest = makespan = replay_rows(tables, rows, lengths, starts, ends, ready)
     best[:] = rows
     path = np.zeros((rows.size, 2), np.int64)
     length = _critical_path(tables, rows, lengths, starts, ends, ready, places, path)
@@ -163,7 +163,7 @@ def _anneal(
         _move(rows[rank], position, target)
         changed = UNKNOWN
         if peak_of_row(tables, rows[rank], lengths[rank]) <= limit:
-            changed = play_rows(tables, rows, lengths, starts, ends, ready)
+            changed = replay_rows(tables, rows, lengths, starts, ends, ready)
         if changed > makespan - temperature * np.log(1 - np.random.random()):
             _move(rows[rank], target, position)
             continue

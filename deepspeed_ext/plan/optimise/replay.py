@@ -1,4 +1,4 @@
-"""Plays op orders given as numbers, for the loops that change an order or a cost and play again.
+"""Simulates op orders given as numbers, for the loops that change an order or a cost and simulate again.
 
 `simulate.simulate` is the statement of what this computes, and tests hold the two equal. The arrays of a
 `SchedulingProblem` are read as they are, so that a changed order or a changed table costs nothing but the replay.
@@ -44,11 +44,11 @@ def replay(problem: SchedulingProblem, orders: NumberedOrders) -> float:
 
     Args:
         problem: shape and costs.
-        orders: to play.
+        orders: of all ranks.
     """
     starts, ends = np.zeros(orders.rows.shape), np.zeros(orders.rows.shape)
     ready = np.zeros(4 * problem.shape.num_stages * problem.num_units)
-    makespan = play_rows(problem.tables, orders.rows, orders.lengths, starts, ends, ready)
+    makespan = replay_rows(problem.tables, orders.rows, orders.lengths, starts, ends, ready)
     return makespan if makespan < UNKNOWN else np.inf
 
 
@@ -94,8 +94,10 @@ def peak_of_row(tables: Tables, row: Numbers, length: int) -> float:
 
 
 @kernel
-def play_rows(tables: Tables, rows: Numbers, lengths: Numbers, starts: Numbers, ends: Numbers, ready: Numbers) -> float:
-    """Play orders.
+def replay_rows(
+    tables: Tables, rows: Numbers, lengths: Numbers, starts: Numbers, ends: Numbers, ready: Numbers
+) -> float:
+    """Simulate orders.
 
     Args:
         tables: of the problem.

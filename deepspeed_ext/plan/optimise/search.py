@@ -103,12 +103,12 @@ def optimise(
     _, orders = anneal(problem, start.orders, num_moves, seed)
     named = problem.named(merged(problem, orders).to_list())
     compiled = CompiledOrders.of(named, shape)
-    playback = compiled.play(costs)
+    simulated = compiled.simulate(costs)
     return OptimisedSchedule(
         shape,
         named,
-        playback.makespan,
-        playback.bubble_ratio,
+        simulated.makespan,
+        simulated.bubble_ratio,
         lower_bound(problem),
         compiled.peak_activation(problem.lengths),
         start.name,

@@ -18,7 +18,7 @@ whatever a rank waits for is earlier on the timeline, so the programs end:
     stage 1 | receive 0.0       receive 0.1 [F0.0 ....] receive 1.0 [F0.1 ....]
                                 ^ the message of F0.1 travels under F0.0
 
-`lower` lowers all ranks and has `device.check_programs` play the programs. A rank of a large pipeline lowers its own
+`lower` lowers all ranks and has `device.check_programs` run the programs. A rank of a large pipeline lowers its own
 program alone, for which it needs the ops of itself and of those it exchanges messages with: `lower_rank`.
 """
 

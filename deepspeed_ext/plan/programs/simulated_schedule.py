@@ -71,7 +71,7 @@ class SimulatedSchedule:
         compiled = CompiledOrders.of_schedule(self._schedule, shape)
         if self._complete:
             compiled.check_complete()
-        return compiled.play(costs).spans
+        return compiled.simulate(costs).spans
 
 
 def lowering_costs(shape: PipelineShape) -> OpCosts:

@@ -1,7 +1,7 @@
-"""Op orders played against the clock: the plain statement of it, and the same compiled, many times faster.
+"""Op orders simulated: the plain statement of it, and the same compiled, many times faster.
 
     plain      what a schedule takes, and why it deadlocks: read this one
-    compiled   equal to it to the last bit, for searches: `wiring` puts orders into numbers, `play` loops over them
+    compiled   equal to it to the last bit, for searches: `wiring` puts orders into numbers, `loop` goes through them
 
 Both read what ops wait for from one table, `dependencies.DEPENDENCIES`.
 """

@@ -1,11 +1,11 @@
-"""The fast simulator: op orders as arrays, played by compiled code for one set of costs after another.
+"""The fast simulator: op orders as arrays, simulated by compiled code for one set of costs after another.
 
-    orders --CompiledOrders.of--> arrays --play(costs)--> Playback: starts, ends, makespan, bubble
-                                     '----play(other costs)--> ...
+    orders --CompiledOrders.of--> arrays --simulate(costs)--> SimulatedOrders: starts, ends, makespan, bubble
+                                     '----simulate(other costs)--> ...
 
 Which result an op waits for is looked up once, in the table `dependencies.DEPENDENCIES` that the plain simulator reads
-too; what is left for a replay is a loop over numbers. A search that changes costs, such as the lengths of token slices,
-compiles once and replays.
+too; what is left is a loop over numbers. A search that changes costs, such as the lengths of token slices, compiles
+once and simulates often.
 
 numpy and numba are imported when they are first needed. Without numba the same loop runs as plain Python.
 """
@@ -21,8 +21,8 @@ from deepspeed_ext.plan.dependencies import parts
 from deepspeed_ext.plan.memory import token_lengths
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import Schedule
+from deepspeed_ext.plan.simulate.loop import compiled_loop, simulate_ops
 from deepspeed_ext.plan.simulate.plain import STEP_PARTS, check_complete, check_orders, simulate
-from deepspeed_ext.plan.simulate.play import compiled_play, play
 from deepspeed_ext.plan.simulate.wiring import KINDS, OpColumns, Wiring, fits, wire
 from deepspeed_ext.plan.timeline import Span, Timeline
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Playback:
+class SimulatedOrders:
     """When each op of compiled orders ran.
 
     Attributes:
-        compiled: what was played.
+        compiled: the orders.
         starts: [N] start of each op, rank after rank.
         ends: [N] end of each op.
     """
@@ -84,7 +84,7 @@ class CompiledOrders:
 
     @classmethod
     def of(cls, orders: Iterable[Sequence[Op]], shape: PipelineShape) -> "CompiledOrders":
-        """Compile orders. Linear in the number of ops, and several times slower than a replay.
+        """Compile orders. Linear in the number of ops, and several times slower than a simulation.
 
         Args:
             orders: op order of each rank. Only one is needed at a time, so they may be generated on the way.
@@ -139,7 +139,7 @@ class CompiledOrders:
         if any(computed[kind] < units for kind in STEP_PARTS):
             check_complete(self.orders, self.shape)
 
-    def play(self, costs: OpCosts) -> Playback:
+    def simulate(self, costs: OpCosts) -> SimulatedOrders:
         """When each op runs: the same as `simulate.simulate`, to the last bit.
 
         Raises:
@@ -163,18 +163,18 @@ class CompiledOrders:
             "starts": starts,
             "ends": ends,
         }
-        kernel = compiled_play()
+        kernel = compiled_loop()
         if kernel is not None:
-            played = kernel(*arrays.values())
+            num_done = kernel(*arrays.values())
         else:
             # Plain Python is quicker with lists.
             lists = {name: array.tolist() for name, array in arrays.items()}
-            played = play(**lists)
+            num_done = simulate_ops(**lists)
             starts, ends = np.array(lists["starts"]), np.array(lists["ends"])
-        if played < num_ops:
+        if num_done < num_ops:
             simulate(self.orders, self.shape, costs)  # says which ops wait for which
-            raise AssertionError("the plain simulator plays what the fast one does not")
-        return Playback(self, starts, ends)
+            raise AssertionError("the plain simulator ends where the fast one does not")
+        return SimulatedOrders(self, starts, ends)
 
     def peak_activation(self, lengths: Sequence[float] | None = None) -> tuple[float, ...]:
         """Per rank the most activation it holds, as `memory.peak_activation` says; it needs no costs."""

@@ -1,6 +1,6 @@
-"""Plays the op orders of all pipeline ranks against the clock, or says why they cannot be played.
+"""Simulates the op orders of all pipeline ranks, or says why they deadlock.
 
-This is the plain statement of what a schedule takes. `compiled.py` plays the same orders many times faster, and is
+This is the plain statement of what a schedule takes. `compiled.py` simulates the same orders many times faster, and is
 held equal to it.
 """
 
@@ -29,7 +29,7 @@ def simulate(orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCost
         costs: times of the ops.
 
     Raises:
-        ScheduleDeadlock: if the orders cannot be played to their end; names what each stuck rank waits for.
+        ScheduleDeadlock: if ranks wait for each other; names what each stuck rank waits for.
         PlanError: if an op stands on another rank's order, or twice.
     """
     check_orders(orders, shape)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.dependencies import parts, reading_stage, reads_of, result
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
-from deepspeed_ext.plan.simulate.play import NOTHING
+from deepspeed_ext.plan.simulate.loop import NOTHING
 
 if TYPE_CHECKING:
     from numpy import ndarray
@@ -74,7 +74,7 @@ class OpColumns:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Wiring:
-    """Arrays by the names that `play.play` has for them, and where to find the times that it wants.
+    """Arrays by the names that `loop.simulate_ops` has for them, and where to find the times that it wants.
 
     Attributes:
         needs: [K * N] what each op waits for.

@@ -1,7 +1,7 @@
 """How long a step takes with a cut: what the solvers of token slices and of stages compare by.
 
 Both evaluations keep what does not depend on the cut (the order of a fixed schedule, the channels), so that one cut
-costs a replay, and count the ops that they played: that is the solvers' clock, since results must not depend on time.
+costs a replay, and count the simulated ops: that is the solvers' clock, since results must not depend on time.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class CutEvaluation(Protocol):
     """Judges cuts.
 
     Attributes:
-        num_ops: ops that were played so far.
+        num_ops: ops that were simulated so far.
     """
 
     num_ops: int

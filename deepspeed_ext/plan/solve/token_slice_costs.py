@@ -18,7 +18,6 @@ import numpy as np
 
 from deepspeed_ext.plan.costs import OpCosts, Table
 from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
-from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.optimise.problem import Numbers
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -90,30 +89,6 @@ class PolynomialCosts:
         coefficients[:, -1, 1] += head_time / seq_length
         coefficients[(0, 2), 0, 1] += embedding_time / seq_length
         return cls(coefficients)
-
-    @classmethod
-    def fitted(cls, starts: Sequence[int], ends: Sequence[int], times: Numbers) -> "PolynomialCosts":
-        """Fit measured times, by least squares.
-
-        Args:
-            starts: first tokens of the token slices that were measured.
-            ends: tokens behind their last.
-            times: [3, N, measurements] of F, BI and BW.
-
-        Raises:
-            PlanError: if the measurements do not tell the three terms apart.
-        """
-        start, end = np.array(starts, float), np.array(ends, float)
-        terms = np.stack([np.ones(start.shape), end - start, end**2 - start**2], axis=1)
-        scale = np.abs(terms).max(axis=0)
-        flat = times.reshape(-1, len(start)).T
-        solution, _, rank, _ = np.linalg.lstsq(terms / scale, flat, rcond=None)
-        if rank < NUM_TERMS:
-            raise PlanError(
-                f"{len(start)} measured token slices do not tell fixed, linear and quadratic costs apart: "
-                "measure at least two lengths, and one of them at two prefixes"
-            )
-        return cls((solution.T / scale).reshape(*times.shape[:2], NUM_TERMS))
 
 
 def op_costs(

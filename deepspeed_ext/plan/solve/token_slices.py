@@ -20,7 +20,7 @@ from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 
 PLAYED_OPS = 25e6
-"""Ops that the search plays with effort 1: about a second of one core."""
+"""Ops that the search simulates with effort 1: about a second of one core."""
 FAMILY = tuple(step / 10 for step in range(11))
 """Shares of attention that the first cuts are balanced for."""
 ROUNDS = 3
@@ -107,7 +107,7 @@ def search_cuts(
 def _moved(
     grid: CutGrid, makespan: float, cut: TokenSlices, evaluation: CutEvaluation, num_ops: int
 ) -> tuple[float, TokenSlices]:
-    """Move tokens between token slices as long as it helps: fewer and fewer of them. Plays about `num_ops` ops."""
+    """Move tokens between token slices as long as it helps: fewer and fewer of them. Simulates about `num_ops` ops."""
     last = evaluation.num_ops + num_ops
     step = max(grid.seq_length // (4 * len(cut) * grid.granularity), 1) * grid.granularity
     while evaluation.num_ops < last:

@@ -93,7 +93,7 @@ def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
         "what to search", "A dimension without a flag is free. Give one value to fix it, or the values to try: 1,2,4"
     )
     for each, words in in_places(DIMENSIONS, "flag_help"):
-        group.add_argument(each.flag, metavar="LENGTHS" if each.name == "token_slices" else "LIST", help=words)
+        group.add_argument(each.flag, metavar=each.kind.metavar, help=words)
 
 
 def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:

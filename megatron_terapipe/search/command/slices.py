@@ -1,11 +1,14 @@
 """`slices`: how many token slices, and how long, for one strategy."""
 
 import argparse
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning.cost_model import DEVICE
 from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
     add_cost_flags,
@@ -73,6 +76,9 @@ def run(options: argparse.Namespace) -> int:
     except PlanError as error:
         raise ConfigError(f"{options.strategy}: {error}") from None
     answer = cut_json(solved)
+    if strategy.schedule == OPTIMISED:
+        answer["flags"] += f" {machine_flags(options)}"
+        notes = (*notes, *_unlike_the_trainer(options, pricing))
     if options.json != "-":
         print_cut(answer, (*notes, *_memory_notes(pricing, strategy, solved)))
     if options.json is not None:
@@ -111,6 +117,24 @@ def flags_of(token_slices: tuple[int, ...]) -> str:
     if len(token_slices) == 1:
         return "--num-token-slices 1"
     return f"--num-token-slices {len(token_slices)} --token-slices {','.join(map(str, token_slices))}"
+
+
+def machine_flags(options: argparse.Namespace) -> str:
+    """Return the flags of the trainer that make it find an optimised order for the same cluster and profile."""
+    words = ["--cluster", options.cluster]
+    if options.profile is not None:
+        words += ["--op-profile", options.profile]
+    return shlex.join(words)
+
+
+def _unlike_the_trainer(options: argparse.Namespace, pricing: "Pricing") -> tuple[str, ...]:
+    """Return what the trainer does not know when it looks for an optimised order, a line each."""
+    notes = []
+    if options.device is not None and {node.device.name for node in pricing.cluster.nodes} != {DEVICE}:
+        notes.append(f"the trainer takes the devices of a hostfile for {DEVICE}: give --cluster a file of nodes")
+    if options.tables or options.calibrate or options.calibration:
+        notes.append("the trainer finds the order of the ops without tables and trials: lengths are as given here")
+    return tuple(notes)
 
 
 def print_cut(answer: Mapping[str, Any], notes: tuple[str, ...]) -> None:
@@ -156,6 +180,9 @@ def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[Pricing,
     cluster, notes = cluster_of(options)
     precision = precision_of(options, cluster)
     whole = replace(strategy, num_token_slices=1, token_slices=None)
+    if strategy.schedule == OPTIMISED:
+        # An order is found for any pipeline that a schedule by name takes.
+        whole = replace(whole, schedule="interleaved" if strategy.num_model_chunks > 1 else "1f1b")
     sequences = strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
     problem = SearchProblem(workload=workload, cluster=cluster, global_batch_size=sequences, precision=precision)
     reason = broken_rule(whole, problem)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.layout import ParallelLayout
-from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.ops import PipelineShape, Placement
 from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_bandwidth, transfer_s
 from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
 from megatron_terapipe.search.cost.rank_groups import GroupTopology, RankGroups
@@ -151,7 +151,14 @@ class CostModel:
         """
         return self.with_efficiency(factors.efficiency(self.efficiency), ScaledTimes(self.op_times, factors.ops))
 
-    def predict_time(self, strategy: Strategy, *, activation_limit: float | None = None) -> TimePrediction:
+    def predict_time(
+        self,
+        strategy: Strategy,
+        *,
+        activation_limit: float | None = None,
+        memory_limit: float | None = None,
+        model_chunk_placement: Placement = Placement.LOOPED,
+    ) -> TimePrediction:
         """Price one strategy on its real schedule.
 
         Args:
@@ -159,6 +166,10 @@ class CostModel:
             activation_limit: activations that a rank may hold, as a multiple of 1F1B's peak, if it is a zero-bubble
                 order as Qi et al. (arXiv 2401.10241) find for such a limit, ZB-1p and ZB-2p; it is priced in closed
                 form. None = the schedule's own order, played.
+            memory_limit: activations of one micro-batch that a rank may keep under an `optimised` order; None = what
+                1f1b keeps.
+            model_chunk_placement: which stages a rank owns. Ops and messages are priced as those of `looped` stages;
+                those of a V differ only where ranks do.
 
         Raises:
             ConfigError: if it does not fit the cluster or the model.
@@ -166,10 +177,11 @@ class CostModel:
         """
         placed = self.placed(strategy)
         stages = self.stage_ops(placed)
-        shape = pipeline_shape(strategy)
+        shape = replace(pipeline_shape(strategy), placement=model_chunk_placement)
         costs = self._costs(placed, stages)
         if activation_limit is None or strategy.schedule != "zero-bubble":
-            simulated = self._orders.play(strategy.schedule, shape, costs)
+            cut = strategy.cut(self.workload.seq_length)
+            simulated = self._orders.play(strategy.schedule, shape, costs, token_slices=cut, memory_limit=memory_limit)
         else:
             simulated = closed_form_of(shape, costs, activation_limit)
         return time_prediction(

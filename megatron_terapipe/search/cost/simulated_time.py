@@ -4,10 +4,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from deepspeed_ext.plan.closed_forms import memory_of_1f1b
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import OPTIMISED, schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.search.cost.closed_form import of_slowest_and_others, pipeline_time
 
 MOST_OPS = 8_000
@@ -39,7 +41,15 @@ class Orders:
         """Start with none."""
         self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
 
-    def play(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> SimulatedTime:
+    def play(
+        self,
+        schedule: str,
+        shape: PipelineShape,
+        costs: OpCosts,
+        *,
+        token_slices: TokenSlices | None = None,
+        memory_limit: float | None = None,
+    ) -> SimulatedTime:
         """Play a schedule.
 
         Beyond `MOST_OPS` it is played for two smaller numbers of micro-batches, a period apart. Once the pipeline is
@@ -49,12 +59,16 @@ class Orders:
             schedule: its name, or `optimised`.
             shape: of the pipeline.
             costs: of its ops.
+            token_slices: lengths of the token slices, which an optimised order keeps; None for equal ones.
+            memory_limit: activations of one micro-batch that a rank may keep under an optimised order; None for those
+                that 1f1b keeps, as the trainer does.
 
         Raises:
             PlanError: if there is no such schedule, or it does not take the shape.
         """
         if schedule == OPTIMISED:
-            return self._optimised(shape, costs)
+            cut = token_slices or TokenSlices((1,) * shape.num_token_slices)
+            return self._optimised(shape, costs, cut, memory_limit or memory_of_1f1b(shape, cut))
         without = replace(costs, transfer=0.0)
         free = costs.transfer == 0.0
         period = self._period(shape)
@@ -77,17 +91,18 @@ class Orders:
         note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
         return SimulatedTime(makespan, makespan if free else line(without), (note,))
 
-    def _optimised(self, shape: PipelineShape, costs: OpCosts) -> SimulatedTime:
+    def _optimised(
+        self, shape: PipelineShape, costs: OpCosts, token_slices: TokenSlices, memory_limit: float
+    ) -> SimulatedTime:
         from deepspeed_ext.plan.optimise import optimise
 
         period = shape.num_ranks
         count = min(shape.num_micro_batches, 4 * period)
-        # The trainer's default: what 1F1B holds.
-        limit = float(min(shape.num_ranks, shape.num_micro_batches))
         makespans = []
         for fewer in (count, count + period):
             smaller = replace(shape, num_micro_batches=fewer)
-            makespans.append(optimise(smaller, costs, memory_limit=limit, effort=EFFORT).makespan)
+            found = optimise(smaller, costs, memory_limit=memory_limit, lengths=token_slices.lengths, effort=EFFORT)
+            makespans.append(found.makespan)
             if fewer == shape.num_micro_batches:
                 return SimulatedTime(makespans[0], makespans[0])
         periods = (shape.num_micro_batches - count) / period
@@ -105,7 +120,7 @@ class Orders:
         if compiled is None:
             compiled = CompiledOrders.of_schedule(schedule_named(schedule), shape)
             self._compiled[key] = compiled
-        return compiled.play(costs).makespan
+        return compiled.simulate(costs).makespan
 
 
 def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float) -> SimulatedTime:

@@ -4,8 +4,9 @@ What a file leaves out, the library fills in by the machine or the device; notes
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
+from typing import Any
 
 from pydantic import ConfigDict
 
@@ -141,6 +142,33 @@ def parse_hostfile(text: str, file: str) -> list[tuple[str, int]]:
 def hostfile_text(nodes: Iterable[Node]) -> str:
     """The hostfile of nodes, in their order."""
     return "".join(f"{node.name} slots={node.num_devices}\n" for node in nodes)
+
+
+def cluster_json(nodes: Sequence[Node]) -> dict[str, Any]:
+    """Return the JSON object of a cluster, each figure said, as `read_cluster` reads it."""
+
+    def link(of: Link) -> dict[str, Any]:
+        return {"bandwidth": f"{of.bandwidth!r} B/s", "latency": f"{of.latency_s!r} s"}
+
+    return {
+        "nodes": [
+            {
+                "hosts": [node.name],
+                "device": {
+                    "name": node.device.name,
+                    "memory": f"{node.device.memory_bytes!r} B",
+                    "memory_bandwidth": f"{node.device.memory_bandwidth!r} B/s",
+                    "half_flops": f"{node.device.half_flops!r} FLOP/s",
+                    "single_flops": f"{node.device.single_flops!r} FLOP/s",
+                    "is_gpu": node.device.is_gpu,
+                },
+                "devices": node.num_devices,
+                "inside": link(node.inside),
+                "network": {**link(node.network), "cards": node.num_network_cards},
+            }
+            for node in nodes
+        ]
+    }
 
 
 def _without_comment(line: str) -> str:

@@ -2,16 +2,46 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import isfinite
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.documents import EXAMPLES, parse_quantity, short, suggestion
 
 MOST = 10**15
 """Whole numbers are at most this; more is a slip of the hand, and no floating-point number counts so far."""
+
+
+UNITS_IN_NAMES = {
+    "bandwidth": {"GBps": 1e9, "Gbps": 1e9 / 8},
+    "memory": {"GB": 1e9, "GiB": 2.0**30},
+    "speed": {"TFLOPs": 1e12},
+    "time": {"us": 1e-6},
+}
+"""Endings of fields that hold bare numbers, as `bandwidth_GBps` for `bandwidth`, and what one of that unit is."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Marks a field that holds a number with a unit, as text.
+
+    Attributes:
+        kind: one of `UNITS`.
+    """
+
+    kind: str
+
+    def __str__(self) -> str:
+        """What to write."""
+        return f"a {self.kind}, such as {EXAMPLES[self.kind]}"
+
+
+class _BareNumber(float):
+    """A number that had its unit in the name of its field."""
 
 
 class Entry(BaseModel):
@@ -21,10 +51,40 @@ class Entry(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
+    def _as_declared(cls, given: Any) -> Any:
+        """Leave out nulls, and give fields with a unit in their names the names that are declared."""
         if not isinstance(given, Mapping):
             return given
-        return {name: value for name, value in given.items() if value is not None or name not in cls.model_fields}
+        read: dict[Any, Any] = {}
+        for name, value in given.items():
+            base, _, unit = str(name).rpartition("_")
+            scale = _units_of(cls, base).get(unit)
+            if scale is None or name in cls.model_fields:
+                if value is not None or name not in cls.model_fields:
+                    read[name] = value
+            elif value is not None:
+                says = None
+                if not is_number(value) or value <= 0:
+                    says = "is not a number above 0: give one"
+                elif given.get(base) is not None or base in read:
+                    says = f"says again what {base} says: keep one of them"
+                if says is not None:
+                    raise PydanticCustomError("of_field", "{says}", {"name": name, "value": value, "says": says})
+                read[base] = _BareNumber(value * scale)
+        return read
+
+
+def _quantity_of(kind: type[Entry], name: str) -> Quantity | None:
+    field = kind.model_fields.get(name)
+    if field is None:
+        return None
+    parts = (*field.metadata, *(part for each in get_args(field.annotation) for part in get_args(each)))
+    return next((part for part in parts if isinstance(part, Quantity)), None)
+
+
+def _units_of(kind: type[Entry], name: str) -> Mapping[str, float]:
+    quantity = _quantity_of(kind, name)
+    return {} if quantity is None else UNITS_IN_NAMES[quantity.kind]
 
 
 AnyEntry = TypeVar("AnyEntry", bound=Entry)
@@ -40,6 +100,8 @@ def quantity(kind: str) -> BeforeValidator:
     """Return what reads a number with a unit from text; `kind` is one of `UNITS`."""
 
     def read(value: object) -> float:
+        if isinstance(value, _BareNumber):
+            return float(value)
         number = parse_quantity(value, kind) if isinstance(value, str) else None
         if number is None:
             raise ValueError(f"is not a {kind} with its unit: write it as {EXAMPLES[kind]}")
@@ -66,10 +128,10 @@ def fixed(wanted: object, remedy: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-Bandwidth = Annotated[float, quantity("bandwidth"), Field(description="a bandwidth, such as 100 Gbit/s or 25 GB/s")]
-Memory = Annotated[float, quantity("memory"), Field(description="a memory, such as 80 GiB or 16 GB")]
-Speed = Annotated[float, quantity("speed"), Field(description="a speed, such as 312 TFLOP/s")]
-Time = Annotated[float, quantity("time")]
+Bandwidth = Annotated[float, quantity("bandwidth"), Quantity("bandwidth")]
+Memory = Annotated[float, quantity("memory"), Quantity("memory")]
+Speed = Annotated[float, quantity("speed"), Quantity("speed")]
+Time = Annotated[float, quantity("time"), Quantity("time")]
 
 
 def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = "") -> AnyEntry:
@@ -114,31 +176,6 @@ def fault(where: str, value: object, problem: str, remedy: str) -> ConfigError:
     return ConfigError(f"{where} {short(value)} {problem}: {remedy}")
 
 
-def in_unit(entry: Entry, name: str, units: Mapping[str, float], where: str, usual: float | None = None) -> float:
-    """Return a quantity that a file gives with its unit, or as a number in a field whose name ends in the unit.
-
-    Args:
-        entry: has the fields `name` and `name_unit`.
-        name: the field, such as `bandwidth`.
-        units: endings of fields and what one of that unit is, such as `{"GBps": 1e9}` for `bandwidth_GBps`.
-        where: place of the entry, for errors.
-        usual: what it is where no field says; None = one has to.
-
-    Raises:
-        ConfigError: if two fields say it, or none does and one has to.
-    """
-    scales = {name: 1.0} | {f"{name}_{unit}": scale for unit, scale in units.items()}
-    given = [field for field in scales if getattr(entry, field) is not None]
-    if len(given) > 1:
-        value = getattr(entry, given[1])
-        raise fault(f"{where}.{given[1]}", value, f"says again what {given[0]} says", "keep one of them")
-    if given:
-        return float(getattr(entry, given[0])) * scales[given[0]]
-    if usual is None:
-        raise ConfigError(f"{where}.{name} is missing: give {_wanted(type(entry), name)}")
-    return usual
-
-
 _RULES = {
     "int_type": ("is not a whole number", "give one"),
     "float_type": ("is not a number", "give one"),
@@ -160,7 +197,7 @@ def _in_words(kind: type[Entry], error: Any, document: object, file: str, path: 
     where, limits = place(file, path, *way), error.get("ctx", {})
     match error["type"]:
         case "missing":
-            return f"{where} is missing: give {_wanted(within, name)}"
+            return f"{where} is missing: give {wanted(within, name)}"
         case "extra_forbidden":
             return str(fault(where, value, "is not a known field", suggestion(name, sorted(within.model_fields))))
         case "invalid_key":
@@ -176,6 +213,8 @@ def _in_words(kind: type[Entry], error: Any, document: object, file: str, path: 
             return str(fault(where, value, f"is not a {number} from {limits['ge']:g}", "give one"))
         case "less_than_equal":
             return str(fault(where, value, f"is more than {limits['le']:,}", "give less"))
+        case "of_field":
+            return f"{place(file, path, *way, limits['name'])} {short(limits['value'])} {limits['says']}"
         case "value_error":
             return f"{where} {short(value)} {limits['error']}"
         case "model_type" if not way and not path:
@@ -198,19 +237,17 @@ def _entry_in(annotation: Any) -> type[Entry] | None:
     return next((found for each in get_args(annotation) if (found := _entry_in(each))), None)
 
 
-def _wanted(kind: type[Entry], name: str) -> str:
-    """Type of a field, in words."""
-    field = kind.model_fields[name]
-    parts = (field, *(part for each in get_args(field.annotation) for part in get_args(each)))
-    kinds: dict[Any, str] = {
-        int: "a whole number",
-        float: "a number",
-        str: "a text",
-        bool: "true or false",
-        list: "a list",
-    }
-    wanted = kinds.get(get_origin(field.annotation) or field.annotation, "an object")
-    return next((part.description for part in parts if getattr(part, "description", None)), wanted)
+def wanted(kind: type[Entry], name: str) -> str:
+    """Return in words what a field holds.
+
+    Args:
+        kind: declares the field.
+        name: of the field.
+    """
+    annotation = kind.model_fields[name].annotation
+    kinds = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "list": "a list"}
+    words = kinds.get(getattr(get_origin(annotation) or annotation, "__name__", ""), "an object")
+    return str(_quantity_of(kind, name) or words)
 
 
 def is_number(value: object) -> bool:

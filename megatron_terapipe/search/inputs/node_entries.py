@@ -15,21 +15,14 @@ from megatron_terapipe.search.inputs.entries import (
     Count,
     Entry,
     Memory,
-    Positive,
     Speed,
     Text,
     Time,
     fault,
-    in_unit,
     place,
+    wanted,
 )
 from megatron_terapipe.search.inputs.library import MACHINES, Machine
-
-BANDWIDTH_UNITS = {"GBps": 1e9, "Gbps": 1e9 / 8}
-MEMORY_UNITS = {"GB": 1e9, "GiB": 2.0**30}
-SPEED_UNITS = {"TFLOPs": 1e12}
-TIME_UNITS = {"us": 1e-6}
-"""Endings of fields that hold bare numbers, and what one of that unit is."""
 
 MOST_NODES, MOST_DEVICES = 100_000, 1024
 """Nodes of one entry, and devices of a node: more would be a slip of the hand, and take long to be noticed."""
@@ -49,67 +42,40 @@ class DeviceEntry(Entry):
     like: Text | None = None
     name: Text | None = None
     memory: Memory | None = None
-    memory_GB: Positive | None = None  # noqa: N815
-    memory_GiB: Positive | None = None  # noqa: N815
     memory_bandwidth: Bandwidth | None = None
-    memory_bandwidth_GBps: Positive | None = None  # noqa: N815
-    memory_bandwidth_Gbps: Positive | None = None  # noqa: N815
     half_flops: Speed | None = None
-    half_flops_TFLOPs: Positive | None = None  # noqa: N815
     single_flops: Speed | None = None
-    single_flops_TFLOPs: Positive | None = None  # noqa: N815
     is_gpu: bool | None = None
 
     def read(self, where: str) -> tuple[Device, Machine]:
         """Return the device, and the machine it is usually in; `where` is the place of the entry, for errors."""
         known = None if self.like is None else library.device(self.like, where)
-        name = self.name or (known.name if known else "device")
-
-        def value(field: str, units: dict[str, float]) -> float:
-            return in_unit(self, field, units, where, getattr(known, f"{field}_bytes", getattr(known, field, None)))
-
-        device = Device(
-            name=name,
-            memory_bytes=value("memory", MEMORY_UNITS),
-            memory_bandwidth=value("memory_bandwidth", BANDWIDTH_UNITS),
-            half_flops=value("half_flops", SPEED_UNITS),
-            single_flops=value("single_flops", SPEED_UNITS),
-            is_gpu=known.is_gpu if known and self.is_gpu is None else self.is_gpu is not False,
-        )
-        return device, library.usual_machine(known.name if known else name)
+        given = self.model_dump(exclude_none=True, exclude={"like"})
+        if known is None:
+            for field in ("memory", "memory_bandwidth", "half_flops", "single_flops"):
+                if field not in given:
+                    raise ConfigError(f"{where}.{field} is missing: give {wanted(DeviceEntry, field)}")
+        if "memory" in given:
+            given["memory_bytes"] = given.pop("memory")
+        device = Device(**{"name": "device", **given}) if known is None else replace(known, **given)
+        return device, library.usual_machine(known.name if known else device.name)
 
 
 class LinkEntry(Entry):
     """A link; what is left out is as usual."""
 
     bandwidth: Bandwidth | None = None
-    bandwidth_GBps: Positive | None = None  # noqa: N815
-    bandwidth_Gbps: Positive | None = None  # noqa: N815
     latency: Time | None = None
-    latency_us: Positive | None = None
 
-    def read(self, where: str, usual: Link) -> Link:
-        """Return the link.
-
-        Args:
-            where: place of the entry, for errors.
-            usual: what it is where a field is left out.
-        """
-        return Link(
-            bandwidth=in_unit(self, "bandwidth", BANDWIDTH_UNITS, where, usual.bandwidth),
-            latency_s=in_unit(self, "latency", TIME_UNITS, where, usual.latency_s),
-        )
+    def read(self, usual: Link) -> Link:
+        """Return the link; `usual` is what it is where a field is left out."""
+        return Link(bandwidth=self.bandwidth or usual.bandwidth, latency_s=self.latency or usual.latency_s)
 
 
 class NetworkEntry(LinkEntry):
     """One network card, and the number of cards; one where only the bandwidth is given."""
 
     cards: Count | None = None
-
-    def cards_or(self, usual: int) -> int:
-        """Number of cards."""
-        bandwidths = (self.bandwidth, self.bandwidth_GBps, self.bandwidth_Gbps)
-        return self.cards or (usual if all(each is None for each in bandwidths) else 1)
 
 
 DeviceOrName = Annotated[DeviceEntry, _short_for("like")]
@@ -252,7 +218,7 @@ def read_groups(cluster: ClusterEntry, file: str) -> list[NodeGroup]:
     for index, entry in enumerate(cluster.nodes):
         where = place(file, "nodes", index)
         hosts = _hosts(entry, where, first=num_nodes + 1)
-        group = replace(_with_parts(_base(entry, where, cluster, file), entry, where), hosts=hosts)
+        group = replace(_with_parts(_base(entry, where, cluster, file), entry), hosts=hosts)
         num_nodes += len(hosts)
         groups += _with_overrides(group, cluster.overrides, file)
     hosts = tuple(host for group in groups for host in group.hosts)
@@ -273,20 +239,21 @@ def _with_overrides(group: NodeGroup, overrides: dict[str, NodeParts], file: str
             entry = overrides[host]
             if entry.device is not None:
                 part = replace(part, device=entry.device.read(f"{where}.device")[0])
-            part = _with_parts(part, entry, where)
+            part = _with_parts(part, entry)
         parts.append(part)
     return parts
 
 
-def _with_parts(group: NodeGroup, entry: NodeParts, where: str) -> NodeGroup:
+def _with_parts(group: NodeGroup, entry: NodeParts) -> NodeGroup:
     """A group with what an entry says of its nodes."""
     if entry.devices is not None:
         group = replace(group, num_devices=entry.devices)
     if entry.inside is not None:
-        group = replace(group, inside=entry.inside.read(f"{where}.inside", group.inside))
+        group = replace(group, inside=entry.inside.read(group.inside))
     if entry.network is not None:
-        network = entry.network.read(f"{where}.network", group.network)
-        group = replace(group, network=network, num_network_cards=entry.network.cards_or(group.num_network_cards))
+        usual = group.num_network_cards if entry.network.bandwidth is None else 1
+        network = entry.network.read(group.network)
+        group = replace(group, network=network, num_network_cards=entry.network.cards or usual)
     return group
 
 

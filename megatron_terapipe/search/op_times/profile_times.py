@@ -122,8 +122,8 @@ class MeasuredProfile:
             kinds = [shape_in_words(each.shape) for each in self.profile.layers if each.shape[0] == layer.kind]
             there = f"; it has {', '.join(dict.fromkeys(kinds))}" if kinds else ""
             raise ConfigError(
-                f"--profile {self.profile.source or 'just measured'} has no {shape_in_words(shape).removeprefix('a ')}"
-                f"{there}: measure this model, or drop the flag"
+                f"the profile {self.profile.source or 'just measured'} has no "
+                f"{shape_in_words(shape).removeprefix('a ')}{there}: measure this model, or give no profile"
             )
         return found
 

@@ -60,6 +60,11 @@ class TabulatedCosts:
     def of(cls, cost_model: CostModel, strategy: Strategy, grid: CutGrid) -> "TabulatedCosts":
         """Ask a cost model for all times at once.
 
+        Args:
+            cost_model: of the workload and the cluster.
+            strategy: all but the token slices.
+            grid: where token slices may begin and end.
+
         Raises:
             ConfigError: if the strategy does not fit the cluster or the model.
         """
@@ -77,7 +82,9 @@ class TabulatedCosts:
         # All tokens in one token slice say which device is the slowest.
         whole = int(np.flatnonzero((first == 0) & (last == len(points) - 1))[0])
         stages, kind_of_stage = _different_stages(placed)
-        ops = cost_model.priced_stages(placed, sizes, stages=stages, whole=whole)
+        # Times of layers are kept, for the same strategy with other layers on its stages.
+        key = strategy.micro_batch_size, strategy.recompute, strategy.sequence_parallel, grid
+        ops = cost_model.priced_stages(placed, sizes, stages=stages, whole=whole, key=key)
         if strategy.schedule in SPLIT_SCHEDULES:
             times = ops[[FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT]]
         else:

@@ -2,6 +2,8 @@
 
     all numbers --gpipe's formula--> a few --simulated--> the best two --searched--> all of the few --priced--> the best
 
+The trainer's `--token-slices auto`, the command `slices` and the finalists of `rank` all call `solve_cut`.
+
 For each number of token slices balanced cuts and the formula of gpipe say about what it is worth. Of the most promising
 numbers gpipe's exact cut (`plan.solve.terapipe`) is simulated with the schedule that runs, and the best of those are
 searched further: tokens move between token slices as long as the simulated step gets shorter
@@ -12,12 +14,13 @@ the arguments alone, not on time.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from deepspeed_ext.plan.closed_forms import memory_of_1f1b
 from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import Schedule, schedule_named
+from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.solve.cut_evaluation import FixedSchedule
+from deepspeed_ext.plan.solve.cut_evaluation import CutEvaluation, FixedSchedule, OptimisedOrders
 from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.terapipe import TerapipeCut, TerapipeProblem
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
@@ -29,7 +32,7 @@ from megatron_terapipe.search.rank.token_slice_tables import TabulatedCosts
 from megatron_terapipe.strategy import Strategy
 
 MOST_OPS = 4_000
-"""Ops that are played for each cut: less than a tenth of a millisecond."""
+"""Ops that are simulated for each cut: less than a tenth of a millisecond."""
 
 
 class ExtrapolatedSchedule:
@@ -39,7 +42,7 @@ class ExtrapolatedSchedule:
     of many is on the straight line through those of two smaller numbers.
 
     Attributes:
-        num_ops: ops that were played so far.
+        num_ops: ops that were simulated so far.
     """
 
     def __init__(
@@ -100,6 +103,12 @@ EFFORT = 0.04
 SKETCHED = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75)
 """Shares of attention that cuts are balanced for, to see about what a number of token slices is worth."""
 
+OPTIMISED_EFFORT = 0.1
+"""The same for an `optimised` schedule, each cut of which takes several list schedules."""
+
+OPTIMISED_ROUNDS = 4
+"""Micro-batches of each rank with which cuts for an `optimised` schedule are judged: filled, steady and drained."""
+
 TOLERANCE = 0.01
 """How far gpipe's cut may be from the best for gpipe, relative: it is where the search begins."""
 
@@ -138,6 +147,8 @@ def solve_cut(
     *,
     counts: Sequence[int] | None = None,
     granularity: int | None = None,
+    memory_limit: float | None = None,
+    model_chunk_placement: Placement = Placement.LOOPED,
 ) -> SolvedCut:
     """Find the cut for a strategy; token slices that it has already do not matter.
 
@@ -148,11 +159,14 @@ def solve_cut(
             those beside the best. Numbers that the sequence or the schedule has no room for are left out.
         granularity: lengths are multiples of this; None = as the trainer's own cuts: of 16 tokens where token slices
             are long, and of the tensor-parallel size if ranks share tokens.
+        memory_limit: activations of one micro-batch that a rank may keep under an `optimised` schedule; None = what
+            1f1b keeps.
+        model_chunk_placement: which stages a rank owns.
 
     Raises:
         ConfigError: if no number of token slices is possible, or the strategy does not fit the model or the cluster.
     """
-    solver = _Solver(cost_model, strategy, granularity)
+    solver = _Solver(cost_model, strategy, granularity, memory_limit, model_chunk_placement)
     wanted = COUNTS if counts is None else sorted(set(counts))
     if not cost_model.workload.can_cut_tokens:
         wanted = [count for count in wanted if count == 1]
@@ -208,6 +222,32 @@ def solve_batch(
     return TerapipeProblem.of(costs, grid, batch_size, 2, ranks - 1).solve(equal_sizes=equal_sizes)
 
 
+def places_to_cut(seq_length: int, strategy: Strategy, count: int, granularity: int | None = None) -> CutGrid:
+    """Return the places where a sequence may be cut: those of the trainer's own cuts, or fewer of them.
+
+    Args:
+        seq_length: tokens of a sequence.
+        strategy: whose tensor-parallel ranks may share the tokens of a token slice.
+        count: number of token slices.
+        granularity: tokens that lengths are multiples of; None = as the trainer's own cuts.
+    """
+    needed = strategy.tensor_parallel_size if strategy.sequence_parallel else 1
+    step = granularity or granularity_of(seq_length, count, needed)
+    times = min(-(-seq_length // (step * MOST_POINTS)), seq_length // (4 * count * step))
+    step *= max(times, 1)
+    return CutGrid(seq_length, step, step)
+
+
+def whole_messages(cost_model: CostModel, strategy: Strategy) -> float | TransferCosts:
+    """Return what messages between stages cost where sequences are whole, as `OpCosts.transfer`.
+
+    Args:
+        cost_model: of the workload and the cluster.
+        strategy: all but the token slices.
+    """
+    return cost_model.pipeline_costs(replace(strategy, num_token_slices=1, token_slices=None)).transfer
+
+
 @dataclass(frozen=True, slots=True)
 class _Judged:
     """A cut and its makespan."""
@@ -224,13 +264,21 @@ def _most_promising(found: Mapping[int, _Judged]) -> list[int]:
 class _Solver:
     """Cuts for one strategy; keeps tables of times."""
 
-    def __init__(self, cost_model: CostModel, strategy: Strategy, granularity: int | None) -> None:
+    def __init__(
+        self,
+        cost_model: CostModel,
+        strategy: Strategy,
+        granularity: int | None,
+        memory_limit: float | None,
+        model_chunk_placement: Placement,
+    ) -> None:
         self._cost_model, self._strategy = cost_model, strategy
         self._granularity = granularity
-        self._schedule = schedule_named(strategy.schedule)
+        self._memory_limit, self._model_chunk_placement = memory_limit, model_chunk_placement
+        self._schedule = None if strategy.schedule == OPTIMISED else schedule_named(strategy.schedule)
         self._costs: dict[CutGrid, TabulatedCosts] = {}
         self._problems: dict[CutGrid, TerapipeProblem] = {}
-        self._evaluations: dict[int, ExtrapolatedSchedule] = {}
+        self._evaluations: dict[int, CutEvaluation] = {}
         self.refusal = ""
 
     def sketched_s(self, count: int) -> float | None:
@@ -262,31 +310,40 @@ class _Solver:
 
     def searched(self, count: int, simulated: _Judged) -> _Judged:
         """The best of a search; never worse than what is known."""
-        solved = search_cuts(self._grid(count), count, self._evaluation(count), EFFORT)
+        effort = EFFORT if self._schedule else OPTIMISED_EFFORT
+        solved = search_cuts(self._grid(count), count, self._evaluation(count), effort)
         return min(simulated, _Judged(solved.cut, solved.makespan), key=lambda predict_one: predict_one.makespan)
 
     def priced(self, cut: TokenSlices) -> PricedCut:
         """With all that an iteration takes."""
         strategy = replace(self._strategy, num_token_slices=len(cut), token_slices=cut.lengths)
-        return PricedCut(cut.lengths, self._cost_model.predict_time(strategy).iteration_time_s)
+        predicted = self._cost_model.predict_time(
+            strategy, memory_limit=self._memory_limit, model_chunk_placement=self._model_chunk_placement
+        )
+        return PricedCut(cut.lengths, predicted.iteration_time_s)
 
     def _grid(self, count: int) -> CutGrid:
-        """Where the trainer cuts, or fewer places."""
-        seq_length, strategy = self._cost_model.workload.seq_length, self._strategy
-        needed = strategy.tensor_parallel_size if strategy.sequence_parallel else 1
-        step = self._granularity or granularity_of(seq_length, count, needed)
-        times = min(-(-seq_length // (step * MOST_POINTS)), seq_length // (4 * count * step))
-        step *= max(times, 1)
-        return CutGrid(seq_length, step, step)
+        return places_to_cut(self._cost_model.workload.seq_length, self._strategy, count, self._granularity)
 
-    def _evaluation(self, count: int) -> ExtrapolatedSchedule:
+    def _evaluation(self, count: int) -> CutEvaluation:
         if count not in self._evaluations:
             shape = pipeline_shape(replace(self._strategy, num_token_slices=count, token_slices=None))
-            whole = replace(self._strategy, num_token_slices=1, token_slices=None)
-            transfer = self._cost_model.pipeline_costs(whole).transfer
+            shape = replace(shape, placement=self._model_chunk_placement)
+            transfer = whole_messages(self._cost_model, self._strategy)
             costs = self._tabulated(self._grid(count))
-            self._evaluations[count] = ExtrapolatedSchedule(self._schedule, shape, costs, transfer)
+            self._evaluations[count] = (
+                ExtrapolatedSchedule(self._schedule, shape, costs, transfer)
+                if self._schedule
+                else self._optimised(shape, costs, transfer)
+            )
         return self._evaluations[count]
+
+    def _optimised(self, shape: PipelineShape, costs: TabulatedCosts, transfer: float | TransferCosts) -> CutEvaluation:
+        even = TokenSlices((1,) * shape.num_token_slices)
+        limit = self._memory_limit or memory_of_1f1b(shape, even)
+        # Orders that are found for two numbers of micro-batches differ by more than a straight line says.
+        fewer = replace(shape, num_micro_batches=min(shape.num_micro_batches, OPTIMISED_ROUNDS * shape.num_ranks))
+        return OptimisedOrders(fewer, costs, memory_limit=limit, transfer=transfer)
 
     def _tabulated(self, grid: CutGrid) -> TabulatedCosts:
         if grid not in self._costs:

@@ -8,11 +8,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster, Node
-from megatron_terapipe.search.inputs.cluster_files import hostfile_text
+from megatron_terapipe.search.inputs.cluster_files import cluster_json, hostfile_text
 from megatron_terapipe.search.report.figures import sequences
 from megatron_terapipe.strategy import Strategy
 
@@ -46,6 +47,7 @@ class Launch:
         launcher: words before `pretrain_gpt.py`.
         on_cpu: whether DeepSpeed must be told to take the CPU.
         many_nodes: whether a hostfile is needed.
+        needs_cluster: whether the trainer finds its schedule, and must be told for which cluster.
     """
 
     strategy: Strategy
@@ -54,6 +56,7 @@ class Launch:
     flags: tuple[str, ...]
     on_cpu: bool
     many_nodes: bool
+    needs_cluster: bool = False
 
     def command(self, directory: str) -> str:
         """Return the command in one line, to be run where `pretrain_gpt.py` is.
@@ -83,6 +86,8 @@ class Launch:
             "ds_config.json": json.dumps(self.deepspeed, indent=2) + "\n",
             "launch.sh": "".join(script),
         }
+        if self.needs_cluster:
+            contents["cluster.json"] = json.dumps(cluster_json(self.nodes), indent=2) + "\n"
         paths = []
         for name, content in contents.items():
             path = Path(directory) / name
@@ -97,7 +102,8 @@ class Launch:
         return ["deepspeed", "--num_accelerators", str(self.strategy.world_size)]
 
     def _files(self, directory: str) -> list[str]:
-        return ["--strategy", f"{directory}/strategy.json", "--deepspeed-config", f"{directory}/ds_config.json"]
+        files = ["--strategy", f"{directory}/strategy.json", "--deepspeed-config", f"{directory}/ds_config.json"]
+        return [*files, "--cluster", f"{directory}/cluster.json"] if self.needs_cluster else files
 
 
 def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, precision: str) -> Launch:
@@ -135,6 +141,7 @@ def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, p
         flags=(*([] if precision == "fp32" else [f"--{precision}"]), *model_flags(model), *training),
         on_cpu=not all(node.device.is_gpu for node in nodes),
         many_nodes=len(nodes) > 1,
+        needs_cluster=strategy.schedule == OPTIMISED,
     )
 
 

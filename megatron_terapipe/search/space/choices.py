@@ -8,9 +8,11 @@ from typing import Any
 
 from megatron_terapipe.dimensions import Dimension, Tried
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.planning.pipeline_plan import COUNTS
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS
+
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of token slices that are tried."""
 
 
 @dataclass(frozen=True)

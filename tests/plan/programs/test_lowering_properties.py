@@ -313,4 +313,4 @@ def test_large_shapes_are_free_of_deadlocks(name):
             random.randint(1, most) for most in (MOST_RANKS, MOST_MICRO_BATCHES, MOST_TOKEN_SLICES)
         )
         shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
-        CompiledOrders.of_schedule(schedule_named(name), shape).play(OpCosts.uniform(shape, weight_gradient=1.0))
+        CompiledOrders.of_schedule(schedule_named(name), shape).simulate(OpCosts.uniform(shape, weight_gradient=1.0))

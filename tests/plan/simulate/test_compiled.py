@@ -24,7 +24,7 @@ SHAPE = PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2)
 def assert_equal(orders, shape, costs) -> None:
     """Times to the last bit; the bubble sums them up in another order."""
     plain = simulate(orders, shape, costs)
-    fast = CompiledOrders.of(orders, shape).play(costs)
+    fast = CompiledOrders.of(orders, shape).simulate(costs)
     assert fast.timeline().spans == plain.spans
     assert fast.makespan == plain.makespan
     assert fast.bubble_ratio == pytest.approx(plain.bubble_ratio, rel=0, abs=1e-12)
@@ -41,7 +41,7 @@ def test_equal_where_numba_is_not_installed(orders_and_shape, data):
     orders, shape = orders_and_shape
     costs = data.draw(costs_with_links(shape))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_module, "compiled_play", lambda: None)
+        patch.setattr(compiled_module, "compiled_loop", lambda: None)
         assert_equal(orders, shape, costs)
 
 
@@ -60,9 +60,9 @@ def test_replays_do_not_touch_each_other(orders_and_shape, data):
     orders, shape = orders_and_shape
     compiled = CompiledOrders.of(orders, shape)
     costs, others = data.draw(costs_with_links(shape)), data.draw(costs_with_links(shape))
-    first = compiled.play(costs)
-    compiled.play(others)
-    again = compiled.play(costs)
+    first = compiled.simulate(costs)
+    compiled.simulate(others)
+    again = compiled.simulate(costs)
     assert first.starts.tolist() == again.starts.tolist() and first.ends.tolist() == again.ends.tolist()
 
 
@@ -77,7 +77,7 @@ def test_a_rank_may_have_nothing_to_do():
 @pytest.mark.parametrize("schedule, shape", [(zero_bubble, SHAPE), (interleaved, PipelineShape(6, 2, 2, 3))])
 def test_orders_can_be_had_from_a_schedule(schedule, shape):
     costs = OpCosts.uniform(shape, weight_gradient=1.0)
-    fast = CompiledOrders.of_schedule(schedule, shape).play(costs)
+    fast = CompiledOrders.of_schedule(schedule, shape).simulate(costs)
     assert fast.timeline() == simulate(rank_orders(schedule, shape), shape, costs)
 
 
@@ -85,12 +85,12 @@ def test_deadlocks_are_explained_as_the_plain_simulator_does():
     orders = [ops("0F0.0 0B0.1 0F0.1 0B0.0"), ops("1F0.0 1F0.1 1B0.1 1B0.0")]
     compiled = CompiledOrders.of(orders, SHAPE)
     with pytest.raises(ScheduleDeadlock, match=r"rank 0 at 0B0\.1 waits for 0F0\.1 and 1B0\.1; rank 1 at 1F0\.1 waits"):
-        compiled.play(OpCosts.uniform(SHAPE))
+        compiled.simulate(OpCosts.uniform(SHAPE))
 
 
 def test_costs_that_know_no_weight_gradients():
     with pytest.raises(PlanError, match="computes weight gradients apart, and the costs have no weight_gradient"):
-        CompiledOrders.of_schedule(zero_bubble, SHAPE).play(OpCosts.uniform(SHAPE))
+        CompiledOrders.of_schedule(zero_bubble, SHAPE).simulate(OpCosts.uniform(SHAPE))
 
 
 def test_numbers_of_lengths():

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
-from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
@@ -30,20 +29,6 @@ def test_an_embedding_costs_the_first_stage_no_input_gradient():
     costs = PolynomialCosts.of_layers([2, 1], 10, 0.0, embedding_time=0.5, fixed=0.25)
     times = costs([0, 1], np.array([0]), np.array([10]))
     assert times[:, :, 0].tolist() == [[2.75, 1.25], [2.25, 1.25], [2.75, 1.25]]
-
-
-@given(st.integers(0, 1000))
-def test_a_fit_finds_the_terms_that_made_the_times(seed):
-    random = np.random.default_rng(seed)
-    made = PolynomialCosts(random.uniform(0, 1, (3, 2, 3)) * [1e-3, 1e-6, 1e-9])
-    starts, ends = [0, 0, 0, 512, 1024, 4096], [128, 512, 1024, 1024, 4096, 8192]
-    fitted = PolynomialCosts.fitted(starts, ends, made([0, 1], np.array(starts), np.array(ends)))
-    assert np.allclose(fitted.coefficients, made.coefficients, rtol=1e-6, atol=1e-15)
-
-
-def test_a_fit_needs_different_token_slices():
-    with pytest.raises(PlanError, match="3 measured token slices do not tell fixed, linear and quadratic"):
-        PolynomialCosts.fitted([0, 0, 0], [128, 128, 256], np.ones((3, 1, 3)))
 
 
 def test_messages_are_as_long_as_their_token_slices():

@@ -8,7 +8,7 @@ from pydantic import Field
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.documents import parse_quantity, parse_text, read_document, suggestion
-from megatron_terapipe.search.inputs.entries import Bandwidth, Count, Entry, Positive, Text, in_unit, read_entry
+from megatron_terapipe.search.inputs.entries import Bandwidth, Count, Entry, Positive, Text, read_entry
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,6 @@ class Outer(Entry):
     text: Text = "x"
     word: Literal["row", "column"] = "row"
     link: Bandwidth | None = None
-    link_GBps: Positive | None = None  # noqa: N815
     inner: list[Inner] = Field(default_factory=list, min_length=1)
     needed: Count
 
@@ -83,15 +82,17 @@ def test_errors_name_file_field_and_remedy(document: dict[Any, Any], message: st
 
 
 def test_a_number_with_its_unit_in_the_name() -> None:
-    units = {"GBps": 1e9}
-    entry = read_entry(Outer, {"needed": 1, "link_GBps": 100}, "c.json")
-    assert in_unit(entry, "link", units, "c.json: at") == 1e11
-    assert in_unit(read_entry(Outer, {"needed": 1, "link": None}, "c.json"), "link", units, "c.json: at", 7.0) == 7.0
-    twice = read_entry(Outer, {"needed": 1, "link_GBps": 1, "link": "1 GB/s"}, "c.json")
-    with pytest.raises(ConfigError, match=r"^c.json: at.link_GBps 1.0 says again what link says: keep one of them$"):
-        in_unit(twice, "link", units, "c.json: at")
-    with pytest.raises(ConfigError, match=r"^c.json: at.link is missing: give a bandwidth, such as 100 Gbit/s or"):
-        in_unit(read_entry(Outer, {"needed": 1}, "c.json"), "link", units, "c.json: at")
+    assert read_entry(Outer, {"needed": 1, "link_GBps": 100}, "c.json").link == 1e11
+    assert read_entry(Outer, {"needed": 1, "link_Gbps": 8, "link": None}, "c.json").link == 1e9
+    for document, message in (
+        ({"link_GBps": 1, "link": "1 GB/s"}, "c.json: link_GBps 1 says again what link says: keep one of them"),
+        ({"link_GBps": 1, "link_Gbps": 2}, "c.json: link_Gbps 2 says again what link says: keep one of them"),
+        ({"link_GBps": -1}, "c.json: link_GBps -1 is not a number above 0: give one"),
+        ({"needed": 1, "link_us": 1}, "c.json: link_us 1 is not a known field: did you mean link?"),
+        ({"needed": 1, "a_GBps": 1}, "c.json: a_GBps 1 is not a known field: "),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            read_entry(Outer, document, "c.json")
 
 
 def test_unknown_names() -> None:

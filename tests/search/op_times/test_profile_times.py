@@ -127,8 +127,8 @@ def test_other_sizes_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         times(measured, other.layers[1])
     assert str(caught.value) == (
-        "--profile P.json has no block of hidden size 128, 4 heads, MLP of 512; it has a block of hidden size 64, "
-        "4 heads, MLP of 256: measure this model, or drop the flag"
+        "the profile P.json has no block of hidden size 128, 4 heads, MLP of 512; it has a block of hidden size 64, "
+        "4 heads, MLP of 256: measure this model, or give no profile"
     )
     longer = gpt_workload(replace(MODEL, seq_length=128, max_position_embeddings=128))
     assert times(measured, longer.layers[1], end=128).forward > times(measured).forward

@@ -97,7 +97,7 @@ def test_many_micro_batches_are_extrapolated(name):
     cut = TokenSlices((5, 4, 3))
     evaluation = ExtrapolatedSchedule(schedule_named(name), shape, costs, 0.01)
     orders = CompiledOrders.of_schedule(schedule_named(name), shape)
-    assert evaluation(cut) == pytest.approx(orders.play(op_costs(shape, cut, costs, 0.01)).makespan, rel=2e-3)
+    assert evaluation(cut) == pytest.approx(orders.simulate(op_costs(shape, cut, costs, 0.01)).makespan, rel=2e-3)
     assert evaluation.num_ops < 600 * 2 * 4 * model_chunks * 3
 
 

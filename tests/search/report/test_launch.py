@@ -10,7 +10,7 @@ import pytest
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.cluster_files import parse_cluster
+from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cluster
 from megatron_terapipe.search.inputs.workload_files import read_workload
 from megatron_terapipe.search.report.launch import launch_of, model_flags, nodes_in_order
 from megatron_terapipe.strategy import Strategy
@@ -96,6 +96,18 @@ def test_hosts_stand_in_the_order_of_the_ranks() -> None:
         nodes_in_order(Strategy(pipeline_parallel_size=3, placement=(0, 2, 1)), cluster)
     with pytest.raises(ConfigError, match=re.escape("placement names 3 devices up to 6")):
         nodes_in_order(Strategy(pipeline_parallel_size=3, placement=(0, 2, 6)), cluster)
+
+
+def test_a_schedule_that_the_trainer_finds_is_found_for_the_same_cluster(tmp_path: Path) -> None:
+    nodes = [{"hosts": ["a"], "device": "T4", "devices": 2}, {"hosts": ["b"], "machine": "dgx-a100"}]
+    cluster, _ = parse_cluster({"nodes": nodes}, "c.json")
+    strategy = Strategy(pipeline_parallel_size=4, schedule="optimised", placement=(2, 3, 0, 1))
+    launch = launch_of(strategy, answer().workload.config, cluster, "fp16")
+    assert [Path(path).name for path in launch.write(str(tmp_path))][-1] == "cluster.json"
+    assert f"--cluster {tmp_path}/cluster.json" in launch.command(str(tmp_path))
+    assert '--cluster "$here/cluster.json"' in (tmp_path / "launch.sh").read_text()
+    # In the order of the ranks, every figure as it was.
+    assert read_cluster(str(tmp_path / "cluster.json")).nodes == launch.nodes
 
 
 def test_models_that_the_trainer_cannot_build() -> None:

@@ -14,7 +14,7 @@ Array = Any
 NOTHING = -1
 
 
-def play(
+def simulate_ops(
     bounds: Array,
     needs: Array,
     gives: Array,
@@ -29,7 +29,7 @@ def play(
     starts: Array,
     ends: Array,
 ) -> int:
-    """Play all ops of all ranks; a rank that cannot go on is left until what it waits for is there.
+    """Simulate all ops of all ranks; a rank that cannot go on is left until what it waits for is there.
 
     Args:
         bounds: [R + 1] where the ops of each rank begin, and at last where they end; of N ops in total.
@@ -47,7 +47,7 @@ def play(
         ends: [N] becomes the end of each op.
 
     Returns:
-        Ops played: fewer than N if ranks wait for each other.
+        Ops simulated: fewer than N if ranks wait for each other.
     """
     num_ranks = len(bounds) - 1
     width = len(needs) // max(len(gives), 1)
@@ -55,7 +55,7 @@ def play(
     clock = [0.0 for _ in range(num_ranks)]
     awaited = [NOTHING for _ in range(num_ranks)]
     runnable = [num_ranks - 1 - rank for rank in range(num_ranks)]
-    played = 0
+    num_done = 0
     while len(runnable) > 0:
         rank = runnable.pop()
         time = clock[rank]
@@ -91,15 +91,15 @@ def play(
                     awaited[targets[op]] = NOTHING
                     runnable.append(targets[op])
             op += 1
-        played += op - position[rank]
+        num_done += op - position[rank]
         position[rank] = op
         clock[rank] = time
-    return played
+    return num_done
 
 
 @cache
-def compiled_play() -> Callable[..., int] | None:
-    """`play` as machine code; None where numba is not installed.
+def compiled_loop() -> Callable[..., int] | None:
+    """Return `simulate_ops` as machine code; None where numba is not installed.
 
     The code is kept on disk beside this file, or in the user's cache where that folder cannot be written.
     """
@@ -108,6 +108,6 @@ def compiled_play() -> Callable[..., int] | None:
     except ImportError:
         return None
     try:
-        return cast("Callable[..., int]", njit(cache=True)(play))
+        return cast("Callable[..., int]", njit(cache=True)(simulate_ops))
     except RuntimeError:  # there is no folder to keep it in
-        return cast("Callable[..., int]", njit(play))
+        return cast("Callable[..., int]", njit(simulate_ops))

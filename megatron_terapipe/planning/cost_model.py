@@ -1,0 +1,78 @@
+"""The cost model of a run: that of the search, on the machine and with the profile that flags name.
+
+It follows from the flags and the files that they name, and from no device of this process. So all ranks, a dry run on
+a login node and the commands of the search give the same answer for the same run (docs/adr/0029).
+"""
+
+from typing import TYPE_CHECKING
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text_files import read_text
+from megatron_terapipe.config.config import Config
+from megatron_terapipe.errors import ConfigError
+
+if TYPE_CHECKING:  # It loads numpy, and not every run asks for prices.
+    from megatron_terapipe.search.cost.cost_model import CostModel
+    from megatron_terapipe.search.inputs.cluster import Cluster
+
+DEVICE = "A100-SXM4-80GB"
+"""Device of the nodes that are assumed where no flag names a cluster: that of the defaults of `HardwareEfficiency`."""
+
+DEVICES_OF_A_NODE = 8
+
+
+def cost_model_of(config: Config, world_size: int) -> "CostModel":
+    """Return the cost model that prices the ops of a run.
+
+    Args:
+        config: the configuration, its vocabulary size known.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: if a file that `--cluster` or `--op-profile` names cannot be read, or the cluster is too small.
+    """
+    from megatron_terapipe.search.cost.cost_model import CostModel
+    from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+    from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
+    from megatron_terapipe.search.op_times.profile_files import read_profile
+    from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
+
+    workload, precision = gpt_workload(config.model), config.precision.dtype
+    cluster = _cluster(config.parallel.cluster, world_size)
+    path = config.parallel.op_profile
+    if path is None:
+        return CostModel(workload, cluster, precision=precision)
+    try:
+        profile = read_profile(path)
+    except UserError as error:
+        raise ConfigError(f"--op-profile: {error}") from None
+    efficiency = measured_efficiency(profile, cluster)
+    return CostModel(workload, cluster, efficiency=efficiency, op_times=MeasuredProfile(profile), precision=precision)
+
+
+def machine_in_words(config: Config) -> str:
+    """Return what the ops of a run are priced for, in words for messages."""
+    profile = "" if config.parallel.op_profile is None else f" with the profile {config.parallel.op_profile}"
+    if config.parallel.cluster is None:
+        return f"nodes of {DEVICES_OF_A_NODE} {DEVICE}, since no --cluster is given{profile}"
+    return f"the cluster {config.parallel.cluster}{profile}"
+
+
+def _cluster(path: str | None, world_size: int) -> "Cluster":
+    """Return the cluster that a flag names, or the default one with room for all ranks."""
+    from megatron_terapipe.search.inputs.cluster_files import is_hostfile, parse_cluster, read_cluster
+
+    if path is None:
+        nodes = {"device": DEVICE, "devices": DEVICES_OF_A_NODE, "count": -(-world_size // DEVICES_OF_A_NODE)}
+        return parse_cluster({"nodes": [nodes]}, "default")[0]
+    names_devices = not is_hostfile(read_text(path, "--cluster"))
+    try:
+        cluster = read_cluster(path, device=None if names_devices else DEVICE)
+    except ConfigError as error:
+        raise ConfigError(f"--cluster: {error}") from None
+    if cluster.num_devices < world_size:
+        raise ConfigError(
+            f"--cluster {path} has {cluster.num_devices} devices, fewer than the {world_size} ranks of this run: name "
+            "a cluster with as many"
+        )
+    return cluster
