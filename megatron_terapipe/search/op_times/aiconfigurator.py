@@ -73,7 +73,12 @@ def measured_tables(
 
 
 def why_no_tables(device_name: str, folder: Path | None = None) -> str:
-    """Say what is missing for measured tables of a device, and what to do; empty if nothing is."""
+    """Return why there are no measured tables of a device, and what to do; empty if there are.
+
+    Args:
+        device_name: name of the device.
+        folder: folder of the tables; None for that of the package.
+    """
     if find_spec("pyarrow") is None or (folder is None and find_spec(PACKAGE) is None):
         return "op tables need the packages aiconfigurator-core and pyarrow: pip install them; the roofline is used"
     system = _system(device_name)

@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class KernelTables:
-    """What was measured on one device.
+    """Measured speeds of matrix products and attention on one device.
 
     Attributes:
         rows: [R] rows of products, rising.
@@ -37,7 +37,13 @@ class KernelTables:
     source: str
 
     def product_s(self, rows: ScalarOrArray, inputs: ScalarOrArray, outputs: ScalarOrArray) -> ScalarOrArray:
-        """Seconds of a product of [rows, inputs] and [inputs, outputs]."""
+        """Seconds of a product of [rows, inputs] and [inputs, outputs]; arguments broadcast.
+
+        Args:
+            rows: rows of the first matrix.
+            inputs: its columns.
+            outputs: columns of the second matrix.
+        """
         axes = (self.rows, rows), (self.inputs, inputs), (self.outputs, outputs)
         places = [_place(axis, np.asarray(size, dtype=float)) for axis, size in axes]
         speed: ScalarOrArray = 0.0
@@ -54,7 +60,7 @@ class KernelTables:
         return computed / np.exp(speed)
 
     def attention_s(self, flops: ScalarOrArray) -> ScalarOrArray | None:
-        """Seconds of a flash attention of these FLOPs; None if none was measured."""
+        """Seconds [...] of a flash attention of these FLOPs [...]; None if none was measured."""
         if not len(self.attention_flops):
             return None
         known = np.maximum(flops, self.attention_flops[0])

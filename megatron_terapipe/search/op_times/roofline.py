@@ -128,7 +128,14 @@ class Roofline:
     def product_s(
         self, device: Device, rows: ScalarOrArray, inputs: ScalarOrArray, outputs: ScalarOrArray
     ) -> ScalarOrArray:
-        """Seconds of one matrix product of [rows, inputs] and [inputs, outputs]."""
+        """Seconds of one matrix product of [rows, inputs] and [inputs, outputs]; arguments broadcast.
+
+        Args:
+            device: device that computes it.
+            rows: rows of the first matrix.
+            inputs: its columns.
+            outputs: columns of the second matrix.
+        """
         if self.tables is not None and self.precision != "fp32":
             return self.tables.product_s(rows, inputs, outputs)
         efficiency = self.efficiency
