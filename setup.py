@@ -51,8 +51,6 @@ setup(
         # Curves: --tensorboard-dir, --wandb-project.
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],
-        # Measured tables of products, attention and collectives, which the search reads where they are installed.
-        "tables": ["aiconfigurator-core", "pyarrow"],
         # To convert models to and from the files of Hugging Face.
         "huggingface": ["safetensors>=0.5"],
         # To preprocess .zst files.

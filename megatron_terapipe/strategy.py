@@ -52,9 +52,8 @@ MODEL_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 class Strategy:
     """Parallelism, batch and memory savings of a run.
 
-    The fields of its JSON object have the names of these fields. What the trainer cannot run yet is valid here,
-    because the search also prices it; `settings` refuses it. Each field declares all that the search, its reports and
-    the trainer do with it in general (`dimensions.Dimension`).
+    The keys of its JSON object are the names of these fields. Values that the trainer cannot run are valid here: the
+    search prices them, and `settings` refuses them. Each field declares what is done with it (`dimensions.Dimension`).
 
     Raises:
         ConfigError: if a value is not of its type, or two contradict each other.

@@ -114,7 +114,7 @@ LAYERS = (
         ),
         ("torch",),
     ),
-    # The search, bottom first. scipy, rich, yaml and pyarrow are imported within functions: it must start at once.
+    # The search, bottom first. scipy, rich and yaml are imported within functions: it must start at once.
     Layer(("megatron_terapipe.search",)),
     Layer(
         ("megatron_terapipe.search.inputs", "megatron_terapipe.search.inputs.*"),

@@ -1,25 +1,22 @@
 """Sources of prices that flags name: data sheets, a profile, trials."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.measured_layers import given_layers
 from megatron_terapipe.search.cost.memory_overheads import default_overheads
 from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.aiconfigurator import measured_tables, why_no_tables
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, OpTimes
+from megatron_terapipe.search.op_times.layer_times import OpTimes
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
 from megatron_terapipe.search.op_times.profile_files import read_profile
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
-from megatron_terapipe.search.op_times.roofline import Roofline
 from megatron_terapipe.search.op_times.software import TERAPIPE
 from megatron_terapipe.search.trials.calibration import Calibration, calibrate, no_calibration
 from megatron_terapipe.search.trials.calibration_files import calibrated
@@ -27,54 +24,6 @@ from megatron_terapipe.search.trials.cluster_calibrations import calibrated_slop
 from megatron_terapipe.search.trials.profile_calibration import calibrate_on_profile
 from megatron_terapipe.search.trials.trial import Trial
 from megatron_terapipe.strategy import Strategy
-
-
-@dataclass(frozen=True)
-class TablesByDevice:
-    """Op times of several kinds of devices; an `OpTimes`.
-
-    Attributes:
-        by_name: of each kind, by the name of the device.
-    """
-
-    by_name: Mapping[str, OpTimes]
-
-    @property
-    def includes_collectives(self) -> bool:
-        """Whether times include collectives: they do not, links price them."""
-        return False
-
-    def __call__(self, query: LayerQuery) -> LayerTimes:
-        """Return the times of one layer; see `OpTimes`."""
-        return self.by_name[query.device.name](query)
-
-
-def tables_of(
-    cluster: Cluster, precision: str, efficiency: HardwareEfficiency | None
-) -> tuple[TablesByDevice, tuple[str, ...]]:
-    """Return the tables of all devices of a cluster, and a note for each kind without one, which keeps the formulas.
-
-    Args:
-        cluster: whose devices.
-        precision: of matrix products.
-        efficiency: of all that is not in the tables; None = the defaults.
-
-    Raises:
-        ConfigError: if there are tables of none of the devices.
-    """
-    if precision == "fp32":
-        raise ConfigError("--tables hold products in half precision alone: drop it, or give --precision bf16")
-    efficiency = efficiency or HardwareEfficiency()
-    by_name: dict[str, OpTimes] = {}
-    missing = []
-    for name in sorted({node.device.name for node in cluster.nodes}):
-        found = measured_tables(name, efficiency=efficiency)
-        if found is None:
-            missing.append(why_no_tables(name))
-        by_name[name] = found or Roofline(efficiency, TERAPIPE, precision)
-    if len(missing) == len(by_name):
-        raise ConfigError(f"--tables: {missing[0]} without the flag")
-    return TablesByDevice(by_name), tuple(missing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +35,6 @@ class Costs:
         precision: of matrix products.
         calibration: what trials said; the defaults, if none were given.
         profile: what was measured; None = nothing.
-        tables: kernels that others measured; None = data sheets, where there is no profile either.
         notes: what was used, a line each.
     """
 
@@ -95,7 +43,6 @@ class Costs:
     calibration: Calibration
     profile: Profile | None
     notes: tuple[str, ...]
-    tables: TablesByDevice | None = None
 
     def pricing_on(self, cluster: Cluster) -> Pricing:
         """Return what prices strategies on a cluster, or on its nodes in another order, without intervals."""
@@ -142,7 +89,7 @@ class Costs:
 
     def _op_times(self, cluster: Cluster) -> OpTimes | None:
         if self.profile is None:
-            return self.tables or given_layers(
+            return given_layers(
                 self.workload,
                 cluster,
                 efficiency=self.calibration.efficiency or HardwareEfficiency(),
@@ -180,16 +127,11 @@ def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, 
         notes += [f"{path}: {note}" for note in calibration.notes]
     if profile is None and workload.layers[0].forward_s is not None:
         notes.append("op times are those of the model file (forward_s), scaled by the data sheet of the device")
-    tables = None
-    if options.tables:
-        tables, missing = tables_of(cluster, precision, calibration.efficiency)
-        notes += ["matrix products and attention are those of the package aiconfigurator-core", *missing]
     return Costs(
         workload=workload,
         precision=precision,
         calibration=calibration,
         profile=profile,
-        tables=tables,
         notes=tuple(notes),
     )
 

@@ -68,13 +68,7 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         help="type of the matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
     )
-    times = group.add_mutually_exclusive_group()
-    times.add_argument("--profile", metavar="FILE", help="times of ops and links, written by the command measure")
-    times.add_argument(
-        "--tables",
-        action="store_true",
-        help="measured kernels of the package aiconfigurator-core, if it is installed",
-    )
+    group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by the command measure")
     calibration = group.add_mutually_exclusive_group()
     calibration.add_argument(
         "--calibrate",

@@ -132,8 +132,8 @@ def _unlike_the_trainer(options: argparse.Namespace, pricing: "Pricing") -> tupl
     notes = []
     if options.device is not None and {node.device.name for node in pricing.cluster.nodes} != {DEVICE}:
         notes.append(f"the trainer takes the devices of a hostfile for {DEVICE}: give --cluster a file of nodes")
-    if options.tables or options.calibrate or options.calibration:
-        notes.append("the trainer finds the order of the ops without tables and trials: lengths are as given here")
+    if options.calibrate or options.calibration:
+        notes.append("the trainer finds the order of the ops without trials: lengths are as given here")
     return tuple(notes)
 
 

@@ -1,1 +1,1 @@
-"""Seconds of the ops of one layer: by a roofline, by measured kernels, or by a measured profile."""
+"""Seconds of the ops of one layer: by a roofline, or by a measured profile."""

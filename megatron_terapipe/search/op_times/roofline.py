@@ -9,7 +9,6 @@ from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD, FLASH_BACKWARD_
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer, Product
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.kernel_tables import KernelTables
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, ScalarOrArray
 from megatron_terapipe.search.op_times.software import Software
 
@@ -64,13 +63,11 @@ class Roofline:
         efficiency: what is reached of the data sheet.
         software: what the trainer computes beside the matrix products.
         precision: `bf16`, `fp16` or `fp32`.
-        tables: measured kernels, which replace the formula of products, and of flash attention; None = there are none.
     """
 
     efficiency: HardwareEfficiency
     software: Software
     precision: str = "bf16"
-    tables: KernelTables | None = None
 
     @property
     def includes_collectives(self) -> bool:
@@ -136,8 +133,6 @@ class Roofline:
             inputs: its columns.
             outputs: columns of the second matrix.
         """
-        if self.tables is not None and self.precision != "fp32":
-            return self.tables.product_s(rows, inputs, outputs)
         efficiency = self.efficiency
         peak = device.peak_flops(self.precision) * efficiency.gemm_efficiency
         tiles = 1.0 if device.is_gpu else CORE_TILES
@@ -176,9 +171,7 @@ class Roofline:
         # fp32 is read by 4 bytes, and needs no tensor core.
         if attention.head_size % 8 and self.precision != "fp32":
             reached = reached * efficiency.misaligned_efficiency
-        flops = attention.flops_per_position / tp * pairs
-        measured = self.tables.attention_s(flops) if flash and self.tables is not None else None
-        computing = flops / reached if measured is None else measured
+        computing = attention.flops_per_position / tp * pairs / reached
         heads = attention.query_heads + attention.key_value_heads
         kept = self._moving_s(
             device, self._element_bytes * attention.head_size * sequences * ((end - start) * heads + end * heads) / tp
