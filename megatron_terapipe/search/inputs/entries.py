@@ -36,7 +36,7 @@ class Quantity:
     kind: str
 
     def __str__(self) -> str:
-        """What to write."""
+        """Text of the remedy."""
         return f"a {self.kind}, such as {EXAMPLES[self.kind]}"
 
 
