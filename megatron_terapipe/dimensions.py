@@ -1,4 +1,4 @@
-"""What a field of a strategy declares beside its type and default: flags, tables, reports and checks follow from it."""
+"""Declarations of the fields of a strategy, from which flags, tables, reports and checks follow."""
 
 import json
 from collections.abc import Callable, Sequence

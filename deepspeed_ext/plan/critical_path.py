@@ -109,7 +109,7 @@ class _Graph:
             last[transfer.channel] = transfer
 
     def _waits(self, event: Span | Transfer) -> Iterator[_Wait]:
-        """What an event waits for; of those at the same time the first is preferred."""
+        """Event that an event waits for; of several at the same time, the first."""
         if isinstance(event, Transfer):
             producer = self._spans[event.op]
             yield _Wait(producer.end, 0.0, Reason.DATA, producer)

@@ -1,4 +1,4 @@
-"""What a pipeline rank holds in memory while a timeline runs: a step function of bytes, and its peak.
+"""Memory of a pipeline rank while a timeline runs: a step function of bytes, and its peak.
 
 For each micro-batch that a stage works on, over its ops F0 F1 ... B1 B0 in time:
 
@@ -181,7 +181,7 @@ def _changes(
 def _key_value_changes(
     ops: Sequence[Span], last: float, stage: int, lengths: Sequence[float], token_bytes: TokenBytes
 ) -> Iterator[tuple[float, float]]:
-    """Of one micro-batch on one stage, whose ops are in order."""
+    """Changes of one micro-batch on one stage, whose ops are in order."""
     forwards = [span for span in ops if span.op.kind is OpKind.FORWARD]
     backwards = [span for span in ops if span.op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)]
     if forwards:

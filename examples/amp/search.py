@@ -97,7 +97,7 @@ def strategies(experiment: Experiment) -> Iterator[Strategy]:
 
 
 def ranked(priced: list[Priced]) -> list[Priced]:
-    """The same by rank: first what can run, then what is too large, then what does not fit the model at all."""
+    """Strategies by rank: first those that can run, then those too large, then those that do not fit the model."""
 
     def key(each: Priced) -> tuple[bool, bool, float]:
         missing = each.prediction is None

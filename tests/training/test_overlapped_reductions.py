@@ -57,7 +57,7 @@ def _both(setup: Setup, alone_bytes: int) -> tuple[Step, Step, int]:
             early.append(len(self._reduced) - before)
 
     with (
-        patch.object(gradient_reductions, "BUCKET_BYTES", 1),
+        patch.object(gradient_reductions, "REDUCTION_BUCKET_BYTES", 1),
         patch.object(gradient_reductions, "ALONE_BYTES", alone_bytes),
         patch.object(GradientReductions, "_reduce", counting),
     ):

@@ -1,4 +1,4 @@
-"""What the command line asks to simulate: a pipeline, what its ops cost, and in what order they run."""
+"""The simulation that the command line asks for: a pipeline, costs of its ops, and their order."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What memory curves count: activations of a micro-batch, or bytes, if a file says what a token keeps."""
+"""The unit of memory curves: activations of a micro-batch, or bytes, if a file gives the bytes of a token."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What ops and transfers cost: the times a simulation adds up."""
+"""Costs of ops and transfers: the times that a simulation adds up."""
 
 import json
 from collections.abc import Mapping

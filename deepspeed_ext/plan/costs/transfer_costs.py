@@ -1,4 +1,4 @@
-"""What it costs to bring a result from one stage to the next: latency, bandwidth, and the size of a message.
+"""Cost of a transfer from one stage to the next: latency, bandwidth, and the size of a message.
 
     op of stage i    [F0.0][F0.1]
     channel                [==== 0.0 ====][==== 0.1 ====]        bytes / bandwidth each, one after the other

@@ -201,7 +201,7 @@ def _loads(problem: SchedulingProblem) -> tuple[Numbers, Numbers]:
 
 
 def _turned(times: Numbers, num_micro_batches: int) -> tuple[Numbers, Numbers]:
-    """Of a queue that goes through token slices last to first: the time up to each op with it, and after it."""
+    """Times up to each op with it, and after it, of a queue that goes through token slices last to first."""
     in_queue = np.tile(times[::-1], num_micro_batches)
     upto = np.cumsum(in_queue)
     shape = (num_micro_batches, len(times))

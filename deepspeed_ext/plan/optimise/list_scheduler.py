@@ -105,7 +105,7 @@ def _next_op(
 
 @kernel
 def _held_after(tables: Tables, rank: int, oldest: int, forwards: Numbers) -> float:
-    """What a rank holds of the micro-batches after the oldest; none of these has turned back yet."""
+    """Activations that a rank holds of the micro-batches after the oldest; none of these has turned back yet."""
     num_token_slices = tables.times.shape[2]
     held = 0.0
     for model_chunk in range(tables.stages.shape[1]):

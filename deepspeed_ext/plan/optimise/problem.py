@@ -1,4 +1,4 @@
-"""What the optimiser works on: the pipeline, its data flow, its costs and the memory limit as arrays.
+"""The problem of the optimiser: the pipeline, its data flow, its costs and the memory limit as arrays.
 
 Kinds are numbers here: 0 forward, 1 input gradient, 2 weight gradient, 3 whole backward. A unit is a token slice of a
 micro-batch, `micro_batch * S + token_slice`. An op is one number, `(kind * N + stage) * M * S + unit`, for N stages.

@@ -123,7 +123,7 @@ class _Candidate:
 
 
 def _fixed_schedules(problem: SchedulingProblem) -> list[_Candidate]:
-    """Those that have this shape and these costs, and keep the memory limit."""
+    """Fixed schedules that exist for this shape and these costs, and keep the memory limit."""
     candidates = []
     for name, schedule in SCHEDULES.items():
         try:

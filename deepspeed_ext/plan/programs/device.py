@@ -60,6 +60,13 @@ class Device:
 
     The default waits as often as any device may, so programs that end on it end on CPUs too, and on CUDA devices whose
     streams have a hardware queue each.
+
+    Attributes:
+        hardware_queues: queues that the streams of a rank share; None for one each.
+        warms_up: every connection is used once, in the order of `warm_up_order`, before the programs run. Without, the
+            first message of a connection makes it.
+        host_waits: the host waits for each op and completion: it computes itself, or copies block it.
+        drains: ranks that may drain.
     """
 
     hardware_queues: int | None = None

@@ -87,7 +87,7 @@ def _reductions(timeline: Timeline, time: Callable[[float], float]) -> Iterator[
 
 
 def _names(shape: PipelineShape, rank: int) -> Iterator[_Event]:
-    """What viewers call a process and its threads, and where they put it."""
+    """Names of a process and its threads in viewers, and their order."""
     name = {"name": rank_name(shape, rank)}
     yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": name}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}

@@ -1,4 +1,4 @@
-"""What pictures call ops and rows: a stage is named in each op where its row, a pipeline rank, owns several."""
+"""Labels of ops and rows in pictures: a stage is named in each op where its row, a pipeline rank, owns several."""
 
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 

@@ -41,7 +41,7 @@ class Legend(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What one mark stands for."""
+    """Entry of the legend for one mark."""
 
     width: float
     draw: Callable[[float, float], Iterator[str]]

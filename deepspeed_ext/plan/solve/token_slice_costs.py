@@ -1,4 +1,4 @@
-"""What a token slice costs, wherever it is cut: the solvers ask for any start and end.
+"""Costs of a token slice with any start and end, as the solvers ask for them.
 
 `TokenSliceCosts` is any function; `PolynomialCosts` is one with three coefficients per stage and kind of op,
 

@@ -23,7 +23,7 @@ from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.runtime.gradients.gradient_sums import summed_before_replicas
 from deepspeed_ext.runtime.gradients.replica_gradients import Part, ReplicaGradients, replica_gradients
 
-BUCKET_BYTES = 1 << 23
+REDUCTION_BUCKET_BYTES = 1 << 23
 """Layers are reduced together until they have so many bytes of parameters: below it, latency costs more than bytes."""
 
 ALONE_BYTES = 1 << 20
@@ -40,7 +40,7 @@ def gradient_reductions(engine: Any) -> "GradientReductions | None":
         return None
     layers = {stage: module.layer_parameters(stage) for stage in module.pipeline.stages_of(module.stage_id)}
     apart = summed_before_replicas(module, engine.grid)
-    return GradientReductions(layers, gradients, apart=apart, bucket_bytes=BUCKET_BYTES)
+    return GradientReductions(layers, gradients, apart=apart, bucket_bytes=REDUCTION_BUCKET_BYTES)
 
 
 class Bucket(NamedTuple):
@@ -71,7 +71,7 @@ class GradientReductions:
         layers: by stage, its layers from first to last: each with its place among this rank's and its parameters.
         gradients: places of the gradients.
         apart: parameters whose gradients are summed over other ranks first: they are reduced last.
-        bucket_bytes: see `BUCKET_BYTES`.
+        bucket_bytes: see `REDUCTION_BUCKET_BYTES`.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BUCKET_BYTES = 1 << 26
+SUM_BUCKET_BYTES = 1 << 26
 """A message of 64 MiB keeps any network busy, and its copy is small beside the gradients."""
 
 
@@ -68,7 +68,9 @@ def _applied_to_own_tokens(module: nn.Module, grid: Any) -> list[nn.Parameter]:
     return [weight for weight in weights if getattr(weight, "sequence_parallel", False) and weight.requires_grad]
 
 
-def sum_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+def sum_in_buckets(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup, *, bucket_bytes: int = SUM_BUCKET_BYTES
+) -> None:
     """Sum tensors [...] in place over the ranks of a group, in few messages.
 
     Args:

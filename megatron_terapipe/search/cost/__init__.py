@@ -1,1 +1,1 @@
-"""What a strategy costs: seconds of an iteration, and bytes on each pipeline rank."""
+"""Cost of a strategy: seconds of an iteration, and bytes on each pipeline rank."""

@@ -62,11 +62,11 @@ def token_memory(
     sequence_parallel: bool,
     activation_is_read_off_output: bool = False,
 ) -> TokenMemory:
-    """What a layer keeps of a token.
+    """Bytes that a layer keeps of a token, an array as `tensor_parallel_size` [...] is.
 
     Args:
-        layer: which.
-        software: what trains.
+        layer: the layer.
+        software: the trainer.
         element_bytes: bytes of an activation.
         tensor_parallel_size: ranks that share the layer.
         recompute: `none`, `selective` or `full`.
@@ -107,7 +107,12 @@ class LogitLimits(NamedTuple):
 
 
 def logit_limits(software: Software, element_bytes: int) -> LogitLimits:
-    """The limits of a trainer; infinite if it has none."""
+    """Limits of a trainer on logits, in bytes; infinite if it has none.
+
+    Args:
+        software: the trainer.
+        element_bytes: bytes of an activation.
+    """
     if software.logits_at_once is None:
         return LogitLimits(inf, inf)
     return LogitLimits(

@@ -30,7 +30,7 @@ def pipeline_time(
     latency_s: ScalarOrArray = 0.0,
     activation_limit: ScalarOrArray = 1.0,
 ) -> ScalarOrArray:
-    """Seconds of one iteration's ops, in closed form.
+    """Seconds of one iteration's ops, in closed form; arguments broadcast.
 
     Args:
         schedule: its name.
@@ -67,7 +67,12 @@ def of_slowest_and_others(schedule: str, ops: Floats, multiplicity: Floats | Non
 
 
 def total_s(schedule: str, ops: StageOps) -> ScalarOrArray:
-    """Seconds of all ops of a rank as a schedule runs them: the backward in one op or in two."""
+    """Seconds of all ops of a rank as a schedule runs them: the backward in one op or in two.
+
+    Args:
+        schedule: name of the schedule.
+        ops: seconds of the ops, which broadcast.
+    """
     backward = ops.input_gradient + ops.weight_gradient if schedule == "zero-bubble" else ops.backward
     return ops.forward + backward
 
@@ -80,7 +85,7 @@ def lower_bound(
     last: StageOps,
     fill: StageOps,
 ) -> ScalarOrArray:
-    """Seconds that no order of the ops goes below.
+    """Seconds that no order of the ops goes below; arguments broadcast.
 
     Every rank runs all its ops. The last rank starts when the first token slice has passed the first stage of every
     rank before it, and when its last backward is done, that token slice must go back through them.

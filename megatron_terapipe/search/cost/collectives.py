@@ -36,19 +36,37 @@ def _ring_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: Hardw
 def reduce_scatter_s(
     num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency
 ) -> ScalarOrArray:
-    """Seconds until each rank has its part of the sum of `num_bytes`."""
+    """Seconds until each rank has its part of the sum of `num_bytes`; arguments broadcast.
+
+    Args:
+        num_bytes: bytes of the whole sum.
+        topology: ranks of the group, and their links.
+        efficiency: constants of the hardware.
+    """
     return np.where(
         np.greater(topology.size, 1), _ring_s(num_bytes, topology, efficiency) + efficiency.collective_s, 0.0
     )
 
 
 def all_gather_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
-    """Seconds until each rank has all `num_bytes`, of which each had a part."""
+    """Seconds until each rank has all `num_bytes`, of which each had a part; arguments broadcast.
+
+    Args:
+        num_bytes: bytes of the whole.
+        topology: ranks of the group, and their links.
+        efficiency: constants of the hardware.
+    """
     return reduce_scatter_s(num_bytes, topology, efficiency)
 
 
 def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
-    """Seconds until each rank has the sum of `num_bytes`."""
+    """Seconds until each rank has the sum of `num_bytes`; arguments broadcast.
+
+    Args:
+        num_bytes: bytes of the sum.
+        topology: ranks of the group, and their links.
+        efficiency: constants of the hardware.
+    """
     return np.where(
         np.greater(topology.size, 1), 2 * _ring_s(num_bytes, topology, efficiency) + efficiency.collective_s, 0.0
     )
@@ -57,7 +75,13 @@ def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
 def transfer_bandwidth(
     bandwidth: ScalarOrArray, crosses_nodes: ScalarOrArray | Flags, efficiency: HardwareEfficiency
 ) -> ScalarOrArray:
-    """Bytes per second that a message between stages reaches."""
+    """Bytes per second that a message between stages reaches; arguments broadcast.
+
+    Args:
+        bandwidth: bytes per second of the link.
+        crosses_nodes: whether the message goes to another node.
+        efficiency: constants of the hardware.
+    """
     return bandwidth * np.where(
         crosses_nodes, efficiency.transfer_network_efficiency, efficiency.transfer_inside_efficiency
     )
@@ -70,13 +94,13 @@ def transfer_s(
     crosses_nodes: ScalarOrArray | Flags,
     efficiency: HardwareEfficiency,
 ) -> ScalarOrArray:
-    """Seconds of one message between stages.
+    """Seconds of one message between stages; arguments broadcast.
 
     Args:
-        num_bytes: of it.
+        num_bytes: its bytes.
         bandwidth: bytes per second of its link, by the data sheet.
-        latency_s: of its link.
+        latency_s: seconds of latency of its link.
         crosses_nodes: whether the link is a network, not one inside a node.
-        efficiency: what of them is reached.
+        efficiency: constants of the hardware.
     """
     return num_bytes / transfer_bandwidth(bandwidth, crosses_nodes, efficiency) + latency_s + efficiency.transfer_s

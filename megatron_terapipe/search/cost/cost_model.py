@@ -124,11 +124,11 @@ class CostModel:
         self._orders = orders or Orders()
 
     def with_efficiency(self, efficiency: HardwareEfficiency, op_times: OpTimes | None = None) -> "CostModel":
-        """The same model and cluster under other efficiency; orders of schedules are shared.
+        """Return the cost model of the same model and cluster with other constants; orders of schedules are shared.
 
         Args:
-            efficiency: the other ones.
-            op_times: other times of layers, too; None = the same, a roofline under the other efficiency.
+            efficiency: the other constants.
+            op_times: other times of layers; None = those of now, a roofline with the other constants.
         """
         if op_times is None:
             same = self.op_times

@@ -51,16 +51,27 @@ class Scale(NamedTuple):
     moving: float = 1.0
 
     def within(self, products_s: float, moving_s: float, limit_s: float) -> "Scale":
-        """This scale if it keeps the limit; else one that reaches it."""
+        """Return this scale if it keeps the limit; else one that reaches it.
+
+        Args:
+            products_s: seconds of the products.
+            moving_s: seconds of the memory traffic.
+            limit_s: largest sum.
+        """
         if self.products * products_s + self.moving * moving_s <= limit_s:
             return self
         return Scale.reaching(products_s, moving_s, limit_s)
 
     @staticmethod
     def reaching(products_s: float, moving_s: float, whole_s: float) -> "Scale":
-        """The scale with which both take `whole_s`.
+        """Return the scale with which both take `whole_s`.
 
         Products are what a roofline knows best: what it misses is other work, so long as there is any.
+
+        Args:
+            products_s: seconds of the products.
+            moving_s: seconds of the memory traffic.
+            whole_s: seconds of both together.
         """
         if moving_s > 0 and whole_s >= products_s:
             return Scale(1.0, (whole_s - products_s) / moving_s)
@@ -82,10 +93,19 @@ def device_times(
     start: ScalarOrArray,
     end: ScalarOrArray,
 ) -> DeviceTimes:
-    """Times of one layer; arguments are those of `OpTimes`.
+    """Return the times of one layer; arguments broadcast.
 
     What the roofline knows nothing of counts 1 for each sequence. A layer none of whose matrices is divided is computed
     as a whole by every tensor-parallel rank.
+
+    Args:
+        roofline: the roofline.
+        layer: the layer.
+        device: the device.
+        tensor_parallel_size: ranks that share the layer.
+        micro_batch_size: sequences.
+        start: first token of the token slice.
+        end: token behind its last one.
     """
     sharing = tensor_parallel_size
     if layer.products and not is_divided(layer):

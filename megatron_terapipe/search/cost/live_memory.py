@@ -1,4 +1,4 @@
-"""What a pipeline rank holds between the forwards and backwards of its schedule, and when it holds the most.
+"""Memory that a pipeline rank holds between the forwards and backwards of its schedule, and its peak.
 
 The same accounting as `deepspeed_ext.plan.memory`, for the order of a rank instead of its times (between two ops of a
 rank nothing comes or goes), and with what an op holds while it runs.
@@ -21,16 +21,16 @@ Numbers = NDArray[np.float64]
 
 
 class StageBytes(NamedTuple):
-    """What one token of a micro-batch costs, one number for each stage of the whole pipeline.
+    """Bytes of one token of a micro-batch, one number for each stage of the whole pipeline.
 
     Attributes:
         activations: kept from forward to backward.
-        key_values: of all its layers.
+        key_values: keys and values of all its layers.
         key_value_gradients: their gradients.
-        logits: what head and loss keep.
-        working: held more by a backward while it runs.
-        freed: how much a BI frees of `activations` where the backward is in two parts; below zero where it leaves more.
-        head_working: `working` of the head, which is apart because it has a limit.
+        logits: kept by head and loss.
+        working: held in addition by a backward while it runs.
+        freed: part of `activations` that a BI frees if the backward is in two parts; below zero if it leaves more.
+        head_working: `working` of the head, which is separate because it has a limit.
         limits: of logits and of `head_working` on a rank, in bytes.
     """
 
@@ -70,9 +70,15 @@ def rank_order(schedule: str, shape: PipelineShape, rank: int) -> OpColumns:
 
 
 def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, num_micro_batches: int) -> int:
-    """The fewest micro-batches with which every rank reaches the peak that it has with `num_micro_batches`.
+    """Smallest number of micro-batches with which every rank reaches the peak that it has with `num_micro_batches`.
 
     More of them only repeat the steady state; `gpipe`, which holds them all, has none.
+
+    Args:
+        schedule: name of the schedule.
+        num_ranks: pipeline ranks.
+        num_token_slices: token slices of a micro-batch.
+        num_micro_batches: micro-batches of an iteration.
     """
     if schedule == "gpipe":
         return num_micro_batches
@@ -121,7 +127,7 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) ->
 
 
 def _during(comes: Numbers, goes: Numbers) -> Numbers:
-    """What is held while each op runs."""
+    """Amounts held while each op runs."""
     held = np.cumsum(comes)
     held[1:] -= np.cumsum(goes)[:-1]
     return held

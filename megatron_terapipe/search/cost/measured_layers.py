@@ -65,7 +65,7 @@ class MeasuredDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the measurements say of a layer on a device, by tensor-parallel size.
+    """Measurements of a layer on a device, by tensor-parallel size.
 
     Attributes:
         scale: device time in that of the roofline.
@@ -214,7 +214,7 @@ class MeasuredLayers:
         start: ScalarOrArray,
         end: ScalarOrArray,
     ) -> DeviceTimes:
-        """Of equal layers computed once."""
+        """Device times of a layer; those of equal layers are computed once."""
         grids = tuple(np.asarray(grid, dtype=float).tobytes() for grid in (sizes, micro_batch_size, start, end))
         key = (measured.device.name, _shapes(layer), *grids)
         times = self._computed.get(key)
@@ -225,13 +225,23 @@ class MeasuredLayers:
 
 
 def hidden(device_s: ScalarOrArray, launch_s: ScalarOrArray) -> ScalarOrArray:
-    """Seconds of work of a device that a host launches ahead of it: about the longer of the two."""
+    """Seconds of work of a device that a host launches ahead of it: about the longer of the two; arguments broadcast.
+
+    Args:
+        device_s: seconds of the device.
+        launch_s: seconds of the host.
+    """
     longer, shorter = np.maximum(device_s, launch_s), np.minimum(device_s, launch_s)
     return longer * (1 + (shorter / np.maximum(longer, 1e-12)) ** HIDING) ** (1 / HIDING)
 
 
 def without(whole_s: float, part_s: float) -> float:
-    """The other part of what takes `whole_s`, one part being known: the inverse of `hidden`."""
+    """Seconds of the other part of what takes `whole_s`, one part being known: the inverse of `hidden`.
+
+    Args:
+        whole_s: seconds of both parts.
+        part_s: seconds of the known part.
+    """
     share = min(part_s / whole_s, 1.0)
     return float(whole_s * (1 - share**HIDING) ** (1 / HIDING))
 
@@ -242,12 +252,12 @@ def _sizes(devices: Mapping[str, MeasuredDevice], layer: Layer) -> set[int]:
 
 
 def _structure(layer: Layer) -> Structure:
-    """What the calls that launch a layer hang on; sizes do not matter."""
+    """Key of the calls that launch a layer; sizes do not matter."""
     return layer.kind, len(layer.products), layer.attention is not None, layer.num_norms, layer.activation_width > 0
 
 
 def _shapes(layer: Layer) -> tuple[object, ...]:
-    """What its device's time hangs on."""
+    """Key of the sizes that a layer's device time depends on."""
     sizes = layer.tokens, layer.hidden_size, layer.parameters, layer.num_norms, layer.activation_width, layer.gated
     return layer.kind, layer.products, layer.attention, *sizes
 

@@ -80,7 +80,12 @@ class MemoryModel:
         return tuple(assemble(rank, self.overheads) for rank in counted)
 
     def count(self, strategy: Strategy, *, activation_limit: float | None = None) -> list[Counted]:
-        """What `predict` counts, for each rank, before overheads are applied; arguments and errors as there."""
+        """Return the counted memory of each rank, before overheads are applied; errors are those of `predict`.
+
+        Args:
+            strategy: the strategy.
+            activation_limit: largest activation memory of an `optimised` schedule; None = its default.
+        """
         ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
         partition = self.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
         counts = self.counter.count(partition, ranks, tensor)
@@ -137,7 +142,7 @@ class MemoryModel:
 
         Args:
             pipeline_parallel_size: pipeline ranks.
-            sequences: sequences of one message on one tensor-parallel rank, less than 1 for a token slice.
+            sequences: [...] sequences of one message on one tensor-parallel rank, less than 1 for a token slice.
         """
         if pipeline_parallel_size == 1:
             return 0.0 * sequences
@@ -178,7 +183,7 @@ class MemoryModel:
         return max(rank.total for rank in memory) <= smallest * self.overheads.usable_share
 
     def _held(self, strategy: Strategy, counts: LayerCounts, limit: float | None) -> list[Held]:
-        """What each rank holds at its peak."""
+        """Memory that each rank holds at its peak."""
         of_stage = self._stage_bytes(strategy, counts)
         lengths = strategy.cut(self.workload.seq_length).lengths
         ranks, token_slices = strategy.pipeline_parallel_size, strategy.num_token_slices

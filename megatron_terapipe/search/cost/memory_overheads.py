@@ -75,7 +75,7 @@ class Counted(NamedTuple):
     communicators: ScalarOrArray = 0.0
 
     def holding(self, held: Held, messages: ScalarOrArray) -> "Counted":
-        """Add what comes and goes.
+        """Add the bytes that are allocated and freed within an iteration; arguments broadcast.
 
         Args:
             held: bytes at the moment of the peak.
@@ -85,7 +85,12 @@ class Counted(NamedTuple):
 
 
 def total_bytes(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
-    """Peak of a rank; broadcasts."""
+    """Peak bytes of a rank; arguments broadcast.
+
+    Args:
+        counted: counted memory.
+        overheads: constants of the memory model.
+    """
     states = counted.weights + counted.gradients + counted.optimizer
     fixed = overheads.framework_bytes + counted.communicators * overheads.communicator_bytes
     return (
@@ -97,7 +102,12 @@ def total_bytes(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
 
 
 def assemble(counted: Counted, overheads: MemoryOverheads) -> RankMemory:
-    """Peak of a rank, by what it is; they add up to `total_bytes`."""
+    """Peak memory of a rank, by kind; the kinds add up to `total_bytes`.
+
+    Args:
+        counted: counted memory.
+        overheads: constants of the memory model.
+    """
     # The optimizer steps when the last activation is gone: the peak is of the one or of the other.
     steps = float(counted.step) > float(_moving(counted, overheads))
     factor = 0.0 if steps else overheads.activation_factor
@@ -115,6 +125,6 @@ def assemble(counted: Counted, overheads: MemoryOverheads) -> RankMemory:
 
 
 def _moving(counted: Counted, overheads: MemoryOverheads) -> ScalarOrArray:
-    """What comes and goes within an iteration."""
+    """Bytes that are allocated and freed within an iteration."""
     kept = counted.activations + counted.key_values + counted.logits
     return overheads.activation_factor * (kept + overheads.working_factor * counted.working)

@@ -1,4 +1,4 @@
-"""What is predicted of a strategy: seconds and bytes, and where they go."""
+"""The prediction for a strategy: seconds and bytes, and their parts."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -90,7 +90,7 @@ class Prediction:
 
     @property
     def peak_memory_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Bytes of the fullest rank."""
         return max((rank.total for rank in self.memory), default=0.0)
 
     def to_json(self) -> dict[str, Any]:

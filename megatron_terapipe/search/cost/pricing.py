@@ -69,7 +69,12 @@ class Pricing:
         )
 
     def why_it_does_not_fit(self, strategy: Strategy, memory: tuple[RankMemory, ...]) -> str | None:
-        """Say which pipeline rank needs more memory than its smallest device has; None if none does."""
+        """Return which pipeline rank needs more memory than its smallest device has; None if none does.
+
+        Args:
+            strategy: the strategy.
+            memory: memory of each pipeline rank.
+        """
         usable_share = self.memory_model.overheads.usable_share
         for rank, devices in enumerate(self.cost_model.groups(strategy).devices):
             smallest = min(devices, key=lambda device: device.memory_bytes)

@@ -22,15 +22,15 @@ Whole = NDArray[np.int64]
 
 
 class GroupTopology(NamedTuple):
-    """What the ranks of a group have between them; numbers or arrays.
+    """Number of ranks and nodes of a group, and the links between them; numbers or arrays.
 
     Attributes:
         size: ranks of the group.
         num_nodes: nodes that they are on.
         inside_bandwidth: bytes per second of the slowest link inside those nodes.
-        inside_latency_s: of those links.
+        inside_latency_s: seconds of latency of those links.
         network_bandwidth: bytes per second that the group gets of the network cards of a node, others sharing them.
-        network_latency_s: of the network.
+        network_latency_s: seconds of latency of the network.
     """
 
     size: ScalarOrArray

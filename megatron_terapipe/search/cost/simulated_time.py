@@ -124,7 +124,13 @@ class Orders:
 
 
 def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float) -> SimulatedTime:
-    """Zero-bubble under a limit of activations, in closed form."""
+    """Return the time of zero-bubble under a limit of activations, in closed form.
+
+    Args:
+        shape: sizes of the pipeline.
+        costs: times of the ops.
+        activation_limit: largest activation memory, in activations of a micro-batch.
+    """
     assert costs.weight_gradient is not None
     tables = np.array([costs.forward, costs.backward, costs.weight_gradient]).sum(axis=2)
     forward, input_gradient, weight_gradient = tables.reshape(3, shape.num_model_chunks, -1).sum(axis=1)

@@ -48,13 +48,13 @@ FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL = range(5)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OpSizes:
-    """What ops depend on besides their layer, device and links; the arrays broadcast against each other.
+    """Sizes that op times depend on, besides layer, device and links; the arrays broadcast against each other.
 
     Attributes:
         tensor_parallel_size: ranks that share each layer.
         micro_batch_size: sequences.
-        start: where the token slice begins, as a share of the sequence.
-        end: where it ends, as a share of the sequence.
+        start: begin of the token slice, as a share of the sequence.
+        end: end of the token slice, as a share of the sequence.
         recompute: `none`, `selective` or `full`.
         sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
     """
@@ -205,7 +205,7 @@ def reductions(layer: Layer) -> tuple[int, int]:
 
 
 def launched(device_s: ScalarOrArray, launch_s: ScalarOrArray, exposed: float) -> ScalarOrArray:
-    """Return the seconds of a device's work that its host launches ahead of it.
+    """Return the seconds of a device's work that its host launches ahead of it; arguments broadcast.
 
     Args:
         device_s: seconds that the device needs.

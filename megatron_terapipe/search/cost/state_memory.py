@@ -46,7 +46,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(software: str, precision: str, *, zero_stage: int, data_parallel_size: ScalarOrArray) -> StateBytes:
-    """Bytes of one parameter.
+    """Bytes of one parameter, an array as `data_parallel_size` [...] is.
 
     Args:
         software: name of the trainer.
@@ -67,7 +67,14 @@ def state_bytes(software: str, precision: str, *, zero_stage: int, data_parallel
 
 
 def bucket_bytes(software: str, precision: str, parameters: ScalarOrArray, zero_stage: int) -> ScalarOrArray:
-    """Bytes of the two buckets that ZeRO 1 reduces gradients and gathers weights in; none without it."""
+    """Bytes of the two buckets in which ZeRO 1 reduces gradients and gathers weights; 0 without it.
+
+    Args:
+        software: name of the trainer.
+        precision: `fp32`, `fp16` or `bf16`.
+        parameters: parameters of a rank, a number or an array of any shape [...].
+        zero_stage: ZeRO stage.
+    """
     if not zero_stage:
         return 0.0 * parameters
     element = 4 if precision == "fp32" or (software == "terapipe" and precision == "bf16") else 2

@@ -23,13 +23,13 @@ class StepCosts(NamedTuple):
 
 
 class StepTraffic(NamedTuple):
-    """What data-parallel ranks tell each other of one parameter at the end of an iteration.
+    """Messages of data-parallel ranks for one parameter at the end of an iteration.
 
     Attributes:
-        reduced_bytes: of its gradient.
+        reduced_bytes: bytes of its gradient.
         reduces_to_all: whether every rank gets the sum, not only the one that steps the parameter.
         divides_step: whether each rank steps its part of the parameters, and gathers the others.
-        gathered_bytes: of the parameter then.
+        gathered_bytes: bytes of the parameter then.
     """
 
     reduced_bytes: int
@@ -39,12 +39,18 @@ class StepTraffic(NamedTuple):
 
 
 def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTraffic:
-    """Facts of a trainer. ZeRO 1 steps a part and gathers it (Rajbhandari et al., arXiv 1910.02054 section 5.1).
+    """Return the messages of a trainer.
 
+    ZeRO 1 steps a part and gathers it (Rajbhandari et al., arXiv 1910.02054 section 5.1).
     DeepSpeed's pipeline engine hands bf16 to its BF16_Optimizer, which divides the step at ZeRO stage 0, too, and whose
     gradients are reduced to all ranks even at stage 1 (`_do_optimizer_sanity_check` and `buffered_allreduce_fallback`
     of `runtime/engine.py`, `_bf16_reduce_grads` of `runtime/pipe/engine.py`, release 0.19.8). They are added up and
-    reduced in fp32 at stage 1, in bf16 at stage 0 (`training/deepspeed_config.py`); see also `memory.states`.
+    reduced in fp32 at stage 1, in bf16 at stage 0 (`training/deepspeed_config.py`); see also `state_memory`.
+
+    Args:
+        software: the trainer.
+        precision: `fp32`, `fp16` or `bf16`.
+        zero_stage: ZeRO stage.
     """
     if software.reduction_bytes is not None:
         reduced = software.reduction_bytes
@@ -68,18 +74,18 @@ def step_costs(
     software: Software,
     efficiency: HardwareEfficiency,
 ) -> StepCosts:
-    """Price the end of an iteration.
+    """Price the end of an iteration; arguments broadcast.
 
     Args:
-        parameters: that a rank holds.
-        shared_parameters: of them those of a weight that both ends of the pipeline hold; 0 if no two ranks share it.
+        parameters: parameters of a rank.
+        shared_parameters: those of a weight that both ends of the pipeline hold; 0 if no two ranks share it.
         data_topology: links between data-parallel ranks.
         ends_topology: links between the first and the last pipeline rank.
-        memory_bandwidth: of the device, bytes per second.
+        memory_bandwidth: bytes per second of the device.
         zero_stage: 0 or 1.
         precision: `bf16`, `fp16` or `fp32`.
-        software: bytes that it reduces and keeps.
-        efficiency: what links and memory reach.
+        software: the trainer.
+        efficiency: constants of the hardware.
     """
     traffic = step_traffic(software, precision, zero_stage)
     gradients = traffic.reduced_bytes * parameters
@@ -104,10 +110,10 @@ def step_costs(
 def shown_reduction_s(
     step: StepCosts, last_op_s: ScalarOrArray, layers: ScalarOrArray, cool_down_s: ScalarOrArray = 0.0
 ) -> ScalarOrArray:
-    """Seconds of a rank's gradient reduction that no op hides, where it starts as gradients are complete.
+    """Seconds of a rank's gradient reduction that no op hides, if it starts as gradients are complete.
 
-    The layers of the rank's stage finish one after the other in its last op, and their reductions run one after the
-    other, as `deepspeed_ext.plan.programs.reductions` plays them.
+    Arguments broadcast. The layers of the rank's stage finish one after the other in its last op, and their reductions
+    run one after the other, as `deepspeed_ext.plan.programs.reductions` simulates them.
 
     Args:
         step: the end of the iteration, of the rank.

@@ -1,1 +1,1 @@
-"""What the search is asked about: models and clusters, and the files that describe them."""
+"""Inputs of the search: models and clusters, and the files that describe them."""

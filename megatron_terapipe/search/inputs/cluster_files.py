@@ -44,7 +44,7 @@ class FlatCluster(Entry):
 
 
 class TrialCluster(FlatCluster):
-    """The same in a line of trials, which may say more of it than means something here."""
+    """The cluster in a line of trials, which may have more fields than are read."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -114,6 +114,10 @@ def is_hostfile(text: str) -> bool:
 def parse_hostfile(text: str, file: str) -> list[tuple[str, int]]:
     """Read host names and slots, in the order of the file.
 
+    Args:
+        text: text of the hostfile.
+        file: its path, for messages.
+
     Raises:
         ConfigError: if a line is not understood, a host stands twice or has no slots, or there is none.
     """
@@ -172,7 +176,12 @@ def _without_comment(line: str) -> str:
 
 
 def read_cluster(path: str, *, device: str | None = None) -> Cluster:
-    """Read a cluster; see `read_cluster_with_notes`."""
+    """Read a cluster; see `read_cluster_with_notes`.
+
+    Args:
+        path: a JSON or YAML file, or a hostfile.
+        device: device of every host of a hostfile; None for other files.
+    """
     return read_cluster_with_notes(path, device=device)[0]
 
 

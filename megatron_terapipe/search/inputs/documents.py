@@ -25,12 +25,21 @@ def read_document(path: str) -> object:
 
 
 def parse_text(text: str, path: str) -> object:
-    """Parse the text of a JSON or YAML file, by the ending of its name."""
+    """Parse the text of a JSON or YAML file, by the ending of its name.
+
+    Args:
+        text: the text.
+        path: path of the file.
+    """
     return parse_yaml(text, path) if path.lower().endswith(YAML_ENDINGS) else parse_json(text, path)
 
 
 def parse_yaml(text: str, path: str) -> object:
     """Parse YAML.
+
+    Args:
+        text: the text.
+        path: path of the file, for messages.
 
     Raises:
         ConfigError: if it is not YAML, or has a key twice.
@@ -105,7 +114,12 @@ def parse_quantity(text: str, kind: str) -> float | None:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The remedy for a name that is not known: the one it resembles, or all of them."""
+    """Remedy for a name that is not known: the name that it resembles, or all known names.
+
+    Args:
+        name: the name.
+        known: all known names.
+    """
     names = list(known)
     lowered = {each.lower(): each for each in names}
     nearest = get_close_matches(name.lower(), lowered, n=1)

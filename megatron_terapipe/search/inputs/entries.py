@@ -36,7 +36,7 @@ class Quantity:
     kind: str
 
     def __str__(self) -> str:
-        """What to write."""
+        """Text of the remedy."""
         return f"a {self.kind}, such as {EXAMPLES[self.kind]}"
 
 
@@ -154,13 +154,25 @@ def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = ""
 
 
 def place(file: str, *path: str | int) -> str:
-    """Where a field stands, for errors: the file, and the names and numbers on the way to the field."""
+    """Place of a field for errors: the file, and the names and numbers on the way to the field.
+
+    Args:
+        file: the file.
+        *path: names and numbers, outermost first.
+    """
     way = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path if step != "")
     return f"{file}: {way.lstrip('.')}".rstrip(": ")
 
 
 def fault(where: str, value: object, problem: str, remedy: str) -> ConfigError:
-    """The error of a field: where it stands, what is wrong with its value, and what to do."""
+    """Return the error of a field.
+
+    Args:
+        where: place of the field.
+        value: its value.
+        problem: the fault of the value.
+        remedy: what to do.
+    """
     return ConfigError(f"{where} {short(value)} {problem}: {remedy}")
 
 

@@ -129,7 +129,12 @@ class Layer:
         return self.tokens * self.hidden_size
 
     def forward_flops(self, start: float, end: float) -> float:
-        """Forward FLOPs of the tokens [start, end) of one sequence."""
+        """Forward FLOPs of the tokens [start, end) of one sequence.
+
+        Args:
+            start: first token.
+            end: token behind the last one.
+        """
         attention = 0.0
         if self.attention is not None:
             attention = self.attention.flops_per_position * self.attention.positions(start, end, self.tokens)

@@ -163,7 +163,12 @@ def device(name: str, where: str = "device") -> Device:
 
 
 def library_device(name: str, where: str = "device") -> LibraryDevice:
-    """Return a device with its source and its usual machine; see `device`."""
+    """Return a device with its source and its usual machine; see `device`.
+
+    Args:
+        name: such as `A100-SXM4-80GB`, or as `nvidia-smi` prints it.
+        where: place of the name, for the error.
+    """
     key = _key(name)
     for entry in DEVICES.values():
         if key in map(_key, (entry.device.name, *entry.aliases)):
@@ -177,6 +182,10 @@ def library_device(name: str, where: str = "device") -> LibraryDevice:
 
 def machine(name: str, where: str = "machine") -> Machine:
     """Return a machine by its name.
+
+    Args:
+        name: such as `dgx-a100`.
+        where: place of the name, for the error.
 
     Raises:
         ConfigError: if there is none of that name.

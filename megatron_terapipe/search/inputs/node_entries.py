@@ -82,7 +82,7 @@ DeviceOrName = Annotated[DeviceEntry, _short_for("like")]
 
 
 class NodeParts(Entry):
-    """What a node has, as far as it is given."""
+    """The given parts of a node."""
 
     device: DeviceOrName | None = None
     devices: DeviceCount | None = None
@@ -153,7 +153,13 @@ class NodeGroup:
 
     @classmethod
     def of_machine(cls, machine: Machine, device: Device, notes: tuple[str, ...] = ()) -> "NodeGroup":
-        """A node of the library, perhaps with another device."""
+        """Return a node of the library, perhaps with another device.
+
+        Args:
+            machine: machine of the library.
+            device: its device.
+            notes: notes about it so far.
+        """
         if library.is_guess(device.name):
             notes += (f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it",)
         return cls(
@@ -167,7 +173,11 @@ class NodeGroup:
 
     @classmethod
     def of_library(cls, name: str, where: str) -> "NodeGroup":
-        """A node by the name of a machine, or of a device in its usual machine.
+        """Return a node by the name of a machine, or of a device in its usual machine.
+
+        Args:
+            name: the name.
+            where: place of the name, for the error.
 
         Raises:
             ConfigError: if the library knows neither.
@@ -182,7 +192,13 @@ class NodeGroup:
 
 
 def assumed(missing: Sequence[str], device: Device, machine: Machine) -> str:
-    """The note that something was taken from the library."""
+    """Return the note that something was taken from the library.
+
+    Args:
+        missing: names of the parts that are not given.
+        device: device of the node.
+        machine: machine whose parts are taken.
+    """
     what = f"{', '.join(missing[:-1])} and {missing[-1]}" if len(missing) > 1 else missing[0]
     return f"{what} of {device.name} nodes not given: those of a {machine.name} are taken"
 
@@ -242,7 +258,7 @@ def _with_parts(group: NodeGroup, entry: NodeParts) -> NodeGroup:
 
 
 def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> NodeGroup:
-    """What an entry says nothing else about: its machine, or the usual machine of its device."""
+    """Return the machine of an entry, or the usual machine of its device."""
     of: NodeEntry | ClusterEntry = entry
     at = f"{where}."
     if entry.machine is None and entry.device is None:

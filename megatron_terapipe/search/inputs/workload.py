@@ -61,7 +61,11 @@ class Workload:
         )
 
     def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:
-        """The layers of each stage as a strategy says, in those that are dealt.
+        """Layers of each stage, counted among the layers that a partition distributes.
+
+        Args:
+            stage_partition: rule or bounds, as in a strategy.
+            num_stages: stages of the pipeline.
 
         Raises:
             ConfigError: if they do not fit the model or the stages.

@@ -1,4 +1,4 @@
-"""What the engine takes beside the layers, from steps of two real engines that differ in their number of layers.
+"""Time of the engine beside the layers, from steps of two real engines that differ in their number of layers.
 
 a step = its ops + op_s x their number + optimizer_s_per_parameter x parameters + iteration_s
 """
@@ -44,7 +44,13 @@ class _Step(NamedTuple):
 
 
 def measure_engine(model: ModelConfig, precision: str, num_token_slices: int) -> ProfiledEngine:
-    """Measure engines with one and with three layers, alone: what ranks tell each other is priced by links."""
+    """Measure engines with one and with three layers, on one rank; messages between ranks are priced by links.
+
+    Args:
+        model: the model section.
+        precision: `fp32`, `fp16` or `bf16`.
+        num_token_slices: token slices of a sequence.
+    """
     blocks = replace(model, heterogeneous_layers_config_path=None)
     small, large = (
         _measured_step(replace(blocks, num_layers=number), precision, num_token_slices) for number in (1, 3)

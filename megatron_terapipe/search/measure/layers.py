@@ -44,7 +44,7 @@ class PartAlone(TensorParallelRanks):
     __slots__ = ()
 
     def start_sum(self, part: Tensor) -> Pending:
-        """Take the part for the sum."""
+        """Return a function that returns the part [...] itself, without a sum."""
         return lambda: part
 
 
@@ -81,7 +81,15 @@ class MeasuredLayers:
 def build_layers(
     model: ModelConfig, ranks: TensorParallelRanks, dtype: torch.dtype, device: torch.device, *, recompute: str
 ) -> list[MeasuredLayers]:
-    """One entry for each kind of layer of a model: its different blocks, and but for recomputation its two ends."""
+    """Return an entry for each kind of layer: its different blocks and, without recomputation, its two ends.
+
+    Args:
+        model: the model section.
+        ranks: ranks that share the matrices [out, in].
+        dtype: type of the weights.
+        device: device of the layers.
+        recompute: mode of recomputation.
+    """
     specs = gpt_layers(model, ranks, recompute_cheap=recompute == "selective")
     workload = gpt_workload(model)
 
@@ -122,7 +130,12 @@ class LayerTimer:
         self._weight_gradients = WeightGradients()
 
     def points(self, layers: MeasuredLayers, run: MeasuredRun) -> list[OpPoint]:
-        """Medians over repeats, per token slice, for one layer; all ranks must call it at the same time."""
+        """Medians over repeats, for each token slice of one layer; all ranks must call it at the same time.
+
+        Args:
+            layers: the layers.
+            run: sizes of the run.
+        """
         cut = TokenSlices.uniform(self._model.seq_length, run.num_token_slices)
         for module in layers.modules:
             self._weight_gradients.attach(module)

@@ -15,7 +15,12 @@ REPEATS = 15
 
 
 def measure_links(device: torch.device, where: str = "inside") -> list[ProfiledLink]:
-    """All-reduces among all ranks, and messages between the first two; every rank must call it at the same time."""
+    """Measure all-reduces of all ranks, and messages between the first two; every rank must call it at the same time.
+
+    Args:
+        device: device of the messages.
+        where: place of the links, `inside` a node or between nodes.
+    """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size == 1:
         return []

@@ -1,4 +1,4 @@
-"""What is measured: which layers, and at which sizes, the most telling first."""
+"""Layers and sizes to measure, the most informative first."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

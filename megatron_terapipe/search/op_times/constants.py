@@ -24,7 +24,7 @@ def constant(default: float, prior_width: float | None = None, *, most: float = 
 
 @dataclass(frozen=True)
 class Prior(Generic[Constants]):
-    """What is known of constants before any trial was seen. Make it with `of`.
+    """Prior distribution of constants, before any trial. Make it with `of`.
 
     Attributes:
         start: the most probable constants.

@@ -1,4 +1,4 @@
-"""What of a data sheet is reached: efficiencies, latencies and overheads, which are the same for every strategy."""
+"""Share of the data sheet that is reached: efficiencies, latencies and overheads, the same for every strategy."""
 
 from dataclasses import dataclass
 

@@ -62,7 +62,7 @@ class LayerQuery:
 
     @property
     def rows(self) -> ScalarOrArray:
-        """Rows of the layer's matrices: tokens of all sequences of the token slice."""
+        """Rows [...] of the layer's matrices: tokens of all sequences of the token slice."""
         return self.micro_batch_size * (self.end - self.start)
 
 

@@ -1,4 +1,4 @@
-"""What `measure` found out about a machine: times of ops, of messages, and of the engine around them."""
+"""Profile of a machine, as `measure` writes it: times of ops, of messages, and of the engine around them."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -106,7 +106,7 @@ class ProfiledLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfiledEngine:
-    """What the engine takes beside the layers.
+    """Time of the engine beside the layers, in seconds.
 
     Attributes:
         op_s: between two ops of a rank: programs, buffers, the executor.

@@ -1,4 +1,4 @@
-"""What a profile says of links, of the optimizer and of the engine, as fields of `HardwareEfficiency`."""
+"""Links, optimizer and engine of a profile, as fields of `HardwareEfficiency`."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace

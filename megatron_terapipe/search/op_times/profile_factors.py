@@ -1,4 +1,4 @@
-"""What training takes of what a profile has measured op by op: a few factors, the same for every strategy.
+"""Factors between training and a profile that was measured op by op, the same for every strategy.
 
 A profile times one thing after the other. In training all ranks of a machine compute, send and step at the same time,
 share its memory and caches, and wait for each other, so everything of a kind may take longer than it did alone.

@@ -64,7 +64,11 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
 
 
 def write_profile(profile: Profile, path: str) -> None:
-    """Write a profile, each point on a line of its own.
+    """Write a profile, each point on its own line.
+
+    Args:
+        profile: the profile.
+        path: the file.
 
     Raises:
         UserError: if the file cannot be written.

@@ -100,7 +100,7 @@ class MeasuredProfile:
     def _selective(
         self, layer: Layer, tensor: float, size: Numbers, start: Numbers, end: Numbers, forward: Numbers
     ) -> Numbers:
-        """What selective recomputation adds to the input gradient."""
+        """Seconds that selective recomputation adds to the input gradient."""
         shape = shape_of(layer)
         measured = [each for each, _ in self._extra if each == shape]
         sizes = [ranks for each, ranks in self._extra if each == shape]
@@ -111,7 +111,7 @@ class MeasuredProfile:
         return self._extra[shape, nearest](size, 0.0, np.subtract(end, start), parts=tensor / nearest)
 
     def _known(self, layer: Layer) -> dict[int, ProfiledLayer]:
-        """What was measured of a layer's shape, by tensor-parallel size."""
+        """Measured layers of a layer's shape, by tensor-parallel size."""
         shape = shape_of(layer)
         found = {
             each.tensor_parallel_size: each
@@ -141,7 +141,7 @@ class MeasuredProfile:
 
     @cached_property
     def _extra(self) -> Mapping[tuple[Shape, int], Surface]:
-        """What selective recomputation adds, by shape and tensor-parallel size."""
+        """Surfaces of the time that selective recomputation adds, by shape and tensor-parallel size."""
 
         def backward(layer: ProfiledLayer) -> dict[tuple[int, int, int], float]:
             return {point[:3]: point.input_gradient_s + point.weight_gradient_s for point in layer.points}

@@ -125,7 +125,14 @@ class Roofline:
     def product_s(
         self, device: Device, rows: ScalarOrArray, inputs: ScalarOrArray, outputs: ScalarOrArray
     ) -> ScalarOrArray:
-        """Seconds of one matrix product of [rows, inputs] and [inputs, outputs]."""
+        """Seconds of one matrix product of [rows, inputs] and [inputs, outputs]; arguments broadcast.
+
+        Args:
+            device: device that computes it.
+            rows: rows of the first matrix.
+            inputs: its columns.
+            outputs: columns of the second matrix.
+        """
         efficiency = self.efficiency
         peak = device.peak_flops(self.precision) * efficiency.gemm_efficiency
         tiles = 1.0 if device.is_gpu else CORE_TILES

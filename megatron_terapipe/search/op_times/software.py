@@ -1,4 +1,4 @@
-"""What a trainer does that costs time or memory and is no matter of speed: the facts, by trainer."""
+"""Facts of each trainer that affect time or memory, and do not depend on the hardware."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -44,7 +44,13 @@ class Point(NamedTuple):
 
 
 def terms(micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray) -> tuple[ScalarOrArray, ...]:
-    """The terms of an op without their coefficients; arguments broadcast."""
+    """Terms of an op without their coefficients; arguments broadcast.
+
+    Args:
+        micro_batch_size: sequences.
+        start: first token of the token slice.
+        end: token behind its last one.
+    """
     rows = np.multiply(micro_batch_size, np.subtract(end, start))
     positions = rows * (np.add(start, end) + 1) / 2
     return np.ones_like(rows, dtype=float), rows, positions, micro_batch_size * np.asarray(start)
@@ -119,7 +125,7 @@ class Surface:
         return _fitted(self.coefficients, size, begin, stop, parts) * np.exp(log_factor)
 
     def _log_factor(self, size: float, held: _Lengths, start: Numbers, end: Numbers) -> Numbers:
-        """Of micro-batches of a measured size."""
+        """Logarithm of measured over fitted time, for micro-batches of a measured size."""
         length = end - start
 
         def fitted(length: ScalarOrArray) -> Numbers:

@@ -63,7 +63,7 @@ class PricedGrid:
 
         Args:
             index: place in `places`.
-            problem: what is asked.
+            problem: model, cluster and settings of the search.
         """
         place = tuple(int(each) for each in np.unravel_index(self.places[index], self.grid.shape))
         strategy = self.grid.strategy(place, problem)
@@ -81,6 +81,8 @@ def price_space(
     progress: ProgressCallback | None = None,
 ) -> Iterator[PricedGrid]:
     """Yield the prices of all strategies that keep the rules, on every node order, a grid at a time.
+
+    Arrays of a grid have the shape [micro-batch sizes, token slices, ...] of its `StrategyGrid`.
 
     Args:
         problem: what is asked.

@@ -49,12 +49,12 @@ class P2pTimes(NamedTuple):
 
 
 def p2p_times(grid: StrategyGrid, groups: RankGroups, model: CostModel, counts: LayerCounts) -> P2pTimes:
-    """Price them.
+    """Return the times of messages between stages: [micro-batch sizes, token slices, ...].
 
     Args:
         grid: the grid.
         groups: links of its layout.
-        model: what prices a strategy.
+        model: cost model of a strategy.
         counts: layers of each stage.
     """
     ranks = grid.pipeline_parallel_size

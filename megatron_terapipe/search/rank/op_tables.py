@@ -50,7 +50,7 @@ class OpTables:
         self._tables: dict[tuple[object, ...], OpTable] = {}
 
     def table(self, grid: StrategyGrid, device: Device, topology: GroupTopology) -> OpTable:
-        """Return the table that a grid of strategies needs.
+        """Return the table of op times [...] that a grid of strategies needs.
 
         Args:
             grid: its axes.

@@ -20,7 +20,7 @@ MOST_KINDS = 3
 
 
 def kind_key(node: Node) -> tuple[object, ...]:
-    """What a node is, its name apart; nodes sort by it, those with the most computing and memory first."""
+    """Key of a node's kind, without its name; nodes sort by it, those with the most computing and memory first."""
     device = node.device
     return (
         -node.num_devices * device.half_flops,

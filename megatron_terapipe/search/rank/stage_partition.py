@@ -57,7 +57,14 @@ def stage_times(
     blocking: bool = False,
     allowed: NDArray[np.bool_] | None = None,
 ) -> StageTimes:
-    """Times of stages whose layers add up; arguments are those of `stages.best_partition`.
+    """Return the times of stages whose layers add up.
+
+    Args:
+        layer_times_s: seconds of the layers, [L] or [stages, L].
+        num_stages: stages of the pipeline.
+        cut_times_s: as in `best_partition`.
+        blocking: as in `best_partition`.
+        allowed: as in `best_partition`.
 
     Raises:
         ConfigError: if there are fewer layers than stages.
@@ -139,7 +146,11 @@ def best_partition(
 
 
 def solve(times: StageTimes, num_micro_batches: int) -> SolvedPartition:
-    """The same for any times of stages.
+    """Return the best partition for any times of stages.
+
+    Args:
+        times: times of stages.
+        num_micro_batches: micro-batches of an iteration.
 
     Raises:
         ConfigError: if no partition is allowed.

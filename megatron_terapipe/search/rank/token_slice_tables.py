@@ -58,12 +58,12 @@ class TabulatedCosts:
 
     @classmethod
     def of(cls, cost_model: CostModel, strategy: Strategy, grid: CutGrid) -> "TabulatedCosts":
-        """Ask a cost model for all times at once.
+        """Return all times of a cost model at once, [points, points] for the token slices between two places.
 
         Args:
-            cost_model: of the workload and the cluster.
-            strategy: all but the token slices.
-            grid: where token slices may begin and end.
+            cost_model: cost model of the workload and the cluster.
+            strategy: the strategy, without its token slices.
+            grid: places at which token slices may begin and end.
 
         Raises:
             ConfigError: if the strategy does not fit the cluster or the model.

@@ -223,7 +223,7 @@ def solve_batch(
 
 
 def places_to_cut(seq_length: int, strategy: Strategy, count: int, granularity: int | None = None) -> CutGrid:
-    """Return the places where a sequence may be cut: those of the trainer's own cuts, or fewer of them.
+    """Return the places [points] where a sequence may be split: those of the trainer, or fewer of them.
 
     Args:
         seq_length: tokens of a sequence.

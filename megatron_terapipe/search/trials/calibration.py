@@ -1,4 +1,4 @@
-"""What trials of one cluster say: constants of time and of memory, and how sure they are."""
+"""Calibration on trials of one cluster: constants of time and of memory, and their uncertainty."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

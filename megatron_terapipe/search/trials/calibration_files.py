@@ -28,6 +28,10 @@ FORMAT, VERSION = "terapipe calibration", 1
 def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
     """Write a calibration file.
 
+    Args:
+        path: the file.
+        calibrations: calibrations of one or several clusters.
+
     Raises:
         UserError: if it cannot be written.
     """
@@ -109,15 +113,15 @@ def read_calibrations(path: str) -> list[Calibration]:
 
 
 def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> Calibration:
-    """What a file says of a cluster: a calibration file, or trials to calibrate with.
+    """Return the calibration of a cluster, from a calibration file, or from trials.
 
     Args:
-        cluster: whose devices must be those of the trials.
-        path: ends in `.jsonl` if it holds trials.
-        profile: measured, that trials are to be fitted on; None = there is none.
+        cluster: cluster whose devices must be those of the trials.
+        path: the file; it ends in `.jsonl` if it holds trials.
+        profile: measured profile that trials are fitted on; None = there is none.
 
     Raises:
-        ConfigError: if the file cannot be read, or says nothing of these devices.
+        ConfigError: if the file cannot be read, or has nothing about these devices.
     """
     device = "+".join(sorted({node.device.name for node in cluster.nodes}))
     alike: list[Trial] = []

@@ -66,11 +66,11 @@ def fit_constants(
 
 
 def soft_l1(scaled: Floats, large: float) -> Floats:
-    """Residuals whose square is the soft L1 loss, 2 large^2 (sqrt(1 + z^2) - 1) for z = residual / large.
+    """Residuals [n] whose square is the soft L1 loss, 2 large^2 (sqrt(1 + z^2) - 1) for z = residual / large.
 
     Args:
-        scaled: residuals, in standard deviations.
-        large: from which on the loss grows no longer with their square.
+        scaled: residuals [n], in standard deviations.
+        large: residual from which on the loss no longer grows with their square.
     """
     return np.asarray(np.sign(scaled) * large * np.sqrt(2 * (np.sqrt(1 + (scaled / large) ** 2) - 1)), dtype=np.float64)
 

@@ -72,7 +72,12 @@ class Intervals:
         return self.multiplier * _scale(self.residual_sd, self.covariance, slopes)
 
     def interval_s(self, time_s: float, slopes: Floats) -> tuple[float, float]:
-        """Shortest and longest seconds of one strategy, whose slopes are [1, p]."""
+        """Shortest and longest seconds of one strategy.
+
+        Args:
+            time_s: predicted seconds.
+            slopes: its sensitivities to the constants, [1, p].
+        """
         factor = exp(float(self.half_width(slopes)[0]))
         return time_s / factor, time_s * factor
 
@@ -145,10 +150,14 @@ def errors_without_own_group(
 
 
 def conformal_quantile(scores: Floats, coverage: float) -> float:
-    """The quantile that holds a new score with at least this probability, if all are alike.
+    """Quantile that holds a new score with at least this probability, if all are alike.
 
     Of n scores it is the ceil((n + 1) coverage)-th smallest. Where n is too small for one, Student's t-distribution
     says how far beyond the largest it may be.
+
+    Args:
+        scores: [n].
+        coverage: the probability.
     """
     rank = ceil((len(scores) + 1) * coverage)
     if rank <= len(scores):

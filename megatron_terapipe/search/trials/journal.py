@@ -60,7 +60,12 @@ def _device(device: Device) -> dict[str, Any]:
 
 
 def explicit(strategy: Strategy, workload: Workload) -> Strategy:
-    """A strategy with its token slices and stages written out, so that two that run the same are equal."""
+    """Return a strategy with its token slices and stages written out, so that two that run the same are equal.
+
+    Args:
+        strategy: the strategy.
+        workload: the model.
+    """
     num_stages = strategy.pipeline_parallel_size * strategy.num_model_chunks
     return replace(
         strategy,
@@ -71,7 +76,7 @@ def explicit(strategy: Strategy, workload: Workload) -> Strategy:
 
 
 def same_run(strategy: Strategy) -> tuple[tuple[str, Any], ...]:
-    """What tells two explicit strategies apart; comparable."""
+    """Return a key that is equal for explicit strategies that run the same."""
     return tuple(sorted((name, str(value)) for name, value in asdict(strategy).items() if name != "placement"))
 
 
@@ -103,7 +108,7 @@ class Journal:
         return f"{self.workload.name} ({model}) on {self.cluster.name}, {self.precision}, batch {self.batch}"
 
     def trials(self) -> list[Trial]:
-        """What was measured of this group before.
+        """Trials of this group in the file.
 
         Raises:
             ConfigError: if the file holds something else.
@@ -123,6 +128,11 @@ class Journal:
 
     def write(self, strategy: Strategy, outcome: Outcome, *, trial_id: str) -> None:
         """Add a run.
+
+        Args:
+            strategy: its strategy.
+            outcome: its result.
+            trial_id: its name in the file.
 
         Raises:
             ConfigError: if the file cannot be written.

@@ -80,7 +80,7 @@ class MemorySample:
 
 
 def count_memory(trials: Sequence[Trial]) -> list[list[Counted]]:
-    """What the memory model counts for each pipeline rank of each trial."""
+    """Memory of each pipeline rank of each trial, as the memory model counts it."""
 
     def make(one: Trial) -> MemoryModel:
         return MemoryModel(workload=one.workload, cluster=one.cluster, software=one.software, precision=one.precision)

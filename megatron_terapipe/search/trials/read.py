@@ -48,7 +48,12 @@ PRECISION_BY_SECTION = (
 
 
 def published_precision(source: str, group: str) -> str:
-    """Precision of a trial that does not say, from what its publication says around the table."""
+    """Precision of a trial that names none, from the text around the published table.
+
+    Args:
+        source: publication of the trial.
+        group: its group of trials.
+    """
     for text, pattern, precision in PRECISION_BY_SECTION:
         if text in source and pattern.search(group):
             return precision
@@ -85,10 +90,10 @@ PUBLISHED_SCHEDULES = {
 
 
 def counting_ends(workload: Workload) -> Workload:
-    """The same model where a stage partition also counts the embedding and the head, as a layer each.
+    """Return the model with the embedding and the head counted as a layer each in stage partitions.
 
-    DeepSpeed's `type:transformer|embedding` and the models of Qi et al. deal layers so. The last norm stands between
-    the layers and the head, and is dealt with the head.
+    DeepSpeed's `type:transformer|embedding` and the models of Qi et al. count them so. The last norm stands between
+    the layers and the head, and goes with the head.
     """
     return replace(workload, first_dealt=0, end_dealt=len(workload.layers))
 
@@ -114,9 +119,13 @@ def partition_counting_ends(workload: Workload, layers_per_stage: list[int]) -> 
 
 
 def layers_counting_ends(num_layers: int, num_stages: int) -> list[int] | None:
-    """Layers of each stage where transformer layers do not divide among the stages, but with both ends they do.
+    """Layers of each stage, if only with both ends counted the layers divide among the stages; otherwise None.
 
-    Published models that were sized so (BLOOM: 70 + 2 layers on 12 stages; Qi et al.: 22 + 2 on 8) were dealt so.
+    Published models that were sized so (BLOOM: 70 + 2 layers on 12 stages; Qi et al.: 22 + 2 on 8) were partitioned so.
+
+    Args:
+        num_layers: transformer layers.
+        num_stages: stages of the pipeline.
     """
     if num_layers % num_stages and (num_layers + 2) % num_stages == 0:
         return [(num_layers + 2) // num_stages] * num_stages
@@ -133,7 +142,7 @@ class LooseEntry(Entry):
 
 
 class StrategyEntry(LooseEntry):
-    """What a trial's strategy has beside the fields of `Strategy`, which checks those."""
+    """Fields of a trial's strategy beside those of `Strategy`, which checks its own."""
 
     schedule: Literal[(*SCHEDULES, OPTIMISED, *PUBLISHED_SCHEDULES)] = Strategy().schedule  # type: ignore[valid-type]
     num_micro_batches: Count | None = None
@@ -146,7 +155,7 @@ Measured = Annotated[Seconds | None, BeforeValidator(lambda value: None if value
 
 
 class MeasuredEntry(LooseEntry):
-    """What was measured."""
+    """Measurements of a trial."""
 
     iteration_time_s: Measured = None
     longer_than_s: Measured = None

@@ -29,11 +29,11 @@ MEMORY_WORDS = ("out of memory", "outofmemory", "can't allocate memory", "cannot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
-        iteration_time_s: median of the iterations behind the warm-up; None = it failed.
-        peak_memory_bytes: of the fullest rank; None = it did not get so far.
+        iteration_time_s: median seconds of the iterations after the warm-up; None = it failed.
+        peak_memory_bytes: bytes of the fullest rank; None = the run did not get so far.
         out_of_memory: whether memory ran out.
         reason: why it failed, in one line; None if it did not.
     """
@@ -86,14 +86,24 @@ def read_metrics(path: Path) -> tuple[list[float], list[float]]:
 
 
 def ran_out_of_memory(exit_code: int, output: str) -> bool:
-    """Whether a failed run ended for want of memory: it says so, or the operating system killed a rank."""
+    """Whether a failed run ended for lack of memory: its output says so, or the operating system killed a rank.
+
+    Args:
+        exit_code: exit code of the launcher.
+        output: output of the run.
+    """
     lowered = output.lower()
     killed = exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "return code = -9" in lowered
     return killed or any(words in lowered for words in MEMORY_WORDS)
 
 
 def failure(exit_code: int, output: str) -> str:
-    """Why a run failed: our own line, or the last line of a traceback, or the exit code."""
+    """Reason for a failed run: our own line, or the last line of a traceback, or the exit code.
+
+    Args:
+        exit_code: exit code of the launcher.
+        output: output of the run.
+    """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     raised = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception")) and " " in line]
@@ -142,7 +152,15 @@ def default_trainer() -> Path:
 def run_strategy(
     strategy: Strategy, model: ModelConfig, cluster: Cluster, precision: str, settings: TrialSettings, *, name: str
 ) -> Outcome:
-    """Run a strategy for a few iterations and say what came of it.
+    """Run a strategy for a few iterations and return the result.
+
+    Args:
+        strategy: the strategy.
+        model: the model section.
+        cluster: the machines.
+        precision: `fp32`, `fp16` or `bf16`.
+        settings: options of the command.
+        name: name of its folder.
 
     Raises:
         ConfigError: if the launcher is not installed or cannot place the ranks so.
@@ -166,7 +184,14 @@ def run_strategy(
 
 
 def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: Path) -> list[str]:
-    """The words of the launch."""
+    """Return the words of the launch command.
+
+    Args:
+        launch: files and flags of the launch.
+        directory: folder of these files.
+        settings: options of the command `trial`.
+        metrics: file of the run's metrics.
+    """
     launcher = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
     if not Path(launcher).exists():
         raise ConfigError("the command deepspeed is not installed: install DeepSpeed, or put it on the PATH")

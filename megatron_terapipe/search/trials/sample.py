@@ -83,7 +83,12 @@ class Sample:
         return simulated / self.closed_form(efficiency)
 
     def errors(self, efficiency: HardwareEfficiency, ratio: Floats) -> Floats:
-        """[n] log(predicted / measured); none where a cut-off run is predicted to take longer."""
+        """Errors [n], log(predicted / measured); zero where a cut-off run is predicted to take longer.
+
+        Args:
+            efficiency: constants of the hardware.
+            ratio: simulated over closed-form seconds, [n].
+        """
         errors = np.log(self.closed_form(efficiency) * ratio / self.measured)
         return np.where(self.cut_off & (errors > 0), 0.0, errors)
 
@@ -113,7 +118,14 @@ def sample_sensitivities(sample: Sample, efficiency: HardwareEfficiency, names: 
 def strategy_sensitivities(
     model: CostModel, strategies: Sequence[Strategy], efficiency: HardwareEfficiency, names: Sequence[str]
 ) -> Floats:
-    """The same of strategies that nobody ran: [n, p]."""
+    """Sensitivities [n, p] of the predicted times of strategies that were not run.
+
+    Args:
+        model: cost model of the cluster.
+        strategies: n strategies.
+        efficiency: constants of the hardware.
+        names: names of p constants.
+    """
     places: dict[tuple[object, ...], list[int]] = {}
     for index, strategy in enumerate(strategies):
         places.setdefault(batch_key(model, strategy), []).append(index)

@@ -54,13 +54,23 @@ LEAST_RANKED = 4
 
 
 def mape(measured: Floats, predicted: Floats) -> float | None:
-    """Mean of |predicted / measured - 1| over what was measured; None for nothing."""
+    """Mean of |predicted / measured - 1| over what was measured; None for nothing.
+
+    Args:
+        measured: seconds [n]; not finite = not measured.
+        predicted: seconds [n].
+    """
     known = np.isfinite(measured)
     return float(np.mean(np.abs(predicted[known] / measured[known] - 1))) if known.any() else None
 
 
 def bias(measured: Floats, predicted: Floats) -> float | None:
-    """Mean of predicted / measured - 1: above zero = predicted too slow."""
+    """Mean of predicted / measured - 1: above zero = predicted too slow; None for nothing.
+
+    Args:
+        measured: seconds [n]; not finite = not measured.
+        predicted: seconds [n].
+    """
     known = np.isfinite(measured)
     return float(np.mean(predicted[known] / measured[known] - 1)) if known.any() else None
 
@@ -78,9 +88,13 @@ def spearman(group: Group) -> float | None:
 
 
 def ordered_pairs(group: Group, gap: float) -> tuple[int, float]:
-    """Pairs of trials whose measured times differ by more than `gap`, and how many of them are predicted in order.
+    """Number of pairs of trials whose measured times differ by more than `gap`, and of those predicted in order.
 
     A tie of predictions is half right.
+
+    Args:
+        group: measured and predicted seconds, each [n].
+        gap: smallest difference, as a share of the shorter time.
     """
     measured, predicted = group
     first, second = np.triu_indices(len(measured), k=1)
@@ -110,7 +124,12 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def pair_accuracy(groups: Sequence[Group], gap: float) -> tuple[int, float | None]:
-    """Number of pairs of all groups, and the share predicted in order."""
+    """Number of pairs of all groups, and the share predicted in order.
+
+    Args:
+        groups: measured and predicted seconds of each group, each [n].
+        gap: smallest difference, as a share of the shorter time.
+    """
     counts = [ordered_pairs(group, gap) for group in groups]
     pairs = sum(count for count, _ in counts)
     return pairs, sum(right for _, right in counts) / pairs if pairs else None

@@ -186,7 +186,13 @@ LEGEND = (
 
 
 def print_validation(document: dict[str, Any], console: Console, *, show_groups: bool) -> None:
-    """Print one line a source with the naive line under it, and all together."""
+    """Print a line for each source with that of the naive model under it, and one for all together.
+
+    Args:
+        document: the figures.
+        console: console to print to.
+        show_groups: also print a line for each group.
+    """
     table = Table(
         title="Predicted beside measured", caption=_caption(document), caption_justify="left", padding=(0, 0, 0, 1)
     )

@@ -29,7 +29,7 @@ def _step_with_a_borrowed_weight(registered: bool) -> str:
         if registered:
             borrower.register_parameter("borrowed", owner.out.weight)
 
-    with patch.object(gradient_reductions, "BUCKET_BYTES", 1):
+    with patch.object(gradient_reductions, "REDUCTION_BUCKET_BYTES", 1):
         engine = build(Setup(dp=2, tied=False), prepare=borrow)
         try:
             engine.train_batch(iter(models.batches(2, ROWS)))
