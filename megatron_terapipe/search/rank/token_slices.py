@@ -106,8 +106,8 @@ SKETCHED = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75)
 OPTIMISED_EFFORT = 0.1
 """The same for an `optimised` schedule, each cut of which takes several list schedules."""
 
-OPTIMISED_ROUNDS = 4
-"""Micro-batches of each rank with which cuts for an `optimised` schedule are judged: filled, steady and drained."""
+OPTIMISED_ROUNDS = 2
+"""Micro-batches of each rank with which cuts for an `optimised` schedule are judged: enough to fill and to drain."""
 
 TOLERANCE = 0.01
 """How far gpipe's cut may be from the best for gpipe, relative: it is where the search begins."""
