@@ -52,7 +52,7 @@ def test_a_dependency_that_is_taken_out_is_waited_for_nowhere(monkeypatch: pytes
         assert after[0] < before[0] and after[1] < before[1] and lower_bound(SchedulingProblem.of(SHAPE, COSTS)) < bound
     else:
         # Token slices may turn back in any order now, so they keep that of their forwards.
-        assert not SchedulingProblem.of(SHAPE, COSTS).tables.flow.is_reversed.any()
+        assert not SchedulingProblem.of(SHAPE, COSTS).flow.is_reversed.any()
 
 
 def test_what_ops_keep_alive_is_read_from_one_table(monkeypatch: pytest.MonkeyPatch) -> None:

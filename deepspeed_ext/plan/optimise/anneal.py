@@ -12,7 +12,7 @@ pipelines without memory are). Moves over the memory limit, and those that deadl
 import numpy as np
 
 from deepspeed_ext.plan.optimise.kernel import UNKNOWN, kernel
-from deepspeed_ext.plan.optimise.problem import NOTHING, ROUNDING, Numbers, SchedulingProblem, Tables
+from deepspeed_ext.plan.optimise.problem import NOTHING, ROUNDING, DataFlow, Numbers, SchedulingProblem, Tables
 from deepspeed_ext.plan.optimise.replay import NumberedOrders, peak_of_row, replay_rows
 
 HOT, COLD = 1e-3, 1e-6
@@ -37,7 +37,14 @@ def anneal(
     """
     best = orders.rows.copy()
     makespan = _anneal(
-        problem.tables, problem.memory_limit + ROUNDING, orders.rows.copy(), orders.lengths, best, num_moves, seed
+        problem.tables,
+        problem.flow,
+        problem.memory_limit + ROUNDING,
+        orders.rows.copy(),
+        orders.lengths,
+        best,
+        num_moves,
+        seed,
     )
     return makespan, NumberedOrders(best, orders.lengths)
 
@@ -45,6 +52,7 @@ def anneal(
 @kernel
 def _critical_path(
     tables: Tables,
+    flow: DataFlow,
     rows: Numbers,
     lengths: Numbers,
     starts: Numbers,
@@ -59,7 +67,7 @@ def _critical_path(
     """
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
-    reads, gives = tables.flow.reads, tables.flow.gives
+    reads, gives = flow.reads, flow.gives
     rank = 0
     for each in range(1, len(rows)):
         if ends[each, lengths[each] - 1] > ends[rank, lengths[rank] - 1]:
@@ -78,7 +86,7 @@ def _critical_path(
         awaited = _awaited(reads, op // num_units, unit % num_token_slices, unit, start, ready)
         if awaited != NOTHING and not (follows and np.random.random() < 0.5):
             row, unit = awaited // num_units, awaited % num_units
-            result, stage = row // num_stages % 2, tables.flow.makers[row]
+            result, stage = row // num_stages % 2, flow.makers[row]
             # A gradient came from a BI or from a whole backward.
             for kind in range(len(gives)):
                 if gives[kind] == result and places[kind, stage, unit] >= 0:
@@ -102,7 +110,7 @@ def _awaited(reads: Numbers, place: int, token_slice: int, unit: int, start: flo
 
 
 @kernel
-def _farthest(tables: Tables, row: Numbers, position: int, wanted: int) -> int:
+def _farthest(tables: Tables, parts: Numbers, row: Numbers, position: int, wanted: int) -> int:
     """How far towards `wanted` the op at a position may move: not past its queue, nor past ops of its own unit."""
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
@@ -114,7 +122,7 @@ def _farthest(tables: Tables, row: Numbers, position: int, wanted: int) -> int:
         if other // num_units % num_stages == stage:
             other_kind = other // num_units // num_stages
             # A whole backward stands in the queue of input gradients, and in that of weight gradients.
-            same_queue = tables.flow.parts[other_kind] & tables.flow.parts[kind] > 0
+            same_queue = parts[other_kind] & parts[kind] > 0
             if same_queue or other % num_units == op % num_units:
                 break
         position += step
@@ -133,7 +141,14 @@ def _move(row: Numbers, position: int, target: int) -> None:
 
 @kernel
 def _anneal(
-    tables: Tables, limit: float, rows: Numbers, lengths: Numbers, best: Numbers, num_moves: int, seed: int
+    tables: Tables,
+    flow: DataFlow,
+    limit: float,
+    rows: Numbers,
+    lengths: Numbers,
+    best: Numbers,
+    num_moves: int,
+    seed: int,
 ) -> float:
     np.random.seed(seed)
     num_stages, num_token_slices = tables.times.shape[1:]
@@ -145,10 +160,10 @@ def _anneal(
         for position in range(lengths[rank]):
             op = rows[rank, position]
             places[op // num_units // num_stages, op // num_units % num_stages, op % num_units] = position
-    shortest = makespan = replay_rows(tables, rows, lengths, starts, ends, ready)
+    shortest = makespan = replay_rows(tables, flow, rows, lengths, starts, ends, ready)
     best[:] = rows
     path = np.zeros((rows.size, 2), np.int64)
-    length = _critical_path(tables, rows, lengths, starts, ends, ready, places, path)
+    length = _critical_path(tables, flow, rows, lengths, starts, ends, ready, places, path)
     for number in range(num_moves):
         temperature = makespan * HOT * (COLD / HOT) ** (number / num_moves)
         drawn = np.random.randint(length)
@@ -157,13 +172,13 @@ def _anneal(
         if np.random.random() < 0.5:
             distance = -distance
         wanted = min(max(position + distance, 0), lengths[rank] - 1)
-        target = _farthest(tables, rows[rank], position, wanted)
+        target = _farthest(tables, flow.parts, rows[rank], position, wanted)
         if target == position:
             continue
         _move(rows[rank], position, target)
         changed = UNKNOWN
-        if peak_of_row(tables, rows[rank], lengths[rank]) <= limit:
-            changed = replay_rows(tables, rows, lengths, starts, ends, ready)
+        if peak_of_row(tables, flow.live_change, rows[rank], lengths[rank]) <= limit:
+            changed = replay_rows(tables, flow, rows, lengths, starts, ends, ready)
         if changed > makespan - temperature * np.log(1 - np.random.random()):
             _move(rows[rank], target, position)
             continue
@@ -171,7 +186,7 @@ def _anneal(
         for place in range(min(position, target), max(position, target) + 1):
             op = rows[rank, place]
             places[op // num_units // num_stages, op // num_units % num_stages, op % num_units] = place
-        length = _critical_path(tables, rows, lengths, starts, ends, ready, places, path)
+        length = _critical_path(tables, flow, rows, lengths, starts, ends, ready, places, path)
         if makespan < shortest:
             shortest = makespan
             best[:] = rows

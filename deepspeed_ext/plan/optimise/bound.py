@@ -71,7 +71,7 @@ def _in_order(problem: SchedulingProblem) -> Iterator[_Key]:
 
 def _one_micro_batch(problem: SchedulingProblem) -> Iterator[_Key]:
     """Ops of the first micro-batch, each after all that it reads."""
-    shape, flow = problem.shape, problem.tables.flow
+    shape, flow = problem.shape, problem.flow
     for kind in (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT):
         token_slices = range(shape.num_token_slices)[:: -1 if flow.is_reversed[kind] else 1]
         first = [_Key(kind, stage, token_slices[0]) for stage in range(shape.num_stages)]
@@ -81,7 +81,7 @@ def _one_micro_batch(problem: SchedulingProblem) -> Iterator[_Key]:
 
 def _read(problem: SchedulingProblem, key: _Key) -> Iterator[tuple[_Key, float]]:
     """Ops whose results an op reads, and how long these are on their way at least."""
-    shape, flow = problem.shape, problem.tables.flow
+    shape, flow = problem.shape, problem.flow
     kind, stage, unit = key
     for offset in flow.reads[kind * shape.num_stages + stage, unit % shape.num_token_slices].tolist():
         if offset != NOTHING:
@@ -98,13 +98,13 @@ def _before(problem: SchedulingProblem, key: _Key, room: "_Room") -> Iterator[tu
     kind, stage, unit = key
     last = problem.shape.num_token_slices - 1
     # The op before it in its queue.
-    if not problem.tables.flow.is_reversed[kind]:
+    if not problem.flow.is_reversed[kind]:
         ahead = unit - 1
     else:
         ahead = unit + 1 if unit % (last + 1) < last else unit - 2 * last - 1
     if ahead >= 0:
         yield _Key(kind, stage, ahead), 0.0
-    if problem.tables.flow.live_change[kind] > 0:
+    if problem.flow.live_change[kind] > 0:
         yield from ((earlier, 0.0) for earlier in room.makers(stage, unit))
 
 
@@ -258,7 +258,7 @@ def _area(problem: SchedulingProblem) -> float:
         if key.kind == FORWARD:
             chain[key[1:]] = 0.0
         chain += _duration(problem, key)
-        if problem.tables.flow.live_change[key.kind] < 0:
+        if problem.flow.live_change[key.kind] < 0:
             longest[key[1:]] = chain[key[1:]]
         else:
             chains[key] = chain

@@ -29,6 +29,11 @@ def kernel(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _R
         return njit(cache=False)(function)
 
 
+def _inlined(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Compile a function into its callers: a call would count references to all arrays of its `Tables`."""
+    return njit(inline="always")(function)
+
+
 @kernel
 def available_at(reads: Numbers, place: int, token_slice: int, unit: int, ready: Numbers) -> float:
     """Return when all that an op reads is there; at least UNKNOWN if some of it has not been made.
@@ -45,11 +50,13 @@ def available_at(reads: Numbers, place: int, token_slice: int, unit: int, ready:
         offset = reads[place, token_slice, number]
         if offset == NOTHING:
             break
-        time = max(time, ready[offset + unit])
+        there = ready[offset + unit]
+        if there > time:
+            time = there
     return time
 
 
-@kernel
+@_inlined
 def hand_over(tables: Tables, result: int, stage: int, token_slice: int, unit: int, end: float, ready: Numbers) -> int:
     """Bring a result to the stage that reads it, as `simulate.simulate` does; return that stage's rank, or -1.
 
@@ -63,9 +70,9 @@ def hand_over(tables: Tables, result: int, stage: int, token_slice: int, unit: i
         ready: [4 N x units] when each result is there, as in `DataFlow`; written.
     """
     num_stages = len(tables.rank_of)
-    num_units = len(ready) // (4 * num_stages)
+    num_units = tables.num_micro_batches * tables.times.shape[2]
     ready[(result * num_stages + stage) * num_units + unit] = end
-    reader = tables.flow.reader[result, stage]
+    reader = tables.reader[result, stage]
     if reader < 0:
         return -1
     channel = tables.channel[result, stage]

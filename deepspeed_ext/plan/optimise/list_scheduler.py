@@ -15,7 +15,7 @@ and be given up, and after it k + 1: some op can always run (the banker's algori
 import numpy as np
 
 from deepspeed_ext.plan.optimise.kernel import UNKNOWN, available_at, hand_over, kernel
-from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, SchedulingProblem, Tables
+from deepspeed_ext.plan.optimise.problem import ROUNDING, DataFlow, Numbers, SchedulingProblem, Tables
 
 
 def list_schedule(problem: SchedulingProblem, priorities: Numbers, patience: float) -> tuple[float, Numbers]:
@@ -31,7 +31,7 @@ def list_schedule(problem: SchedulingProblem, priorities: Numbers, patience: flo
     """
     num_ops = problem.num_ops
     orders = np.zeros((problem.shape.num_ranks, num_ops // problem.shape.num_ranks), np.int64)
-    makespan = _fill(problem.tables, problem.memory_limit + ROUNDING, priorities, patience, orders)
+    makespan = _fill(problem.tables, problem.flow, problem.memory_limit + ROUNDING, priorities, patience, orders)
     assert makespan < UNKNOWN, "room is reserved for the oldest micro-batch, so some op can always run"
     return makespan, orders
 
@@ -117,12 +117,12 @@ def _held_after(tables: Tables, rank: int, oldest: int, forwards: Numbers) -> fl
 
 
 @kernel
-def _fill(tables: Tables, limit: float, priorities: Numbers, patience: float, orders: Numbers) -> float:
+def _fill(tables: Tables, flow: DataFlow, limit: float, priorities: Numbers, patience: float, orders: Numbers) -> float:
     num_ranks, num_model_chunks = tables.stages.shape
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
     whole = tables.activation.sum() * num_model_chunks
-    is_reversed, live_change = tables.flow.is_reversed, tables.flow.live_change
+    is_reversed, live_change = flow.is_reversed, flow.live_change
     done = np.zeros((3, num_stages), np.int64)
     ready = np.full(4 * num_stages * num_units, UNKNOWN)
     tables.free[:] = 0.0
@@ -140,7 +140,7 @@ def _fill(tables: Tables, limit: float, priorities: Numbers, patience: float, or
             if stale[each]:
                 stale[each] = False
                 next_start[each], next_kind[each], next_model_chunk[each] = _next_op(
-                    tables.flow.reads,
+                    flow.reads,
                     is_reversed,
                     live_change,
                     tables.activation,
@@ -176,7 +176,7 @@ def _fill(tables: Tables, limit: float, priorities: Numbers, patience: float, or
                 behind = min(behind, done[kind, tables.stages[rank, model_chunk]])
             oldest[rank] = behind // num_token_slices
             reserved[rank] = _held_after(tables, rank, oldest[rank], done[kind])
-        result = tables.flow.gives[kind]
+        result = flow.gives[kind]
         if result >= 0:
             reader = hand_over(tables, result, stage, token_slice, unit, clock[rank], ready)
             if reader >= 0:

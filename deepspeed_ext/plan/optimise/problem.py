@@ -43,13 +43,11 @@ class DataFlow(NamedTuple):
 
     reads: Numbers
     """[4 N, S, K] by kind and stage, and token slice: where an op of unit 0 finds in `ready` what it reads; of another
-    unit, so many places further. NOTHING fills up behind."""
+    unit, so many places further. NOTHING fills up behind. K is the most that any kind of op reads."""
     makers: Numbers
     """[4 N] stage that makes the results of each row of `ready`."""
     gives: Numbers
     """[4] result of each kind of op; -1 where nothing reads it."""
-    reader: Numbers
-    """[2, N] stage that reads the result of another; -1 if none does."""
     parts: Numbers
     """[4] bits of the kinds F, BI and BW that an op computes."""
     is_reversed: Numbers
@@ -75,12 +73,10 @@ class DataFlow(NamedTuple):
                     found.append(row * num_units + token_slices)
             reads[number * num_stages + stage, token_slice, : len(found)] = found
         given = [result(Op(kind, 0, 0, 0)).kind for kind in KINDS]
-        readers = [[reading_stage(Op(kind, stage, 0, 0), shape) for stage in range(num_stages)] for kind in RESULTS]
         return cls(
             reads,
             makers,
             np.array([RESULTS.index(kind) if kind in RESULTS else -1 for kind in given], np.int64),
-            np.array([[-1 if stage is None else stage for stage in row] for row in readers], np.int64),
             np.array(
                 [sum(1 << KINDS.index(part.kind) for part in parts(Op(kind, 0, 0, 0))) for kind in KINDS], np.int64
             ),
@@ -102,7 +98,8 @@ class Tables(NamedTuple):
     """
 
     num_micro_batches: int
-    flow: DataFlow
+    reader: Numbers
+    """[2, N] stage that reads the result of another; -1 if none does."""
     rank_of: Numbers
     """[N] rank of each stage."""
     stages: Numbers
@@ -132,6 +129,7 @@ class SchedulingProblem:
         memory_limit: activations of one micro-batch that a rank may hold; infinite if there is none.
         is_split: whether backwards may be in two parts: the costs tell weight gradients apart.
         tables: the same as arrays.
+        flow: what ops read and keep alive, as arrays.
     """
 
     shape: PipelineShape
@@ -140,6 +138,7 @@ class SchedulingProblem:
     memory_limit: float
     is_split: bool
     tables: Tables
+    flow: DataFlow
 
     @classmethod
     def of(
@@ -172,7 +171,8 @@ class SchedulingProblem:
             )
         shares = tuple(length / sum(lengths) for length in lengths)
         limit = inf if memory_limit is None else memory_limit
-        return cls(shape, costs, shares, limit, costs.weight_gradient is not None, _tables(shape, costs, shares))
+        is_split, tables = costs.weight_gradient is not None, _tables(shape, costs, shares)
+        return cls(shape, costs, shares, limit, is_split, tables, DataFlow.of(shape))
 
     @property
     def num_units(self) -> int:
@@ -228,10 +228,14 @@ def _tables(shape: PipelineShape, costs: OpCosts, shares: Sequence[float]) -> Ta
     sending = np.zeros((2, shape.num_stages, shape.num_token_slices))
     latency = np.zeros((2, shape.num_stages))
     numbers: dict[Channel, int] = {}
-    flow = DataFlow.of(shape)
+    reader = np.full((2, shape.num_stages), -1, np.int64)
     for number, kind in enumerate(RESULTS):
-        for stage, target in enumerate(flow.reader[number].tolist()):
-            if target < 0 or rank_of[target] == rank_of[stage]:
+        for stage in range(shape.num_stages):
+            target = reading_stage(Op(kind, stage, 0, 0), shape)
+            if target is None:
+                continue
+            reader[number, stage] = target
+            if rank_of[target] == rank_of[stage]:
                 continue
             way = Channel(rank_of[stage], rank_of[target], kind)
             channel[number, stage] = numbers.setdefault(way, len(numbers))
@@ -240,7 +244,7 @@ def _tables(shape: PipelineShape, costs: OpCosts, shares: Sequence[float]) -> Ta
             sending[number, stage] = [costs.sending_time(boundary, at) for at in range(shape.num_token_slices)]
     return Tables(
         shape.num_micro_batches,
-        flow,
+        reader,
         np.array(rank_of, np.int64),
         np.array([list(shape.stages_of(rank)) for rank in range(shape.num_ranks)], np.int64),
         np.array(times, np.float64),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepspeed_ext.plan.optimise.kernel import UNKNOWN, available_at, hand_over, kernel
-from deepspeed_ext.plan.optimise.problem import ROUNDING, Numbers, SchedulingProblem, Tables
+from deepspeed_ext.plan.optimise.problem import ROUNDING, DataFlow, Numbers, SchedulingProblem, Tables
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ def replay(problem: SchedulingProblem, orders: NumberedOrders) -> float:
     """
     starts, ends = np.zeros(orders.rows.shape), np.zeros(orders.rows.shape)
     ready = np.zeros(4 * problem.shape.num_stages * problem.num_units)
-    makespan = replay_rows(problem.tables, orders.rows, orders.lengths, starts, ends, ready)
+    makespan = replay_rows(problem.tables, problem.flow, orders.rows, orders.lengths, starts, ends, ready)
     return makespan if makespan < UNKNOWN else np.inf
 
 
@@ -60,7 +60,10 @@ def peaks(problem: SchedulingProblem, orders: NumberedOrders) -> Numbers:
         orders: of all ranks.
     """
     return np.array(
-        [peak_of_row(problem.tables, orders.rows[rank], orders.lengths[rank]) for rank in range(len(orders.rows))]
+        [
+            peak_of_row(problem.tables, problem.flow.live_change, row, length)
+            for row, length in zip(orders.rows, orders.lengths, strict=True)
+        ]
     )
 
 
@@ -75,11 +78,12 @@ def keeps_limit(problem: SchedulingProblem, orders: NumberedOrders) -> bool:
 
 
 @kernel
-def peak_of_row(tables: Tables, row: Numbers, length: int) -> float:
+def peak_of_row(tables: Tables, live_change: Numbers, row: Numbers, length: int) -> float:
     """Return the most that one rank holds, in activations of one micro-batch.
 
     Args:
         tables: of the problem.
+        live_change: [4] as in `DataFlow`.
         row: [longest] ops of the rank.
         length: how many.
     """
@@ -87,7 +91,7 @@ def peak_of_row(tables: Tables, row: Numbers, length: int) -> float:
     per_kind = num_stages * tables.num_micro_batches * num_token_slices
     held = peak = 0.0
     for position in range(length):
-        change = tables.flow.live_change[row[position] // per_kind]
+        change = live_change[row[position] // per_kind]
         held += change * tables.activation[row[position] % num_token_slices]
         peak = max(peak, held)
     return peak
@@ -95,12 +99,13 @@ def peak_of_row(tables: Tables, row: Numbers, length: int) -> float:
 
 @kernel
 def replay_rows(
-    tables: Tables, rows: Numbers, lengths: Numbers, starts: Numbers, ends: Numbers, ready: Numbers
+    tables: Tables, flow: DataFlow, rows: Numbers, lengths: Numbers, starts: Numbers, ends: Numbers, ready: Numbers
 ) -> float:
     """Simulate orders.
 
     Args:
         tables: of the problem.
+        flow: of the problem.
         rows: [P, longest] ops of each rank.
         lengths: [P] how many.
         starts: [P, longest] becomes the start of each op.
@@ -113,7 +118,7 @@ def replay_rows(
     num_ranks = len(rows)
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
-    reads, gives = tables.flow.reads, tables.flow.gives
+    reads, gives = flow.reads, flow.gives
     ready[:] = UNKNOWN
     tables.free[:] = 0.0
     clock = np.zeros(num_ranks)

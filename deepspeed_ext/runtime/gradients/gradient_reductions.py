@@ -1,8 +1,8 @@
 """Sums gradients over the replicas of the model while the last backward of the iteration is still running.
 
-The plan says which op completes the gradients of a stage (`plan.reductions`). Autograd runs that op's backward layer by
-layer, last to first, so a hook on what enters a layer tells that nothing more will be added to the gradients of that
-layer and of those behind it:
+The plan says which op completes the gradients of a stage (`plan.programs.reductions`). Autograd runs that op's
+backward layer by layer, last to first, so a hook on what enters a layer tells that nothing more will be added to the
+gradients of that layer and of those behind it:
 
     forward     embedding -x-> layer 0 -x-> layer 1     x: a hook, in the forward of the token slice that comes last
     backward    layer 1   x: sum those of layer 1   layer 0   x: those of layer 0   embedding   end: those left
