@@ -20,11 +20,16 @@ class ClosedForm(NamedTuple):
 
 
 def closed_form(schedule: str, shape: PipelineShape, costs: OpCosts) -> ClosedForm | None:
-    """The bubble ratio of a schedule, if it has a closed form for this shape and these costs.
+    """Return the bubble ratio of a schedule, if it has a closed form for this shape and these costs.
 
     `gpipe` and `1f1b`: arXiv 2102.07988 and 2406.03488, bubble (P-1)/(MS+P-1). `interleaved`: arXiv 2104.04473 section
     2.2 for token slices, (P-1)/(VMS+P-1), if P token slices are there to fill the pipeline. `zero-bubble`: arXiv
     2401.10241 section 3 for token slices, if the three parts cost the same.
+
+    Args:
+        schedule: its name.
+        shape: extent of the pipeline.
+        costs: times of the ops.
     """
     if not _is_uniform(costs):
         return None

@@ -195,7 +195,7 @@ class SchedulingProblem:
         return 1 - float(self.work.sum()) / (self.shape.num_ranks * makespan) if makespan else 0.0
 
     def numbered(self, orders: Sequence[Sequence[Op]]) -> list[Numbers]:
-        """Ops of each rank as numbers."""
+        """Return the ops of each rank as numbers: one array of [ops] for each."""
         numbers = {kind: number for number, kind in enumerate(KINDS)}
         return [
             np.array(
@@ -211,7 +211,7 @@ class SchedulingProblem:
         ]
 
     def named(self, rows: Sequence[Numbers]) -> tuple[tuple[Op, ...], ...]:
-        """Numbers of each rank as ops."""
+        """Return the ops of each rank, of which `rows` has the numbers: one array of [ops] for each."""
         return tuple(tuple(self._op(number) for number in row.tolist()) for row in rows)
 
     def _op(self, number: int) -> Op:

@@ -27,7 +27,7 @@ class NumberedOrders:
 
     @classmethod
     def of(cls, orders: Sequence[Numbers]) -> "NumberedOrders":
-        """From one array for each rank."""
+        """Return the orders of which there is one array of [ops] for each rank."""
         lengths = np.array([len(order) for order in orders], np.int64)
         rows = np.full((len(orders), int(lengths.max())), -1, np.int64)
         for row, order in zip(rows, orders, strict=True):
@@ -35,7 +35,7 @@ class NumberedOrders:
         return cls(rows, lengths)
 
     def to_list(self) -> list[Numbers]:
-        """One array for each rank."""
+        """Return one array of [ops] for each rank."""
         return [row[:length].copy() for row, length in zip(self.rows, self.lengths, strict=True)]
 
 

@@ -68,7 +68,7 @@ class OpColumns:
         return list(map(Op, map(KINDS.__getitem__, self.kind[first:last].tolist()), *indices))
 
     def units(self, shape: PipelineShape) -> "Numbers":
-        """Number of each op's token slice, of one micro-batch on one stage."""
+        """Return the number of each op's token slice, of one micro-batch on one stage: [ops]."""
         return _unit(self.stage, self.micro_batch, self.token_slice, shape)
 
 
@@ -190,7 +190,7 @@ def _ways(shape: PipelineShape) -> "tuple[Numbers, Numbers, Numbers, int]":
 
 
 def ranks_of_stages(shape: PipelineShape) -> "Numbers":
-    """Rank that each stage is on."""
+    """Return the rank that each stage is on: [stages]."""
     import numpy as np
 
     return np.array([shape.rank_of(stage) for stage in range(shape.num_stages)])

@@ -31,7 +31,7 @@ class CutGrid:
 
     @property
     def points(self) -> Numbers:
-        """Positions at which token slices may begin or end."""
+        """Positions at which token slices may begin or end: [places]."""
         inner = np.arange(0, self.seq_length - self.granularity + 1, self.granularity)
         return np.append(inner, self.seq_length)
 

@@ -74,7 +74,7 @@ class TerapipeProblem:
     def of(
         cls, costs: Mapping[int, TokenSliceCosts], grid: CutGrid, batch_size: int, num_stages: int, num_waits: int
     ) -> "TerapipeProblem":
-        """Tabulate the times of all token slices there can be.
+        """Tabulate the times of all token slices there can be: tables of [places, places].
 
         Args:
             costs: times of token slices, by size of micro-batches in sequences.

@@ -115,6 +115,6 @@ def _table(rows: Sequence[Sequence[float]]) -> Table:
 
 
 def bounds_of(cut: TokenSlices) -> tuple[Numbers, Numbers]:
-    """First tokens and ends of a cut."""
+    """Return the first token and the end of each token slice of a cut: two arrays of [S]."""
     ends = np.cumsum(cut.lengths)
     return ends - np.array(cut.lengths), ends
