@@ -21,7 +21,7 @@ from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_s
 from megatron_terapipe.search.cost.cost_model import CostModel, TimePrediction, pipeline_shape
 from megatron_terapipe.search.cost.prediction import TimeBreakdown
 from megatron_terapipe.search.cost.rank_groups import RankGroups
-from megatron_terapipe.search.cost.simulated_time import Orders
+from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.cost.step_costs import StepCosts
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.op_times.layer_times import LayerQuery
@@ -71,7 +71,7 @@ class DeepSpeedCosts(CostModel):
         self._links: dict[tuple[object, ...], RankGroups] = {}
         self._layers: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
         self._messages_of: dict[tuple[object, ...], Messages] = {}
-        self._playing = Orders()
+        self._simulator = ScheduleSimulator()
 
     def predict_time(self, strategy: Strategy, *, activation_limit: float | None = None) -> TimePrediction:
         """Price one strategy on its real schedule; see `CostModel.predict_time`."""
@@ -79,7 +79,7 @@ class DeepSpeedCosts(CostModel):
         stages = self.stages(strategy)
         forward, backward = self._computing_s(strategy, stages)
         costs = self._with_messages(strategy, stages, forward, backward)
-        makespan = self._playing.play(strategy.schedule, shape, costs).makespan
+        makespan = self._simulator.simulate(strategy.schedule, shape, costs).makespan
         step = self.end_of_iteration(strategy)
         micro_batches, computing = shape.num_micro_batches, forward + backward
         busy = np.array(costs.forward)[:, 0] + np.array(costs.backward)[:, 0]

@@ -1,4 +1,4 @@
-"""The time of one iteration: ops of each stage, played in the schedule's order, then the optimizer step."""
+"""The time of one iteration: ops of each stage, simulated in the schedule's order, then the optimizer step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_bandwidth, transfer_s
 from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
 from megatron_terapipe.search.cost.rank_groups import GroupTopology, RankGroups
-from megatron_terapipe.search.cost.simulated_time import Orders, closed_form_of
+from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator, closed_form_of
 from megatron_terapipe.search.cost.stage_ops import (
     BACKWARD,
     FORWARD,
@@ -96,7 +96,7 @@ class CostModel:
         efficiency: HardwareEfficiency | None = None,
         op_times: OpTimes | None = None,
         precision: str = "bf16",
-        orders: Orders | None = None,
+        simulator: ScheduleSimulator | None = None,
     ) -> None:
         """Prepare.
 
@@ -107,7 +107,7 @@ class CostModel:
             efficiency: what is reached of data sheets; None = the defaults.
             op_times: times of layers; None = the roofline.
             precision: `bf16`, `fp16` or `fp32`.
-            orders: orders of schedules that other models have met; None = none.
+            simulator: keeps the orders of schedules that other models have met; None = a new one.
         """
         self.workload = workload
         self.cluster = cluster
@@ -121,7 +121,7 @@ class CostModel:
         self.prices = LayerPrices(self.counter.kinds, self.op_times, self.efficiency, self.element_bytes)
         """Prices the kinds of layers."""
         self._known_ops: dict[tuple[object, ...], Floats] = {}
-        self._orders = orders or Orders()
+        self._simulator = simulator or ScheduleSimulator()
 
     def with_efficiency(self, efficiency: HardwareEfficiency, op_times: OpTimes | None = None) -> "CostModel":
         """Return the cost model of the same model and cluster with other constants; orders of schedules are shared.
@@ -140,7 +140,7 @@ class CostModel:
             efficiency=efficiency,
             op_times=op_times,
             precision=self.precision,
-            orders=self._orders,
+            simulator=self._simulator,
         )
 
     def with_factors(self, factors: ProfileFactors) -> "CostModel":
@@ -165,7 +165,7 @@ class CostModel:
             strategy: what to price.
             activation_limit: activations that a rank may hold, as a multiple of 1F1B's peak, if it is a zero-bubble
                 order as Qi et al. (arXiv 2401.10241) find for such a limit, ZB-1p and ZB-2p; it is priced in closed
-                form. None = the schedule's own order, played.
+                form. None = the schedule's own order, simulated.
             memory_limit: activations of one micro-batch that a rank may keep under an `optimised` order; None = what
                 1f1b keeps.
             model_chunk_placement: which stages a rank owns. Ops and messages are priced as those of `looped` stages;
@@ -181,7 +181,9 @@ class CostModel:
         costs = self._costs(placed, stages)
         if activation_limit is None or strategy.schedule != "zero-bubble":
             cut = strategy.cut(self.workload.seq_length)
-            simulated = self._orders.play(strategy.schedule, shape, costs, token_slices=cut, memory_limit=memory_limit)
+            simulated = self._simulator.simulate(
+                strategy.schedule, shape, costs, token_slices=cut, memory_limit=memory_limit
+            )
         else:
             simulated = closed_form_of(shape, costs, activation_limit)
         return time_prediction(

@@ -1,4 +1,4 @@
-"""The makespan of a schedule: played op by op, or, where there are very many micro-batches, extrapolated from fewer."""
+"""The makespan of a schedule, simulated op by op; extrapolated from fewer micro-batches where there are very many."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.search.cost.closed_form import of_slowest_and_others, pipeline_time
 
 MOST_OPS = 8_000
-"""Ops that are played one by one: compiling their orders takes a few hundredths of a second, once per shape."""
+"""Ops that are simulated one by one: compiling their orders takes a few hundredths of a second, once per shape."""
 
 EFFORT = 0.02
 """Effort of finding them: within a percent of what more effort finds, in a tenth of a second."""
@@ -34,14 +34,14 @@ class SimulatedTime:
     notes: tuple[str, ...] = ()
 
 
-class Orders:
-    """Plays schedules, and keeps the orders of every shape it has met."""
+class ScheduleSimulator:
+    """Simulates schedules, and keeps the orders of every shape it has met."""
 
     def __init__(self) -> None:
         """Start with none."""
         self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
 
-    def play(
+    def simulate(
         self,
         schedule: str,
         shape: PipelineShape,
@@ -50,9 +50,9 @@ class Orders:
         token_slices: TokenSlices | None = None,
         memory_limit: float | None = None,
     ) -> SimulatedTime:
-        """Play a schedule.
+        """Return the makespan of a schedule, in the seconds of its costs.
 
-        Beyond `MOST_OPS` it is played for two smaller numbers of micro-batches, a period apart. Once the pipeline is
+        Beyond `MOST_OPS` it is simulated for two smaller numbers of micro-batches, a period apart. Once the pipeline is
         full every period takes the same time, that of the slowest rank, so the rest is a straight line.
 
         Args:

@@ -44,7 +44,7 @@ def time_prediction(
     shape: PipelineShape,
     stages: Floats,
     costs: OpCosts,
-    played: SimulatedTime,
+    simulated: SimulatedTime,
     step: StepCosts,
     *,
     layers: Floats,
@@ -57,7 +57,7 @@ def time_prediction(
         shape: of the pipeline.
         stages: [5 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
         costs: the same with messages that block; with weight gradients apart if the schedule computes them so.
-        played: how long all of them take.
+        simulated: how long all of them take.
         step: the end of the iteration, arrays of [P] seconds.
         layers: [P] layers of the first stage of each rank, whose gradients are complete last, one after the other.
         software: whether reductions travel under the last backward.
@@ -82,8 +82,8 @@ def time_prediction(
         last_op_s = np.array(costs.weight_gradient or costs.backward)[:ranks, 0]
         reduction = exposed_reduction_s(step, last_op_s, layers, drains=not split)
     blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)
-    waiting = max(played.makespan - micro_batches * float(busy[busiest]), 0.0)
-    exposed = min(max(played.makespan - played.makespan_without_transfers, 0.0), waiting)
+    waiting = max(simulated.makespan - micro_batches * float(busy[busiest]), 0.0)
+    exposed = min(max(simulated.makespan - simulated.makespan_without_transfers, 0.0), waiting)
     breakdown = TimeBreakdown(
         compute_s=micro_batches * float(computing[busiest] - reducing[busiest]),
         tensor_parallel_s=micro_batches * float(reducing[busiest]),
@@ -94,10 +94,10 @@ def time_prediction(
         optimizer_s=float(np.max(step.optimizer)),
         fixed_s=efficiency.iteration_s,
     )
-    bubble = 1 - micro_batches * float(busy.sum()) / (ranks * played.makespan)
+    bubble = 1 - micro_batches * float(busy.sum()) / (ranks * simulated.makespan)
     return TimePrediction(
         iteration_time_s=breakdown.total_s,
         bubble_ratio=max(bubble, 0.0),
         breakdown=breakdown,
-        notes=played.notes,
+        notes=simulated.notes,
     )

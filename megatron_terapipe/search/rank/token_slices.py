@@ -62,12 +62,12 @@ class ExtrapolatedSchedule:
         ranks, wanted = shape.num_ranks, shape.num_micro_batches
         ops_each = 2 * shape.num_stages * shape.num_token_slices
         fewest = max(2 * ranks, MOST_OPS // ops_each // ranks * ranks) + wanted % ranks
-        played = (wanted,) if wanted <= fewest + ranks else (fewest, fewest + ranks)
+        simulated = (wanted,) if wanted <= fewest + ranks else (fewest, fewest + ranks)
         self.num_ops = 0
-        self._rest = (wanted - played[-1]) / ranks
+        self._rest = (wanted - simulated[-1]) / ranks
         self._parts = [
             FixedSchedule(schedule, replace(shape, num_micro_batches=number), costs, transfer=transfer)
-            for number in played
+            for number in simulated
         ]
 
     def __call__(self, cut: TokenSlices) -> float:

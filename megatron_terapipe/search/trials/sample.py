@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.simulated_time import Orders
+from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.search.op_times.constants import moved
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
@@ -39,10 +39,12 @@ class Sample:
     def of(cls, trials: Sequence[Trial]) -> "Sample":
         """Take those with a time, or a time that they took at least."""
         known = tuple(one for one in trials if one.least_time_s)
-        orders = Orders()
+        simulator = ScheduleSimulator()
 
         def make(one: Trial) -> CostModel:
-            return CostModel(one.workload, one.cluster, software=one.software, precision=one.precision, orders=orders)
+            return CostModel(
+                one.workload, one.cluster, software=one.software, precision=one.precision, simulator=simulator
+            )
 
         models = models_of(known, make)
         places: dict[tuple[object, ...], list[int]] = {}

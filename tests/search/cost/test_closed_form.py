@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from megatron_terapipe.search.cost.closed_form import lower_bound, pipeline_time, total_s
-from megatron_terapipe.search.cost.simulated_time import Orders, closed_form_of
+from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator, closed_form_of
 from megatron_terapipe.search.cost.stage_ops import StageOps
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -49,7 +49,7 @@ def simulated(schedule: str, shape: PipelineShape, tables: np.ndarray) -> float:
     else:
         whole = tuple(map(tuple, (tables[1] + tables[2]).tolist()))
         costs = OpCosts(rows[0], whole)
-    return Orders().play(schedule, shape, costs).makespan
+    return ScheduleSimulator().simulate(schedule, shape, costs).makespan
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Makespans: played, and extrapolated where there are very many micro-batches."""
+"""Makespans: simulated, and extrapolated where there are very many micro-batches."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from megatron_terapipe.search.cost import simulated_time as playing
-from megatron_terapipe.search.cost.simulated_time import Orders
+from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator
 
 
 def uneven(shape: PipelineShape, seed: int = 0) -> OpCosts:
@@ -27,10 +27,10 @@ def uneven(shape: PipelineShape, seed: int = 0) -> OpCosts:
 )
 def test_the_rest_is_a_straight_line(schedule: str, shape: PipelineShape, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = uneven(shape)
-    exact = Orders().play(schedule, shape, costs)
+    exact = ScheduleSimulator().simulate(schedule, shape, costs)
     assert not exact.notes
     monkeypatch.setattr(playing, "MOST_OPS", 500)
-    extrapolated = Orders().play(schedule, shape, costs)
+    extrapolated = ScheduleSimulator().simulate(schedule, shape, costs)
     assert "extrapolated" in extrapolated.notes[0]
     assert extrapolated.makespan == pytest.approx(exact.makespan, rel=2e-3)
 
@@ -38,13 +38,13 @@ def test_the_rest_is_a_straight_line(schedule: str, shape: PipelineShape, monkey
 def test_what_transfers_take_is_apart() -> None:
     shape = PipelineShape(4, 8)
     rows = ((1.0,),) * 4
-    played = Orders().play("1f1b", shape, OpCosts(rows, rows, None, 0.5))
-    assert played.makespan_without_transfers == pytest.approx(2 * (8 + 3))
-    assert played.makespan > played.makespan_without_transfers
+    simulated = ScheduleSimulator().simulate("1f1b", shape, OpCosts(rows, rows, None, 0.5))
+    assert simulated.makespan_without_transfers == pytest.approx(2 * (8 + 3))
+    assert simulated.makespan > simulated.makespan_without_transfers
 
 
 def test_orders_that_are_found_beat_those_that_are_generated() -> None:
     shape = PipelineShape(4, 8)
     costs = uneven(shape, seed=3)
-    found = Orders().play("optimised", shape, costs).makespan
-    assert found <= min(Orders().play(name, shape, costs).makespan for name in ("1f1b", "zero-bubble"))
+    found = ScheduleSimulator().simulate("optimised", shape, costs).makespan
+    assert found <= min(ScheduleSimulator().simulate(name, shape, costs).makespan for name in ("1f1b", "zero-bubble"))
