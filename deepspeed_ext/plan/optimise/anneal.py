@@ -12,7 +12,7 @@ pipelines without memory are). Moves over the memory limit, and those that deadl
 import numpy as np
 
 from deepspeed_ext.plan.optimise.kernel import UNKNOWN, kernel
-from deepspeed_ext.plan.optimise.problem import NOTHING, ROUNDING, DataFlow, Numbers, SchedulingProblem, Tables
+from deepspeed_ext.plan.optimise.problem import ROUNDING, DataFlow, Numbers, SchedulingProblem, Tables
 from deepspeed_ext.plan.optimise.replay import NumberedOrders, peak_of_row, replay_rows
 
 HOT, COLD = 1e-3, 1e-6
@@ -84,7 +84,7 @@ def _critical_path(
         unit, stage, kind = op % num_units, op // num_units % num_stages, op // num_units // num_stages
         follows = position > 0 and ends[rank, position - 1] >= start
         awaited = _awaited(reads, op // num_units, unit % num_token_slices, unit, start, ready)
-        if awaited != NOTHING and not (follows and np.random.random() < 0.5):
+        if awaited >= 0 and not (follows and np.random.random() < 0.5):
             row, unit = awaited // num_units, awaited % num_units
             result, stage = row // num_stages % 2, flow.makers[row]
             # A gradient came from a BI or from a whole backward.
@@ -100,13 +100,14 @@ def _critical_path(
 
 @kernel
 def _awaited(reads: Numbers, place: int, token_slice: int, unit: int, start: float, ready: Numbers) -> int:
-    """Where in `ready` a result stands that came from another stage as the op started; NOTHING if there is none."""
+    """Where in `ready` a result stands that came from another stage as the op started; -1 if there is none."""
+    # Results of the own stage are first, then as many of other stages, then the row that stands for nothing.
+    half = len(ready) // (len(reads) + 1) * (len(reads) // 2)
     for number in range(reads.shape[2]):
-        offset = reads[place, token_slice, number]
-        # Results of other stages are in the second half.
-        if offset != NOTHING and offset + unit >= len(ready) // 2 and ready[offset + unit] >= start:
-            return int(offset + unit)
-    return NOTHING
+        index = reads[place, token_slice, number] + unit
+        if half <= index < 2 * half and ready[index] >= start:
+            return int(index)
+    return -1
 
 
 @kernel
@@ -154,7 +155,7 @@ def _anneal(
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
     starts, ends = np.zeros(rows.shape), np.zeros(rows.shape)
-    ready = np.zeros(4 * num_stages * num_units)
+    ready = np.zeros((4 * num_stages + 1) * num_units)
     places = np.full((4, num_stages, num_units), -1, np.int64)
     for rank in range(len(rows)):
         for position in range(lengths[rank]):

@@ -26,7 +26,6 @@ import numpy as np
 from deepspeed_ext.plan.optimise.problem import (
     FORWARD,
     INPUT_GRADIENT,
-    NOTHING,
     RESULTS,
     ROUNDING,
     WEIGHT_GRADIENT,
@@ -84,8 +83,8 @@ def _read(problem: SchedulingProblem, key: _Key) -> Iterator[tuple[_Key, float]]
     shape, flow = problem.shape, problem.flow
     kind, stage, unit = key
     for offset in flow.reads[kind * shape.num_stages + stage, unit % shape.num_token_slices].tolist():
-        if offset != NOTHING:
-            row, earlier = divmod(offset + unit, problem.num_units)
+        row, earlier = divmod(offset + unit, problem.num_units)
+        if row < len(flow.makers):
             # Results have the numbers of the kinds that make them, whole backwards being two ops here.
             result, maker = row // shape.num_stages % len(RESULTS), int(flow.makers[row])
             delay = 0.0 if maker == stage else _transfer(problem, result, maker, earlier)

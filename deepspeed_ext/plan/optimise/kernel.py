@@ -6,9 +6,10 @@ numba is imported with this file, and this file by the optimiser alone.
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import numpy as np
 from numba import njit
 
-from deepspeed_ext.plan.optimise.problem import NOTHING, Numbers, Tables
+from deepspeed_ext.plan.optimise.problem import Numbers, Tables
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -43,16 +44,13 @@ def available_at(reads: Numbers, place: int, token_slice: int, unit: int, ready:
         place: kind and stage of the op, as one number.
         token_slice: of the op.
         unit: of the op.
-        ready: [4 N x units] when each result is there.
+        ready: [(4 N + 1) x units] when each result is there.
     """
     time = 0.0
+    # Unsigned numbers: others might count from the end, and each would be looked at for that.
+    row, column = np.uintp(place), np.uintp(token_slice)
     for number in range(reads.shape[2]):
-        offset = reads[place, token_slice, number]
-        if offset == NOTHING:
-            break
-        there = ready[offset + unit]
-        if there > time:
-            time = there
+        time = max(time, ready[np.uintp(reads[row, column, np.uintp(number)] + unit)])
     return time
 
 
@@ -67,7 +65,7 @@ def hand_over(tables: Tables, result: int, stage: int, token_slice: int, unit: i
         token_slice: of the op.
         unit: of the op.
         end: of the op.
-        ready: [4 N x units] when each result is there, as in `DataFlow`; written.
+        ready: [(4 N + 1) x units] when each result is there, as in `DataFlow`; written.
     """
     num_stages = len(tables.rank_of)
     num_units = tables.num_micro_batches * tables.times.shape[2]

@@ -124,7 +124,8 @@ def _fill(tables: Tables, flow: DataFlow, limit: float, priorities: Numbers, pat
     whole = tables.activation.sum() * num_model_chunks
     is_reversed, live_change = flow.is_reversed, flow.live_change
     done = np.zeros((3, num_stages), np.int64)
-    ready = np.full(4 * num_stages * num_units, UNKNOWN)
+    ready = np.zeros((4 * num_stages + 1) * num_units)
+    ready[:-num_units] = UNKNOWN
     tables.free[:] = 0.0
     starts = np.empty((3, num_model_chunks))
     clock, held, reserved = np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks)

@@ -30,20 +30,17 @@ ROUNDING = 1e-9
 """How far sums of shares may be over the limit, in activations of one micro-batch."""
 
 
-NOTHING = np.iinfo(np.int64).min
-"""Fills up rows of what an op reads."""
-
-
 class DataFlow(NamedTuple):
     """`dependencies.DEPENDENCIES` and `ops.LIVE_CHANGE` as arrays for N stages.
 
-    Kernels keep the times at which results are there in an array `ready` of [4 N x units]. Result r of stage i has the
-    row r N + i of it where it is made; a result that stage i reads from a neighbour has row (2 + r) N + i.
+    Kernels keep the times at which results are there in an array `ready` of [(4 N + 1) x units]. Result r of stage i
+    has the row r N + i of it where it is made; a result that stage i reads from a neighbour has row (2 + r) N + i. The
+    last row stands for nothing: it is always 0.
     """
 
     reads: Numbers
     """[4 N, S, K] by kind and stage, and token slice: where an op of unit 0 finds in `ready` what it reads; of another
-    unit, so many places further. NOTHING fills up behind. K is the most that any kind of op reads."""
+    unit, so many places further. K is the most that any kind of op reads; one that reads less reads the last row."""
     makers: Numbers
     """[4 N] stage that makes the results of each row of `ready`."""
     gives: Numbers
@@ -61,7 +58,9 @@ class DataFlow(NamedTuple):
         num_stages, num_token_slices = shape.num_stages, shape.num_token_slices
         num_units = shape.num_micro_batches * num_token_slices
         width = max(len(reads_of(kind)) for kind in KINDS)
-        reads = np.full((len(KINDS) * num_stages, num_token_slices, width), NOTHING, np.int64)
+        reads = np.full(
+            (len(KINDS) * num_stages, num_token_slices, width), len(KINDS) * num_stages * num_units, np.int64
+        )
         makers = np.tile(np.arange(num_stages), 4)
         places = itertools.product(enumerate(KINDS), range(num_stages), range(num_token_slices))
         for (number, kind), stage, token_slice in places:

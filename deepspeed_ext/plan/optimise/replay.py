@@ -47,7 +47,7 @@ def replay(problem: SchedulingProblem, orders: NumberedOrders) -> float:
         orders: of all ranks.
     """
     starts, ends = np.zeros(orders.rows.shape), np.zeros(orders.rows.shape)
-    ready = np.zeros(4 * problem.shape.num_stages * problem.num_units)
+    ready = np.zeros((4 * problem.shape.num_stages + 1) * problem.num_units)
     makespan = replay_rows(problem.tables, problem.flow, orders.rows, orders.lengths, starts, ends, ready)
     return makespan if makespan < UNKNOWN else np.inf
 
@@ -110,7 +110,7 @@ def replay_rows(
         lengths: [P] how many.
         starts: [P, longest] becomes the start of each op.
         ends: [P, longest] becomes its end.
-        ready: [4 N x units] becomes the time at which each result is there, as in `DataFlow`.
+        ready: [(4 N + 1) x units] becomes the time at which each result is there, as in `DataFlow`.
 
     Returns:
         Makespan; UNKNOWN if ranks wait for each other.
@@ -119,7 +119,7 @@ def replay_rows(
     num_stages, num_token_slices = tables.times.shape[1:]
     num_units = tables.num_micro_batches * num_token_slices
     reads, gives = flow.reads, flow.gives
-    ready[:] = UNKNOWN
+    ready[:-num_units] = UNKNOWN
     tables.free[:] = 0.0
     clock = np.zeros(num_ranks)
     positions = np.zeros(num_ranks, np.int64)
