@@ -1,4 +1,4 @@
-"""Errors after eight trials of a cluster: trials that `calibrate.design` chooses beside as many at random.
+"""Errors after eight trials of a cluster: trials that `trials.design` chooses beside as many at random.
 
     python -m benchmarks.few_trials TRIALS.jsonl [--trials 8] [--rounds 6]
 

@@ -1,4 +1,4 @@
-"""Why a timeline takes as long as it does: the chain of ops and transfers that ends last, and the slack of all others.
+"""The critical path of a timeline: the chain of ops and transfers that ends last, and the slack of all others.
 
     rank 0 | [F0.0]*[F0.1]                    [B0.1] [B0.0]*
                   '--->* transfer           .--------'
@@ -42,7 +42,7 @@ class PathStep(NamedTuple):
 
     event: Span | Transfer
     reason: Reason
-    """What it waited for, which is the step before."""
+    """Kind of dependency between it and the step before."""
     idle: float
     """Time between the end of what it waited for and its start. Where times are measured: what nobody accounts for."""
 

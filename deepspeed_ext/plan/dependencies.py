@@ -46,7 +46,7 @@ DEPENDENCIES = (
 
 _BY_KIND = {kind: [dependency for dependency in DEPENDENCIES if dependency.op is kind] for kind in OpKind}
 _RECEIVED = {dependency.op: dependency for dependency in DEPENDENCIES if dependency.stage}
-"""What an op reads of another stage: one thing at most, since stages form a chain."""
+"""Result of another stage that an op reads: one thing at most, since stages form a chain."""
 _WAY = {dependency.needed: -dependency.stage for dependency in _RECEIVED.values()}
 """Where the stage is that reads a result of its neighbour, by the kind of the result."""
 

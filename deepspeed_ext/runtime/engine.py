@@ -61,7 +61,7 @@ _METHODS = {
     InstructionKind.FREE: Executor.free,
     InstructionKind.REDUCE_GRADIENTS: Executor.reduce_gradients,
 }
-"""What each instruction of a program does."""
+"""Method that carries out each instruction of a program."""
 
 
 def _executed_by(method: Callable[[Executor, Instruction], None]) -> Callable[..., None]:

@@ -14,7 +14,7 @@ class AcceptedFlag:
     """A flag that changes nothing."""
 
     reason: str
-    """Why nothing has to change."""
+    """Reason why nothing has to change."""
 
     values: tuple[str, ...] = ()
     """Values that it may take; empty if it takes none."""

@@ -34,7 +34,7 @@ class Flag:
     """Values accepted; empty if any of the type."""
 
     help: str
-    """What the flag is for."""
+    """Purpose of the flag."""
 
     option: Option
     """Other spellings, and what the field cannot say."""

@@ -26,7 +26,7 @@ TOKENIZER_SPELLINGS: Mapping[str, str] = MappingProxyType(
         "Llama2Tokenizer": "SentencePieceTokenizer",
     }
 )
-"""What Megatron and NeoX call them."""
+"""Names that Megatron and NeoX give them."""
 
 
 WeightedPrefixes = tuple[tuple[float | None, str], ...]
@@ -84,7 +84,7 @@ DEFAULT_SPLIT = "969,30,1"
 """Shares of training, validation and test."""
 
 Part = Literal["train", "valid", "test"]
-"""What samples are for."""
+"""Uses of samples."""
 
 _NUMBERS = {1: "a file", 2: "two files"}
 

@@ -13,7 +13,7 @@ class Family(Protocol):
     """An architecture of Hugging Face's library."""
 
     name: str
-    """What `model_type` calls it."""
+    """Its name in `model_type`."""
 
     def requirements(self, model: ModelConfig) -> Sequence["Requirement"]:
         """Conditions under which a model of ours can be written as one of this family."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # The solvers compile their kernels, and not every run needs 
     from megatron_terapipe.search.rank.token_slice_tables import TabulatedCosts
 
 EFFORT = 0.2
-"""Of the solvers, before a run starts: some seconds of one core, on every rank at once."""
+"""Effort of the solvers before a run starts: some seconds of one core, on every rank at once."""
 
 
 def pipeline_schedule(config: Config, data_parallel_size: int) -> Schedule:

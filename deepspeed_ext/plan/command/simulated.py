@@ -19,7 +19,7 @@ from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 
 _TOLERANCE = 1e-9
-"""Of a memory limit: shares of tokens add up to it with rounding."""
+"""Tolerance of a memory limit: shares of tokens add up to it with rounding."""
 
 
 def show_simulated(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from deepspeed_ext.plan.text_files import read_text
 from deepspeed_ext.plan.timeline import executed_order
 
 STEP_FILES = "iteration_*.json"
-"""What the trainer calls the files of measured steps."""
+"""Name of the files of measured steps that the trainer writes."""
 
 
 def read_steps(path: Path) -> list[StepRecord]:

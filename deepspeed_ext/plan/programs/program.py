@@ -37,7 +37,7 @@ class InstructionKind(StrEnum):
     COMPLETE_ACTIVATION = "complete activation"
     """Wait for a send and drop what it sent. Roughly: `sends.pop((i, m, t)).wait()`."""
     COMPLETE_GRADIENT = "complete gradient"
-    """The same for a gradient."""
+    """Wait for the send of a gradient and drop the gradient."""
     FREE = "free"
     """Empty a buffer for the next token slice. Roughly: `buffers[b] = None`."""
     REDUCE_GRADIENTS = "reduce gradients"

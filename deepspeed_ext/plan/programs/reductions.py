@@ -22,7 +22,7 @@ from deepspeed_ext.plan.programs.program import COMPUTE, PASS, SEND, Instruction
 
 _COMPLETING = (OpKind.BACKWARD, OpKind.WEIGHT_GRADIENT)
 _AT_ONCE = {*SEND.values(), *PASS.values()}
-"""What another rank waits for goes before reductions, for which only the step waits."""
+"""Instructions that go before reductions: another rank waits for them, and only the step waits for reductions."""
 
 
 class Reduction(NamedTuple):

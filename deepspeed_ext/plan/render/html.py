@@ -26,7 +26,7 @@ from deepspeed_ext.plan.timeline import Timeline
 _KINDS = {kind: number for number, kind in enumerate(OpKind)}
 _SCRIPTS = ("ops.js", "panel.js", "page.js")
 _DIGITS = 8
-"""Of times and memory, which is more than a screen can show at any zoom."""
+"""Digits of times and memory, which is more than a screen can show at any zoom."""
 
 
 @dataclass(frozen=True, slots=True)

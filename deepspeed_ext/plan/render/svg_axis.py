@@ -8,7 +8,7 @@ from deepspeed_ext.plan.render.svg_elements import GRID, SOFT, text
 
 PLOT_LEFT = 100
 _RIGHT_MARGIN = 100
-"""Of the column with the peaks."""
+"""Width of the column with the peaks."""
 
 
 class Scale(NamedTuple):

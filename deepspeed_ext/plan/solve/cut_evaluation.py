@@ -28,7 +28,7 @@ PANEL = 4
 RULES_PER_ROUND, OPS_PER_ROUND, FEWEST_RULES = 400, 3e6, 40
 """How many rules are tried when a panel is chosen: by the ops of a pipeline, but no more and no fewer than these."""
 LIST_SCHEDULE_PER_REPLAY = 5
-"""What making an order takes, in replays of it."""
+"""Cost of making an order, in replays of it."""
 
 
 class CutEvaluation(Protocol):

@@ -11,7 +11,7 @@ from deepspeed_ext.runtime.attention_kernels.cuda import capability_of
 HOPPER = 9
 """Major compute capability that its kernels are for; torch refuses calls on any other."""
 PACKAGE = "flash_attn_interface"
-"""What its installation is imported by."""
+"""Name by which its installation is imported."""
 
 
 def activate_flash_attention_3(device: torch.device) -> bool:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 PIECE_BYTES = 1 << 23
-"""Of one replica's partition, what is gathered at a time."""
+"""Part of one replica's partition that is gathered at a time."""
 
 _NAME = "all_gather_dp_groups"
-"""What DeepSpeed's optimizers call at the end of their step, each by the name in its own module."""
+"""Functions that DeepSpeed's optimizers call at the end of their step, each by the name in its own module."""
 
 
 class _Piece(NamedTuple):

@@ -49,7 +49,7 @@ class SequenceState:
         self.seed, self.sequences, self.documents = seed, tuple(sequences), documents
         self._layers: dict[int, KeyValueState] = defaultdict(lambda: KeyValueState(token_slices.seq_length))
         self.shared: dict[tuple[int, str], Any] = {}
-        """What layers share of a token slice, by its first position and a name; see `Past.once`."""
+        """Values that layers share of a token slice, by its first position and a name; see `Past.once`."""
         self.drawn = DrawnNumbers(token_slices.seq_length)
         """Random numbers of dropout."""
 

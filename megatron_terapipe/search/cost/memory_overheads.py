@@ -36,7 +36,7 @@ class MemoryOverheads:
 ON_CPU = MemoryOverheads(
     framework_bytes=0.5e9, communicator_bytes=20e6, state_factor=1.0, activation_factor=1.03, working_factor=1.0
 )
-"""Of ranks on CPUs: a process with PyTorch and DeepSpeed loaded, gloo, and malloc."""
+"""Overheads of ranks on CPUs: a process with PyTorch and DeepSpeed loaded, gloo, and malloc."""
 
 
 def default_overheads(cluster: Cluster) -> MemoryOverheads:

@@ -86,7 +86,7 @@ UNITS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         "time": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
     }
 )
-"""What one of each unit is in bytes per second, bytes, FLOP/s and seconds."""
+"""Size of each unit in bytes per second, bytes, FLOP/s and seconds."""
 
 EXAMPLES: Mapping[str, str] = MappingProxyType(
     {"bandwidth": "100 Gbit/s or 25 GB/s", "memory": "80 GiB or 16 GB", "speed": "312 TFLOP/s", "time": "5 us"}

@@ -30,7 +30,7 @@ from megatron_terapipe.search.inputs.layer import Attention, Layer, LayerKind, P
 from megatron_terapipe.search.inputs.workload import Workload
 
 MOST_LAYERS = 10_000
-"""Of a model: more would be a slip of the hand."""
+"""Most layers of a model; more would be a mistake in the file."""
 
 
 def _seconds_by_size(value: object) -> Mapping[int, float]:

@@ -2,7 +2,7 @@
 
 Layers that are alike are dealt one by one, each to the rank that is then the least loaded: the heaviest rank is as
 light as it can be, whatever stands at the ends and however fast devices are. Layers that differ need the exact program
-of `solve.stages`.
+of `rank.stage_partition`.
 """
 
 from heapq import heapify, heapreplace

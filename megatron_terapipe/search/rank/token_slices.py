@@ -98,16 +98,16 @@ NUM_SEARCHED = 2
 """Numbers of token slices that are searched further; the others keep the better of two cuts."""
 
 EFFORT = 0.04
-"""Of each of those searches, in that of `plan.solve.token_slices`."""
+"""Effort of each search, in the unit of `plan.solve.token_slices`."""
 
 SKETCHED = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75)
 """Shares of attention that cuts are balanced for, to see about what a number of token slices is worth."""
 
 OPTIMISED_EFFORT = 0.1
-"""The same for an `optimised` schedule, each cut of which takes several list schedules."""
+"""Effort for an `optimised` schedule, each cut of which takes several list schedules."""
 
 OPTIMISED_ROUNDS = 2
-"""Micro-batches of each rank with which cuts for an `optimised` schedule are judged: enough to fill and to drain."""
+"""Micro-batches of each rank with which cuts for an `optimised` schedule are compared: enough to fill and to drain."""
 
 TOLERANCE = 0.01
 """How far gpipe's cut may be from the best for gpipe, relative: it is where the search begins."""

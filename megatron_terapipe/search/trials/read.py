@@ -37,7 +37,7 @@ of plain Megatron."""
 
 
 PUBLISHED_PRECISION = "fp16"
-"""Of trials that do not say: published tables of Megatron are of fp16."""
+"""Precision of trials that name none: published tables of Megatron are of fp16."""
 
 PRECISION_BY_SECTION = (
     # "From now on the testing is happening with BF16 optimizer", says the section of that day

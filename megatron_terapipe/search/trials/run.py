@@ -24,7 +24,7 @@ WARM_UP_ITERATIONS = 3
 """Iterations that are slower than the rest: the first makes the optimizer's state, the next ones the allocator's."""
 
 MEMORY_WORDS = ("out of memory", "outofmemory", "can't allocate memory", "cannot allocate memory")
-"""What CUDA, torch's allocators and the operating system say, in small letters."""
+"""Messages of CUDA, torch's allocators and the operating system when memory runs out, in lower case."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
