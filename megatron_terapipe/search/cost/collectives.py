@@ -7,6 +7,8 @@ of the network; NCCL climbs a tree between many nodes, so that their latencies g
 Massively Scale Your Deep Learning Training with NCCL 2.4).
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,7 @@ from megatron_terapipe.search.cost.rank_groups import GroupTopology
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
 
+Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
@@ -104,3 +107,35 @@ def transfer_s(
         efficiency: constants of the hardware.
     """
     return num_bytes / transfer_bandwidth(bandwidth, crosses_nodes, efficiency) + latency_s + efficiency.transfer_s
+
+
+class Messages(NamedTuple):
+    """Messages between neighbouring stages, of B boundaries and S token slices; other arrays that broadcast will do.
+
+    Attributes:
+        num_bytes: [B, S] of the activation of one token slice.
+        bandwidth: [B] bytes per second of the link, by the data sheet.
+        latency_s: [B].
+        crosses_nodes: [B] whether it is the network.
+    """
+
+    num_bytes: Floats
+    bandwidth: Floats
+    latency_s: Floats
+    crosses_nodes: NDArray[np.bool_]
+
+
+def sending_s(sent: Messages, topology: GroupTopology, efficiency: HardwareEfficiency, *, in_parts: bool) -> Floats:
+    """Return the seconds of messages, until all tensor-parallel ranks of the next stage have them; arguments broadcast.
+
+    Args:
+        sent: the messages.
+        topology: links between tensor-parallel ranks.
+        efficiency: constants of the hardware.
+        in_parts: whether each tensor-parallel rank sends its part, which the receivers gather.
+    """
+    num_bytes, bandwidth, latency_s, crosses_nodes = sent
+    if not in_parts:
+        return np.asarray(transfer_s(num_bytes, bandwidth, latency_s, crosses_nodes, efficiency), dtype=float)
+    part = transfer_s(num_bytes / topology.size, bandwidth, latency_s, crosses_nodes, efficiency)
+    return np.asarray(part + all_gather_s(num_bytes, topology, efficiency), dtype=float)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, Placement
-from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_bandwidth, transfer_s
+from megatron_terapipe.search.cost.collectives import Messages, sending_s, transfer_bandwidth
 from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
 from megatron_terapipe.search.cost.rank_groups import GroupTopology, RankGroups
 from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator, closed_form_of
@@ -34,13 +33,12 @@ from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEffici
 from megatron_terapipe.search.op_times.layer_times import OpTimes
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
 from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.op_times.software import TERAPIPE, Software
+from megatron_terapipe.search.op_times.software import ELEMENT_BYTES, TERAPIPE, Software
 from megatron_terapipe.strategy import Strategy
 
 __all__ = [
     "SPLIT_SCHEDULES",
     "CostModel",
-    "Messages",
     "TimePrediction",
     "pipeline_shape",
 ]
@@ -49,22 +47,6 @@ Floats = NDArray[np.float64]
 
 SPLIT_SCHEDULES = ("zero-bubble", "optimised")
 """Schedules that compute the gradients of input and weights apart."""
-
-
-class Messages(NamedTuple):
-    """Messages between neighbouring stages; B boundaries, S token slices.
-
-    Attributes:
-        num_bytes: [B, S] of the activation of one token slice.
-        bandwidth: [B] bytes per second of the link, by the data sheet.
-        latency_s: [B].
-        crosses_nodes: [B] whether it is the network.
-    """
-
-    num_bytes: Floats
-    bandwidth: Floats
-    latency_s: Floats
-    crosses_nodes: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +64,22 @@ class PlacedStrategy:
     groups: RankGroups
     counts: LayerCounts
     shares: Floats
+
+    def sizes(self, start: Floats, end: Floats) -> OpSizes:
+        """Return what the ops of token slices depend on.
+
+        Args:
+            start: [T] where they begin, as shares of the sequence.
+            end: [T] where they end.
+        """
+        return OpSizes(
+            tensor_parallel_size=float(self.strategy.tensor_parallel_size),
+            micro_batch_size=float(self.strategy.micro_batch_size),
+            start=start,
+            end=end,
+            recompute=self.strategy.recompute,
+            sequence_parallel=self.strategy.sequence_parallel,
+        )
 
 
 class CostModel:
@@ -115,7 +113,7 @@ class CostModel:
         self.efficiency = efficiency or HardwareEfficiency()
         self.op_times = op_times or Roofline(self.efficiency, software, precision)
         self.precision = precision
-        self.element_bytes = 4 if precision == "fp32" else 2
+        self.element_bytes = ELEMENT_BYTES[precision]
         self.counter = LayerCounter(workload)
         """Counts the layers of stages."""
         self.prices = LayerPrices(self.counter.kinds, self.op_times, self.efficiency, self.element_bytes)
@@ -233,14 +231,7 @@ class CostModel:
     def stage_ops(self, placed: PlacedStrategy) -> Floats:
         """Return the seconds of the ops of one micro-batch, without messages: [5 parts of `StageOps`, stages, S]."""
         strategy, shares = placed.strategy, placed.shares
-        sizes = OpSizes(
-            tensor_parallel_size=float(strategy.tensor_parallel_size),
-            micro_batch_size=float(strategy.micro_batch_size),
-            start=shares[:-1],
-            end=shares[1:],
-            recompute=strategy.recompute,
-            sequence_parallel=strategy.sequence_parallel,
-        )
+        sizes = placed.sizes(shares[:-1], shares[1:])
         key = strategy.micro_batch_size, strategy.recompute, strategy.sequence_parallel, shares.tobytes()
         return self.priced_stages(placed, sizes, key=key)
 
@@ -305,21 +296,14 @@ class CostModel:
     def _sending_s(self, placed: PlacedStrategy) -> Floats:
         """[boundaries, S] seconds of one message."""
         strategy = placed.strategy
-        num_bytes, bandwidth, latency, crosses = self.messages(placed)
-        tensor = strategy.tensor_parallel_size
-        shared = self.software.shares_transfers and tensor > 1 and not strategy.sequence_parallel
-        part = num_bytes / tensor if shared else num_bytes
-        sending = np.asarray(
-            transfer_s(part, bandwidth[:, None], latency[:, None], crosses[:, None], self.efficiency), dtype=float
+        num_bytes, bandwidth, latency_s, crosses_nodes = self.messages(placed)
+        ranks = np.arange(len(num_bytes)) % strategy.pipeline_parallel_size
+        return sending_s(
+            Messages(num_bytes, bandwidth[:, None], latency_s[:, None], crosses_nodes[:, None]),
+            placed.groups.tensor.all_ranks.at(ranks[:, None]),
+            self.efficiency,
+            in_parts=self.software.shares_transfers and not strategy.sequence_parallel,
         )
-        if shared:
-            ranks = np.arange(len(num_bytes)) % strategy.pipeline_parallel_size
-            gathers = [
-                all_gather_s(row, placed.groups.tensor.at(rank), self.efficiency)
-                for row, rank in zip(num_bytes, ranks.tolist(), strict=True)
-            ]
-            sending = sending + np.array(gathers).reshape(sending.shape)
-        return sending
 
     def _costs(self, placed: PlacedStrategy, stages: Floats) -> OpCosts:
         split = placed.strategy.schedule in SPLIT_SCHEDULES

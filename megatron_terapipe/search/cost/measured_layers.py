@@ -29,7 +29,7 @@ from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
 from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.op_times.software import Software
+from megatron_terapipe.search.op_times.software import ELEMENT_BYTES, Software
 
 CLEARLY = 1.2
 """How many times the launch limit a measurement must be for its device to be the reason: where both are alike, their
@@ -309,4 +309,4 @@ def given_layers(
     ((name, node),) = nodes.items()
     roofline = Roofline(efficiency, software, precision)
     measured = MeasuredDevice(device=node.device, roofline=roofline, inside=node.inside, forward_s=by_name)
-    return MeasuredLayers(workload=workload, devices={name: measured}, element_bytes=4 if precision == "fp32" else 2)
+    return MeasuredLayers(workload=workload, devices={name: measured}, element_bytes=ELEMENT_BYTES[precision])

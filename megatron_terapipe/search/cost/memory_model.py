@@ -23,11 +23,8 @@ from megatron_terapipe.search.cost.prediction import RankMemory
 from megatron_terapipe.search.cost.state_memory import bucket_bytes, state_bytes
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.software import TERAPIPE, Software
+from megatron_terapipe.search.op_times.software import ELEMENT_BYTES, TERAPIPE, Software
 from megatron_terapipe.strategy import Strategy
-
-ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
-"""Bytes of an activation."""
 
 Floats = NDArray[np.float64]
 

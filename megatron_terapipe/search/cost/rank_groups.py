@@ -7,7 +7,7 @@ placement puts them. A node's network cards carry the traffic of every group tha
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,10 @@ class GroupTopology(NamedTuple):
     inside_latency_s: ScalarOrArray
     network_bandwidth: ScalarOrArray
     network_latency_s: ScalarOrArray
+
+    def at(self, index: Any) -> "GroupTopology":
+        """Return some of the groups: the arrays at an index of numpy, in its shape; numbers as they are, [...]."""
+        return GroupTopology(*(part if np.ndim(part) == 0 else np.asarray(part)[index] for part in self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.closed_form import of_slowest_and_others, pipeline_time
-from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_s
+from megatron_terapipe.search.cost.collectives import Messages, sending_s
 from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel
 from megatron_terapipe.search.cost.rank_groups import GroupTopology, RankKind
 from megatron_terapipe.search.cost.stage_ops import (
@@ -34,7 +34,6 @@ Floats = NDArray[np.float64]
 
 NUMBERS = (
     "tensor_parallel_size",
-    "pipeline_parallel_size",
     "micro_batch_size",
     "num_micro_batches",
     "num_token_slices",
@@ -207,17 +206,15 @@ class StrategyBatch:
         model = self.model
         if model.software.overlaps_transfers or not self.message.any():
             return ops
-        tensor = self.numbers["tensor_parallel_size"]
-        shared = model.software.shares_transfers and not self.strategy.sequence_parallel
-        part = self.message / tensor if shared else self.message
-        sending = np.asarray(transfer_s(part, self.bandwidth, self.latency, self.crosses_nodes, efficiency))
-        if shared:
-            here = self.rank_of_stage[: len(sending)], np.arange(sending.shape[1])
-            topology = GroupTopology(*(np.asarray(part)[here] for part in self.tensor))
-            sending = sending + all_gather_s(self.message, topology, efficiency)
+        columns = np.arange(ops.shape[2])
+        sending = sending_s(
+            Messages(self.message, self.bandwidth, self.latency, self.crosses_nodes),
+            self.tensor.at((self.rank_of_stage[: len(self.message)], columns)),
+            efficiency,
+            in_parts=model.software.shares_transfers and not self.strategy.sequence_parallel,
+        )
         sending = np.where(self.message > 0, sending, 0.0)
         there, back = np.zeros_like(ops[0]), np.zeros_like(ops[0])
-        columns = np.arange(ops.shape[2])
         np.add.at(there, (self.rank_of_stage[: len(sending)], columns), sending)
         # The gradient comes from the stage after; a stage that does not exist sends nothing.
         np.add.at(back, (self.rank_of_stage[1 : len(sending) + 1], columns), sending[: len(self.rank_of_stage) - 1])

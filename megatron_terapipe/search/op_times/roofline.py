@@ -10,7 +10,7 @@ from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer, Product
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, ScalarOrArray
-from megatron_terapipe.search.op_times.software import Software
+from megatron_terapipe.search.op_times.software import ELEMENT_BYTES, Software
 
 LAUNCHES = {"product": 3, "attention": 8, "norm": 1, "activation": 1, "residual": 1, "embedding": 6, "loss": 12}
 """Kernels that the forward of each part launches; a product's are itself, its bias, and casts or copies around it."""
@@ -76,7 +76,7 @@ class Roofline:
 
     @property
     def _element_bytes(self) -> int:
-        return 4 if self.precision == "fp32" else 2
+        return ELEMENT_BYTES[self.precision]
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""

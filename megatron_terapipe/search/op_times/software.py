@@ -7,6 +7,9 @@ from typing import Literal
 
 from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4})
+"""Bytes of a number that layers compute with, by precision."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:

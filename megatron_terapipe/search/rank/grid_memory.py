@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from megatron_terapipe.search.cost.activation_memory import logit_limits
 from megatron_terapipe.search.cost.layer_counts import LayerCounts
 from megatron_terapipe.search.cost.live_memory import Held
-from megatron_terapipe.search.cost.memory_model import ELEMENT_BYTES, MemoryModel
+from megatron_terapipe.search.cost.memory_model import MemoryModel
 from megatron_terapipe.search.cost.memory_overheads import Counted, total_bytes
 from megatron_terapipe.search.cost.rank_groups import RankGroups
+from megatron_terapipe.search.op_times.software import ELEMENT_BYTES
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
 
 Floats = NDArray[np.float64]

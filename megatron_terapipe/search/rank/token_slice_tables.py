@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from deepspeed_ext.plan.optimise.problem import Numbers
 from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel, PlacedStrategy
-from megatron_terapipe.search.cost.stage_ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, OpSizes
+from megatron_terapipe.search.cost.stage_ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from megatron_terapipe.strategy import Strategy
 
 
@@ -71,14 +71,7 @@ class TabulatedCosts:
         points = grid.points
         first, last = np.triu_indices(len(points), 1)
         placed = cost_model.placed(strategy)
-        sizes = OpSizes(
-            tensor_parallel_size=float(strategy.tensor_parallel_size),
-            micro_batch_size=float(strategy.micro_batch_size),
-            start=points[first] / grid.seq_length,
-            end=points[last] / grid.seq_length,
-            recompute=strategy.recompute,
-            sequence_parallel=strategy.sequence_parallel,
-        )
+        sizes = placed.sizes(points[first] / grid.seq_length, points[last] / grid.seq_length)
         # All tokens in one token slice say which device is the slowest.
         whole = int(np.flatnonzero((first == 0) & (last == len(points) - 1))[0])
         stages, kind_of_stage = _different_stages(placed)
