@@ -79,8 +79,7 @@ class OpTables:
 
     def _split(self, grid: StrategyGrid, count: int, sequence_parallel: bool) -> tuple[int, ...]:
         seq_length = self._model.workload.seq_length
-        needed = grid.tensor_parallel_size if sequence_parallel else 1
-        if count * needed > seq_length:
+        if count * grid.granularity(sequence_parallel) > seq_length:
             return (seq_length,)  # no strategy has it: another rule says so
         return grid.cut(count, sequence_parallel, seq_length) or (seq_length,)
 

@@ -184,8 +184,8 @@ def solve_cut(
         found[count] = solver.searched(count, found[count])
     if counts is None and (best := _most_promising(found)):
         beside = [count for count in (best[0] - 1, best[0] + 1) if count > 1 and count not in found]
-        for count, predict_one in solver.simulated(beside).items():
-            found[count] = solver.searched(count, predict_one)
+        for count, judged in solver.simulated(beside).items():
+            found[count] = solver.searched(count, judged)
     priced = [solver.priced(found[count].cut) for count in sorted(found)]
     best_cut = min(priced, key=lambda cut: cut.iteration_time_s)
     return SolvedCut(best_cut.token_slices, best_cut.iteration_time_s, tuple(priced))
@@ -231,8 +231,7 @@ def places_to_cut(seq_length: int, strategy: Strategy, count: int, granularity: 
         count: number of token slices.
         granularity: tokens that lengths are multiples of; None = as the trainer's own cuts.
     """
-    needed = strategy.tensor_parallel_size if strategy.sequence_parallel else 1
-    step = granularity or granularity_of(seq_length, count, needed)
+    step = granularity or granularity_of(seq_length, count, strategy.granularity)
     times = min(-(-seq_length // (step * MOST_POINTS)), seq_length // (4 * count * step))
     step *= max(times, 1)
     return CutGrid(seq_length, step, step)
@@ -304,15 +303,15 @@ class _Solver:
             except PlanError as error:
                 self.refusal = f" ({error})"
                 continue
-            predict_one = (_Judged(cut, evaluation(cut)) for cut in sorted(cuts, key=str))
-            found[count] = min(predict_one, key=lambda one: one.makespan)
+            judged = (_Judged(cut, evaluation(cut)) for cut in sorted(cuts, key=str))
+            found[count] = min(judged, key=lambda one: one.makespan)
         return found
 
     def searched(self, count: int, simulated: _Judged) -> _Judged:
         """The best of a search; never worse than what is known."""
         effort = EFFORT if self._schedule else OPTIMISED_EFFORT
         solved = search_cuts(self._grid(count), count, self._evaluation(count), effort)
-        return min(simulated, _Judged(solved.cut, solved.makespan), key=lambda predict_one: predict_one.makespan)
+        return min(simulated, _Judged(solved.cut, solved.makespan), key=lambda one: one.makespan)
 
     def priced(self, cut: TokenSlices) -> PricedCut:
         """With all that an iteration takes."""

@@ -11,7 +11,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS
 
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+NUMBERS_OF_TOKEN_SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of token slices that are tried."""
 
 
@@ -79,7 +79,9 @@ def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | No
             return _divisors(problem.global_batch_size)
         case Tried.COUNTS_OF_TOKEN_SLICES:
             workload = problem.workload
-            return tuple(count for count in COUNTS if count <= workload.seq_length) if workload.can_cut_tokens else (1,)
+            if not workload.can_cut_tokens:
+                return (1,)
+            return tuple(count for count in NUMBERS_OF_TOKEN_SLICES if count <= workload.seq_length)
         case values:
             return values
 

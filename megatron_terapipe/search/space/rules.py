@@ -142,7 +142,7 @@ def _can_cut(grid: StrategyGrid, problem: SearchProblem, count: int) -> str | No
 
 
 def _token_slices(grid: StrategyGrid, problem: SearchProblem, count: int, sequence_parallel: bool) -> str | None:
-    seq_length, size = problem.workload.seq_length, grid.tensor_parallel_size if sequence_parallel else 1
+    seq_length, size = problem.workload.seq_length, grid.granularity(sequence_parallel)
     if count * size > seq_length:
         each = f" of at least {size} tokens, one for each tensor-parallel rank," if size > 1 else ""
         return f"{count} token slices{each} are too many for {seq_length} tokens"

@@ -185,6 +185,10 @@ class StrategyGrid:
         values["token_slices"] = self.cut(count, parallel, problem.workload.seq_length)
         return Strategy(**values)
 
+    def granularity(self, sequence_parallel: bool) -> int:
+        """Return the tokens of which every token slice needs a multiple; see `Strategy.granularity`."""
+        return self.tensor_parallel_size if sequence_parallel else 1
+
     def cut(self, num_token_slices: int, sequence_parallel: bool, seq_length: int) -> tuple[int, ...] | None:
         """Return the lengths in tokens of the token slices of a strategy of this grid; None for whole sequences.
 
@@ -197,6 +201,5 @@ class StrategyGrid:
             return self.lengths
         if num_token_slices == 1:
             return None
-        needed = self.tensor_parallel_size if sequence_parallel else 1
-        granularity = granularity_of(seq_length, num_token_slices, needed)
+        granularity = granularity_of(seq_length, num_token_slices, self.granularity(sequence_parallel))
         return TokenSlices.uniform(seq_length, num_token_slices, granularity=granularity).lengths

@@ -26,7 +26,7 @@ def calibrated_slopes(
     """[n, p] slopes of the logarithm of each time in that of each constant, as `calibration.intervals` counts them.
 
     Args:
-        calibration: of efficiency, or of factors on a profile.
+        calibration: fitted constants of the hardware, or factors on a profile.
         model: prices the strategies with it.
         strategies: n of them.
     """

@@ -83,7 +83,7 @@ class Intervals:
 
 
 def uncalibrated(prior: Prior[Any] | None = None) -> Intervals:
-    """Return intervals before any trial was seen: as wide as the prior is, that of the efficiency if it is None."""
+    """Return intervals before any trial was seen: as wide as the prior; None = that of `HardwareEfficiency`."""
     prior = prior or Prior.of(HardwareEfficiency())
     return Intervals(
         coverage=COVERAGE,
