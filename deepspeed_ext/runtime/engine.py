@@ -26,6 +26,7 @@ from deepspeed_ext.plan.programs.reductions import completing_ops
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
+from deepspeed_ext.runtime.batches.batch_loss import batch_loss
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.executor import BatchPlan, Executor
 from deepspeed_ext.runtime.gradients.accumulated_gradients import OptimizerGradients
@@ -128,11 +129,13 @@ class TokenSlicePipelineEngine(PipelineEngine):
             finalize(self, self._watch.end)
         self._reductions = gradient_reductions(self) if overlap_grad_reduce else None
         self._gathers = parameter_gathers(self) if overlap_param_gather else None
+        self._loss = batch_loss(self)
         self._executor = Executor(
             self.module,
             self._links,
             self.device,
-            next_batch=self._next_batch,
+            next_batch=lambda: self._loss.take(self._next_batch),
+            loss=self._loss,
             loss_scale=self._loss_scale,
             around=self._around,
             ledger=self._ledger,
@@ -228,7 +231,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         losses = [loss for _, loss in sorted(live.losses.items())]
         result: Any = losses or None
         if compute_loss and reduce_output == "avg":
-            result = self._mean_over_replicas(sum(losses) / num_micro_batches if losses else None, bcast_loss)
+            result = self._loss.mean(sum(losses) / num_micro_batches if losses else None, broadcast=bcast_loss)
         if return_output_label:
             return (result, *live.outputs_and_labels(token_slices))
         return (result, live.outputs_by_micro_batch(token_slices) or None) if return_logits else result
@@ -242,6 +245,10 @@ class TokenSlicePipelineEngine(PipelineEngine):
     def reads_data(self) -> bool:
         """Whether this rank reads what the data iterator yields."""
         return self.stage_id in self.module.reading_ranks
+
+    def num_loss_tokens(self) -> float:
+        """Tokens that bore loss in the last batch, where the module counts them; every rank must ask."""
+        return self._loss.num_tokens()
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Read from another iterator, on the ranks that read any."""
@@ -282,6 +289,11 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     def _inference_schedule(self, micro_batches: int) -> ProgramSchedule:
         return self._programs.evaluation(micro_batches)
+
+    def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
+        count = self.module.loss_tokens if self._executor.plan.computes_loss else None
+        self._loss.read_ahead(pipe_schedule.shape.num_micro_batches, self._next_batch, count)
+        super()._exec_schedule(pipe_schedule)
 
     def _begin(self, schedule: ProgramSchedule, token_slices: TokenSlices, rows: int, **settings: bool) -> None:
         # All that shapes of activations depend on, so that those of one batch are never taken for those of another.
@@ -350,25 +362,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     def _aggregate_total_loss(self) -> Tensor:
         losses = self._executor.live.losses.values()
-        return self._mean_over_replicas(sum(losses) / self.micro_batches if losses else None)
+        return self._loss.mean(sum(losses) / self.micro_batches if losses else None)
 
     # ------------------------------------------------------------------ parts of the above
-
-    def _mean_over_replicas(self, loss: Tensor | None, broadcast: bool = True) -> Tensor | None:
-        """Mean over data-parallel ranks of a scalar of the last stage, given to every rank in its own precision."""
-        if loss is None:
-            dtype = torch.promote_types(next(self.module.parameters()).dtype, torch.float32)
-            loss = torch.zeros((), dtype=dtype, device=self.device)
-        loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-        if self.computes_loss:
-            dist.all_reduce(loss, group=self.grid.get_data_parallel_group())
-            loss /= self.dp_world_size
-        if not broadcast:
-            return loss if self.computes_loss else None
-        if self.is_pipe_parallel:
-            source = self.grid.stage_to_global(self.module.pipeline.rank_of(self.module.pipeline.last_stage))
-            dist.broadcast(loss, src=source, group=self.grid.get_pipe_parallel_group())
-        return loss
 
     @contextmanager
     def _around(self, op: Op) -> Iterator[None]:

@@ -19,6 +19,7 @@ from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.program import Instruction
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batches.batch import detached, parts_on_device, to_device
+from deepspeed_ext.runtime.batches.batch_loss import BatchLoss
 from deepspeed_ext.runtime.batches.live_batch import Buffer, LiveBatch
 from deepspeed_ext.runtime.gradients.gradient_reductions import Entering, GradientReductions
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
@@ -63,6 +64,7 @@ class Executor:
         links: connections to other ranks.
         device: device of the tensors.
         next_batch: gives the next micro-batch.
+        loss: knows the weights of micro-batches.
         loss_scale: scales the loss of a token slice before backward.
         around: surrounds the computing of each op.
         ledger: is told of waits.
@@ -77,6 +79,7 @@ class Executor:
         device: torch.device,
         *,
         next_batch: Callable[[], Any],
+        loss: BatchLoss,
         loss_scale: Callable[[Tensor], Tensor],
         around: Around,
         ledger: OpLedger,
@@ -84,7 +87,7 @@ class Executor:
         gathers: ParameterGathers | None = None,
     ) -> None:
         self._module, self._links, self._device = module, links, device
-        self._next_batch, self._loss_scale, self._around = next_batch, loss_scale, around
+        self._next_batch, self._batch_loss, self._loss_scale, self._around = next_batch, loss, loss_scale, around
         self._ledger, self._reductions, self._gathers = ledger, reductions, gathers
         self._stages = list(module.pipeline.stages_of(module.stage_id))
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
@@ -320,7 +323,7 @@ class Executor:
             loss = loss_fn(outputs, **to_device(labels, self._device))
         else:
             loss = loss_fn(outputs, part.labels)
-        loss = loss * part.loss_weight
+        loss = self._batch_loss.weigh(loss * part.loss_weight, op.micro_batch)
         self.live.add_loss(op.micro_batch, loss)
         if self.plan.training and not loss.requires_grad:
             raise UserError(

@@ -18,6 +18,7 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batches.batch import SplitBatch, split_along_sequence
+from deepspeed_ext.runtime.batches.batch_loss import CountLossTokens
 from deepspeed_ext.runtime.batches.data_entries import DataEntries
 from deepspeed_ext.runtime.batches.forward_arguments import ForwardArguments
 from deepspeed_ext.runtime.channels import MessageSpec
@@ -49,6 +50,8 @@ class TokenSlicePipelineModule(PipelineModule):
         num_model_chunks: stages that each pipeline rank owns.
         placement: which stages a rank owns.
         split_batch: cuts what the data iterator yields for one micro-batch.
+        loss_tokens: counts the tokens of a micro-batch that bear loss. Given, the loss of a batch is the mean over all
+            of them on all replicas; else that of the micro-batches' losses.
         data_entries: names of the entries, where the data is a dict. Only needed where a layer takes one by an argument
             with a default, on a stage that would not read the data otherwise.
         documents: reads off what the data iterator yields where its documents begin, which keeps them apart in
@@ -79,6 +82,7 @@ class TokenSlicePipelineModule(PipelineModule):
         num_model_chunks: int = 1,
         placement: Placement = Placement.LOOPED,
         split_batch: SplitBatch = split_along_sequence,
+        loss_tokens: CountLossTokens | None = None,
         data_entries: Collection[str] | None = None,
         documents: Callable[[Any], Documents] | None = None,
         activation_spec: ActivationSpec | None = None,
@@ -138,7 +142,7 @@ class TokenSlicePipelineModule(PipelineModule):
                 dynamic_shape=dynamic_shape,
             )
         self.token_slices = token_slices
-        self.split_batch = split_batch
+        self.split_batch, self.loss_tokens = split_batch, loss_tokens
         self.output_fn = output_fn
         self.documents = documents
         self.activation_spec = activation_spec

@@ -3,8 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
+from megatron_terapipe.config.data_paths import (
+    DEFAULT_SPLIT,
+    PARTS,
+    Part,
+    WeightedPrefixes,
+    read_data_arguments,
+    read_data_arguments_by_part,
+    read_split,
+    read_weighted_prefixes,
+)
 from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, flag, option, resolve
 from megatron_terapipe.errors import ConfigError
 
@@ -28,63 +37,6 @@ TOKENIZER_SPELLINGS: Mapping[str, str] = MappingProxyType(
 )
 """Names that Megatron and NeoX give them."""
 
-
-WeightedPrefixes = tuple[tuple[float | None, str], ...]
-"""Prefixes of preprocessed data, each with its weight; all weights None where none is given."""
-
-
-def read_weighted_prefixes(flag: str, words: tuple[str, ...]) -> WeightedPrefixes:
-    """Return each prefix with its weight; all weights None if none is given.
-
-    Args:
-        flag: where the words were given, for messages.
-        words: prefixes, or pairs of a weight and a prefix.
-
-    Raises:
-        ConfigError: if there is no prefix, or not all have a positive weight.
-    """
-    if len(words) == 1:  # A prefix may look like a number, as 2024 does.
-        return ((None, words[0]),)
-    weights = [_number(word) for word in words]
-    if words and not any(weight is not None for weight in weights):
-        return tuple((None, prefix) for prefix in words)
-    pairs = tuple(zip(weights[::2], words[1::2], strict=False))
-    paired = len(words) % 2 == 0 and all(weight is None for weight in weights[1::2])
-    if not words or not paired or not all(weight is not None and 0 < weight < 1e30 for weight, _ in pairs):
-        raise ConfigError(
-            f"{flag} {' '.join(words) or '(nothing)'} is neither prefixes nor pairs of a positive weight "
-            "and a prefix: write it as 0.3 wiki 0.7 books"
-        )
-    return pairs
-
-
-def read_split(split: str) -> tuple[float, float, float]:
-    """Return the shares of the data for training, validation and test; they sum to 1.
-
-    Raises:
-        ConfigError: if `split` is not up to three numbers of which the first is positive.
-    """
-    numbers = [_number(part) for part in split.split(",")]
-    shares = [number for number in numbers if number is not None and 0 <= number < 1e30]
-    if len(shares) != len(numbers) or len(shares) > 3 or not shares[0] > 0:
-        raise ConfigError(f"--split {split} is not three shares, the first above 0: write it as 969,30,1")
-    total = sum(shares)
-    train, valid, test, *_ = (share / total for share in (*shares, 0.0, 0.0))
-    return train, valid, test
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-DEFAULT_SPLIT = "969,30,1"
-"""Shares of training, validation and test."""
-
-Part = Literal["train", "valid", "test"]
-"""Uses of samples."""
 
 _NUMBERS = {1: "a file", 2: "two files"}
 
@@ -117,6 +69,14 @@ class DataConfig:
 
     test_data_path: tuple[str, ...] | None = option(None, metavar="PATH")
     """Data for testing, with `--train-data-path`."""
+
+    data_args_path: str | None = option(None, metavar="FILE")
+    """File of what would follow `--data-path`, for blends of many prefixes: words, with spaces or new lines between
+    them."""
+
+    per_split_data_args_path: str | None = option(None, metavar="FILE")
+    """JSON file of what would follow `--train-data-path` and its two relatives: an object with the keys `train`,
+    `valid` and `test`, and a string or a list of words under each."""
 
     data_cache_path: str | None = option(None, metavar="DIR|none")
     """Directory for the shuffled order of documents and samples. The next start reads it, and the ranks of a host share
@@ -168,6 +128,7 @@ class DataConfig:
         check_choices(self)
         check_not_negative(self, "num_workers")
         check_positive(self, "train_data_exact_num_epochs")
+        self._read_files_of_paths()
         self._check_paths()
         self._check_reading()
         self._check_tokenizer()
@@ -205,6 +166,24 @@ class DataConfig:
         shares = self.split_shares()
         return shares[2] > 0 if shares else bool(self.weighted_prefixes("test"))
 
+    def _read_files_of_paths(self) -> None:
+        """Take prefixes from the files that name them; what a flag says beside them must be the same."""
+        named: dict[str, tuple[str, ...] | None] = {}
+        if self.data_args_path is not None:
+            named["data_path"] = read_data_arguments(self.data_args_path)
+        if self.per_split_data_args_path is not None:
+            by_part = read_data_arguments_by_part(self.per_split_data_args_path)
+            named |= {f"{part}_data_path": words for part, words in by_part.items()}
+        for name, words in named.items():
+            given = getattr(self, name)
+            if given is not None and given != words:
+                file = "data_args_path" if name == "data_path" else "per_split_data_args_path"
+                raise ConfigError(
+                    f"{flag(name)} {' '.join(given)} is not what {flag(file)} {getattr(self, file)} says: drop one of "
+                    "them"
+                )
+            object.__setattr__(self, name, words)
+
     def _check_paths(self) -> None:
         own = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(self, name)]
         if self.mock_data and (own or self.data_path is not None):
@@ -224,7 +203,7 @@ class DataConfig:
         if not own:
             resolve(self, "split", DEFAULT_SPLIT)
             self.split_shares()
-        for part in ("train", "valid", "test"):
+        for part in PARTS:
             self.weighted_prefixes(part)
 
     def _check_reading(self) -> None:

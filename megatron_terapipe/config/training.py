@@ -27,6 +27,10 @@ class TrainingConfig:
     seed: int = 1234
     """Seed of the weights and of the order of the data."""
 
+    calculate_per_token_loss: bool = False
+    """Let every token of a global batch that bears loss count the same. Default: every micro-batch counts the same,
+    however many of its tokens bear loss."""
+
     exit_interval: int | None = None
     """Stop after the next iteration that is a multiple of this number. A checkpoint is saved, as with the other two
     exit flags."""

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.config.data import DataConfig, Part
+from megatron_terapipe.config.data import DataConfig
+from megatron_terapipe.config.data_paths import PARTS, Part
 from megatron_terapipe.data.blended_dataset import BlendedDataset, SampleDataset, UnreadSamples, interleave
 from megatron_terapipe.data.gpt_dataset import GPTDataset, checked_tokens, samples_in_epochs
 from megatron_terapipe.data.index_cache import IndexCache
@@ -128,8 +129,7 @@ class _Builder:
 
     def __init__(self, data: DataConfig, seq_length: int, seed: int, reads: bool) -> None:
         self._data, self._seq_length, self._seed, self._reads = data, seq_length, seed, reads
-        parts: tuple[Part, ...] = ("train", "valid", "test")
-        prefixes = dict.fromkeys(prefix for part in parts for _, prefix in data.weighted_prefixes(part))
+        prefixes = dict.fromkeys(prefix for part in PARTS for _, prefix in data.weighted_prefixes(part))
         warm_up = data.mmap_warmup and reads
         self._indexed = {prefix: IndexedDataset(prefix, warm_up=warm_up) for prefix in prefixes}
         self._cache = _cache(data, next(iter(prefixes)))
@@ -165,9 +165,7 @@ class _Builder:
         """Return which documents of a prefix belong to a part."""
         data, count = self._data, len(self._indexed[prefix])
         shares = data.split_shares()
-        documents = (
-            range(count) if shares is None else split_ranges(shares, count)[("train", "valid", "test").index(part)]
-        )
+        documents = range(count) if shares is None else split_ranges(shares, count)[PARTS.index(part)]
         if not documents:
             where = f"--{part}-data-path has" if shares is None else f"--split {data.split} leaves"
             raise DataError(

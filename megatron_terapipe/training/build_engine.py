@@ -30,7 +30,7 @@ from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.found_plan import check_agreement
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.run import Run, reading_ranks
-from megatron_terapipe.training.token_slice_batch import documents_reader, split_batch
+from megatron_terapipe.training.token_slice_batch import documents_reader, loss_tokens, split_batch
 
 LAUNCHER_NOTICES_S = 5
 """Seconds in which a launcher surely sees that a rank has ended; DeepSpeed's looks every second."""
@@ -147,6 +147,7 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
                 num_model_chunks=config.parallel.num_model_chunks,
                 placement=config.parallel.pipeline().placement,
                 split_batch=split_batch,
+                loss_tokens=loss_tokens if config.training.calculate_per_token_loss else None,
                 documents=documents_reader(config.data),
                 activation_spec=hidden_state,
                 activation_checkpoint_interval=config.training.recompute_num_layers if recompute == "full" else 0,

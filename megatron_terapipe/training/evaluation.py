@@ -1,5 +1,6 @@
 """Evaluation on samples that are never trained on."""
 
+from operator import mul
 from typing import Literal
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
@@ -36,15 +37,17 @@ class Evaluation:
         eval_iters = self._run.config.logging.eval_iters
         # Those of the full batch, also where training is still on the ramp to it.
         num_micro_batches = self._run.config.num_micro_batches(self._run.layout.data_parallel_size)
+        per_token = self._run.config.training.calculate_per_token_loss
+        losses, weights = [], []
         with micro_batches(self._run, self._engine, dataset, 0) as batches:
-            losses = [
-                self._engine.eval_batch(batches, num_micro_batches=num_micro_batches).item() for _ in range(eval_iters)
-            ]
+            for _ in range(eval_iters):
+                losses.append(self._engine.eval_batch(batches, num_micro_batches=num_micro_batches).item())
+                weights.append(self._engine.num_loss_tokens() if per_token else 1.0)
         self._reporter.evaluation(
             EvaluationMetrics(
                 iteration=progress.iteration,
                 consumed_samples=progress.consumed_samples,
                 part=part,
-                lm_loss=sum(losses) / eval_iters,
+                lm_loss=sum(map(mul, losses, weights)) / max(sum(weights), 1.0),
             )
         )

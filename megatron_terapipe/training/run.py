@@ -19,7 +19,7 @@ from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.batch_sizes import BatchSizes
-from megatron_terapipe.config.data import DEFAULT_SPLIT
+from megatron_terapipe.config.data_paths import DEFAULT_SPLIT
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets, mock_datasets
 from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer

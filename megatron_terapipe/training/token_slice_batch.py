@@ -34,6 +34,11 @@ def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch
     ]
 
 
+def loss_tokens(batch: Batch) -> float:
+    """Return the number of tokens of a micro-batch that bear loss."""
+    return batch.loss_mask.sum(dtype=torch.float64).item()
+
+
 def documents_reader(data: DataConfig) -> Callable[[Batch], Documents] | None:
     """Return the function that finds where the documents of a micro-batch begin; None if none are separated."""
     if not data.separates_documents:

@@ -1,12 +1,14 @@
 """The data section: which data, what excludes what, and the names that other trainers give."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import DataConfig
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import ConfigError, UserError
 
 MODEL = (
     "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 300 --micro-batch-size 1"
@@ -103,3 +105,36 @@ def test_flags_of_megatron_scripts_are_taken() -> None:
     assert data.separates_documents
     assert parse("--data-path a --reset-attention-mask").separates_documents
     assert not parse("--data-path a --eod-mask-loss").separates_documents
+
+
+def test_files_stand_for_long_blends(tmp_path: Path) -> None:
+    words, by_part = tmp_path / "blend.txt", tmp_path / "parts.json"
+    words.write_text("0.3 wiki\n0.7 books\n")
+    assert parse(f"--data-args-path {words}").weighted_prefixes() == ((0.3, "wiki"), (0.7, "books"))
+    by_part.write_text('{"train": "0.3 wiki 0.7 books", "valid": [1, "news", 2.5, "web"], "test": null}')
+    data = parse(f"--per-split-data-args-path {by_part}")
+    assert data.weighted_prefixes("train") == ((0.3, "wiki"), (0.7, "books"))
+    assert data.weighted_prefixes("valid") == ((1.0, "news"), (2.5, "web"))
+    assert not data.has_test()
+    assert replace(data, num_workers=2).train_data_path == data.train_data_path
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "line"),
+    [
+        ("--data-args-path", "", "is empty: write prefixes into it"),
+        ("--data-args-path", "0.3 wiki books", "is neither prefixes nor pairs"),
+        ("--data-path a --data-args-path", "b", "--data-path a is not what --data-args-path"),
+        ("--per-split-data-args-path", "{", "is not JSON"),
+        ("--per-split-data-args-path", '{"valid": "a"}', "is no object with the keys train, valid and test"),
+        ("--per-split-data-args-path", '{"train": "a", "validation": "b"}', "is no object with the keys"),
+        ("--per-split-data-args-path", '{"train": {"a": 1}}', "train is neither a string nor a list"),
+        ("--train-data-path b --per-split-data-args-path", '{"train": "a"}', "--train-data-path b is not what"),
+        ("--data-path b --per-split-data-args-path", '{"train": "a"}', "--data-path divides one body of data"),
+    ],
+)
+def test_files_of_prefixes_are_checked(flag: str, text: str, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "named"
+    path.write_text(text)
+    with pytest.raises(UserError, match=line):
+        parse(f"{flag} {path}")

@@ -50,6 +50,7 @@ THERE_AND_BACK = (
     "--num-model-chunks 2 --model-chunk-placement v --num-token-slices 4"
     f" --pipeline-schedule {Path(__file__).parent / 'schedules' / 'there_and_back.csv'}"
 )
+PER_TOKEN = "--calculate-per-token-loss"
 FOUND = "--pipeline-schedule optimised --token-slices auto"
 SETUPS = [
     Setup(1, UNIFORM, fp64=True),
@@ -133,6 +134,12 @@ SETUPS = [
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {MODEL_CHUNKS} {DROPOUT} {FULL}", fp64=True, micro_batches=3),
     Setup(4, f"{TP2} {PP2} {UNIFORM} {SP} {THERE_AND_BACK}"),
     Setup(8, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {DROPOUT} {ZERO}"),
+    # The mean over all tokens of the batch, not over micro-batches.
+    Setup(1, f"{UNEVEN} {PER_TOKEN} {PACKED}", fp64=True, micro_batches=3),
+    Setup(2, f"{PP2} {UNEVEN} {PER_TOKEN} {ZERO_BUBBLE}", fp64=True, micro_batches=3),
+    Setup(2, f"{UNIFORM} {PER_TOKEN} {ZERO}", micro_batches=3),
+    Setup(4, f"{PP2} {UNEVEN} {PER_TOKEN} {PACKED} {MODEL_CHUNKS}", fp64=True, micro_batches=3),
+    Setup(4, f"{TP2} {EVEN} {SP} {PER_TOKEN} {LLAMA}", fp64=True),
 ]
 
 
@@ -184,15 +191,18 @@ def _positions(starts: tuple[int, ...], length: int) -> Tensor:
 
 def expected_gradients(setup: Setup) -> tuple[float, dict[str, np.ndarray]]:
     model = WholeModel(parse_arguments(setup.argv()).model).double()
-    losses = []
+    per_token = "--calculate-per-token-loss" in setup.flags
+    losses, counted = [], []
     for rank in range(setup.data_parallel_size):
         for number, part in enumerate(batches(setup, rank)):
             first = (number * setup.data_parallel_size + rank) * len(part.tokens)
             past = WholePast(1234, (first, first + 1), part.document_starts)
             logits = model(part.tokens, past)
             each = F.cross_entropy(logits.flatten(0, 1), part.labels.flatten(), reduction="none")
-            losses.append((each * part.loss_mask.flatten()).sum() / part.loss_mask.sum().clamp(min=1))
-    loss = torch.stack(losses).mean()
+            counted.append(part.loss_mask.sum())
+            total = (each * part.loss_mask.flatten()).sum()
+            losses.append(total if per_token else total / counted[-1].clamp(min=1))
+    loss = torch.stack(losses).sum() / sum(counted) if per_token else torch.stack(losses).mean()
     loss.backward()
     return loss.item(), {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
 
