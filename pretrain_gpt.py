@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment
+from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config import Config
+from megatron_terapipe.planning.stated_ranks import stated_ranks
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -20,23 +22,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         config = parse_arguments(argv)
-        assumed = config.parallel.least_world_size if config.training.dry_run else 1
-        launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank, without_launcher=assumed)
+        launch = _launch_environment(config)
         speaks = launch.local_rank == 0
         lines = prepare_cuda_environment(num_pipeline_ranks=config.parallel.pipeline_model_parallel_size)
         if lines and launch.rank == 0:
             print(*lines, sep="\n", flush=True)
         # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
         from megatron_terapipe.training.build_engine import build_engine, process_group
-        from megatron_terapipe.training.dry_run import dry_run_lines
+        from megatron_terapipe.training.dry_run import dry_run
         from megatron_terapipe.training.run import prepare
         from megatron_terapipe.training.trainer import Trainer
 
-        run = prepare(config, launch)
         if config.training.dry_run:
+            lines = dry_run(config, launch)
             if launch.rank == 0:
-                print(*dry_run_lines(run), sep="\n", flush=True)
+                print(*lines, sep="\n", flush=True)
             return 0
+        run = prepare(config, launch)
         speaks = True
         with process_group(run):
             Trainer(run, build_engine(run)).run()
@@ -49,6 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted: what was not saved is lost", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
+
+
+def _launch_environment(config: Config) -> LaunchEnvironment:
+    if not config.training.dry_run:
+        return LaunchEnvironment.read(local_rank=config.parallel.local_rank)
+    if not will_use_cuda(os.environ):
+        # DeepSpeed would look for another device, and say that it found none.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return LaunchEnvironment.of_dry_run(stated=stated_ranks(config), least=config.parallel.least_world_size)
 
 
 if __name__ == "__main__":

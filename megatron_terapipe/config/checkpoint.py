@@ -23,6 +23,9 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Iterations between checkpoints. Default: only the end is saved."""
 
+    extra_save_iterations: tuple[int, ...] | None = option(None, metavar="N")
+    """More iterations after which a checkpoint is saved; 0 is the start of training, with the initial weights."""
+
     keep_last_n_checkpoints: int | None = None
     """Number of newest checkpoints to keep. Default: all."""
 
@@ -67,6 +70,7 @@ class CheckpointConfig:
         for name in ("save_interval", "keep_last_n_checkpoints"):
             if getattr(self, name) is not None and self.save is None:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} does not say where to save: add --save")
+        self._check_extra_saves()
         if self.load_tag is not None and self.ckpt_step is not None:
             raise ConfigError(
                 f"--load-tag {self.load_tag} and --ckpt-step {self.ckpt_step} both name a checkpoint: drop one of them"
@@ -75,6 +79,22 @@ class CheckpointConfig:
             for name in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args", "load_tag", "ckpt_step"):
                 if getattr(self, name):
                     raise ConfigError(f"{flag(name)} has nothing to load: add --load, or drop it")
+
+    def _check_extra_saves(self) -> None:
+        extra = self.extra_save_iterations
+        if extra is None:
+            return
+        if not extra or min(extra) < 0:
+            given = " ".join(map(str, extra)) or "(nothing)"
+            raise ConfigError(f"--extra-save-iterations {given} is no list of iterations: give numbers from 0 on")
+        if self.save is None:
+            raise ConfigError(f"--extra-save-iterations {extra[0]} does not say where to save: add --save")
+
+    def saves_after(self, iteration: int) -> bool:
+        """Whether a checkpoint is due when so many iterations are done; the last one of a run always is."""
+        if iteration in (self.extra_save_iterations or ()):
+            return True
+        return iteration > 0 and self.save_interval is not None and iteration % self.save_interval == 0
 
     @property
     def weights_only(self) -> bool:

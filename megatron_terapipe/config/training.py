@@ -46,8 +46,15 @@ class TrainingConfig:
     """Only evaluate on validation and test data."""
 
     dry_run: bool = False
-    """Check everything that a run checks before it starts, print what would run, and exit. Without a launcher, the
-    number of ranks is tensor x pipeline x `--data-parallel-size`."""
+    """Check everything that a run checks before it starts, print what would run, and exit. Devices and hosts are not
+    looked at, so a login node can do it. Without a launcher, the number of ranks is that of `--hostfile`, or tensor x
+    pipeline x `--data-parallel-size`, or the variable WORLD_SIZE."""
+
+    dry_run_without_files: bool = False
+    """Make a dry run where the tokenizer, the data, the checkpoints and the output directories of the run are not."""
+
+    hostfile: str | None = option(None, metavar="FILE")
+    """Hosts and slots of a dry run, which has a rank for each slot. A run has its ranks from its launcher."""
 
     recompute_granularity: Literal["none", "selective", "full"] = option(
         "none",
@@ -81,6 +88,13 @@ class TrainingConfig:
         check_not_negative(self, "seed")
         if self.seed >= SEEDS:
             raise ConfigError(f"--seed {self.seed} is out of range: give {SEEDS - 1} or less")
+        if self.dry_run_without_files:
+            object.__setattr__(self, "dry_run", True)
+        if self.hostfile is not None and not self.dry_run:
+            raise ConfigError(
+                f"--hostfile {self.hostfile} is for the launcher: write deepspeed --hostfile {self.hostfile} "
+                "pretrain_gpt.py, or add --dry-run"
+            )
         if self.train_iters is None and self.train_samples is None:
             raise ConfigError("neither --train-iters nor --train-samples is given: add one")
         if self.train_iters is not None and self.train_samples is not None:

@@ -1,11 +1,29 @@
-"""The lines that `--dry-run` prints."""
+"""A dry run: all checks of a run that need neither its devices nor its hosts, and the lines that it prints."""
 
+from megatron_terapipe.config import Config
 from megatron_terapipe.config.parallel import OPTIMISED
 from megatron_terapipe.planning.cost_model import machine_in_words
-from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.absent_files import absent_files, without_files
+from megatron_terapipe.training.launch_environment import LaunchEnvironment
+from megatron_terapipe.training.run import Run, prepare
 
 
-def dry_run_lines(run: Run) -> list[str]:
+def dry_run(config: Config, launch: LaunchEnvironment) -> list[str]:
+    """Lines that say what would run, once every check has passed.
+
+    Args:
+        config: the configuration.
+        launch: this process, and how many ranks the run has.
+
+    Raises:
+        UserError: if anything does not fit.
+    """
+    if not config.training.dry_run_without_files:
+        return _lines(prepare(config, launch), ["devices", "hosts"])
+    return _lines(prepare(without_files(config), launch), ["devices", "hosts", *absent_files(config)])
+
+
+def _lines(run: Run, unchecked: list[str]) -> list[str]:
     """Say how a prepared run is laid out over ranks and over time."""
     layout, parallel, pipeline = run.layout, run.config.parallel, run.pipeline
     batch, model = run.config.batch, run.config.model
@@ -21,6 +39,7 @@ def dry_run_lines(run: Run) -> list[str]:
         "batch": f"{run.global_batch_size} sequences of {model.seq_length} tokens, {run.train_iters} iterations",
         "precision": f"{run.config.precision.dtype}, ZeRO {run.config.optimizer.zero_stage}, recompute "
         f"{run.config.training.recompute_granularity}",
+        "not checked here": ", ".join(unchecked),
     }
     width = max(map(len, rows))
     return ["dry run: every check passed, and nothing was started", *(f"  {n:<{width}}  {t}" for n, t in rows.items())]

@@ -38,14 +38,12 @@ class LaunchEnvironment:
         environment: Mapping[str, str] = os.environ,
         *,
         local_rank: int | None = None,
-        without_launcher: int = 1,
     ) -> "LaunchEnvironment":
-        """Read the variables of whichever launcher set them.
+        """Read the variables of whichever launcher set them; without a launcher, this process is alone.
 
         Args:
             environment: variables.
             local_rank: value of `--local_rank`, for launchers that pass it as a flag.
-            without_launcher: processes where no launcher set any: this one alone, or those that a dry run assumes.
 
         Raises:
             ConfigError: if only some are set, or one is no number, or the rank is not one of them.
@@ -53,7 +51,7 @@ class LaunchEnvironment:
         found = {name: _find(environment, name, others) for name, others in _VARIABLES.items()}
         rank, world_size = found["RANK"], found["WORLD_SIZE"]
         if rank is None and world_size is None:
-            return cls(rank=0, world_size=without_launcher, local_rank=0, local_size=without_launcher)
+            return cls.first_of(1)
         if rank is None or world_size is None:
             missing = "RANK" if rank is None else "WORLD_SIZE"
             raise ConfigError(f"{missing} is not set, but its counterpart is: start with deepspeed or torchrun")
@@ -67,6 +65,30 @@ class LaunchEnvironment:
             # Where the launcher does not say: the most there can be, so that no two ranks share a core.
             local_size=found["LOCAL_SIZE"] or world_size,
         )
+
+    @classmethod
+    def of_dry_run(
+        cls, environment: Mapping[str, str] = os.environ, *, stated: int | None, least: int
+    ) -> "LaunchEnvironment":
+        """Return the place of a dry run: as its launcher says, or the first of ranks that nobody launched.
+
+        Args:
+            environment: variables. Without a rank, they are not a launcher's, but may say how many ranks there will be.
+            stated: number of ranks that the flags state; None if they do not.
+            least: the least number of ranks that the run needs.
+
+        Raises:
+            ConfigError: as `read`.
+        """
+        rank, world_size = (_find(environment, name, _VARIABLES[name]) for name in ("RANK", "WORLD_SIZE"))
+        if rank is not None:
+            return cls.read(environment)
+        return cls.first_of(stated or world_size or least)
+
+    @classmethod
+    def first_of(cls, world_size: int) -> "LaunchEnvironment":
+        """Return the place of the first process, all of them on one host."""
+        return cls(rank=0, world_size=world_size, local_rank=0, local_size=world_size)
 
     def export(self, environment: MutableMapping[str, str] = os.environ) -> None:
         """Set the variables that torch and deepspeed read; alone, also a place to meet, on a port that is free.

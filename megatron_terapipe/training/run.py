@@ -114,6 +114,8 @@ class Run:
 def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     """Check a configuration against the ranks, the files and the packages that are really there.
 
+    A dry run is for devices that are not here, and reads no samples.
+
     Args:
         config: the configuration.
         launch: facts that the launcher gives to this process.
@@ -135,7 +137,8 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     planned = plan_run(config, launch.world_size)
     config, layout = planned.config, planned.layout
     _check_outputs(config)
-    _check_accelerator(config)
+    if not config.training.dry_run:
+        _check_accelerator(config)
     check_packages(config.logging)
     checkpoint = find_checkpoint(
         config.checkpoint,
@@ -154,7 +157,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
             config,
             config.batch.sizes(layout.data_parallel_size),
             _start(config, checkpoint),
-            reads=layout.coordinate(launch.rank).pipe in reading_ranks(config),
+            reads=not config.training.dry_run and layout.coordinate(launch.rank).pipe in reading_ranks(config),
         ),
         deepspeed_settings=deepspeed_config(config, layout),
         checkpoint=checkpoint,

@@ -31,7 +31,8 @@ class Trainer:
         self._reporters = build_reporters(run)
         self._step = TrainingStep(run, engine, self._reporters)
         self._evaluation = Evaluation(run, engine, self._reporters)
-        self._saved_iteration = run.start.iteration
+        # A run that starts has saved nothing, not even its initial weights.
+        self._saved_iteration = run.start.iteration or None
 
     def run(self) -> None:
         """Train until the last iteration, or until something ends the run before."""
@@ -58,6 +59,8 @@ class Trainer:
         run, progress = self._run, self._run.start
         batches = cleanup.enter_context(micro_batches(run, self._engine, run.datasets.train, progress.consumed_samples))
         last_iteration = run.train_iters
+        if progress.iteration == 0 and run.config.checkpoint.saves_after(0):
+            self._save(progress)
         while progress.iteration < last_iteration:
             progress = self._step.run(progress, batches)
             reason = exits.reason(progress.iteration)
@@ -66,7 +69,7 @@ class Trainer:
             hurried = reason in (ExitReason.SIGNAL, ExitReason.DURATION)
             if not hurried and (last or _is_due(progress.iteration, run.config.logging.eval_interval)):
                 self._evaluation.run(progress)
-            if last or _is_due(progress.iteration, run.config.checkpoint.save_interval):
+            if last or run.config.checkpoint.saves_after(progress.iteration):
                 self._save(progress)
             if reason is not None:
                 self._reporters.note(f" exiting after iteration {progress.iteration}, because {reason.value}")

@@ -23,13 +23,55 @@ def test_it_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "dry run: every check passed, and nothing was started"
     assert [line.split(maxsplit=1)[0] for line in lines[1:]] == [
-        *("ranks", "stages", "token", "schedule", "batch", "precision")
+        *("ranks", "stages", "token", "schedule", "batch", "precision", "not")
     ]
     assert "4 = 2 data x 1 tensor x 2 pipeline parallel" in lines[1]
     assert "2: transformer layers 0,2,4" in lines[2]
     assert "4 of 8, 8, 8, 8 tokens" in lines[3]
     assert "1f1b, 2 micro-batches of 2 sequences on each replica" in lines[4]
     assert "8 sequences of 32 tokens, 6 iterations" in lines[5]
+    assert lines[7].split(maxsplit=3) == ["not", "checked", "here", "devices, hosts"]
+
+
+def test_it_is_for_devices_and_ranks_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("alpha slots=4\nbeta slots=4 # the new one\n")
+    cluster = "--distributed-backend nccl --fp16 --zero-stage 1 --tensor-model-parallel-size 2 --hostfile".split()
+    assert main([*CHECK, *PIPELINE, *cluster, str(hostfile)]) == 0
+    out = capsys.readouterr().out
+    assert "8 = 2 data x 2 tensor x 2 pipeline parallel" in out
+    assert "fp16, ZeRO 1" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--hostfile {0}", "--hostfile {0} cannot be read (No such file or directory): "),
+        ("--hostfile {1}", '--hostfile: {1}: line 1 "alpha" is not a line of a hostfile: write HOST slots=N'),
+        ("--hostfile {2} --data-parallel-size 2", "--data-parallel-size 2 contradicts the 4 processes launched"),
+    ],
+)
+def test_hostfiles_that_are_wrong(words: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    none, bad, good = (tmp_path / name for name in ("none", "bad", "good"))
+    bad.write_text("alpha\n")
+    good.write_text("alpha slots=4\n")
+    assert main([*CHECK, *words.format(none, bad, good).split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {line.format(none, bad)}")
+
+
+def test_without_the_files_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    there = "--data-path 0.3 far/corpus 0.7 far/books --vocab-file far/vocab.json --merge-file far/merges.txt"
+    there += " --tokenizer-type GPT2BPETokenizer --save /proc/saved --load /proc/saved --split 100,0,0"
+    words = [*MODEL, *TRAINING[:8], *there.split()]
+    assert main([*words, "--dry-run"]) == 2
+    assert "far/vocab.json cannot be read" in capsys.readouterr().err
+    assert main([*words, "--dry-run-without-files"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split("  ")[-1] == (
+        "devices, hosts, tokenizer far/vocab.json far/merges.txt (taken to have 50257 tokens), "
+        "data far/corpus far/books, checkpoints /proc/saved, outputs /proc/saved"
+    )
+    assert main([*words, "--dry-run-without-files", "--global-batch-size", "9"]) == 2
+    assert "--global-batch-size 9 is not a multiple" in capsys.readouterr().err
 
 
 def test_a_strategy_says_how_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,27 @@ def test_alone_without_variables() -> None:
     assert LaunchEnvironment.read({"PATH": "/bin"}, local_rank=0) == alone
 
 
+@pytest.mark.parametrize(
+    ("variables", "stated", "world_size"),
+    [
+        ({}, None, 2),
+        ({}, 16, 16),
+        ({"WORLD_SIZE": "64"}, None, 64),
+        ({"SLURM_NTASKS": "1"}, 16, 16),
+    ],
+    ids=["the least", "stated", "by a variable", "an allocation"],
+)
+def test_a_dry_run_is_the_first_of_ranks_that_nobody_launched(
+    variables: dict[str, str], stated: int | None, world_size: int
+) -> None:
+    place = LaunchEnvironment.of_dry_run(variables, stated=stated, least=2)
+    assert place == LaunchEnvironment(rank=0, world_size=world_size, local_rank=0, local_size=world_size)
+
+
+def test_a_dry_run_under_a_launcher_is_where_the_launcher_says() -> None:
+    assert LaunchEnvironment.of_dry_run(LAUNCHERS["deepspeed"], stated=None, least=2) == EXPECTED
+
+
 def test_the_flag_says_the_local_rank_where_no_variable_does() -> None:
     variables = {"RANK": "5", "WORLD_SIZE": "8"}
     assert LaunchEnvironment.read(variables, local_rank=3).local_rank == 3

@@ -31,7 +31,7 @@ case " $* " in *" --data-path "* | *" --train-data-path "*) data= ;; esac
 """
 
 DRY_RUN = """# Checks are made in one process and need no other host.
-case " $* " in *" --dry-run "*) launch=(python) ;; esac
+case " $* " in *" --dry-run"*) launch=(python) ;; esac
 """
 
 

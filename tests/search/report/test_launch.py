@@ -62,7 +62,10 @@ def test_the_script_says_the_same_as_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "launch.sh").stat().st_mode & 0o100
 
 
-@pytest.mark.parametrize(("flags", "program"), [(["--dry-run"], "python"), ([], "deepspeed")])
+@pytest.mark.parametrize(
+    ("flags", "program"),
+    [(["--dry-run"], "python"), (["--dry-run-without-files"], "python"), ([], "deepspeed")],
+)
 def test_a_dry_run_needs_no_other_host(tmp_path: Path, flags: list[str], program: str) -> None:
     """The script of sixteen ranks on many hosts: with `--dry-run` it starts no launcher, which would ask for them."""
     shown = answer()

@@ -1,0 +1,23 @@
+"""The number of ranks that flags state, for a dry run, which no launcher starts."""
+
+from deepspeed_ext.plan.text_files import read_text
+from megatron_terapipe.config.config import Config
+from megatron_terapipe.errors import ConfigError
+
+
+def stated_ranks(config: Config) -> int | None:
+    """Return the slots of the hostfile, or the ranks that `--data-parallel-size` makes; None if neither is given.
+
+    Raises:
+        UserError: if the hostfile cannot be read.
+    """
+    path = config.training.hostfile
+    if path is None:
+        return None if config.parallel.data_parallel_size is None else config.parallel.least_world_size
+    # Imported where a hostfile is named: the search is not needed otherwise.
+    from megatron_terapipe.search.inputs.cluster_files import parse_hostfile
+
+    try:
+        return sum(slots for _, slots in parse_hostfile(read_text(path, "--hostfile"), path))
+    except ConfigError as error:
+        raise ConfigError(f"--hostfile: {error}") from None

@@ -1,0 +1,66 @@
+"""A dry run where the files of the run are not: on a laptop, or before anything was copied."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_terapipe.config import CheckpointConfig, Config
+from megatron_terapipe.config.data import TOKENIZER_FILES, Part
+
+ASSUMED_VOCABULARY = 50257
+"""Tokens of a vocabulary whose file is not here: those of GPT-2."""
+
+
+def without_files(config: Config) -> Config:
+    """Return the same run on random tokens, which reads no file of the run and writes none.
+
+    A vocabulary whose file is not here has the size that the model section says, or that of GPT-2.
+    """
+    data = replace(
+        config.data,
+        mock_data=True,
+        data_path=None,
+        train_data_path=None,
+        valid_data_path=None,
+        test_data_path=None,
+        tokenizer_type="byte",
+        vocab_file=None,
+        merge_file=None,
+        tokenizer_model=None,
+    )
+    logging = replace(
+        config.logging,
+        metrics_file=None,
+        tensorboard_dir=None,
+        wandb_save_dir=None,
+        timeline=None,
+        timeline_iterations=None,
+        ledger_directory=None,
+    )
+    vocab_size = config.model.vocab_size
+    if vocab_size is None and _tokenizer_files(config):
+        vocab_size = ASSUMED_VOCABULARY
+    model = replace(config.model, vocab_size=vocab_size)
+    return replace(config, model=model, data=data, logging=logging, checkpoint=CheckpointConfig())
+
+
+def absent_files(config: Config) -> Iterator[str]:
+    """Yield what `without_files` leaves unchecked, in words."""
+    files = _tokenizer_files(config)
+    if files:
+        assumed = "" if config.model.vocab_size else f" (taken to have {ASSUMED_VOCABULARY} tokens)"
+        yield f"tokenizer {' '.join(files)}{assumed}"
+    parts: tuple[Part, ...] = ("train", "valid", "test")
+    prefixes = dict.fromkeys(prefix for part in parts for _, prefix in config.data.weighted_prefixes(part))
+    if prefixes:
+        yield f"data {' '.join(prefixes)}"
+    checkpoint, logging = config.checkpoint, config.logging
+    if checkpoint.load is not None:
+        yield f"checkpoints {checkpoint.load}"
+    outputs = (checkpoint.save, logging.metrics_file, logging.tensorboard_dir, logging.wandb_save_dir, logging.timeline)
+    written = [name for name in outputs if name is not None]
+    if written:
+        yield f"outputs {' '.join(written)}"
+
+
+def _tokenizer_files(config: Config) -> list[str]:
+    return [getattr(config.data, field) for field in TOKENIZER_FILES[config.data.tokenizer_type]]
