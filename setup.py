@@ -46,6 +46,8 @@ setup(
             # Hugging Face's own models, to hold converted ones against.
             *("safetensors", "transformers"),
         ],
+        # Models of transformers as pipeline layers.
+        "transformers": ["transformers>=5"],
         # Tokenizers of SentencePiece.
         "tokenizers": ["sentencepiece>=0.2"],
         # Curves: --tensorboard-dir, --wandb-project.

@@ -77,6 +77,12 @@ LAYERS = (
         (*PLAN, "deepspeed_ext.pointwise"),
         ("torch", "deepspeed", "packaging"),
     ),
+    # transformers is imported when a model of it is handed over.
+    Layer(
+        ("deepspeed_ext.transformers_layers", "deepspeed_ext.transformers_layers.*"),
+        (*PLAN, "deepspeed_ext.runtime"),
+        ("torch", "deepspeed.pipe", "transformers"),
+    ),
     Layer(("megatron_terapipe.tensor_parallel", "megatron_terapipe.tensor_parallel.*"), packages=("torch",)),
     Layer(
         ("megatron_terapipe.model", "megatron_terapipe.model.*"),

@@ -1,4 +1,4 @@
-"""The example of a model of one's own runs as its first line says."""
+"""The examples of models of one's own run as their first lines say."""
 
 import os
 import re
@@ -7,17 +7,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "own_model.py"
+OWN = ROOT / "examples" / "own_model.py"
+HUGGINGFACE = ROOT / "examples" / "huggingface_model.py"
 
 
-def test_it_trains_under_the_launcher() -> None:
+@pytest.mark.parametrize(
+    ("example", "line"),
+    [(OWN, r"^step \d+ loss ([\d.]+)$"), (HUGGINGFACE, r"^steps: \d+ loss: ([\d.]+)")],
+    ids=["own", "huggingface"],
+)
+def test_it_trains_under_the_launcher(example: Path, line: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", str(port)]
     done = subprocess.run(
-        [*launch, str(EXAMPLE)],
+        [*launch, str(example)],
         env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,
@@ -25,11 +33,12 @@ def test_it_trains_under_the_launcher() -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(loss) for loss in re.findall(r"^step \d+ loss ([\d.]+)$", done.stdout, flags=re.MULTILINE)]
+    losses = [float(loss) for loss in re.findall(line, done.stdout, flags=re.MULTILINE)]
     assert len(losses) == 6
     assert losses[0] > 2.0
     assert losses[-1] < losses[0] / 2
 
 
-def test_it_stays_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) < 60
+@pytest.mark.parametrize(("example", "lines"), [(OWN, 60), (HUGGINGFACE, 30)], ids=["own", "huggingface"])
+def test_it_stays_short(example: Path, lines: int) -> None:
+    assert len(example.read_text().splitlines()) <= lines
