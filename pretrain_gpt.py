@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
-from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.planning.stated_ranks import stated_ranks
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
@@ -21,10 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Up to the process group every rank of a host meets the same error, and one of them says it.
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        config = parse_arguments(argv)
+        arguments = read_arguments(argv)
+        config = arguments.config
         launch = _launch_environment(config)
         speaks = launch.local_rank == 0
-        lines = prepare_cuda_environment(num_pipeline_ranks=config.parallel.pipeline_model_parallel_size)
+        lines = [
+            *arguments.notices,
+            *prepare_cuda_environment(num_pipeline_ranks=config.parallel.pipeline_model_parallel_size),
+        ]
         if lines and launch.rank == 0:
             print(*lines, sep="\n", flush=True)
         # Imported once the flags are known to be good: torch and DeepSpeed take seconds.

@@ -4,8 +4,8 @@ A flag is a field: its name, type, default, choices and docstring are those of t
 help and a field cannot lack its flag. `python -m megatron_terapipe.arguments` prints `docs/arguments.md`.
 """
 
-from megatron_terapipe.arguments.build import build_config, parse_arguments
+from megatron_terapipe.arguments.build import Arguments, build_config, parse_arguments, read_arguments
 from megatron_terapipe.arguments.flags import Flag, flags
 from megatron_terapipe.arguments.reference import markdown
 
-__all__ = ["Flag", "build_config", "flags", "markdown", "parse_arguments"]
+__all__ = ["Arguments", "Flag", "build_config", "flags", "markdown", "parse_arguments", "read_arguments"]

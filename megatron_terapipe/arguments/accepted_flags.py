@@ -80,13 +80,30 @@ ACCEPTED_FLAGS: Mapping[str, AcceptedFlag] = MappingProxyType(
             "the engine plans the traffic; the result is the same",
         ),
         **_each("use-cpu-initialization lazy-mpu-init", "weights are made on the CPU, then moved"),
+        **_each("ds-fused-adam", "the optimizer is apex's or torch's fused AdamW"),
         # Learning rate.
         **_each(
             "override-opt-param-scheduler override-lr-scheduler",
             "the learning rate follows from the flags and the iteration, whatever a checkpoint says",
         ),
         # Precision.
-        **_each("no-fp16-lm-cross-entropy", "the loss is computed in fp32"),
+        **_each(
+            "no-fp16-lm-cross-entropy fp16-lm-cross-entropy", "the loss is computed in fp32, which is exact enough"
+        ),
+        **_each("grad-reduce-in-bf16", "gradients are reduced in the type they add up in, which is no less exact"),
+        **_each("embedding-weights-in-fp32", "a row that is looked up has the same digits"),
+        **_each("use-precision-aware-optimizer", "the optimizer keeps weights, gradients and states in fp32"),
+        # Logs.
+        **_each(
+            "log-learning-rate-to-tensorboard",
+            "it is written to TensorBoard",
+            says=("no_log_learning_rate_to_tensorboard", False),
+        ),
+        **_each(
+            "log-loss-scale-to-tensorboard",
+            "it is written to TensorBoard",
+            says=("no_log_loss_scale_to_tensorboard", False),
+        ),
     }
 )
 """Flags that change nothing, and why, by their spelling with dashes."""

@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
 from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.flags import flags
+from megatron_terapipe.arguments.notices import notices
 from megatron_terapipe.arguments.parser import CommandLine, read_command_line
 from megatron_terapipe.checkpoint.directories import existing_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
@@ -19,7 +20,23 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arguments:
+    """A command line, read: the configuration, and what the user should know of how it was read."""
+
+    config: Config
+    """The configuration."""
+
+    notices: tuple[str, ...]
+    """Lines for the start of the run."""
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> Config:
+    """Return the configuration that a command line describes; see `read_arguments`."""
+    return read_arguments(argv).config
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """Read the command line, and the strategy file and the preset that it names.
 
     Args:
@@ -41,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Config:
         _take_model_from_checkpoint(given)
     _check_accepted(line)
     _fall_back(line)
-    return build_config(given)
+    return Arguments(config=build_config(given), notices=tuple(notices(line)))
 
 
 def build_config(given: Mapping[str, Any]) -> Config:

@@ -5,11 +5,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any, NoReturn, get_type_hints
 
 from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.flags import Flag, flags, title_of
+from megatron_terapipe.arguments.idle_flags import IDLE_FLAGS, Values
+from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
 from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
+from megatron_terapipe.arguments.unsupported_flags import FAMILIES
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import flag, one_of
 from megatron_terapipe.errors import ConfigError
@@ -28,7 +32,10 @@ class CommandLine:
     """Flag, and the value it stands for where nothing else sets the field, by field."""
 
     accepted: list[str] = field(default_factory=list)
-    """Flags that change nothing."""
+    """Flags whose effect is always on."""
+
+    idle: list[str] = field(default_factory=list)
+    """Flags that have no effect here."""
 
     set_by: dict[str, str] = field(default_factory=dict)
     """Flag that set each field, as it was spelled."""
@@ -133,6 +140,14 @@ class _Accept(_Set):
         self.line.accepted.append(spelling)
 
 
+class _Ignore(_Set):
+    """Write down that a flag has no effect here."""
+
+    def keep(self, spelling: str, value: Any) -> None:
+        if spelling in IDLE_FLAGS and spelling not in self.line.idle:
+            self.line.idle.append(spelling)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are ours."""
 
@@ -167,7 +182,19 @@ def _parser(line: CommandLine) -> tuple[_Parser, list[str]]:
         value: dict[str, Any] = {"metavar": "{" + ",".join(accepted.values) + "}"} if accepted.values else {"nargs": 0}
         group.add_argument(name, action=_Accept, line=line, help=f"{accepted.reason.capitalize()}.", **value)
         known.append(name)
+    for name, idle in IDLE_FLAGS.items():
+        group.add_argument(name, action=_Ignore, line=line, help=argparse.SUPPRESS, **_taking(idle.values))
+        known.append(name)
+    for name, neutral in NEUTRAL_FLAGS.items():
+        taking = _taking("*" if neutral.several else 1)
+        group.add_argument(name, action=_Ignore, line=line, help=argparse.SUPPRESS, **taking)
+        known.append(name)
     return parser, known
+
+
+def _taking(values: Values) -> dict[str, Any]:
+    """Return the settings for `argparse` of a flag whose values are not looked at."""
+    return {} if values == 1 else {"nargs": values}
 
 
 def _converter(kind: type[Any], other_words: Mapping[str, str]) -> Callable[[str], Any]:
@@ -196,18 +223,40 @@ def _translator(words: Mapping[str, str | None]) -> Callable[[str], str | None]:
 
 def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
     """Refuse the flags that are not ours, all in one line: a script of another trainer often has several."""
-    names = [word.split("=", 1)[0] for word in words if word.startswith("--")]
-    wrong = [f"{name}{_why_not(name, known)}" for name in dict.fromkeys(names) if name not in known]
-    if wrong:
-        raise ConfigError("; ".join(wrong))
+    by_reason: dict[str, list[str]] = {}
+    for name, values in _flags_with_values(words):
+        if (reason := _refusal(name, values, known)) is not None:
+            by_reason.setdefault(reason, []).append(" ".join((name, *values)) if name in NEUTRAL_FLAGS else name)
+        elif name not in known:
+            by_reason.setdefault(_hint(name, known), []).append(f"{name} is not a flag")
+    if by_reason:
+        refused = (f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in by_reason.items())
+        raise ConfigError("; ".join(refused))
 
 
-def _why_not(name: str, known: Sequence[str]) -> str:
-    """Say the reason if it is one of Megatron's flags, else the nearest of ours."""
+def _flags_with_values(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield each flag with the words that follow it."""
+    starts = [number for number, word in enumerate(words) if word.startswith("--")]
+    for start, end in pairwise([*starts, len(words)]):
+        name, equals, value = words[start].partition("=")
+        yield name, (*((value,) if equals else ()), *words[start + 1 : end])
+
+
+def _refusal(name: str, values: Sequence[str], known: Sequence[str]) -> str | None:
+    """Return why a flag of another trainer is refused, and what to do about it; None if it is not."""
+    if name in NEUTRAL_FLAGS:
+        neutral = NEUTRAL_FLAGS[name]
+        return neutral.otherwise if values and not set(values) <= set(neutral.neutral) else None
+    if name in known:
+        return None
     if name in REFUSED_FLAGS:
-        return f": {REFUSED_FLAGS[name]}"
+        return REFUSED_FLAGS[name]
+    return next((reason for beginning, reason in FAMILIES.items() if name.startswith(beginning)), None)
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
     nearest = get_close_matches(name, known, n=1)
-    return f" is not a flag: did you mean {nearest[0]}?" if nearest else " is not a flag: see --help"
+    return f"did you mean {nearest[0]}?" if nearest else "see --help"
 
 
 def _with_dashes(word: str) -> str:

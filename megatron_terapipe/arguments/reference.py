@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.flags import flags, title_of
+from megatron_terapipe.arguments.idle_flags import IDLE_FLAGS
+from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
 from megatron_terapipe.arguments.parser import spellings
 from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
 from megatron_terapipe.config.options import flag
@@ -12,7 +14,7 @@ from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
 
 def markdown() -> str:
     """Return the text of `docs/arguments.md`."""
-    return "\n".join([*_own(), *_presets(), *_accepted(), *_refused()]) + "\n"
+    return "\n".join([*_own(), *_presets(), *_accepted(), *_neutral(), *_idle(), *_refused()]) + "\n"
 
 
 def _own() -> Iterable[str]:
@@ -53,6 +55,24 @@ def _accepted() -> Iterable[str]:
         elif accepted.needs:
             rule = f"; needs {flag(accepted.needs)}"
         yield _row(f"`{name}`{values}", f"{accepted.reason}{rule}")
+
+
+def _neutral() -> Iterable[str]:
+    yield from ["", "## Accepted at one value", ""]
+    yield "Flags of other trainers that change nothing at one value. All others end the run with one line."
+    yield from ["", "| flag | accepted | why no other |", "|---|---|---|"]
+    for name, neutral in sorted(NEUTRAL_FLAGS.items()):
+        yield _row(f"`{name}`", f"`{neutral.neutral[0]}`", neutral.otherwise)
+
+
+def _idle() -> Iterable[str]:
+    yield from ["", "## No effect", ""]
+    yield "Flags of other trainers that are taken and have no effect here; one line at the start of a run lists them."
+    yield "First those that concern operation only, then those that have no effect without a flag that is refused here."
+    yield from ["", "| without | flags |", "|---|---|"]
+    for owner in dict.fromkeys(idle.beside for idle in IDLE_FLAGS.values()):
+        names = sorted(name for name, idle in IDLE_FLAGS.items() if idle.beside == owner)
+        yield _row(f"`{owner}`" if owner else "", ", ".join(f"`{name}`" for name in names))
 
 
 def _refused() -> Iterable[str]:

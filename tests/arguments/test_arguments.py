@@ -103,8 +103,10 @@ def test_aliases(words: str, section: str, field: str, value: object) -> None:
         ("--bf16=yes", "--bf16 ignored explicit argument 'yes': drop the value"),
         ("--pipe-sp-strategy best", "--pipe-sp-strategy best is not known: choose average or uniform_comp"),
         ("--onnx-safe", "--onnx-safe: GELU with the error function has a name of its own: use --activation gelu-exact"),
-        ("--moe_loss_coeff 1", "--moe-loss-coeff: mixtures of experts are out of scope: drop it"),
-        ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler: the learning rate always"),
+        (
+            "--num_experts 8",
+            "--num-experts 8: mixtures of experts are not in this trainer: this model cannot be trained",
+        ),
     ],
 )
 def test_wrong_words_end_in_one_line(words: str, line: str) -> None:
@@ -112,10 +114,19 @@ def test_wrong_words_end_in_one_line(words: str, line: str) -> None:
 
 
 def test_wrong_flags_are_all_named_in_one_line_each_once() -> None:
-    assert refusal("--embed-layernorm --num-layer 4 --seed 1 --moe_loss_coeff=1 --embed-layernorm") == (
-        "--embed-layernorm: it is not in GPT-2 and GPT-3: drop it; "
+    assert refusal("--embed-layernorm --num-layer 4 --seed 1 --num_experts=8 --embed-layernorm --qqqqq --xyzzy 1") == (
+        "--embed-layernorm: norms come before attention and MLP, and none follows the embedding: this model cannot be "
+        "trained here; "
         "--num-layer is not a flag: did you mean --num-layers?; "
-        "--moe-loss-coeff: mixtures of experts are out of scope: drop it"
+        "--num-experts 8: mixtures of experts are not in this trainer: this model cannot be trained here; "
+        "--qqqqq is not a flag, --xyzzy is not a flag: see --help"
+    )
+
+
+def test_flags_of_one_reason_share_it() -> None:
+    assert refusal("--sft --mamba-num-heads 8 --is-hybrid-model") == (
+        "--sft: fine-tuning on dialogues is out of scope: this training cannot be run here; "
+        "--mamba-num-heads, --is-hybrid-model: Mamba layers are not in this trainer: this model cannot be trained here"
     )
 
 

@@ -1,15 +1,19 @@
-"""Flags of other trainers: each is ours, accepted because it is so anyway, or refused with a reason."""
+"""Flags of other trainers: each is ours, accepted for a reason, or refused with one."""
 
 import re
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.arguments import flags, parse_arguments
+from megatron_terapipe.arguments import flags, parse_arguments, read_arguments
 from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.idle_flags import IDLE_FLAGS
+from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
 from megatron_terapipe.arguments.parser import spellings
 from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
+from megatron_terapipe.arguments.unsupported_flags import FAMILIES, MODEL, TRAINING, UNSUPPORTED_FLAGS
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import ConfigError
@@ -102,24 +106,93 @@ def test_what_must_work_is_ours() -> None:
     assert not set(each_of(MUST_WORK, MODEL_AND_PARALLEL)) - OWN
 
 
+TABLES = (OWN, set(ACCEPTED_FLAGS), set(IDLE_FLAGS), set(NEUTRAL_FLAGS), set(REFUSED_FLAGS))
+
+
 def test_no_flag_is_unheard_of() -> None:
-    heard_of = OWN | ACCEPTED_FLAGS.keys() | REFUSED_FLAGS.keys()
-    assert not set(each_of(MUST_WORK, KNOWN, OUT_OF_SCOPE, MODERN)) - heard_of
-    assert set(each_of(OUT_OF_SCOPE)) <= REFUSED_FLAGS.keys()
+    assert not set(each_of(MUST_WORK, KNOWN, OUT_OF_SCOPE, MODERN)) - set().union(*TABLES)
+    assert not set(each_of(OUT_OF_SCOPE)) & (OWN | ACCEPTED_FLAGS.keys())
 
 
 def test_no_flag_is_two_things() -> None:
-    assert not OWN & ACCEPTED_FLAGS.keys()
-    assert not OWN & REFUSED_FLAGS.keys()
-    assert not ACCEPTED_FLAGS.keys() & REFUSED_FLAGS.keys()
+    for first, second in combinations(TABLES, 2):
+        assert not first & second
 
 
 def test_refused_flags_end_in_a_remedy_that_exists() -> None:
     for name, line in REFUSED_FLAGS.items():
         assert re.fullmatch(r"--[a-zA-Z0-9-]+", name), name
-        assert re.search(r": (drop it|use|set) ?[^:]*$", line), line
+        assert re.search(r": (drop it|use) ?[^:]*$", line) or line.endswith((MODEL, TRAINING)), line
         assert set(re.findall(r"--[a-z0-9-]+", line)) <= OWN | {"--launcher"}, line
         assert refusal(name) == f"{name}: {line}"
+
+
+def test_what_defines_the_model_is_never_to_be_dropped() -> None:
+    others = (neutral.otherwise for neutral in NEUTRAL_FLAGS.values())
+    assert not [line for line in (*UNSUPPORTED_FLAGS.values(), *FAMILIES.values(), *others) if "drop" in line]
+
+
+@pytest.mark.parametrize("name", ["--moe-of-tomorrow", "--mtp-x", "--rl-y", "--fp8-z", "--export-w"])
+def test_newer_flags_of_a_known_group_get_no_hint(name: str) -> None:
+    assert re.fullmatch(rf"{name}: .*: this (model cannot be trained|training cannot be run) here", refusal(name))
+
+
+def test_a_group_holds_no_flag_of_ours() -> None:
+    assert not [name for name in OWN if name.startswith(tuple(FAMILIES))]
+
+
+def words_of_idle(name: str) -> str:
+    return name + {0: "", 1: " 1", "*": " a 2"}[IDLE_FLAGS[name].values]
+
+
+def test_flags_without_effect_are_listed_in_one_line() -> None:
+    arguments = read_arguments((REQUIRED + " ".join(map(words_of_idle, IDLE_FLAGS))).split())
+    assert arguments.config == parse()
+    (line,) = [line for line in arguments.notices if "no effect" in line]
+    assert line == f"These flags concern operation only and have no effect here: {', '.join(IDLE_FLAGS)}"
+
+
+def test_no_line_without_such_flags() -> None:
+    assert not [line for line in read_arguments(REQUIRED.split()).notices if "no effect" in line]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--ckpt-format", "--ckpt-format expected one argument: give it one"),
+        ("--async-save yes", "no flag takes the value yes: drop it"),
+        ("--async-save=yes", "--async-save ignored explicit argument 'yes': drop the value"),
+        ("--manual-gc-interval 1 2", "no flag takes the value 2: drop it"),
+    ],
+)
+def test_flags_without_effect_take_as_many_values_as_in_megatron(words: str, line: str) -> None:
+    assert refusal(words) == line
+
+
+def test_without_the_flag_that_gives_them_effect_is_another_flag_of_the_tables() -> None:
+    owners = {idle.beside.split()[0] for idle in IDLE_FLAGS.values() if idle.beside}
+    assert owners <= OWN | NEUTRAL_FLAGS.keys() | REFUSED_FLAGS.keys()
+
+
+def test_neutral_values_change_nothing() -> None:
+    for name, neutral in NEUTRAL_FLAGS.items():
+        for value in neutral.neutral:
+            assert parse(f"{name} {value}") == parse(f"{name}={value}") == parse(), name
+        assert refusal(f"{name} 2") == f"{name} 2: {neutral.otherwise}"
+        assert neutral.otherwise.endswith((MODEL, TRAINING)) or re.search(r": use [^:]*$", neutral.otherwise)
+
+
+def test_every_one_of_several_values_has_to_be_neutral() -> None:
+    assert parse("--num-experts 1 1") == parse()
+    assert refusal("--num-experts 1 4").startswith("--num-experts 1 4: mixtures of experts are not in this trainer")
+
+
+def test_context_parallelism_is_refused_with_the_reason() -> None:
+    assert refusal("--context_parallel_size 2 --num-experts 8") == (
+        "--context-parallel-size 2: sequences are split in time by token slices, not over ranks, and context "
+        "parallelism is not in this trainer: use --num-token-slices; "
+        "--num-experts 8: mixtures of experts are not in this trainer: this model cannot be trained here"
+    )
 
 
 def words_of(name: str) -> str:
@@ -222,6 +295,7 @@ def test_a_llama_script_of_megatron_lm() -> None:
     "words",
     [
         "--num-experts 8",
+        "--context-parallel-size 2",
         "--add-bias-linear --disable-bias-linear",
         "--swiglu --squared-relu",
         "--transformer-impl cuda",

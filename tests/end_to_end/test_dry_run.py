@@ -122,3 +122,10 @@ def test_it_says_for_which_machine_it_found_what_it_found(capsys: pytest.Capture
     assert main([*CHECK, *words, "--pipeline-schedule", "optimised"]) == 0
     for line in capsys.readouterr().out.splitlines()[3:5]:
         assert line.endswith(", found for nodes of 8 A100-SXM4-80GB, since no --cluster is given")
+
+
+def test_flags_without_effect_are_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CHECK, "--async-save", "--ckpt-format", "torch_dist", "--context-parallel-size", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("These flags concern operation only and have no effect here: --async-save, --ckpt-format\n") == 1
+    assert "--context-parallel-size" not in said

@@ -42,7 +42,7 @@ PATCH = {
     no_overlap_grad_reduce: bool''',
     ),
     # The flag is no longer refused.
-    "megatron_terapipe/arguments/refused_flags.py": (" context-parallel-size ", " "),
+    "megatron_terapipe/arguments/neutral_flags.py": (" context-parallel-size ", " "),
 }
 """By file, a text and what takes its place. CONTRIBUTING.md names the same three files."""
 
