@@ -42,14 +42,15 @@ setup(
         "test": ["hypothesis", "pytest", "pytest-xdist>=3.7"],
         "dev": [
             *("hypothesis", "mypy", "pre-commit", "pytest", "pytest-xdist>=3.7", "ruff"),
-            *("sentencepiece", "tensorboard", "wandb", "zstandard"),
+            *("sentencepiece", "tensorboard", "tiktoken", "wandb", "zstandard"),
             # Hugging Face's own models, to hold converted ones against.
             *("safetensors", "transformers"),
         ],
         # Models of transformers as pipeline layers.
         "transformers": ["transformers>=5"],
-        # Tokenizers of SentencePiece.
+        # Tokenizers of SentencePiece; TikTokenizer.
         "tokenizers": ["sentencepiece>=0.2"],
+        "tiktoken": ["tiktoken>=0.7"],
         # Curves: --tensorboard-dir, --wandb-project.
         "tensorboard": ["tensorboard"],
         "wandb": ["wandb"],

@@ -9,7 +9,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.data import TOKENIZER_FILES, TOKENIZER_SPELLINGS
+from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
 from megatron_terapipe.errors import CheckpointError, ConfigError
 
 
@@ -58,15 +58,11 @@ def _parser() -> CommandParser:
         help="sample from the most likely tokens whose probabilities add up to P (default: all)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument(
-        "--tokenizer-type",
-        type=lambda name: TOKENIZER_SPELLINGS.get(name, name),
-        choices=tuple(TOKENIZER_FILES),
-        metavar="NAME",
-        help="tokenizer, if the checkpoint names none or its files have moved (default: that of the checkpoint)",
+    add_tokenizer_flags(
+        parser,
+        default=None,
+        explained="tokenizer, if the checkpoint names none or its files have moved (default: that of the checkpoint)",
     )
-    for file in ("vocab-file", "merge-file", "tokenizer-model"):
-        parser.add_argument(f"--{file}", metavar="PATH", help="file of the tokenizer that --tokenizer-type names")
     return parser
 
 
@@ -92,12 +88,7 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
     directory = existing_checkpoint(options.load, options.load_tag)
     info = CheckpointInfo.read(directory)
     if options.tokenizer_type is not None:
-        settings = TokenizerSettings(
-            tokenizer_type=options.tokenizer_type,
-            vocab_file=options.vocab_file,
-            merge_file=options.merge_file,
-            tokenizer_model=options.tokenizer_model,
-        )
+        settings = tokenizer_settings(options)
     elif info.tokenizer:
         settings = TokenizerSettings(**info.tokenizer)
     else:

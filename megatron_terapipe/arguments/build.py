@@ -86,6 +86,9 @@ def _take_model_from_checkpoint(given: dict[str, Any]) -> None:
         **{each.name: given[each.name] for each in fields(CheckpointConfig) if each.name in given}
     )
     info = CheckpointInfo.read(existing_checkpoint(str(checkpoint.load), checkpoint.tag))
+    if given.get("tokenizer_type") == "NullTokenizer" and info.tokenizer.get("vocab_size"):
+        # Of the model it counts the end of a document, too.
+        given.setdefault("vocab_size", info.tokenizer["vocab_size"])
     for name, value in info.model.items():
         given.setdefault(name, value)
 

@@ -32,7 +32,7 @@ class CheckpointInfo:
         layout: sizes of the parallel axes.
         optimizer: name of the optimizer whose state was saved; None if none was.
         partitioned: whether that state is spread over data-parallel ranks: under ZeRO 1, and always in bf16.
-        tokenizer: type and files of the tokenizer.
+        tokenizer: type, files and sizes of the tokenizer.
         skipped_iterations: iterations done that did not update the weights, because of an overflow in fp16.
         skipped_samples: samples of those iterations.
     """
@@ -43,7 +43,7 @@ class CheckpointInfo:
     layout: dict[str, int]
     optimizer: str | None
     partitioned: bool
-    tokenizer: dict[str, str | None]
+    tokenizer: dict[str, Any]
     skipped_iterations: int = 0
     skipped_samples: int = 0
 

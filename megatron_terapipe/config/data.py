@@ -23,9 +23,17 @@ TOKENIZER_FILES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "GPT2BPETokenizer": ("vocab_file", "merge_file"),
         "HuggingFaceTokenizer": ("tokenizer_model",),
         "SentencePieceTokenizer": ("tokenizer_model",),
+        "TikTokenizer": ("tokenizer_model",),
+        "NullTokenizer": (),
     }
 )
-"""The fields of `DataConfig` that each tokenizer needs; it takes no other."""
+"""The files that each tokenizer needs, as fields of `DataConfig`; it takes no other."""
+
+TIKTOKEN_PATTERNS = ("v1", "v2")
+"""Names of the patterns by which TikTokenizer splits a text into words."""
+
+TIKTOKEN_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+"""Special tokens that every TikTokenizer has; the last ends a document."""
 
 TOKENIZER_SPELLINGS: Mapping[str, str] = MappingProxyType(
     {
@@ -97,7 +105,8 @@ class DataConfig:
 
     tokenizer_type: str = option("byte", choices=tuple(TOKENIZER_FILES), spellings=TOKENIZER_SPELLINGS)
     """Tokenizer that the data was preprocessed with. HFTokenizer is HuggingFaceTokenizer; SPMTokenizer,
-    GPTSentencePieceTokenizer and Llama2Tokenizer are SentencePieceTokenizer."""
+    GPTSentencePieceTokenizer and Llama2Tokenizer are SentencePieceTokenizer. NullTokenizer takes texts of token ids
+    below `--vocab-size`, and adds one id that ends a document."""
 
     vocab_file: str | None = option(None, metavar="FILE")
     """Vocabulary of the BPE tokenizer (JSON)."""
@@ -106,8 +115,18 @@ class DataConfig:
     """Merges of the BPE tokenizer."""
 
     tokenizer_model: str | None = option(None, metavar="PATH", aliases=("--tokenizer-name-or-path",))
-    """File of SentencePieceTokenizer, such as tokenizer.model; or of HuggingFaceTokenizer: tokenizer.json, or the
-    directory that holds it."""
+    """File of SentencePieceTokenizer, such as tokenizer.model; of TikTokenizer, its vocabulary (JSON); or of
+    HuggingFaceTokenizer: tokenizer.json, or the directory that holds it."""
+
+    tiktoken_pattern: str | None = option(None, choices=TIKTOKEN_PATTERNS)
+    """Pattern by which TikTokenizer splits a text into words: Megatron's first or second."""
+
+    tiktoken_num_special_tokens: int = 1000
+    """Ids that TikTokenizer reserves for special tokens, before all others."""
+
+    tiktoken_special_tokens: tuple[str, ...] | None = option(None, metavar="TOKEN")
+    """Special tokens of TikTokenizer, in the order of their ids; `<unk>`, `<s>` and `</s>` among them. Default: these
+    three."""
 
     reset_position_ids: bool = False
     """Restart positions at each document within a sample."""
@@ -127,7 +146,7 @@ class DataConfig:
         """Check the lists, the files, and what excludes what."""
         check_choices(self)
         check_not_negative(self, "num_workers")
-        check_positive(self, "train_data_exact_num_epochs")
+        check_positive(self, "train_data_exact_num_epochs", "tiktoken_num_special_tokens")
         self._read_files_of_paths()
         self._check_paths()
         self._check_reading()
@@ -147,6 +166,11 @@ class DataConfig:
         name = "data_path" if self.data_path is not None else f"{part}_data_path"
         words = getattr(self, name)
         return () if words is None else read_weighted_prefixes(flag(name), words)
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Prefixes of all data files, each once."""
+        return tuple(dict.fromkeys(prefix for part in PARTS for _, prefix in self.weighted_prefixes(part)))
 
     def split_shares(self) -> tuple[float, float, float] | None:
         """Return the shares of the data for training, validation and test, which sum to 1; None if each has its own.

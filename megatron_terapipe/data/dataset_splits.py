@@ -129,10 +129,9 @@ class _Builder:
 
     def __init__(self, data: DataConfig, seq_length: int, seed: int, reads: bool) -> None:
         self._data, self._seq_length, self._seed, self._reads = data, seq_length, seed, reads
-        prefixes = dict.fromkeys(prefix for part in PARTS for _, prefix in data.weighted_prefixes(part))
         warm_up = data.mmap_warmup and reads
-        self._indexed = {prefix: IndexedDataset(prefix, warm_up=warm_up) for prefix in prefixes}
-        self._cache = _cache(data, next(iter(prefixes)))
+        self._indexed = {prefix: IndexedDataset(prefix, warm_up=warm_up) for prefix in data.prefixes}
+        self._cache = index_cache(data)
 
     def part(self, part: Part, wanted: int) -> SampleDataset | None:
         """Build the samples of one part; none if none are wanted."""
@@ -198,9 +197,9 @@ class _Builder:
         )
 
 
-def _cache(data: DataConfig, prefix: str) -> IndexCache:
-    """Return where the orders of samples are kept: where the flag says, or beside the data if that can be written."""
+def index_cache(data: DataConfig) -> IndexCache:
+    """Return where orders of samples are kept: where the flag says, or beside the data if that can be written."""
     path = data.data_cache_path
     if path is None:
-        return IndexCache(Path(prefix).parent / "index_cache", required=False)
+        return IndexCache(Path(data.prefixes[0]).parent / "index_cache", required=False)
     return IndexCache(None if path == "none" else Path(path))

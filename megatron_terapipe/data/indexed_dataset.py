@@ -210,6 +210,11 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     @property
+    def tokens(self) -> NDArray[Any]:
+        """All ids of the file, of the type on disk, [tokens]; read only, mapped from disk."""
+        return self._tokens
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """The type of the ids on disk."""
         return self._tokens.dtype

@@ -24,11 +24,11 @@ from tqdm import tqdm
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.command_parser import CommandParser
-from megatron_terapipe.config.data import TOKENIZER_FILES, TOKENIZER_SPELLINGS
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_terapipe.data.map_ahead import map_ahead
 from megatron_terapipe.data.text_lines import Lines, read_lines
 from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
 from megatron_terapipe.data.worker_processes import WorkerProcesses
 from megatron_terapipe.errors import DataError
 
@@ -207,12 +207,8 @@ def _parser() -> CommandParser:
         "--input", type=Path, required=True, help="file of JSON lines, one object per document; plain, .gz or .zst"
     )
     parser.add_argument("--output-prefix", type=Path, required=True, help="prefix of the output files")
-    parser.add_argument(
-        "--tokenizer-type",
-        default="byte",
-        choices=TOKENIZER_FILES,
-        type=lambda name: TOKENIZER_SPELLINGS.get(name, name),
-        help="tokenizer, by the same name as for the trainer (default: %(default)s)",
+    add_tokenizer_flags(
+        parser, default="byte", explained="tokenizer, by the same name as for the trainer (default: byte)"
     )
     parser.add_argument(
         "--json-keys",
@@ -220,12 +216,6 @@ def _parser() -> CommandParser:
         default=["text"],
         metavar="KEY",
         help="keys of the texts in each object; each key gives a dataset (default: text)",
-    )
-    parser.add_argument("--vocab-file", help="encoder.json or vocab.json of GPT2BPETokenizer")
-    parser.add_argument("--merge-file", help="vocab.bpe or merges.txt of GPT2BPETokenizer")
-    parser.add_argument(
-        "--tokenizer-model",
-        help="tokenizer.json of HuggingFaceTokenizer or its directory; file of SentencePieceTokenizer",
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     parser.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)")
@@ -244,12 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             source=options.input,
             json_keys=tuple(options.json_keys),
             append_eod=options.append_eod,
-            tokenizer=TokenizerSettings(
-                tokenizer_type=options.tokenizer_type,
-                vocab_file=options.vocab_file,
-                merge_file=options.merge_file,
-                tokenizer_model=options.tokenizer_model,
-            ),
+            tokenizer=tokenizer_settings(options),
         )
         if options.split_sentences:
             raise DataError("--split-sentences is for BERT, and a GPT reads whole documents: drop it")

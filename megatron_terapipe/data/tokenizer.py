@@ -1,15 +1,17 @@
 """The protocol of a tokenizer, and the tokenizer that a configuration names."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol, Self
 
 from megatron_terapipe.config.data import TOKENIZER_FILES, DataConfig
 from megatron_terapipe.config.options import flag, one_of
-from megatron_terapipe.data.byte_pair_encoding import GPT2BPETokenizer
-from megatron_terapipe.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from megatron_terapipe.data.sentence_piece_tokenizer import SentencePieceTokenizer
+from megatron_terapipe.data.tokenizers.byte_pair_encoding import GPT2BPETokenizer
+from megatron_terapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megatron_terapipe.data.tokenizers.null import NullTokenizer
+from megatron_terapipe.data.tokenizers.sentence_piece import SentencePieceTokenizer
+from megatron_terapipe.data.tokenizers.tik import TikTokenizer
 from megatron_terapipe.errors import DataError
 
 
@@ -70,7 +72,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerSettings:
-    """Type and files of a tokenizer, as a checkpoint keeps them."""
+    """Type, files and sizes of a tokenizer, as a checkpoint keeps them."""
 
     tokenizer_type: str = "byte"
     """A key of `TOKENIZER_FILES`."""
@@ -82,31 +84,56 @@ class TokenizerSettings:
     """Merge rules of GPT2BPETokenizer."""
 
     tokenizer_model: str | None = None
-    """File of SentencePieceTokenizer; file of HuggingFaceTokenizer, or the directory that holds it."""
+    """File of SentencePieceTokenizer or TikTokenizer; file of HuggingFaceTokenizer, or the directory that holds it."""
+
+    vocab_size: int | None = None
+    """Ids of NullTokenizer without the end of a document, or of TikTokenizer; None with all others."""
+
+    tiktoken_pattern: str | None = None
+    """Pattern of TikTokenizer."""
+
+    tiktoken_num_special_tokens: int = 1000
+    """Ids for special tokens of TikTokenizer."""
+
+    tiktoken_special_tokens: Sequence[str] | None = None
+    """Special tokens of TikTokenizer."""
 
     @classmethod
-    def of(cls, data: DataConfig) -> Self:
-        """Return the settings that the data section holds."""
-        return cls(
-            tokenizer_type=data.tokenizer_type,
-            vocab_file=data.vocab_file,
-            merge_file=data.merge_file,
-            tokenizer_model=data.tokenizer_model,
-        )
+    def of(cls, data: DataConfig, vocab_size: int | None = None) -> Self:
+        """Return the settings of a run.
+
+        Args:
+            data: the data section.
+            vocab_size: what `--vocab-size` says.
+        """
+        shared = (each.name for each in fields(cls) if each.name != "vocab_size")
+        sized = data.tokenizer_type in (NullTokenizer.name, TikTokenizer.name)
+        return cls(**{name: getattr(data, name) for name in shared}, vocab_size=vocab_size if sized else None)
 
 
-TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
-    tokenizer.name: tokenizer
-    for tokenizer in (ByteTokenizer, GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer)
+TOKENIZERS: dict[str, Callable[[TokenizerSettings], Tokenizer]] = {
+    ByteTokenizer.name: lambda _: ByteTokenizer(),
+    GPT2BPETokenizer.name: lambda given: GPT2BPETokenizer(Path(given.vocab_file), Path(given.merge_file)),
+    HuggingFaceTokenizer.name: lambda given: HuggingFaceTokenizer(Path(given.tokenizer_model)),
+    SentencePieceTokenizer.name: lambda given: SentencePieceTokenizer(Path(given.tokenizer_model)),
+    TikTokenizer.name: lambda given: TikTokenizer(
+        Path(given.tokenizer_model),
+        pattern=given.tiktoken_pattern,
+        vocab_size=given.vocab_size,
+        num_special_tokens=given.tiktoken_num_special_tokens,
+        special_tokens=given.tiktoken_special_tokens,
+    ),
+    NullTokenizer.name: lambda given: NullTokenizer(given.vocab_size),
 }
-"""Every tokenizer by its name: a function of the paths of its files, in the order of `TOKENIZER_FILES`."""
+"""Every tokenizer by its name: a function of settings that have the files of `TOKENIZER_FILES`."""
 
 
-def build_tokenizer(settings: TokenizerSettings | DataConfig) -> Tokenizer:
+def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
     """Build the tokenizer that the settings name.
 
     Raises:
-        DataError: the name is unknown, a file is missing, malformed or superfluous, or a package is not installed.
+        DataError: the name is unknown, a file is missing, malformed or superfluous, a size is missing, or a package is
+            not installed.
     """
     name = settings.tokenizer_type
     if name not in TOKENIZERS:
@@ -120,4 +147,4 @@ def build_tokenizer(settings: TokenizerSettings | DataConfig) -> Tokenizer:
             raise DataError(
                 f"{name} reads no {flag(field)} but got {path}: drop it, or choose the --tokenizer-type that reads it"
             )
-    return TOKENIZERS[name](*(Path(getattr(settings, field)) for field in needed))
+    return TOKENIZERS[name](settings)

@@ -1,7 +1,7 @@
 """A run, prepared: all that can be wrong with it is found here, before any process group exists."""
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,8 +21,10 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.config.batch_sizes import BatchSizes
 from megatron_terapipe.config.data_paths import DEFAULT_SPLIT
 from megatron_terapipe.config.training import TrainingConfig
-from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets, mock_datasets
+from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets, index_cache, mock_datasets
+from megatron_terapipe.data.token_range import check_token_ids
 from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizers.null import NullTokenizer
 from megatron_terapipe.errors import ConfigError, DataError
 from megatron_terapipe.planning.pipeline_plan import FoundSchedule, check_schedule, pipeline_schedule
 from megatron_terapipe.planning.planned_run import plan_run
@@ -46,6 +48,7 @@ class Run:
         checkpoint: directory and contents of the checkpoint to go on from, if there is one.
         found_token_slices: whether the token slices of the configuration were found, and not given.
         found_stages: whether the layers of its stages were, too.
+        tokenizer_settings: settings by which the tokenizer was built.
     """
 
     config: Config
@@ -57,6 +60,7 @@ class Run:
     checkpoint: tuple[Path, CheckpointInfo] | None
     found_token_slices: bool = False
     found_stages: bool = False
+    tokenizer_settings: TokenizerSettings = field(default_factory=TokenizerSettings)
 
     @property
     def global_batch_size(self) -> int:
@@ -107,7 +111,7 @@ class Run:
             layout=asdict(self.layout),
             optimizer=None if self.config.checkpoint.no_save_optim else self.config.optimizer.optimizer,
             partitioned=self.config.optimizer.zero_stage > 0 or self.config.precision.bf16,
-            tokenizer=asdict(TokenizerSettings.of(self.config.data)),
+            tokenizer=asdict(self.tokenizer_settings),
         )
 
 
@@ -126,14 +130,9 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     check_deepspeed_version()
     # At once: what is told here is told before a tokenizer's file is read.
     config.parallel.layout(launch.world_size)
-    tokenizer = build_tokenizer(config.data)
-    vocab_size = config.model.vocab_size
-    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"--vocab-size {vocab_size} has no room for the {tokenizer.vocab_size} tokens of {tokenizer.name}: "
-            "raise it, or leave it out"
-        )
-    config = replace(config, model=replace(config.model, vocab_size=vocab_size or tokenizer.vocab_size))
+    tokenizer_settings = TokenizerSettings.of(config.data, config.model.vocab_size)
+    tokenizer = build_tokenizer(tokenizer_settings)
+    config = replace(config, model=replace(config.model, vocab_size=_vocab_size(config, tokenizer)))
     planned = plan_run(config, launch.world_size)
     config, layout = planned.config, planned.layout
     _check_outputs(config)
@@ -153,6 +152,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         launch=launch,
         layout=layout,
         tokenizer=tokenizer,
+        tokenizer_settings=tokenizer_settings,
         datasets=_datasets(
             config,
             config.batch.sizes(layout.data_parallel_size),
@@ -164,8 +164,24 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         found_token_slices=planned.found_token_slices,
         found_stages=planned.found_stages,
     )
+    if launch.rank == 0 and not config.data.mock_data:
+        check_token_ids(config.data.prefixes, tokenizer, index_cache(config.data))
     check_schedule(run.simulated_schedule, config, planned.numbers_of_micro_batches, _hardware_queues())
     return run
+
+
+def _vocab_size(config: Config, tokenizer: Tokenizer) -> int:
+    """Return the size of the model's vocabulary: the tokenizer's, or a larger one that is asked for."""
+    asked = config.model.vocab_size
+    # NullTokenizer was told the size, and adds the end of a document to it, as in Megatron.
+    if asked is None or config.data.tokenizer_type == NullTokenizer.name:
+        return tokenizer.vocab_size
+    if asked < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {asked} has no room for the {tokenizer.vocab_size} tokens of {tokenizer.name}: "
+            "raise it, or leave it out"
+        )
+    return asked
 
 
 def _hardware_queues() -> int | None:

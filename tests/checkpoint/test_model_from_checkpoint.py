@@ -40,6 +40,14 @@ def test_an_older_checkpoint_may_be_chosen(checkpoints: Path) -> None:
     assert model_of(checkpoints, "--use-checkpoint-args").hidden_size == 32
 
 
+def test_a_null_tokenizer_is_told_the_ids_that_it_was_told_before(checkpoints: Path) -> None:
+    info = checkpoint_info(iteration=3)
+    info.tokenizer |= {"tokenizer_type": "NullTokenizer", "vocab_size": MODEL.vocab_size - 1}
+    info.write(checkpoints / "global_step3")
+    words = ["--use-checkpoint-args", "--ckpt-step", "3", "--tokenizer-type", "NullTokenizer"]
+    assert model_of(checkpoints, *words).vocab_size == MODEL.vocab_size - 1
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -86,6 +86,14 @@ def test_every_tokenizer_under_every_name(
         assert tokenizer.eod not in ids
 
 
+def test_texts_of_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    corpus = write_lines(tmp_path / "ids.jsonl", '{"text": "3 1 2"}', '{"text": "70000"}')
+    options = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "70001", "--append-eod"]
+    assert run(corpus, tmp_path / "ids", *options) == 0
+    dataset = IndexedDataset(tmp_path / "ids_text_document")
+    assert [dataset.get(number).tolist() for number in range(2)] == [[3, 1, 2, 70001], [70000, 70001]]
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_compressed_corpus_gives_the_same_dataset(corpus: Path, tmp_path: Path, workers: str) -> None:
     packed = tmp_path / "corpus.jsonl.gz"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.strategy import Strategy
 from pretrain_gpt import main
 from tests.end_to_end.launching import MODEL, PIPELINE, TRAINING, flags
@@ -129,3 +130,14 @@ def test_flags_without_effect_are_listed_once(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert said.count("These flags concern operation only and have no effect here: --async-save, --ckpt-format\n") == 1
     assert "--context-parallel-size" not in said
+
+
+def test_data_of_another_tokenizer_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data that was tokenized with GPT-2, and no flag that says so: the tokenizer is `byte`."""
+    with IndexedDatasetWriter(tmp_path / "corpus", vocab_size=50257) as writer:
+        writer.add_document(list(range(300, 800)))
+    words = [word for word in CHECK if word != "--mock-data"]
+    assert main([*words, "--data-path", str(tmp_path / "corpus"), "--split", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path}/corpus.bin has the token id 799, and the vocabulary of")
+    assert said.count("\n") == 1

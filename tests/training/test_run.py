@@ -1,6 +1,6 @@
 """A run, prepared: what it knows before any process group exists. What it refuses is in `end_to_end/test_faults`."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.batch_sizes import BatchSizes
 from megatron_terapipe.data.blended_dataset import UnreadSamples
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
+from megatron_terapipe.data.tokenizer import TokenizerSettings
 from megatron_terapipe.errors import CheckpointError, ConfigError, DataError
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.progress import Progress
@@ -42,6 +43,12 @@ def test_a_run_knows_its_place_its_batch_and_its_samples(data: Path) -> None:
     assert (len(run.datasets.train), len(run.datasets.valid), run.datasets.test) == (10 * 12, 3 * 12, None)
     assert run.start == Progress()
     assert (run.train_iters, run.batch_sizes) == (10, BatchSizes.constant(12))
+
+
+def test_a_null_tokenizer_adds_the_end_of_a_document_to_the_vocabulary(data: Path) -> None:
+    run = prepared(data, "--tokenizer-type NullTokenizer --vocab-size 300")
+    assert (run.config.model.vocab_size, run.tokenizer.eod) == (301, 300)
+    assert run.checkpoint_info(run.start).tokenizer["vocab_size"] == 300
 
 
 SAMPLES = "--split 8,1,1 --eval-iters 3 --train-samples 100 --rampup-batch-size 4 4 20"
@@ -110,12 +117,7 @@ def test_a_resumed_run_counts_on_with_its_own_batch_size(data: Path, tmp_path: P
     assert (info.iteration, info.consumed_samples, info.partitioned) == (7, 64, False)
     assert info.layout["pipeline_parallel_size"] == 2
     assert info.model == checkpoint_info(run.config.model).model
-    assert info.tokenizer == {
-        "tokenizer_type": "byte",
-        "vocab_file": None,
-        "merge_file": None,
-        "tokenizer_model": None,
-    }
+    assert info.tokenizer == asdict(TokenizerSettings())
 
 
 def test_a_finetuned_run_counts_from_the_start(data: Path, tmp_path: Path) -> None:

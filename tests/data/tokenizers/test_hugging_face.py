@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from megatron_terapipe.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from megatron_terapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_terapipe.errors import DataError
 from tests.data.trained_tokenizers import train_hugging_face
 

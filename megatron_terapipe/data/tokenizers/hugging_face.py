@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from megatron_terapipe.data.token_ids import check_in_vocabulary, without_lone_surrogates
+from megatron_terapipe.data.tokenizers.token_ids import check_in_vocabulary, without_lone_surrogates
 from megatron_terapipe.errors import DataError
 
 TOKENIZER_FILE = "tokenizer.json"

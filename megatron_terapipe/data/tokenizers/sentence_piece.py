@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_terapipe.data.token_ids import check_in_vocabulary, without_lone_surrogates
+from megatron_terapipe.data.tokenizers.token_ids import check_in_vocabulary, without_lone_surrogates
 from megatron_terapipe.errors import DataError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deepspeed_ext.plan.text_files import read_text
-from megatron_terapipe.data.hugging_face_tokenizer import PackageTokenizer
+from megatron_terapipe.data.tokenizers.hugging_face import PackageTokenizer
 from megatron_terapipe.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -1,0 +1,75 @@
+"""The range of the token ids in a data file, held against the tokenizer before anything is trained.
+
+Data that another tokenizer wrote is mostly found by its largest id. It is read once, and kept for the next start.
+"""
+
+import sys
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron_terapipe.data.index_cache import IndexCache
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file
+from megatron_terapipe.data.tokenizer import Tokenizer
+from megatron_terapipe.errors import DataError
+
+_TOKENS_AT_ONCE = 1 << 24
+_SILENT_S, _SPEAKS_EVERY_S = 5.0, 10.0
+"""Seconds before the first line of progress, and between lines."""
+
+
+def check_token_ids(prefixes: Iterable[str], tokenizer: Tokenizer, cache: IndexCache) -> None:
+    """Check that the ids of data files are ids of the tokenizer.
+
+    Args:
+        prefixes: prefixes of preprocessed data.
+        tokenizer: the tokenizer of the run.
+        cache: keeps the range of each file until the file changes.
+
+    Raises:
+        DataError: a file has an id that the tokenizer does not have, or the cache cannot be written.
+    """
+    for prefix in prefixes:
+        smallest, largest = token_range(IndexedDataset(prefix), cache)
+        if smallest < 0 or largest >= tokenizer.vocab_size:
+            raise DataError(
+                f"{data_file(prefix)} has the token id {smallest if smallest < 0 else largest}, and the vocabulary of "
+                f"--tokenizer-type {tokenizer.name} has {tokenizer.vocab_size} ids from 0: give the tokenizer that the "
+                "data was preprocessed with"
+            )
+
+
+def token_range(dataset: IndexedDataset, cache: IndexCache) -> tuple[int, int]:
+    """Return the smallest and the largest token id of a data file, or 0 where none is below or above it.
+
+    Args:
+        dataset: the file.
+        cache: keeps the answer, under the size of the file and the time at which it was written.
+    """
+    path = data_file(dataset.prefix).resolve()
+    state = path.stat()
+    description = {"range of token ids of": str(path), "bytes": state.st_size, "written_ns": state.st_mtime_ns}
+    found = cache.get(description, lambda: {"range": _range(dataset.tokens, path.name)})["range"]
+    return int(found[0]), int(found[1])
+
+
+def _range(tokens: NDArray[np.number], name: str) -> NDArray[np.int64]:
+    """Return the smallest and the largest of ids [tokens], read piece by piece: [2]."""
+    found = np.zeros(2, np.int64)
+    progress = tqdm(
+        total=tokens.nbytes,
+        desc=f"checking the token ids of {name}",
+        unit="B",
+        unit_scale=True,
+        delay=_SILENT_S,
+        mininterval=_SPEAKS_EVERY_S,
+        file=sys.stderr,
+    )
+    with progress:
+        for start in range(0, len(tokens), _TOKENS_AT_ONCE):
+            piece = tokens[start : start + _TOKENS_AT_ONCE]
+            found[:] = min(found[0], piece.min()), max(found[1], piece.max())
+            progress.update(piece.nbytes)
+    return found
