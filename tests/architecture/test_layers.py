@@ -97,7 +97,7 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.data", "megatron_terapipe.data.*"),
         (*PLAN, *CONFIG, "megatron_terapipe.command_parser"),
-        ("torch", "numpy", "regex", "tqdm", "tokenizers", "sentencepiece", "zstandard"),
+        ("torch", "numpy", "regex", "tqdm", "tokenizers", "sentencepiece", "tiktoken", "zstandard"),
     ),
     Layer(
         ("megatron_terapipe.checkpoint.*",),

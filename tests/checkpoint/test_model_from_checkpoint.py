@@ -42,7 +42,7 @@ def test_an_older_checkpoint_may_be_chosen(checkpoints: Path) -> None:
 
 def test_a_null_tokenizer_is_told_the_ids_that_it_was_told_before(checkpoints: Path) -> None:
     info = checkpoint_info(iteration=3)
-    info.tokenizer |= {"tokenizer_type": "NullTokenizer", "vocab_size": MODEL.vocab_size - 1}
+    info.tokenizer.update(tokenizer_type="NullTokenizer", vocab_size=MODEL.vocab_size - 1)
     info.write(checkpoints / "global_step3")
     words = ["--use-checkpoint-args", "--ckpt-step", "3", "--tokenizer-type", "NullTokenizer"]
     assert model_of(checkpoints, *words).vocab_size == MODEL.vocab_size - 1
