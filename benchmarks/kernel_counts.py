@@ -146,7 +146,7 @@ def kernels(model: ModelConfig, *, compiled: bool, apart: bool = False) -> tuple
     layer = TransformerBlock(model, model.blocks[0], TensorParallelRanks()).to(device, torch.bfloat16)
     state = SequenceState(TokenSlices((length,) * 4), sequences=range(2))
     outputs, forwards, backwards = [], [], []
-    with patch.object(sequence_state, "kernel_for", lambda query: CudaFlash()):
+    with patch.object(sequence_state, "kernel_for", lambda *_: CudaFlash()):
         for token_slice in range(4):
             hidden = torch.zeros(2, length, model.hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
             with counting(compiled=compiled and token_slice == 2) as counter:

@@ -297,6 +297,7 @@ class Executor:
                 seed=self._module.base_seed,
                 sequences=range(first, first + self.plan.rows),
                 documents=self.live.documents.get(op.micro_batch),
+                forward_only=not self.plan.training,
             )
         return self.live.states[key]
 

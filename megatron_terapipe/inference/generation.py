@@ -64,7 +64,7 @@ def _new_tokens(
     eod: int | None,
     draw: Callable[[torch.Tensor], int],
 ) -> Iterator[int]:
-    state = SequenceState(TokenSlices((len(prompt),) + (1,) * max_new_tokens))
+    state = SequenceState(TokenSlices((len(prompt),) + (1,) * max_new_tokens), forward_only=True)
     tokens = torch.tensor([list(prompt)])
     for token_slice in range(max_new_tokens):
         logits = model(tokens, state, token_slice)[0, -1, :vocab_size].float()

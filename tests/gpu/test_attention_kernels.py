@@ -47,7 +47,15 @@ def flash(request: pytest.FixtureRequest) -> Iterator[None]:
     torch_attention.restore_flash_attention_impl()
 
 
-def compare(kernel: AttentionKernel, dtype: torch.dtype, num_queries: int, prefix_len: int, size: int, groups: int):
+def compare(
+    kernel: AttentionKernel,
+    dtype: torch.dtype,
+    num_queries: int,
+    prefix_len: int,
+    size: int,
+    groups: int,
+    window: int | None = None,
+):
     """Hold a kernel against attention written out in fp32, in fp64 for a kernel of fp32."""
     generator = torch.Generator("cuda").manual_seed(num_queries + prefix_len + size + groups)
 
@@ -61,7 +69,7 @@ def compare(kernel: AttentionKernel, dtype: torch.dtype, num_queries: int, prefi
     attended = kernel.forward(query, key, value, scale)
     found = kernel.backward(output_gradient, query, key, value, attended, scale)
     reference = torch.float64 if dtype is torch.float32 else torch.float32
-    plain = PlainAttention()
+    plain = PlainAttention(window=window)
     exact = [each.to(reference) for each in (query, key, value)]
     expected = plain.forward(*exact, scale)
     gradients = plain.backward(output_gradient.to(reference), *exact, expected, scale)
@@ -100,6 +108,21 @@ def test_memory_efficient_in_fp32(num_queries: int, prefix_len: int, size: int, 
     compare(MemoryEfficient(), torch.float32, num_queries, prefix_len, size, groups)
 
 
+WINDOWS = [1, 100, 4096]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("num_queries", "prefix_len"), SHAPES)
+def test_windows_of_flash(flash: None, num_queries: int, prefix_len: int, window: int) -> None:
+    compare(CudaFlash(window), torch.bfloat16, num_queries, prefix_len, 128, 2, window)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("num_queries", "prefix_len"), SHAPES)
+def test_windows_of_memory_efficient(num_queries: int, prefix_len: int, window: int) -> None:
+    compare(MemoryEfficient(window), torch.float32, num_queries, prefix_len, 128, 2, window)
+
+
 @pytest.mark.parametrize("size", [264, 512])
 def test_memory_efficient_takes_heads_that_are_too_large_for_flash(size: int) -> None:
     compare(MemoryEfficient(), torch.bfloat16, 100, 300, size, 2)
@@ -108,7 +131,7 @@ def test_memory_efficient_takes_heads_that_are_too_large_for_flash(size: int) ->
 STARTS = ((0, 700, 1500, 1501, 1990, 3000), (0, 1600))
 
 
-def through(documents: Documents, dtype: torch.dtype) -> list[Tensor]:
+def through(documents: Documents, dtype: torch.dtype, window: int | None = None) -> list[Tensor]:
     """Output and gradients of attention across token slices; the same numbers in every dtype."""
     cut = TokenSlices((1000, 900, 1600))
     generator = torch.Generator("cuda").manual_seed(0)
@@ -119,7 +142,7 @@ def through(documents: Documents, dtype: torch.dtype) -> list[Tensor]:
     tensors = [each.requires_grad_() for each in (query, key, value)]
     state = SequenceState(cut, documents=documents)
     outputs = [
-        state.past(0, number).attend(*(each[:, start:end] for each in tensors))
+        state.past(0, number).attend(*(each[:, start:end] for each in tensors), window=window)
         for number, (start, end) in enumerate(cut.bounds())
     ]
     for output, (start, end) in reversed(list(zip(outputs, cut.bounds(), strict=True))):
@@ -127,17 +150,18 @@ def through(documents: Documents, dtype: torch.dtype) -> list[Tensor]:
     return [torch.cat([output.detach() for output in outputs], 1), *(each.grad for each in tensors)]
 
 
-def test_documents_in_one_call_a_row(flash: None) -> None:
+@pytest.mark.parametrize("window", [None, 300])
+def test_documents_in_one_call_a_row(flash: None, window: int | None) -> None:
     documents = Documents(STARTS)
     assert kernel_of_runs_for(torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)) is not None
-    exact = through(documents, torch.float64)
-    for found, expected in zip(through(documents, torch.bfloat16), exact, strict=True):
+    exact = through(documents, torch.float64, window)
+    for found, expected in zip(through(documents, torch.bfloat16, window), exact, strict=True):
         assert error(found, expected) < 2e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_documents_piece_by_piece(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_state, "kernel_of_runs_for", lambda query: None)
+    monkeypatch.setattr(sequence_state, "kernel_of_runs_for", lambda *_: None)
     exact = through(Documents(STARTS), torch.float64)
     for found, expected in zip(through(Documents(STARTS), dtype), exact, strict=True):
         assert error(found, expected) < TOLERANCES[dtype][1]

@@ -51,7 +51,7 @@ def kept_bytes(model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: t
             received = hidden[:, start:end].detach().clone().requires_grad_()
             outputs.append(layer(received, state.past(0, index)))
     if block.num_key_value_heads:
-        for tensor in state.past(0, 0)._keys_and_values.read(SEQ):
+        for tensor in state.keys_and_values(0, None).read(0, SEQ):
             keep(tensor)
     for parameter in layer.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)

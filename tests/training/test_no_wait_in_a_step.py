@@ -114,7 +114,7 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
         found[at[-1].kind.value, what] += 1
 
     kernels = patch.multiple(
-        sequence_state, kernel_for=lambda query: CudaFlash(), kernel_of_runs_for=lambda query: CudaFlashOfRuns()
+        sequence_state, kernel_for=lambda *_: CudaFlash(), kernel_of_runs_for=lambda *_: CudaFlashOfRuns()
     )
     # Torch does not know of autocast on the meta device.
     autocast = patch.object(torch, "is_autocast_enabled", lambda device_type: False)

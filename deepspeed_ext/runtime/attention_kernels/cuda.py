@@ -3,6 +3,8 @@
     flash               fp16, bf16      causal mask aligned to the bottom right, so one call does; documents too
     memory-efficient    and fp32        the same mask by number 2; key heads are repeated for the queries of their group
 
+Both take sliding windows: flash attention counts the keys before a query, the other kernel counts the query's own too.
+
 What each of them takes is read off torch 2.13: `aten/src/ATen/native/transformers/cuda`, files `sdp_utils.cpp`,
 `flash_attn/flash_api.cpp`, `attention_backward.cu` and `mem_eff_attention/kernel_forward.h`.
 """
@@ -63,12 +65,30 @@ def memory_efficient_takes(dtype: torch.dtype, head_size: int, capability: Capab
 
 
 class CudaFlash:
-    """Flash attention: one call, since its causal mask is aligned to the bottom right."""
+    """Flash attention: one call, since its causal mask is aligned to the bottom right.
+
+    Args:
+        window: keys that a query sees, itself included; None for all up to its own.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self._before = _keys_before(window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
         """Return output and log-sum-exp, as in `AttentionKernel`."""
         output, log_sum_exp, *_ = _aten._flash_attention_forward(
-            query, key, value, None, None, query.shape[1], key.shape[1], 0.0, True, False, scale=scale
+            query,
+            key,
+            value,
+            None,
+            None,
+            query.shape[1],
+            key.shape[1],
+            0.0,
+            True,
+            False,
+            scale=scale,
+            window_size_left=self._before,
         )
         return Attended(output, log_sum_exp)
 
@@ -95,8 +115,14 @@ class CudaFlash:
                 no_random_state,
                 no_random_state,
                 scale=scale,
+                window_size_left=self._before,
             )
         )
+
+
+def _keys_before(window: int | None) -> int | None:
+    """Keys before its own that a query sees: how flash attention takes a window."""
+    return None if window is None else window - 1
 
 
 class Runs(NamedTuple):
@@ -119,7 +145,13 @@ class CudaFlashOfRuns:
     """Flash attention of many runs in one call, each by a causal mask of its own, aligned to the bottom right.
 
     Shapes have no dimension of rows: queries are [N, H, D], keys and values [E, G, D], the log-sum-exp [H, N].
+
+    Args:
+        window: keys that a query sees, itself included; None for all of its run up to its own.
     """
+
+    def __init__(self, window: int | None = None) -> None:
+        self._before = _keys_before(window)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
         """Return the output [N, H, D] and its log-sum-exp [H, N].
@@ -132,7 +164,7 @@ class CudaFlashOfRuns:
             scale: factor of the scores.
         """
         output, log_sum_exp, *_ = _aten._flash_attention_forward(
-            query, key, value, *runs, 0.0, True, False, scale=scale
+            query, key, value, *runs, 0.0, True, False, scale=scale, window_size_left=self._before
         )
         return output, log_sum_exp
 
@@ -172,6 +204,7 @@ class CudaFlashOfRuns:
             log_sum_exp,
             log_sum_exp,
             scale=scale,
+            window_size_left=self._before,
         )
 
 
@@ -180,7 +213,13 @@ class MemoryEfficient:
 
     It knows no groups: keys and values are repeated for each query head while it runs. In fp32 it computes products by
     three products of tensor cores (`OpMultiplyAddFastF32`), which loses little.
+
+    Args:
+        window: keys that a query sees, itself included; None for all up to its own.
     """
+
+    def __init__(self, window: int | None = None) -> None:
+        self._window = window
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
         """Return output and log-sum-exp, as in `AttentionKernel`."""
@@ -198,6 +237,7 @@ class MemoryEfficient:
             CAUSAL_FROM_BOTTOM_RIGHT,
             True,
             scale=scale,
+            window_size=self._window,
         )
         # It is padded, as the backward wants it: a view keeps the strides.
         return Attended(output, log_sum_exp[..., : query.shape[1]])
@@ -227,6 +267,7 @@ class MemoryEfficient:
             CAUSAL_FROM_BOTTOM_RIGHT,
             False,
             scale=scale,
+            window_size=self._window,
         )
         if repeats > 1:
             of_key, of_value = (each.unflatten(2, (groups, repeats)).sum(3) for each in (of_key, of_value))

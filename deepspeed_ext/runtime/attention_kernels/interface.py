@@ -1,15 +1,23 @@
 """Attention of one token slice over the keys and values up to its end: what a kernel takes and gives.
 
 Shapes, here and in `attention`: queries [B, N, H, D] of the N tokens of a token slice; keys and values [B, E, G, D] of
-all E tokens up to its end, H a multiple of G (grouped queries); log-sum-exp [B, H, N], in at least fp32. Query n sees
-the keys 0 .. E - N + n, which is causal attention aligned to the bottom right:
+the last E tokens up to its end, H a multiple of G (grouped queries); log-sum-exp [B, H, N], in at least fp32. Query n
+sees the keys 0 .. E - N + n, which is causal attention aligned to the bottom right:
 
     prefix    diagonal
     x x x x | x . .        E - N keys that all queries see, then N keys under the usual causal mask
     x x x x | x x .
     x x x x | x x x
+
+With a sliding window of W tokens it sees the last W of these alone, itself included; so E need be no more than
+W - 1 + N. With W = 4:
+
+    . x x x | x . .
+    . . x x | x x .
+    . . . x | x x x
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -74,3 +82,35 @@ class AttentionKernel(Protocol):
             attended: output and log-sum-exp of the forward.
             scale: factor of the scores.
         """
+
+
+class QueryTile(NamedTuple):
+    """Queries that a kernel computes at once, and the keys that they reach; all of them counted from the first given.
+
+    Attributes:
+        first: first query.
+        end: query behind the last one.
+        first_key: first key that one of them sees.
+        end_key: key behind the last that one of them sees.
+    """
+
+    first: int
+    end: int
+    first_key: int
+    end_key: int
+
+
+def query_tiles(num_queries: int, num_keys: int, window: int | None, at_once: int) -> Iterator[QueryTile]:
+    """Tiles of the queries, first to last, each with no more keys than it reaches.
+
+    Args:
+        num_queries: N.
+        num_keys: E.
+        window: keys that a query sees, itself included; None for all up to its own.
+        at_once: queries of a tile, but for the last.
+    """
+    prefix_len = num_keys - num_queries
+    for first in range(0, num_queries, at_once):
+        end = min(first + at_once, num_queries)
+        first_key = 0 if window is None else max(0, prefix_len + first + 1 - window)
+        yield QueryTile(first, end, first_key, prefix_len + end)

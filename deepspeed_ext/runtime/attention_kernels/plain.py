@@ -1,12 +1,13 @@
 """Attention written out, in operations of any device."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.pointwise import Pointwise
-from deepspeed_ext.runtime.attention_kernels.interface import Attended, Gradients
+from deepspeed_ext.runtime.attention_kernels.interface import Attended, Gradients, QueryTile, query_tiles
 from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, head_rows, scaled_mask
 
 
@@ -39,32 +40,109 @@ class AttentionDropout:
         return rows, self.place.columns(self.first_key, num_keys, device), self.probability
 
 
-class PlainAttention:
-    """Attention written out, for devices and dtypes without a fused kernel, and for dropout by position.
+SCORES_AT_ONCE = 2**27
+"""Scores that exist at once: 512 MiB in fp32, and as much again for each tensor of their shape."""
 
-    Scores [B, G, H/G, N, E] exist while the kernel runs; the backward computes them again.
+MIN_TILE = 128
+"""Queries of a tile in a narrow window: fewer at once would launch many small kernels."""
+
+
+class PlainAttention:
+    """Attention written out, for what no fused kernel takes: devices, dtypes, soft caps, and dropout by position.
+
+    Scores [B, G, H/G, n, E] of a tile of n queries exist while it is computed; the backward computes them again. A tile
+    reads the keys in reach of its queries alone.
 
     Args:
         dropout: on the probabilities; None for none.
+        window: keys that a query sees, itself included; None for all up to its own.
+        softcap: limit c of the scores: a scaled score x becomes c tanh(x / c); None for none.
+        scores_at_once: most scores of a tile, if it has more than one query.
     """
 
-    def __init__(self, dropout: AttentionDropout | None = None) -> None:
-        self._dropout = dropout
+    def __init__(
+        self,
+        dropout: AttentionDropout | None = None,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        scores_at_once: int = SCORES_AT_ONCE,
+    ) -> None:
+        self._dropout, self._window, self._softcap = dropout, window, softcap
+        self._scores_at_once = scores_at_once
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
         """Return output and log-sum-exp, as in `AttentionKernel`."""
-        groups, at_least_fp32 = key.shape[2], torch.promote_types(query.dtype, torch.float32)
-        scores = self._scores(
-            _by_group(query, groups, at_least_fp32), _by_group(key, groups, at_least_fp32), query, key
-        )
-        weights, log_sum_exp = _weights(scores, scale, value.dtype, *self._numbers(query, key))
-        output = torch.bmm(_flat(weights), _by_group(value, groups, value.dtype))
-        return Attended(_by_token(output, query, query.dtype), log_sum_exp.flatten(1, 2))
+        numbers = self._numbers(query, key)
+        tiles = [
+            self._forward(
+                query[:, tile.first : tile.end],
+                key[:, tile.first_key : tile.end_key],
+                value[:, tile.first_key : tile.end_key],
+                scale,
+                _of_tile(numbers, tile),
+            )
+            for tile in self._tiles(query, key)
+        ]
+        if len(tiles) == 1:
+            return tiles[0]
+        return Attended(*(torch.cat(parts, dim) for parts, dim in zip(zip(*tiles, strict=True), (1, 2), strict=True)))
 
     def backward(
         self, output_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
     ) -> Gradients:
         """Return the gradients, from weights computed again, as in `AttentionKernel`."""
+        numbers = self._numbers(query, key)
+        tiles = list(self._tiles(query, key))
+
+        def of(tile: QueryTile, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+            queries, keys = slice(tile.first, tile.end), slice(tile.first_key, tile.end_key)
+            return self._backward(
+                output_gradient[:, queries],
+                query[:, queries],
+                key[:, keys],
+                value[:, keys],
+                Attended(attended.output[:, queries], attended.log_sum_exp[:, :, queries]),
+                scale,
+                _of_tile(numbers, tile),
+                dtype,
+            )
+
+        if len(tiles) == 1 and not tiles[0].first_key:
+            return Gradients.cut(*of(tiles[0], key.dtype))
+        of_query = torch.empty_like(query)
+        # What tiles find for the same keys adds up in at least fp32, and is rounded once.
+        at_least_fp32 = torch.promote_types(key.dtype, torch.float32)
+        of_key, of_value = (torch.zeros_like(each, dtype=at_least_fp32) for each in (key, value))
+        for tile in tiles:
+            of_query[:, tile.first : tile.end], *found = of(tile, at_least_fp32)
+            for total, part in zip((of_key, of_value), found, strict=True):
+                total[:, tile.first_key : tile.end_key] += part
+        return Gradients.cut(of_query, of_key.to(key.dtype), of_value.to(value.dtype))
+
+    def _forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, numbers: tuple[Tensor, Tensor, float] | tuple[()]
+    ) -> Attended:
+        groups, at_least_fp32 = key.shape[2], torch.promote_types(query.dtype, torch.float32)
+        scores = self._scores(
+            _by_group(query, groups, at_least_fp32), _by_group(key, groups, at_least_fp32), query, key
+        )
+        weights, log_sum_exp = _weights(scores, scale, self._window, self._softcap, value.dtype, *numbers)
+        output = torch.bmm(_flat(weights), _by_group(value, groups, value.dtype))
+        return Attended(_by_token(output, query, query.dtype), log_sum_exp.flatten(1, 2))
+
+    def _backward(
+        self,
+        output_gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: Attended,
+        scale: float,
+        numbers: tuple[Tensor, Tensor, float] | tuple[()],
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries [B, N, H, D], and in a type those of keys and values [B, E, G, D]."""
         groups, at_least_fp32 = key.shape[2], torch.promote_types(query.dtype, torch.float32)
         queries, keys, values, of_output = (
             _by_group(each, groups, at_least_fp32) for each in (query, key, value, output_gradient)
@@ -73,13 +151,26 @@ class PlainAttention:
         # Row sums of weights * of_weights, which equal output . output_gradient.
         row = _row_sums(output_gradient, attended.output, groups, at_least_fp32)
         log_sum_exp = attended.log_sum_exp.unflatten(1, (groups, -1))
-        numbers = self._numbers(query, key)
-        weights, of_scores = (_flat(each) for each in _backward(scores, scale, log_sum_exp, of_weights, row, *numbers))
-        return Gradients.cut(
+        found = _backward(scores, scale, self._window, self._softcap, log_sum_exp, of_weights, row, *numbers)
+        weights, of_scores = (_flat(each) for each in found)
+        return (
             _by_token(torch.bmm(of_scores, keys), query, query.dtype),
-            _by_token(torch.bmm(of_scores.transpose(1, 2), queries), key, key.dtype),
-            _by_token(torch.bmm(weights.transpose(1, 2), of_output), value, value.dtype),
+            _by_token(torch.bmm(of_scores.transpose(1, 2), queries), key, dtype),
+            _by_token(torch.bmm(weights.transpose(1, 2), of_output), value, dtype),
         )
+
+    def _tiles(self, query: Tensor, key: Tensor) -> Iterator[QueryTile]:
+        rows, num_queries, heads, _ = query.shape
+        num_keys = key.shape[1]
+        at_once = num_queries
+        if self._window is not None:
+            # A tile of n queries computes W - 1 + n keys for each, where W would do.
+            at_once = min(at_once, max(self._window // 2, MIN_TILE))
+            num_reached = min(num_keys, self._window - 1 + at_once)
+        else:
+            num_reached = num_keys
+        at_once = min(at_once, max(1, self._scores_at_once // (rows * heads * num_reached)))
+        return query_tiles(num_queries, num_keys, self._window, at_once)
 
     def _numbers(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float] | tuple[()]:
         if self._dropout is None:
@@ -91,6 +182,16 @@ class PlainAttention:
         """Products [B, G, R, N, E] of what queries [B G, R N, D] and keys [B G, E, D] have."""
         shape = query.shape[0], key.shape[2], -1, query.shape[1], key.shape[1]
         return torch.bmm(rows, columns.transpose(1, 2)).view(shape)
+
+
+def _of_tile(
+    numbers: tuple[Tensor, Tensor, float] | tuple[()], tile: QueryTile
+) -> tuple[Tensor, Tensor, float] | tuple[()]:
+    """Random numbers of the queries and keys of a tile."""
+    if not numbers:
+        return ()
+    rows, columns, probability = numbers
+    return rows[..., tile.first : tile.end], columns[tile.first_key : tile.end_key], probability
 
 
 def _flat(weights: Tensor) -> Tensor:
@@ -123,13 +224,15 @@ def _row_sums(one: Tensor, other: Tensor, groups: int, dtype: torch.dtype) -> Te
 def _weights(
     scores: Tensor,
     scale: float,
+    window: int | None,
+    softcap: float | None,
     dtype: torch.dtype,
     head_rows: Tensor | None = None,
     columns: Tensor | None = None,
     probability: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Weights [B, G, R, N, E], dropped where there are random numbers, and log-sum-exp [B, G, R, N] of the scores."""
-    scores = _masked(scores, scale)
+    scores = _masked(_capped(scores * scale, softcap), window)
     log_sum_exp = scores.logsumexp(-1)
     weights = (scores - log_sum_exp.unsqueeze(-1)).exp()
     if head_rows is not None:
@@ -141,6 +244,8 @@ def _weights(
 def _backward(
     scores: Tensor,
     scale: float,
+    window: int | None,
+    softcap: float | None,
     log_sum_exp: Tensor,
     of_weights: Tensor,
     row: Tensor,
@@ -153,6 +258,8 @@ def _backward(
     Args:
         scores: [B, G, R, N, E].
         scale: factor of the scores.
+        window: keys that a query sees; None for all up to its own.
+        softcap: limit of the scaled scores; None for none.
         log_sum_exp: [B, G, R, N].
         of_weights: gradients of the dropped weights.
         row: sums over each row of weights times their gradients.
@@ -160,16 +267,27 @@ def _backward(
         columns: random numbers of the keys.
         probability: that a weight is dropped.
     """
-    weights = (_masked(scores, scale) - log_sum_exp.unsqueeze(-1)).exp()
+    capped = _capped(scores * scale, softcap)
+    weights = (_masked(capped, window) - log_sum_exp.unsqueeze(-1)).exp()
+    # Of c tanh(x / c) the derivative is 1 - tanh(x / c)^2.
+    slope = scale if softcap is None else scale * (1 - (capped / softcap).square())
     if head_rows is None:
-        return weights, weights * (of_weights - row.unsqueeze(-1)) * scale
+        return weights, weights * (of_weights - row.unsqueeze(-1)) * slope
     mask = scaled_mask(head_rows, columns, probability, weights)
-    return weights * mask, weights * (of_weights * mask - row.unsqueeze(-1)) * scale
+    return weights * mask, weights * (of_weights * mask - row.unsqueeze(-1)) * slope
 
 
-def _masked(scores: Tensor, scale: float) -> Tensor:
-    """Scores [..., N, E] scaled, those of keys that a query does not see infinitely low."""
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scaled scores between -c and c, where there is a limit c."""
+    return scores if softcap is None else softcap * (scores / softcap).tanh()
+
+
+def _masked(scores: Tensor, window: int | None) -> Tensor:
+    """Scores [..., N, E], those of keys that a query does not see infinitely low."""
     length, num_keys = scores.shape[-2:]
     keys = torch.arange(num_keys, device=scores.device)
-    last_seen = torch.arange(num_keys - length, num_keys, device=scores.device)
-    return (scores * scale).masked_fill(keys > last_seen.unsqueeze(1), float("-inf"))
+    last_seen = torch.arange(num_keys - length, num_keys, device=scores.device).unsqueeze(1)
+    hidden = keys > last_seen
+    if window is not None:
+        hidden |= keys <= last_seen - window
+    return scores.masked_fill(hidden, float("-inf"))

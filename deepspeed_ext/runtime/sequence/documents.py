@@ -62,15 +62,17 @@ class Documents:
             rows.append(tokens - begin[torch.searchsorted(begin, tokens, right=True) - 1])
         return torch.stack(rows)
 
-    def seen(self, start: int, end: int, device: torch.device) -> tuple["SeenKeys", ...]:
-        """Keys that the tokens start .. end of each row attend to: those of their documents so far.
+    def seen(self, start: int, end: int, device: torch.device, window: int | None = None) -> tuple["SeenKeys", ...]:
+        """Keys that the tokens start .. end of each row attend to: those of their documents so far, in their windows.
 
         Args:
             start: first token of a token slice.
             end: token behind its last one.
             device: device that attends.
+            window: tokens that a token attends to, itself included; None for all of its document so far.
         """
-        return self.seen_from.get(start) or self._seen([(start, end)], device)[start]
+        seen = self.seen_from.get(start) or self._seen([(start, end)], device)[start]
+        return seen if window is None else tuple(row.within(window, start) for row in seen)
 
     def _seen(self, bounds: Iterable[tuple[int, int]], device: torch.device) -> Mapping[int, tuple["SeenKeys", ...]]:
         """Return the result of `seen` for each token slice, by its first token."""
@@ -118,6 +120,21 @@ class SeenKeys(NamedTuple):
     first_key: int
     runs: Runs
 
+    def within(self, window: int, start: int) -> "SeenKeys":
+        """Those of these keys that windows reach.
+
+        Args:
+            window: tokens that a token attends to, itself included.
+            start: first token of the token slice.
+        """
+        out_of_reach = start + 1 - window - self.first_key
+        if out_of_reach <= 0:
+            return self
+        # The first run loses keys, so all ends move; computed on the device, which nobody waits for.
+        keys = (self.runs.keys - out_of_reach).clamp_(min=0)
+        longest = min(self.runs.longest_keys, window - 1 + self.runs.longest_queries)
+        return SeenKeys(self.first_key + out_of_reach, self.runs._replace(keys=keys, longest_keys=longest))
+
 
 def _longest(cumulative: Sequence[int]) -> int:
     return max(end - start for start, end in pairwise(cumulative))
@@ -129,17 +146,19 @@ class DocumentsAtOnce:
     Args:
         kernel: attends within runs of tokens.
         seen: keys that the tokens of each row attend to.
+        end: token behind the last one of the token slice.
     """
 
-    def __init__(self, kernel: CudaFlashOfRuns, seen: Sequence[SeenKeys]) -> None:
-        self._kernel, self._seen = kernel, seen
+    def __init__(self, kernel: CudaFlashOfRuns, seen: Sequence[SeenKeys], end: int) -> None:
+        self._kernel, self._seen, self._end = kernel, seen, end
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
         """Attend row by row, as in `AttentionKernel`."""
-        rows = [
-            self._kernel.forward(query[row], key[row, seen.first_key :], value[row, seen.first_key :], seen.runs, scale)
-            for row, seen in enumerate(self._seen)
-        ]
+        given_from = self._end - key.shape[1]  # Keys out of reach are not given.
+        rows = []
+        for row, seen in enumerate(self._seen):
+            keys = slice(seen.first_key - given_from, None)
+            rows.append(self._kernel.forward(query[row], key[row, keys], value[row, keys], seen.runs, scale))
         return Attended(*(_stacked(each) for each in zip(*rows, strict=True)))
 
     def backward(
@@ -149,14 +168,15 @@ class DocumentsAtOnce:
 
         Keys that no query of a row sees get 0, or none if no row sees them.
         """
-        first_key = min(seen.first_key for seen in self._seen)
+        first_key, given_from = min(seen.first_key for seen in self._seen), self._end - key.shape[1]
         rows = []
         for row, (first, runs) in enumerate(self._seen):
+            keys = slice(first - given_from, None)
             of_query, *of_seen = self._kernel.backward(
                 output_gradient[row],
                 query[row],
-                key[row, first:],
-                value[row, first:],
+                key[row, keys],
+                value[row, keys],
                 attended.output[row],
                 attended.log_sum_exp[row],
                 runs,
@@ -178,10 +198,13 @@ class _Piece(NamedTuple):
 
     row: int
     first_key: int
-    """Start of the document."""
+    """First key that one of its tokens sees: the start of the document, or of the first token's window."""
     first: int
     """First token of it in the token slice."""
-    end: int
+
+
+_Places = tuple[slice, slice]
+"""Rows and tokens in a tensor."""
 
 
 class DocumentAttention:
@@ -197,21 +220,28 @@ class DocumentAttention:
     Args:
         kernel: for a piece, given its row, its first query and its first key, counted in the whole sequence.
         documents: documents of the micro-batch.
+        end: token behind the last one of the token slice.
+        window: tokens that a token attends to, itself included; None for all of its document so far.
     """
 
-    def __init__(self, kernel: Callable[[int, int, int], AttentionKernel], documents: Documents) -> None:
-        self._kernel, self._documents = kernel, documents
+    def __init__(
+        self,
+        kernel: Callable[[int, int, int], AttentionKernel],
+        documents: Documents,
+        end: int,
+        window: int | None = None,
+    ) -> None:
+        self._kernel, self._documents, self._end, self._window = kernel, documents, end, window
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
         """Attend piece by piece, as in `AttentionKernel`."""
         output = torch.empty_like(query)
         at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
         log_sum_exp = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=at_least_fp32)
-        start = key.shape[1] - query.shape[1]
-        for row, first_key, first, end in self._pieces(start, key.shape[1]):
-            here = slice(row, row + 1), slice(first - start, end - start)
-            keys = slice(row, row + 1), slice(first_key, end)
-            attended = self._kernel(row, first, first_key).forward(query[here], key[keys], value[keys], scale)
+        for piece, here, keys in self._pieces(query, key):
+            attended = self._kernel(piece.row, piece.first, piece.first_key).forward(
+                query[here], key[keys], value[keys], scale
+            )
             output[here] = attended.output
             log_sum_exp[here[0], :, here[1]] = attended.log_sum_exp
         return Attended(output, log_sum_exp)
@@ -221,23 +251,26 @@ class DocumentAttention:
     ) -> Gradients:
         """Return the gradients, piece by piece, as in `AttentionKernel`; keys that no query sees get 0."""
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        start = key.shape[1] - query.shape[1]
-        for row, first_key, first, end in self._pieces(start, key.shape[1]):
-            here = slice(row, row + 1), slice(first - start, end - start)
-            keys = slice(row, row + 1), slice(first_key, end)
-            piece = Attended(attended.output[here], attended.log_sum_exp[here[0], :, here[1]].contiguous())
-            gradients = self._kernel(row, first, first_key).backward(
-                output_gradient[here], query[here], key[keys], value[keys], piece, scale
+        for piece, here, keys in self._pieces(query, key):
+            of_piece = Attended(attended.output[here], attended.log_sum_exp[here[0], :, here[1]].contiguous())
+            gradients = self._kernel(piece.row, piece.first, piece.first_key).backward(
+                output_gradient[here], query[here], key[keys], value[keys], of_piece, scale
             )
             of_query[here] = gradients.query
             for total, prefix, own in zip((of_key, of_value), gradients.prefix, gradients.own, strict=True):
-                total[row : row + 1, first_key:first] = prefix
-                total[row : row + 1, first:end] = own
+                # Pieces share no keys: each is of another document, or of another row.
+                total[keys][:, : prefix.shape[1]] = prefix
+                total[keys][:, prefix.shape[1] :] = own
         return Gradients.cut(of_query, of_key, of_value)
 
-    def _pieces(self, start: int, end: int) -> Iterator[_Piece]:
-        """Pieces of documents among the tokens start .. end."""
+    def _pieces(self, query: Tensor, key: Tensor) -> Iterator[tuple[_Piece, _Places, _Places]]:
+        """Pieces of documents in the token slice, and where their queries and their keys are in the tensors."""
+        start, given_from = self._end - query.shape[1], self._end - key.shape[1]
         for row, starts in enumerate(self._documents.starts):
-            for first_key, following in zip(starts, (*starts[1:], end), strict=True):
-                if first_key < end and following > start:
-                    yield _Piece(row, first_key, max(first_key, start), min(following, end))
+            for begin, following in zip(starts, (*starts[1:], self._end), strict=True):
+                if begin < self._end and following > start:
+                    first, end = max(begin, start), min(following, self._end)
+                    reached = begin if self._window is None else max(begin, first + 1 - self._window)
+                    here = slice(row, row + 1), slice(first - start, end - start)
+                    keys = slice(row, row + 1), slice(reached - given_from, end - given_from)
+                    yield _Piece(row, reached, first), here, keys

@@ -1,6 +1,5 @@
 """State of a micro-batch on a stage, from one token slice to the next."""
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention_kernels import (
     AttentionDropout,
@@ -17,8 +17,9 @@ from deepspeed_ext.runtime.attention_kernels import (
     kernel_of_runs_for,
 )
 from deepspeed_ext.runtime.sequence import positional_dropout
-from deepspeed_ext.runtime.sequence.attention import KeyValueState, TokenSliceAttention
+from deepspeed_ext.runtime.sequence.attention import TokenSliceAttention
 from deepspeed_ext.runtime.sequence.documents import DocumentAttention, Documents, DocumentsAtOnce
+from deepspeed_ext.runtime.sequence.key_values import KeyValueState, key_value_state
 from deepspeed_ext.runtime.sequence.positional_dropout import DrawnNumbers, DropoutPlace
 
 Made = TypeVar("Made")
@@ -35,6 +36,8 @@ class SequenceState:
         seed: seed of the masks of dropout.
         sequences: number of each row, by which its masks differ from those of all other sequences.
         documents: starts of the documents; None if every row is one document.
+        forward_only: whether no backward will follow, so that keys and values out of the reach of a sliding window can
+            be freed.
     """
 
     def __init__(
@@ -44,10 +47,11 @@ class SequenceState:
         seed: int = 0,
         sequences: Sequence[int] = (0,),
         documents: Documents | None = None,
+        forward_only: bool = False,
     ) -> None:
-        self.token_slices = token_slices
+        self.token_slices, self.forward_only = token_slices, forward_only
         self.seed, self.sequences, self.documents = seed, tuple(sequences), documents
-        self._layers: dict[int, KeyValueState] = defaultdict(lambda: KeyValueState(token_slices.seq_length))
+        self._layers: dict[int, tuple[int | None, KeyValueState]] = {}
         self.shared: dict[tuple[int, str], Any] = {}
         """Values that layers share of a token slice, by its first position and a name; see `Past.once`."""
         self.drawn = DrawnNumbers(token_slices.seq_length)
@@ -60,7 +64,27 @@ class SequenceState:
             layer: number of the layer.
             token_slice: number of the token slice.
         """
-        return Past(self.token_slices.prefix_len(token_slice), layer, self, self._layers[layer])
+        return Past(self.token_slices.prefix_len(token_slice), layer, self)
+
+    def keys_and_values(self, layer: int, window: int | None) -> KeyValueState:
+        """Return the keys and values of a layer.
+
+        Args:
+            layer: number of the layer.
+            window: tokens that its tokens attend to, themselves included; None for all before them.
+
+        Raises:
+            UserError: if the layer has another window already.
+        """
+        if layer not in self._layers:
+            state = key_value_state(self.token_slices.seq_length, window, forward_only=self.forward_only)
+            self._layers[layer] = window, state
+        known, state = self._layers[layer]
+        if known != window:
+            raise UserError(
+                f"layer {layer} attends with window={window}, and before with window={known}: give it one window"
+            )
+        return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +98,6 @@ class Past:
     prefix_len: int
     _layer: int
     _sequence: SequenceState
-    _keys_and_values: KeyValueState
 
     @property
     def positions_restart(self) -> bool:
@@ -115,8 +138,10 @@ class Past:
         scale: float | None = None,
         dropout: float = 0.0,
         first_head: int = 0,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
-        """Causal attention of this token slice to itself and to all token slices before it.
+        """Causal attention of this token slice to itself and to the token slices before it.
 
         Args:
             query: [B, N, H, D], of the N tokens of this token slice.
@@ -125,18 +150,25 @@ class Past:
             scale: factor of the scores; 1 / sqrt(D) if None.
             dropout: probability that a weight is dropped.
             first_head: number of the first query head, where a rank holds some of them.
+            window: tokens that a token attends to, itself included; None for all before it. A layer has one.
+            softcap: limit c of the scores: a scaled score x becomes c tanh(x / c); None for none.
 
         Returns:
             [B, N, H, D].
+
+        Raises:
+            UserError: if the layer has another window already.
         """
+        if window is not None and window >= self._sequence.token_slices.seq_length:
+            window = None  # It hides nothing.
         return TokenSliceAttention.apply(
             query,
             key,
             value,
-            self._keys_and_values,
+            self._sequence.keys_and_values(self._layer, window),
             self.prefix_len,
             query.shape[-1] ** -0.5 if scale is None else scale,
-            self._kernel(query, dropout, first_head),
+            self._kernel(query, dropout, first_head, window, softcap),
         )
 
     def dropout(
@@ -166,22 +198,34 @@ class Past:
         start, drawn = self.prefix_len + first_token, self._sequence.drawn
         return DropoutPlace.at(self._sequence.seed, self._layer, site, sequences, start, drawn)
 
-    def _kernel(self, query: Tensor, dropout: float, first_head: int) -> AttentionKernel:
+    def _kernel(
+        self, query: Tensor, dropout: float, first_head: int, window: int | None, softcap: float | None
+    ) -> AttentionKernel:
         documents, sequences = self._sequence.documents, self._sequence.sequences
         apart = documents is not None and documents.attend_apart and any(len(row) > 1 for row in documents.starts)
+        end = self.prefix_len + query.shape[1]
 
         def dropping(sequences: Sequence[int], first: int, first_key: int) -> AttentionKernel:
             place = self._place(0, first - self.prefix_len, sequences)
-            return PlainAttention(AttentionDropout(dropout, place, first_head, first_key))
+            of_scores = AttentionDropout(dropout, place, first_head, first_key)
+            return PlainAttention(of_scores, window=window, softcap=softcap)
 
         if apart and dropout:
             return DocumentAttention(
-                lambda row, first, first_key: dropping(sequences[row : row + 1], first, first_key), documents
+                lambda row, first, first_key: dropping(sequences[row : row + 1], first, first_key),
+                documents,
+                end,
+                window,
             )
-        if apart and (at_once := kernel_of_runs_for(query)) is not None:
-            end = self.prefix_len + query.shape[1]
-            seen = self.once("seen keys", lambda: documents.seen(self.prefix_len, end, query.device))
-            return DocumentsAtOnce(at_once, seen)
+        if apart and softcap is None and (at_once := kernel_of_runs_for(query, window)) is not None:
+            seen = self.once(
+                f"seen keys in window {window}",
+                lambda: documents.seen(self.prefix_len, end, query.device, window),
+            )
+            return DocumentsAtOnce(at_once, seen, end)
         if apart:
-            return DocumentAttention(lambda *_: kernel_for(query), documents)
-        return dropping(sequences, self.prefix_len, 0) if dropout else kernel_for(query)
+            return DocumentAttention(lambda *_: kernel_for(query, window, softcap), documents, end, window)
+        if not dropout:
+            return kernel_for(query, window, softcap)
+        first_key = 0 if window is None else max(0, self.prefix_len + 1 - window)
+        return dropping(sequences, self.prefix_len, first_key)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention_kernels import CpuFlash, PlainAttention, kernel_for
-from deepspeed_ext.runtime.sequence import attention, sequence_state
+from deepspeed_ext.runtime.sequence import attention, key_values, sequence_state
 from deepspeed_ext.runtime.sequence.sequence_state import Past, SequenceState
 from tests.strategies import cuts
 
@@ -116,7 +116,7 @@ def test_gradients_equal_those_of_the_whole_sequence(
 
 @pytest.mark.parametrize("lengths", CUTS.values(), ids=CUTS)
 def test_plain_attention_does_the_same(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_state, "kernel_for", lambda query: PlainAttention())
+    monkeypatch.setattr(sequence_state, "kernel_for", lambda *_: PlainAttention())
     stack, hidden = Stack(), sequence(24)
     assert_equal(sliced_gradients(stack, hidden, TokenSlices(lengths)), whole_gradients(stack, hidden), 1e-12)
 
@@ -197,7 +197,7 @@ def test_graph_keeps_no_keys_and_values() -> None:
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
     element = query.element_size()
     assert sum(held.values()) == element * (2 * query.numel() + 2 * 4 * 12)
-    buffers = {tensor.untyped_storage().data_ptr() for tensor in state.past(0, 0)._keys_and_values.read(12)}
+    buffers = {tensor.untyped_storage().data_ptr() for tensor in state.keys_and_values(0, None).read(5, 12)}
     assert not buffers & held.keys()
     assert not {tensor.untyped_storage().data_ptr() for tensor in (key, value)} & held.keys()
 
@@ -212,10 +212,10 @@ def test_a_query_cut_from_a_fused_projection_does_not_keep_the_rest_alive() -> N
 
 
 def test_keys_and_values_are_views_of_one_buffer() -> None:
-    state = attention.KeyValueState(12)
+    state = key_values.KeysOfSequence(12)
     for start, tokens in ((0, 5), (5, 7)):
         state.write(torch.full((1, tokens, 2, 4), float(start)), torch.ones(1, tokens, 2, 4), start)
-    (short, _), (long, _) = state.read(5), state.read(12)
+    (short, _), (long, _) = state.read(0, 5), state.read(5, 12)
     assert short.untyped_storage().data_ptr() == long.untyped_storage().data_ptr()
     assert long[0, :, 0, 0].tolist() == [0.0] * 5 + [5.0] * 7
 
@@ -224,10 +224,10 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
     cut = TokenSlices((2,) * 12)
     past_gradients = []
 
-    class Watched(attention.KeyValueState):
+    class Watched(key_values.KeysOfSequence):
         def accumulate(self, gradients, start):
             accumulated = super().accumulate(gradients, start)
-            past_gradients.extend(self._pending_grads or ())
+            past_gradients.extend(self._pending._pending or ())
             return accumulated
 
     state = Watched(24)

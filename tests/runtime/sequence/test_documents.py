@@ -29,14 +29,19 @@ def packed(draw: st.DrawFn) -> tuple[TokenSlices, tuple[tuple[int, ...], ...]]:
     return cut, (draw(begins), draw(begins))
 
 
-def one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts) -> torch.Tensor:
+def one_by_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts, window: int | None = None
+) -> torch.Tensor:
     """Torch's own attention, a document at a time."""
     rows = []
     for row, begins in enumerate(starts):
         parts = []
         for start, end in zip(begins, (*begins[1:], query.shape[1]), strict=True):
             heads = (each[row : row + 1, start:end].transpose(1, 2) for each in (query, key, value))
-            parts.append(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2))
+            seen = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+            if window is not None:
+                seen = seen.triu(1 - window)
+            parts.append(F.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True).transpose(1, 2))
         rows.append(torch.cat(parts, dim=1))
     return torch.cat(rows)
 
@@ -44,19 +49,23 @@ def one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, star
 class RunsWrittenOut:
     """Does what flash attention does with runs of tokens, and knows of them what it is given alone."""
 
+    def __init__(self, window: int | None = None) -> None:
+        self.plain = PlainAttention(window=window)
+
     def pieces(self, query: torch.Tensor, key: torch.Tensor, runs: Runs) -> Iterator[tuple[slice, slice]]:
         queries, keys = runs.queries.tolist(), runs.keys.tolist()
         assert runs.queries.dtype == runs.keys.dtype == torch.int32
         assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
         lengths = [[end - start for start, end in pairwise(each)] for each in (queries, keys)]
-        assert (runs.longest_queries, runs.longest_keys) == tuple(map(max, lengths))
+        assert runs.longest_queries == max(lengths[0])
+        assert runs.longest_keys >= max(lengths[1])
         assert min(lengths[0]) > 0
         for here, there in zip(pairwise(queries), pairwise(keys), strict=True):
             yield slice(*here), slice(*there)
 
     def forward(self, query, key, value, runs: Runs, scale: float):
         parts = [
-            PlainAttention().forward(query[None, here], key[None, there], value[None, there], scale)
+            self.plain.forward(query[None, here], key[None, there], value[None, there], scale)
             for here, there in self.pieces(query, key, runs)
         ]
         return torch.cat([each.output[0] for each in parts]), torch.cat([each.log_sum_exp[0] for each in parts], dim=1)
@@ -66,22 +75,28 @@ class RunsWrittenOut:
         for here, there in self.pieces(query, key, runs):
             attended = Attended(output[None, here], log_sum_exp[None, :, here])
             given = (output_gradient[None, here], query[None, here], key[None, there], value[None, there], attended)
-            gradients = PlainAttention().backward(*given, scale)
+            gradients = self.plain.backward(*given, scale)
             keys, values = (torch.cat(both, dim=1)[0] for both in zip(gradients.prefix, gradients.own, strict=True))
             found.append((gradients.query[0], keys, values))
         return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
-@given(case=packed(), way=st.sampled_from(["piece by piece", "dropped", "at once"]))
-def test_every_document_attends_as_if_alone(case, way: str) -> None:
+@given(
+    case=packed(),
+    way=st.sampled_from(["piece by piece", "dropped", "at once"]),
+    window=st.one_of(st.none(), st.integers(1, 9)),
+)
+def test_every_document_attends_as_if_alone(case, way: str, window: int | None) -> None:
     """Forward and every gradient, whatever the cut; dropout written out on one side goes through the same masks."""
     with pytest.MonkeyPatch.context() as patch:
         if way == "at once":
-            patch.setattr(sequence_state, "kernel_of_runs_for", lambda query: RunsWrittenOut())
-        attends_as_if_alone(*case, dropped=way == "dropped")
+            patch.setattr(sequence_state, "kernel_of_runs_for", lambda _, window: RunsWrittenOut(window))
+        attends_as_if_alone(*case, window, dropped=way == "dropped")
 
 
-def attends_as_if_alone(cut: TokenSlices, starts: tuple[tuple[int, ...], ...], *, dropped: bool) -> None:
+def attends_as_if_alone(
+    cut: TokenSlices, starts: tuple[tuple[int, ...], ...], window: int | None, *, dropped: bool
+) -> None:
     torch.manual_seed(0)
     shapes = [(2, cut.seq_length, heads, SIZE) for heads in (HEADS, GROUPS, GROUPS)]
     tensors = [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in shapes]
@@ -90,7 +105,7 @@ def attends_as_if_alone(cut: TokenSlices, starts: tuple[tuple[int, ...], ...], *
 
     def through(state: SequenceState) -> list[torch.Tensor]:
         outputs = [
-            state.past(0, number).attend(*(each[:, start:end] for each in tensors), dropout=dropout)
+            state.past(0, number).attend(*(each[:, start:end] for each in tensors), dropout=dropout, window=window)
             for number, (start, end) in enumerate(state.token_slices.bounds())
         ]
         for output, (start, end) in reversed(list(zip(outputs, state.token_slices.bounds(), strict=True))):
@@ -105,7 +120,7 @@ def attends_as_if_alone(cut: TokenSlices, starts: tuple[tuple[int, ...], ...], *
     if dropped:
         expected = through(SequenceState(TokenSlices((cut.seq_length,)), sequences=(4, 7), documents=documents))
     else:
-        output = one_by_one(*tensors, starts)
+        output = one_by_one(*tensors, starts, window)
         expected = [output.detach(), *torch.autograd.grad((output * weight).sum(), tensors)]
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,271 @@
+"""Keys and values of one layer between the token slices of a sequence, and the gradients that these have for them.
+
+    layer                       keys and values                                      gradients
+    whole sequence              one buffer; reading gives views                      of all tokens before the last
+                                                                                     token slice that ran backward
+    window, in training         a copy of each token slice's, freed by its own       of the W - 1 tokens before it
+                                backward, which is the last to read them; reading
+                                puts the keys in reach together
+    window, forward alone       those in reach of the token slice; the others are    none
+                                freed as the next one writes
+
+A window of W tokens shows a token itself and W - 1 before it, so a token slice reaches W - 1 tokens back.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.runtime.attention_kernels import Gradients
+
+
+class KeyValueState(Protocol):
+    """Keys and values of one layer for one micro-batch, and the gradients that token slices have for earlier ones."""
+
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Store the keys and values of the tokens start .. start + N.
+
+        Args:
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+            start: number of the first token in the sequence.
+        """
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, E, G, D] that a token slice attends to: the last E tokens up to its end.
+
+        Args:
+            start: first token of the token slice.
+            end: token behind its last one.
+        """
+
+    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+        """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
+
+        Args:
+            gradients: gradients that the backward of its attention found.
+            start: tokens before it.
+
+        Returns:
+            Gradients [B, N, G, D] of the token slice's own keys and values.
+        """
+
+
+def key_value_state(seq_length: int, window: int | None, *, forward_only: bool) -> KeyValueState:
+    """Return the state of a layer that nothing has been written to.
+
+    Args:
+        seq_length: tokens of the whole sequence.
+        window: tokens that a token attends to, itself included; None for all before it.
+        forward_only: whether no backward will follow.
+    """
+    if window is None:
+        return KeysOfSequence(seq_length)
+    return KeysInReach(window) if forward_only else KeysOfTokenSlices(window)
+
+
+class KeysOfSequence:
+    """Keys and values of a whole sequence, in one buffer that later token slices write on.
+
+    Args:
+        seq_length: tokens of the whole sequence.
+    """
+
+    def __init__(self, seq_length: int) -> None:
+        self.seq_length = seq_length
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._pending = PendingGradients()
+
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Store keys and values. Writing the same tokens again changes nothing, so recomputing a forward is safe.
+
+        Args:
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+            start: number of the first token in the sequence.
+        """
+        if self._keys is None or self._values is None:
+            shape = (key.shape[0], self.seq_length, *key.shape[2:])
+            self._keys, self._values = key.new_empty(shape), value.new_empty(shape)
+        end = start + key.shape[1]
+        self._keys[:, start:end] = key
+        self._values[:, start:end] = value
+        self._pending.written(end)
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the tokens 0 .. end, each [B, end, G, D]: views, never copies.
+
+        Args:
+            start: first token of the token slice.
+            end: token behind its last one.
+        """
+        assert self._keys is not None and self._values is not None, "read before any write"
+        return self._keys[:, :end], self._values[:, :end]
+
+    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+        """Add up gradients, as in `KeyValueState`."""
+        return self._pending.accumulate(gradients, start)
+
+
+class KeysOfTokenSlices:
+    """Keys and values for a sliding window in training, those of each token slice apart.
+
+    Args:
+        window: tokens that a token attends to, itself included.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._of_token_slices: dict[int, tuple[Tensor, Tensor]] = {}
+        self._pending = PendingGradients()
+
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Store copies of keys and values; what was written of the same tokens before is let go of.
+
+        Args:
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+            start: number of the first token in the sequence.
+        """
+        # Copied, since they are parts of a product that would stay with them.
+        copies = (each.clone(memory_format=torch.contiguous_format) for each in (key, value))
+        self._of_token_slices[start] = next(copies), next(copies)
+        self._pending.written(start + key.shape[1])
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values in reach, put together from the token slices where there are several.
+
+        Args:
+            start: first token of the token slice.
+            end: token behind its last one.
+        """
+        first = max(0, start + 1 - self.window)
+        reached = [
+            tuple(each[:, max(0, first - begin) :] for each in of_slice)
+            for begin, of_slice in sorted(self._of_token_slices.items())
+            if begin < end and first < begin + of_slice[0].shape[1]
+        ]
+        assert sum(key.shape[1] for key, _ in reached) == end - first, "keys in reach are not there"
+        if len(reached) == 1:
+            return reached[0]
+        keys, values = (torch.cat(parts, dim=1) for parts in zip(*reached, strict=True))
+        return keys, values
+
+    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+        """Add up gradients, as in `KeyValueState`, and free the keys of the token slice, which no later op reads."""
+        complete = self._pending.accumulate(gradients, start)
+        del self._of_token_slices[start]
+        return complete
+
+
+class KeysInReach:
+    """Keys and values for a sliding window where no backward follows: those that the last token slice reached.
+
+    Args:
+        window: tokens that a token attends to, itself included.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._reached: tuple[Tensor, Tensor] | None = None
+        self._end = 0
+
+    def write(self, key: Tensor, value: Tensor, start: int) -> None:
+        """Store keys and values, and free those before that are out of reach.
+
+        Args:
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+            start: number of the first token in the sequence.
+        """
+        assert start == self._end, "token slices must run forward first to last, each once"
+        before = (key[:, :0], value[:, :0]) if self._reached is None else self._reached
+        kept = min(start, self.window - 1)
+        keys, values = (
+            torch.cat((old[:, old.shape[1] - kept :], new), dim=1)
+            for old, new in zip(before, (key, value), strict=True)
+        )
+        self._reached, self._end = (keys, values), start + key.shape[1]
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the token slice that was written last, and of those in its reach.
+
+        Args:
+            start: first token of the token slice.
+            end: token behind its last one.
+        """
+        assert self._reached is not None and end == self._end, "read of another token slice than the last"
+        assert self._reached[0].shape[1] == end - max(0, start + 1 - self.window), "keys in reach are not there"
+        return self._reached
+
+    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+        """Refuse: the keys that a backward would have read are gone."""
+        raise AssertionError(f"a backward at token {start} of a sequence that was to run forward alone")
+
+
+class PendingGradients:
+    """Gradients that token slices which ran backward have for the keys and values of earlier ones."""
+
+    def __init__(self) -> None:
+        self._end = 0  # of the tokens that were written and have not run backward
+        self._began = False
+        # Each [B, E, G, D] of the tokens up to `_end` from `_first` on, in at least fp32; gradients before are 0.
+        self._pending: tuple[Tensor, Tensor] | None = None
+        self._first = 0
+
+    def written(self, end: int) -> None:
+        """Note that keys and values are there.
+
+        Args:
+            end: token behind the last of them.
+        """
+        if not self._began:
+            self._end = max(self._end, end)
+
+    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
+        """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
+
+        Args:
+            gradients: gradients that the backward of its attention found.
+            start: tokens before it.
+
+        Returns:
+            Gradients [B, N, G, D] of the token slice's own keys and values.
+        """
+        own_len, seen_len = gradients.own[0].shape[1], gradients.prefix[0].shape[1]
+        assert self._end == start + own_len, "token slices must run backward last to first"
+        first = start - seen_len
+        if self._pending is None:
+            # A copy where keys in reach are few: a view would keep what the kernel found for all its keys.
+            pending = [_at_least_fp32(prefix, copy=bool(first)) for prefix in gradients.prefix]
+        else:
+            pending, first = self._add(gradients, start, self._pending)
+        self._pending = (pending[0], pending[1]) if start else None
+        self._first, self._end, self._began = first, start, True
+        return gradients.own
+
+    def _add(self, gradients: Gradients, start: int, pending: tuple[Tensor, Tensor]) -> tuple[list[Tensor], int]:
+        """Gradients of the tokens before `start`, and the first of these; own ones are added to in place."""
+        first = start - gradients.prefix[0].shape[1]
+        due = max(start, self._first)  # first token of the token slice that has gradients pending
+        sums = []
+        for own, prefix, later in zip(gradients.own, gradients.prefix, pending, strict=True):
+            # In place, since nobody else holds it; the sum is rounded once, from fp32.
+            own[:, due - start :].add_(later[:, due - self._first :])
+            before = later[:, : due - self._first]
+            if first < self._first:
+                total = _at_least_fp32(prefix, copy=bool(first))
+                if before.shape[1]:
+                    total[:, self._first - first :].add_(before)
+            else:
+                total = before
+                if prefix.shape[1]:
+                    total[:, first - self._first :].add_(prefix)
+            sums.append(total)
+        return sums, min(first, self._first)
+
+
+def _at_least_fp32(gradient: Tensor, *, copy: bool) -> Tensor:
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=copy)
