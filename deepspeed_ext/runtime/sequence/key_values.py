@@ -135,7 +135,7 @@ class KeysOfTokenSlices:
         self._pending.written(start + key.shape[1])
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values in reach, put together from the token slices where there are several.
+        """Keys and values [B, E, G, D] in reach, put together from the token slices where there are several.
 
         Args:
             start: first token of the token slice.
@@ -143,9 +143,9 @@ class KeysOfTokenSlices:
         """
         first = max(0, start + 1 - self.window)
         reached = [
-            tuple(each[:, max(0, first - begin) :] for each in of_slice)
-            for begin, of_slice in sorted(self._of_token_slices.items())
-            if begin < end and first < begin + of_slice[0].shape[1]
+            tuple(each[:, max(0, first - begin) :] for each in kept)
+            for begin, kept in sorted(self._of_token_slices.items())
+            if begin < end and first < begin + kept[0].shape[1]
         ]
         assert sum(key.shape[1] for key, _ in reached) == end - first, "keys in reach are not there"
         if len(reached) == 1:
@@ -190,7 +190,7 @@ class KeysInReach:
         self._reached, self._end = (keys, values), start + key.shape[1]
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the token slice that was written last, and of those in its reach.
+        """Keys and values [B, E, G, D] of the token slice that was written last, and of those in its reach.
 
         Args:
             start: first token of the token slice.
@@ -201,7 +201,15 @@ class KeysInReach:
         return self._reached
 
     def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
-        """Refuse: the keys that a backward would have read are gone."""
+        """Refuse a backward: keys [B, E, G, D] that it would have read are gone.
+
+        Args:
+            gradients: gradients that the backward of its attention found.
+            start: tokens before it.
+
+        Raises:
+            AssertionError: always.
+        """
         raise AssertionError(f"a backward at token {start} of a sequence that was to run forward alone")
 
 

@@ -1,0 +1,237 @@
+"""Sliding windows and soft caps across token slices equal attention written out over the whole sequence."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.attention_kernels import CpuFlash, PlainAttention
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, attention_keep_mask
+from deepspeed_ext.runtime.sequence.sequence_state import Past, SequenceState
+from tests.strategies import cuts
+
+HEADS, SIZE, WIDTH, ROWS = 4, 4, 12, 2
+SEQUENCES = (3, 8)
+CUTS = {"whole": (24,), "uniform": (8, 8, 8), "uneven": (11, 2, 7, 4), "one token each": (1,) * 24}
+WINDOWS = {"itself alone": 1, "below a token slice": 3, "a token slice": 8, "above one": 13, "all": 24, "none": None}
+
+
+class Layer(nn.Module):
+    """Attention with residual; token slice by token slice, or written out with autograd over the whole sequence."""
+
+    def __init__(
+        self,
+        number: int,
+        groups: int,
+        window: int | None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+        starts: tuple[tuple[int, ...], ...] | None = None,
+    ) -> None:
+        super().__init__()
+        self.number, self.groups, self.window, self.softcap = number, groups, window, softcap
+        self.dropout, self.starts = dropout, starts
+        self.product = nn.Linear(WIDTH, (HEADS + 2 * groups) * SIZE)
+        self.out = nn.Linear(HEADS * SIZE, WIDTH)
+
+    def forward(self, hidden: Tensor, past: Past | None) -> Tensor:
+        heads = self.product(hidden).unflatten(-1, (-1, SIZE)).split([HEADS, self.groups, self.groups], dim=2)
+        if past is None:
+            attended = self.written_out(*heads)
+        else:
+            attended = past.attend(*heads, window=self.window, softcap=self.softcap, dropout=self.dropout)
+        return hidden + self.out(attended.flatten(2))
+
+    def written_out(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (each.repeat_interleave(HEADS // self.groups, dim=2) for each in (key, value))
+        scores = torch.einsum("bnhd,behd->bhne", query, key) * SIZE**-0.5
+        if self.softcap is not None:
+            scores = self.softcap * (scores / self.softcap).tanh()
+        length = query.shape[1]
+        seen = torch.ones(ROWS, 1, length, length, dtype=torch.bool).tril()
+        if self.window is not None:
+            seen = seen.triu(1 - self.window)
+        for row, starts in enumerate(self.starts or ()):
+            document = torch.bucketize(torch.arange(length), torch.tensor(starts), right=True)
+            seen[row] &= document[:, None] == document
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        if self.dropout:
+            rows = DropoutPlace.at(5, self.number, 0, SEQUENCES, 0).rows(length, query.device)
+            kept = attention_keep_mask(rows, 0, HEADS, 0, length, self.dropout)
+            weights = weights * kept / (1 - self.dropout)
+        return torch.einsum("bhne,behd->bnhd", weights, value)
+
+
+def compare(
+    layers: list[Layer],
+    cut: TokenSlices,
+    starts: tuple[tuple[int, ...], ...] | None = None,
+    *,
+    recompute: bool = False,
+) -> None:
+    """Hold outputs and all gradients of layers, token slice by token slice, against the whole sequence: fp64, 1e-12."""
+    stack = nn.ModuleList(layers).double()
+    hidden = torch.randn(ROWS, cut.seq_length, WIDTH, dtype=torch.double).requires_grad_()
+    documents = None if starts is None else Documents(starts)
+    state = SequenceState(cut, seed=5, sequences=SEQUENCES, documents=documents)
+
+    def through(given: Tensor, token_slice: int | None) -> Tensor:
+        for number, layer in enumerate(stack):
+            past = None if token_slice is None else state.past(number, token_slice)
+            given = checkpoint(layer, given, past, use_reentrant=False) if recompute else layer(given, past)
+        return given
+
+    leaves = [hidden, *stack.parameters()]
+    expected = through(hidden, None)
+    wanted = torch.autograd.grad(expected.sin().sum(), leaves)
+    outputs = [through(hidden[:, start:end], number) for number, (start, end) in enumerate(cut.bounds())]
+    for output in reversed(outputs):
+        output.sin().sum().backward()
+    found = [torch.cat(outputs, dim=1), *(each.grad for each in leaves)]
+    for got, exact in zip(found, (expected, *wanted), strict=True):
+        assert float((got - exact).detach().norm()) <= 1e-12 * float(exact.detach().norm())
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("lengths", CUTS.values(), ids=CUTS)
+def test_windows_and_soft_caps_at_every_cut(lengths: tuple[int, ...], window: int | None) -> None:
+    torch.manual_seed(0)
+    for groups, softcap in ((1, None), (2, 0.5), (4, None)):
+        compare([Layer(0, groups, window, softcap)], TokenSlices(lengths))
+
+
+@pytest.mark.parametrize("lengths", CUTS.values(), ids=CUTS)
+def test_layers_with_and_without_a_window_alternate(lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    for recompute in (False, True):
+        layers = [Layer(number, 2, (5, None)[number % 2], 2.0) for number in range(3)]
+        compare(layers, TokenSlices(lengths), recompute=recompute)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> tuple[list[Layer], TokenSlices, tuple[tuple[int, ...], ...] | None]:
+    cut = draw(cuts(max_token_slices=5, max_length=6))
+    starts = None
+    if draw(st.booleans()):
+        begins = st.sets(st.integers(1, cut.seq_length - 1)) if cut.seq_length > 1 else st.just(set())
+        starts = tuple((0, *sorted(draw(begins))) for _ in range(ROWS))
+    kinds = st.tuples(
+        st.sampled_from([1, 2, 4]),
+        st.one_of(st.none(), st.integers(1, 14)),
+        st.sampled_from([None, 0.5]),
+        st.sampled_from([0.0, 0.3]),
+    )
+    layers = [Layer(number, *draw(kinds), starts) for number in range(2)]
+    return layers, cut, starts
+
+
+@settings(deadline=None, max_examples=60)
+@given(setup=setups(), seed=st.integers(0, 2**16))
+def test_any_window_cut_document_dropout_and_soft_cap(setup, seed: int) -> None:
+    torch.manual_seed(seed)
+    compare(*setup)
+
+
+def test_soft_caps_are_written_out_and_windows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[type] = []
+    for kernel in (CpuFlash, PlainAttention):
+        original = kernel.forward
+        monkeypatch.setattr(
+            kernel, "forward", lambda self, *given, original=original: ran.append(type(self)) or original(self, *given)
+        )
+    heads = torch.randn(1, 6, 2, SIZE)
+    state = SequenceState(TokenSlices((6,)))
+    state.past(0, 0).attend(heads, heads, heads, window=2)
+    state.past(1, 0).attend(heads, heads, heads, softcap=3.0)
+    assert ran == [CpuFlash, PlainAttention]
+
+
+def tokens_kept(held: object) -> int:
+    """Tokens whose keys a state keeps, or their gradients, by the bytes of all storages under it."""
+
+    def tensors(value: object) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list | dict):
+            for each in value.values() if isinstance(value, dict) else value:
+                yield from tensors(each)
+        elif hasattr(value, "__dict__"):
+            yield from tensors(vars(value))
+
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors(held)}
+    each_token = 2 * 2 * SIZE * 4  # Keys and values of two heads, in fp32.
+    assert sum(storages.values()) % each_token == 0
+    return sum(storages.values()) // each_token
+
+
+LENGTHS = (6, 10, 3, 5)
+
+
+def attended(state: SequenceState, window: int | None) -> Iterator[Tensor]:
+    """Outputs of the token slices of one layer."""
+    for number, length in enumerate(state.token_slices.lengths):
+        query, key, value = (torch.randn(1, length, heads, SIZE, requires_grad=True) for heads in (HEADS, 2, 2))
+        yield state.past(0, number).attend(query, key, value, window=window)
+
+
+def test_training_frees_keys_with_their_backward_and_keeps_gradients_in_reach_alone() -> None:
+    window = 4
+    state = SequenceState(TokenSlices(LENGTHS))
+    outputs = list(attended(state, window))
+    keys = state.keys_and_values(0, window)
+    kept = [(tokens_kept(keys._of_token_slices), tokens_kept(keys._pending))]
+    for output in reversed(outputs):
+        output.sum().backward()
+        kept.append((tokens_kept(keys._of_token_slices), tokens_kept(keys._pending)))
+    # Of the prefixes of 19, 16 and 6 tokens the last three alone have gradients pending.
+    assert kept == [(24, 0), (19, 3), (16, 3), (6, 3), (0, 0)]
+
+
+def test_without_a_backward_keys_out_of_reach_are_freed() -> None:
+    window = 4
+    state = SequenceState(TokenSlices(LENGTHS), forward_only=True)
+    kept = []
+    with torch.no_grad():
+        for _ in attended(state, window):
+            kept.append(tokens_kept(state.keys_and_values(0, window)))
+    assert kept == [6, 3 + 10, 3 + 3, 3 + 5]
+
+
+def test_without_a_window_there_is_one_buffer_either_way() -> None:
+    for forward_only in (False, True):
+        state = SequenceState(TokenSlices(LENGTHS), forward_only=forward_only)
+        with torch.no_grad():
+            assert [tokens_kept(state.keys_and_values(0, None)) for _ in attended(state, None)] == [24] * 4
+
+
+def test_forward_alone_gives_the_outputs_of_training() -> None:
+    query, key, value = (torch.randn(1, 24, heads, SIZE, dtype=torch.double) for heads in (HEADS, 2, 2))
+    outputs = []
+    for forward_only in (False, True):
+        state = SequenceState(TokenSlices(LENGTHS), forward_only=forward_only)
+        parts = [
+            state.past(0, number).attend(*(each[:, start:end] for each in (query, key, value)), window=7)
+            for number, (start, end) in enumerate(state.token_slices.bounds())
+        ]
+        outputs.append(torch.cat(parts, dim=1))
+    assert torch.equal(*outputs)
+
+
+def test_a_backward_of_a_sequence_that_runs_forward_alone_is_refused() -> None:
+    state = SequenceState(TokenSlices(LENGTHS), forward_only=True)
+    with pytest.raises(AssertionError, match="forward alone"):
+        next(attended(state, 24 - 1)).sum().backward()
+
+
+def test_a_layer_has_one_window() -> None:
+    state = SequenceState(TokenSlices(LENGTHS))
+    next(attended(state, 4))
+    with pytest.raises(UserError, match="layer 0 attends with window=5, and before with window=4: give it one window"):
+        next(attended(state, 5))
