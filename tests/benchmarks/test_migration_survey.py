@@ -1,0 +1,98 @@
+"""The survey of other projects' configurations, on checkouts of a few lines."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.migration_survey.__main__ import main
+from benchmarks.migration_survey.attempts import Attempt, Outcome, outcome_of
+from benchmarks.migration_survey.megatron_lm import words_of
+from benchmarks.migration_survey.shell_scripts import attempts_of_scripts
+from benchmarks.migration_survey.table import as_json, table
+
+MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 3"
+DATA = "--lr 1 --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --data-path corpus"
+
+SCRIPT = """
+set -e
+gpus=$(nvidia-smi --query-gpu=name | wc -l)
+batch=$((2 * gpus))
+mkdir -p configs /nowhere/at/all
+cat <<EOT > configs/ds.json
+{"train_batch_size": $batch, "steps_per_print": 5}
+EOT
+rm -rf "$PWD"; pip install everything; unheard_of_program
+options="%s
+  --global-batch-size ${batch}"
+more=(--deepspeed_config configs/ds.json --save "$1")
+echo $(deepspeed ../pretrain_gpt.py $options "${more[@]}")
+python tools/preprocess_data.py --input x
+srun sh -c "torchrun --nnodes 1 pretrain_gpt.py $options --num-experts 8"
+"""
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def test_values_of_a_functional_test_become_words() -> None:
+    model_args = {"--bf16": "true", "--split": "949,50,1", "--data-path": "[0.5 a 0.5 b]", "--spec": "a b"}
+    assert list(words_of(model_args)) == [
+        *("--bf16", "--split", "949,50,1", "--data-path", "0.5", "a", "0.5", "b", "--spec", "a b")
+    ]
+
+
+def test_a_script_is_run_with_every_program_replaced(tmp_path: Path) -> None:
+    script = tmp_path / "checkout" / "examples" / "gpt" / "train.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(SCRIPT % f"{MODEL} {DATA}")
+    first, second = attempts_of_scripts("set", tmp_path / "checkout", ("examples",), _empty(tmp_path / "copy"))
+    assert (first.name, second.name) == ("examples/gpt/train.sh #1", "examples/gpt/train.sh #2")
+    assert first.words[-6:] == words("--global-batch-size 16 --deepspeed_config configs/ds.json --save argument1")
+    assert second.words[-4:] == words("--global-batch-size 16 --num-experts 8")
+    assert (first.directory / "configs" / "ds.json").read_text().startswith('{"train_batch_size": 16')
+    assert [path.name for path in script.parent.iterdir()] == ["train.sh"]
+    assert outcome_of(first).passed
+    refused = outcome_of(second)
+    assert refused.line.startswith("--num-experts 8: mixtures of experts") and not refused.is_defect
+
+
+def _empty(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def test_what_is_not_a_line_of_ours_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(words: object) -> None:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr("benchmarks.migration_survey.attempts.read_arguments", broken)
+    outcome = outcome_of(Attempt(origin="set", name="test"))
+    assert outcome.is_defect and not outcome.passed
+    assert outcome.line.startswith("IndexError: list index out of range (test_migration_survey.py:")
+    assert list(outcome.features()) == ["defect"]
+
+
+def test_the_table_counts_features() -> None:
+    lines = {"a": "", "b": "--x: no; --y 2: no", "c": "--x, --z: no", "d": "--x contradicts --y"}
+    outcomes = [Outcome(attempt=Attempt(origin="set", name=name), line=line) for name, line in lines.items()]
+    text = "\n".join(table(outcomes, shows_lines=True))
+    assert "| set | 1 | 3 | 0 | 4 |" in text
+    assert "| --x | 3 | 1 |\n| --y | 1 | 0 |\n| --z | 1 | 0 |" in text
+    assert "set: c: --x, --z: no" in text
+    assert as_json(outcomes)["set"]["features"] == {"--x": 3, "--y": 1, "--z": 1}
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, more in (("plain", ""), ("experts", "\n  --num-experts: 8")):
+        case = tmp_path / "tests/functional_tests/test_cases/gpt" / name
+        case.mkdir(parents=True)
+        pairs = zip(f"{MODEL} {DATA}".split()[::2], f"{MODEL} {DATA}".split()[1::2], strict=True)
+        listed = "\n".join(f"  {flag}: {value}" for flag, value in pairs)
+        (case / "model_config.yaml").write_text(f"MODEL_ARGS:\n{listed}\n  --bf16: true{more}\n")
+    monkeypatch.setattr(sys, "argv", ["survey", "--megatron-lm", str(tmp_path), "--lines"])
+    assert main() == 0
+    said = capsys.readouterr().out
+    assert "| Megatron-LM, tests of gpt | 1 | 1 | 0 | 2 |" in said
+    assert "Megatron-LM, tests of gpt: experts: --num-experts 8: mixtures of experts" in said
