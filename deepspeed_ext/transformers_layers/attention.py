@@ -45,9 +45,11 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of a token slice to itself and to all before it.
+    """Causal attention of a token slice to itself and to those before it.
 
     Args:
         module: the attention layer.
@@ -59,6 +61,8 @@ def attend(
         scaling: factor of the scores; 1 / sqrt(D) if None.
         dropout: probability that a weight is dropped.
         is_causal: whether attention is causal, where the model says so at each call.
+        sliding_window: tokens that a token attends to, itself included; None for all before it.
+        softcap: limit of the scores; None for none.
         **others: what else a model hands to its attention.
 
     Returns:
@@ -82,4 +86,4 @@ def attend(
             "here"
         )
     heads_last = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return past.attend(*heads_last, scale=scaling, dropout=dropout), None
+    return past.attend(*heads_last, scale=scaling, dropout=dropout, window=sliding_window, softcap=softcap), None

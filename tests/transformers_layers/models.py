@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA_LIKE,
     "qwen2": LLAMA_LIKE | {"tie_word_embeddings": True},
     "gpt2": GPT2 | NO_DROPOUT,
+    "mistral": LLAMA_LIKE | {"sliding_window": 7},
 }
 
 

@@ -30,7 +30,7 @@ def gradients(setup: Setup, kind: str, settings: dict[str, Any]) -> tuple[float,
 
 
 @pytest.mark.parametrize("setup", [SLICED, RECOMPUTED], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "mistral"])
 def test_loss_and_gradients_are_those_of_the_plain_model(kind: str, setup: Setup) -> None:
     expected_loss, expected = models.plain_gradients(models.model_of(kind))
     found: dict[str, np.ndarray] = {}

@@ -13,6 +13,8 @@ from deepspeed_ext.transformers_layers import pipeline_layers
 from tests.transformers_layers.models import model_of
 
 HEAD_DIM = {"head_dim": 8}
+CAPPED = HEAD_DIM | {"sliding_window": 4, "attn_logit_softcapping": 0.5, "final_logit_softcapping": None}
+"""A window shorter than the token slices that are compared, and a soft cap that bends every score."""
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,7 @@ HEAD_DIM = {"head_dim": 8}
         ("olmo2", {"eos_token_id": 0}),
         ("starcoder2", {"eos_token_id": 0, "bos_token_id": 0}),
         ("gemma", HEAD_DIM),
+        ("gemma2", CAPPED),
         ("smollm3", {"eos_token_id": 0, "bos_token_id": 0}),
     ],
 )
