@@ -109,7 +109,10 @@ def train_plain(config: Config, metrics: Path) -> None:
         eps=optimizer_config.adam_eps,
     )
     rates = LearningRateSchedule.from_config(
-        optimizer_config, config.training, global_batch_size=config.batch.global_batch_size or 1
+        optimizer_config,
+        config.training,
+        global_batch_size=config.batch.global_batch_size or 1,
+        seq_length=config.model.seq_length,
     )
     micro_batches = samples(config, "train", iterations)
     per_step = config.num_micro_batches(1)

@@ -58,14 +58,11 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     _each("pad-vocab-size-to", "it is an old name: use --vocab-size and --make-vocab-size-divisible-by"),
     # Batch and training.
     _each("batch-size", "it is ambiguous: use --micro-batch-size and --global-batch-size"),
-    _each("train-tokens", "every sample has --seq-length tokens: use --train-samples, tokens / --seq-length"),
     _each("train-epochs", "training is counted in iterations: use --train-iters"),
     _each("checkpoint-granularity", "it is an old name: use --recompute-granularity"),
     _each("recompute", "it is ambiguous: use --recompute-granularity full"),
     _each("yaml-cfg", "a file of settings is not read: use flags"),
     # Learning rate and regularization.
-    _each("lr-decay-tokens", "every sample has --seq-length tokens: use --lr-decay-samples, tokens / --seq-length"),
-    _each("lr-warmup-tokens", "every sample has --seq-length tokens: use --lr-warmup-samples, tokens / --seq-length"),
     _each("warmup", "it is an old name: use --lr-warmup-fraction"),
     _each("decoupled-lr decoupled-min-lr", "all weights have one learning rate: drop it"),
     # Precision.

@@ -68,6 +68,14 @@ class BatchSizes:
             iterations += 1
         return iterations + max(0, samples - consumed) // self.final
 
+    def iterations_until(self, samples: int) -> int:
+        """Return after how many iterations `samples` samples are consumed; the last may consume more."""
+        iterations = consumed = 0
+        while not self._is_final(consumed) and consumed < samples:
+            consumed += self.at(consumed)
+            iterations += 1
+        return iterations + max(0, -(-(samples - consumed) // self.final))
+
     def _is_final(self, consumed_samples: int) -> bool:
         """Whether the ramp is over; Megatron counts its very last sample to it."""
         return self.is_constant or consumed_samples > self.ramp_samples

@@ -21,7 +21,7 @@ class CheckpointConfig:
     """Directory to continue from. If it holds no checkpoint, training starts from the beginning."""
 
     save_interval: int | None = None
-    """Iterations between checkpoints. Default: only the end is saved."""
+    """Iterations between checkpoints in `--save`. Default: only the end is saved."""
 
     extra_save_iterations: tuple[int, ...] | None = option(None, metavar="N")
     """More iterations after which a checkpoint is saved; 0 is the start of training, with the initial weights."""
@@ -67,9 +67,10 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         """Check the flags that need another."""
         check_positive(self, "save_interval", "keep_last_n_checkpoints", "ckpt_step")
-        for name in ("save_interval", "keep_last_n_checkpoints"):
-            if getattr(self, name) is not None and self.save is None:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)} does not say where to save: add --save")
+        if self.keep_last_n_checkpoints is not None and self.save is None:
+            raise ConfigError(
+                f"--keep-last-n-checkpoints {self.keep_last_n_checkpoints} does not say where to save: add --save"
+            )
         self._check_extra_saves()
         if self.load_tag is not None and self.ckpt_step is not None:
             raise ConfigError(

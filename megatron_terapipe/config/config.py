@@ -1,6 +1,7 @@
 """The whole configuration: every section, and the rules that hold between them."""
 
 from dataclasses import dataclass
+from math import ceil
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -9,6 +10,7 @@ from megatron_terapipe.config.batch import BatchConfig
 from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.data import DataConfig
 from megatron_terapipe.config.deepspeed import DeepSpeedConfig
+from megatron_terapipe.config.learning_rate_steps import LearningRateSteps
 from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.optimizer import OptimizerConfig
@@ -41,6 +43,7 @@ class Config:
     def __post_init__(self) -> None:
         """Fill in what follows from two sections, then check what no section can check alone."""
         object.__setattr__(self, "parallel", self.parallel.for_layers(self.model.num_layers))
+        object.__setattr__(self, "training", self.training.for_sequences(self.model.seq_length))
         self._check_stages()
         self._check_tensor_parallel()
         if self.parallel.token_slices != AUTO:
@@ -143,6 +146,21 @@ class Config:
                 "use --zero-stage 1"
             )
 
+    def _tokens_per_step(self) -> int:
+        """Tokens of a sample or of an iteration, whichever training is counted in."""
+        optimizer, seq_length = self.optimizer, self.model.seq_length
+        if self.training.unit == "samples":
+            return seq_length
+        for name in ("lr_decay_tokens", "lr_warmup_tokens"):
+            if getattr(optimizer, name) is not None and (
+                self.batch.global_batch_size is None or self.batch.rampup_batch_size is not None
+            ):
+                raise ConfigError(
+                    f"{flag(name)} {getattr(optimizer, name)} with --train-iters needs a batch that is known and stays "
+                    "the same: add --global-batch-size, or use --train-samples"
+                )
+        return seq_length * (self.batch.global_batch_size or 1)
+
     def _check_iterations(self) -> None:
         training, optimizer, unit = self.training, self.optimizer, self.training.unit
         other = "samples" if unit == "iters" else "iters"
@@ -153,19 +171,22 @@ class Config:
                     f"{given} {getattr(optimizer, f'{name}_{other}')} does not go with --train-{unit}: use {right}"
                 )
         counted = "iterations" if unit == "iters" else "samples"
-        decay = getattr(optimizer, f"lr_decay_{unit}") or training.length
-        warmup, last = getattr(optimizer, f"lr_warmup_{unit}"), getattr(optimizer, f"lr_wsd_decay_{unit}")
-        if warmup >= decay:
+        steps = LearningRateSteps.of(optimizer, training, tokens_per_step=self._tokens_per_step())
+        decay, last = steps.decay, getattr(optimizer, f"lr_wsd_decay_{unit}")
+        if steps.warmup >= decay:
+            in_tokens = optimizer.lr_warmup_tokens is not None
+            warmup = "lr_warmup_tokens" if in_tokens else f"lr_warmup_{unit}"
+            most = int((decay - 1) * self._tokens_per_step()) if in_tokens else ceil(decay) - 1
             raise ConfigError(
-                f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} {counted} until the learning rate has "
-                f"decayed: give {decay - 1} or less"
+                f"{flag(warmup)} {getattr(optimizer, warmup)} leaves nothing of the {decay:.12g} {counted} until the "
+                f"learning rate has decayed: give {most} or less"
             )
         if optimizer.lr_decay_style == "WSD" and last is None:
             raise ConfigError(f"--lr-decay-style WSD needs the length of its decay: add --lr-wsd-decay-{unit}")
         if optimizer.lr_decay_style == "WSD" and not 0 < last <= decay:
             raise ConfigError(
-                f"--lr-decay-style WSD decays in the last --lr-wsd-decay-{unit} {last} of {decay} {counted}: give 1 to "
-                f"{decay}"
+                f"--lr-decay-style WSD decays in the last --lr-wsd-decay-{unit} {last} of {decay:.12g} {counted}: "
+                f"give 1 to {int(decay)}"
             )
         if training.skip_train and not self.logging.eval_iters:
             raise ConfigError("--skip-train with --eval-iters 0 leaves nothing to do: drop one of them")

@@ -103,7 +103,11 @@ class DataConfig:
     dataloader_type: str = option("single", metavar="{single}")
     """Order of the samples: one after the other, through epochs that are each shuffled separately."""
 
-    tokenizer_type: str = option("byte", choices=tuple(TOKENIZER_FILES), spellings=TOKENIZER_SPELLINGS)
+    tokenizer_type: str = option(
+        derived="GPT2BPETokenizer with --vocab-file and --merge-file, else byte",
+        choices=tuple(TOKENIZER_FILES),
+        spellings=TOKENIZER_SPELLINGS,
+    )
     """Tokenizer that the data was preprocessed with. HFTokenizer is HuggingFaceTokenizer; SPMTokenizer,
     GPTSentencePieceTokenizer and Llama2Tokenizer are SentencePieceTokenizer. NullTokenizer takes texts of token ids
     below `--vocab-size`, and adds one id that ends a document."""
@@ -143,7 +147,8 @@ class DataConfig:
     read when it is needed."""
 
     def __post_init__(self) -> None:
-        """Check the lists, the files, and what excludes what."""
+        """Choose the tokenizer by its files, then check the lists, the files, and what excludes what."""
+        resolve(self, "tokenizer_type", "GPT2BPETokenizer" if self.vocab_file or self.merge_file else "byte")
         check_choices(self)
         check_not_negative(self, "num_workers")
         check_positive(self, "train_data_exact_num_epochs", "tiktoken_num_special_tokens")

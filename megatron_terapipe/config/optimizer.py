@@ -1,6 +1,6 @@
 """The section of the optimizer and the learning rate."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, flag
@@ -33,6 +33,10 @@ class OptimizerConfig:
     lr_decay_samples: int | None = None
     """Samples after which the decay ends, with `--train-samples`. Default: all."""
 
+    lr_decay_tokens: int | None = None
+    """Tokens after which the decay ends, instead of `--lr-decay-iters` or `--lr-decay-samples`: tokens / `--seq-length`
+    samples, which need not be a whole number. Megatron-DeepSpeed counts them one iteration late."""
+
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the decay at the end of WSD."""
 
@@ -47,6 +51,9 @@ class OptimizerConfig:
 
     lr_warmup_samples: int = 0
     """Samples in which the learning rate rises linearly, with `--train-samples`."""
+
+    lr_warmup_tokens: int | None = None
+    """Tokens in which the learning rate rises linearly, instead of `--lr-warmup-iters` or `--lr-warmup-samples`."""
 
     lr_warmup_fraction: float | None = None
     """Length of the warmup as a fraction of the time until the decay ends, instead of `--lr-warmup-iters`."""
@@ -93,9 +100,17 @@ class OptimizerConfig:
             )
         check_choices(self)
         check_positive(
-            self, "lr", "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "adam_eps"
+            self,
+            "lr",
+            "lr_decay_iters",
+            "lr_decay_samples",
+            "lr_decay_tokens",
+            "lr_wsd_decay_iters",
+            "lr_wsd_decay_samples",
+            "adam_eps",
         )
-        check_not_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init", "clip_grad")
+        check_not_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_init")
+        check_not_negative(self, "clip_grad")
         check_not_negative(self, "weight_decay", "start_weight_decay", "end_weight_decay")
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction"):
             value = getattr(self, name)
@@ -104,13 +119,18 @@ class OptimizerConfig:
         for name in ("min_lr", "lr_warmup_init"):
             if getattr(self, name) > self.lr:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is above --lr {self.lr}: give {self.lr} or less")
-        for name in ("lr_warmup_iters", "lr_warmup_samples"):
-            if getattr(self, name) and self.lr_warmup_fraction is not None:
-                raise ConfigError(
-                    f"{flag(name)} {getattr(self, name)} and --lr-warmup-fraction {self.lr_warmup_fraction} both say "
-                    "how long the warmup is: drop one of them"
-                )
+        self._check_said_once(
+            "warmup", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction"
+        )
+        self._check_said_once("decay", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
         self._check_rising_weight_decay()
+
+    def _check_said_once(self, what: str, *names: str) -> None:
+        defaults = {each.name: each.default for each in fields(self)}
+        given = [name for name in names if getattr(self, name) != defaults[name]]
+        if len(given) > 1:
+            first, second = (f"{flag(name)} {getattr(self, name)}" for name in given[:2])
+            raise ConfigError(f"{first} and {second} both say how long the {what} is: drop one of them")
 
     def _check_rising_weight_decay(self) -> None:
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style

@@ -1,6 +1,6 @@
 """The section that says how long training lasts, from which seed, and what it recomputes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, option
@@ -23,6 +23,11 @@ class TrainingConfig:
 
     train_samples: int | None = None
     """Samples of the whole run, instead of `--train-iters`. Decay and warmup are then also counted in samples."""
+
+    train_tokens: int | None = None
+    """Tokens of the whole run. Alone, it stands for `--train-samples`, tokens / `--seq-length`. Beside `--train-iters`
+    or `--train-samples`, the run ends with the first iteration that reaches it, as in Megatron-DeepSpeed; the order of
+    the data and the learning rate follow from the other flag."""
 
     seed: int = 1234
     """Seed of the weights and of the order of the data."""
@@ -63,6 +68,7 @@ class TrainingConfig:
             "--checkpoint-activations": "full",
             "--deepspeed-activation-checkpointing": "full",
         },
+        translations={"--activations-checkpoint-method": {"uniform": "full"}},
     )
     """Activations that the backward recomputes instead of keeping them: `none`; `selective`, which recomputes the cheap
     outputs of norms and of the activation function; `full`, which recomputes whole layers. Attention scores are never
@@ -83,7 +89,13 @@ class TrainingConfig:
         """Check the ranges."""
         check_choices(self)
         check_positive(
-            self, "train_iters", "train_samples", "exit_interval", "exit_duration_in_mins", "recompute_num_layers"
+            self,
+            "train_iters",
+            "train_samples",
+            "train_tokens",
+            "exit_interval",
+            "exit_duration_in_mins",
+            "recompute_num_layers",
         )
         check_not_negative(self, "seed")
         if self.seed >= SEEDS:
@@ -95,7 +107,7 @@ class TrainingConfig:
                 f"--hostfile {self.hostfile} is for the launcher: write deepspeed --hostfile {self.hostfile} "
                 "pretrain_gpt.py, or add --dry-run"
             )
-        if self.train_iters is None and self.train_samples is None:
+        if self.train_iters is None and self.train_samples is None and self.train_tokens is None:
             raise ConfigError("neither --train-iters nor --train-samples is given: add one")
         if self.train_iters is not None and self.train_samples is not None:
             raise ConfigError(
@@ -103,10 +115,26 @@ class TrainingConfig:
                 "training is: drop one of them"
             )
 
+    def for_sequences(self, seq_length: int) -> "TrainingConfig":
+        """Return the section with `--train-tokens` turned into samples, if it is given alone.
+
+        Raises:
+            ConfigError: if they are not whole samples.
+        """
+        tokens = self.train_tokens
+        if tokens is None or self.train_iters is not None or self.train_samples is not None:
+            return self
+        if tokens % seq_length:
+            raise ConfigError(
+                f"--train-tokens {tokens} is not a multiple of --seq-length {seq_length}: give "
+                f"{-(-tokens // seq_length) * seq_length}"
+            )
+        return replace(self, train_samples=tokens // seq_length, train_tokens=None)
+
     @property
     def unit(self) -> Literal["iters", "samples"]:
         """Unit in which training length, decay and warmup are counted; their flags end in it."""
-        return "iters" if self.train_samples is None else "samples"
+        return "samples" if self.train_iters is None else "iters"
 
     @property
     def length(self) -> int:

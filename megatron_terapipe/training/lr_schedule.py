@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 
+from megatron_terapipe.config.learning_rate_steps import LearningRateSteps
 from megatron_terapipe.config.optimizer import OptimizerConfig
 from megatron_terapipe.config.training import TrainingConfig
 
@@ -33,7 +34,7 @@ class LearningRateSchedule:
     warmup_steps: float
     """Steps of the rise; a fraction of the decay's need not be whole."""
 
-    decay_steps: int
+    decay_steps: float
     """Step at which the decay ends."""
 
     samples_per_step: int = 1
@@ -50,7 +51,7 @@ class LearningRateSchedule:
 
     @classmethod
     def from_config(
-        cls, optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int
+        cls, optimizer: OptimizerConfig, training: TrainingConfig, *, global_batch_size: int, seq_length: int
     ) -> "LearningRateSchedule":
         """Read the schedule from the sections that decide it.
 
@@ -58,20 +59,19 @@ class LearningRateSchedule:
             optimizer: the optimizer section.
             training: the training section.
             global_batch_size: samples of an iteration.
+            seq_length: tokens of a sample.
         """
         in_samples = training.unit == "samples"
-        decay_steps = (optimizer.lr_decay_samples if in_samples else optimizer.lr_decay_iters) or training.length
-        warmup_steps: float = optimizer.lr_warmup_samples if in_samples else optimizer.lr_warmup_iters
-        if optimizer.lr_warmup_fraction is not None:
-            warmup_steps = optimizer.lr_warmup_fraction * decay_steps
+        samples_per_step = 1 if in_samples else global_batch_size
+        steps = LearningRateSteps.of(optimizer, training, tokens_per_step=samples_per_step * seq_length)
         wsd_decay_steps = optimizer.lr_wsd_decay_samples if in_samples else optimizer.lr_wsd_decay_iters
         return cls(
             max_lr=optimizer.lr,
             min_lr=optimizer.min_lr,
             decay_style=optimizer.lr_decay_style,
-            warmup_steps=warmup_steps,
-            decay_steps=decay_steps,
-            samples_per_step=1 if in_samples else global_batch_size,
+            warmup_steps=steps.warmup,
+            decay_steps=steps.decay,
+            samples_per_step=samples_per_step,
             init_lr=optimizer.lr_warmup_init,
             wsd_decay_steps=wsd_decay_steps or 0,
             wsd_decay_style=optimizer.lr_wsd_decay_style,

@@ -93,7 +93,7 @@ class Run:
     @property
     def train_iters(self) -> int:
         """The last iteration."""
-        return _train_iters(self.config.training, self.batch_sizes)
+        return _train_iters(self.config, self.batch_sizes)
 
     @property
     def start(self) -> Progress:
@@ -210,8 +210,17 @@ def _start(config: Config, checkpoint: tuple[Path, CheckpointInfo] | None) -> Pr
     )
 
 
-def _train_iters(training: TrainingConfig, sizes: BatchSizes) -> int:
+def _planned_iters(training: TrainingConfig, sizes: BatchSizes) -> int:
+    """Iterations that data is prepared for."""
     return training.train_iters or sizes.iterations_within(training.length)
+
+
+def _train_iters(config: Config, sizes: BatchSizes) -> int:
+    """Iterations until the run ends: those planned, or fewer if its tokens are reached before."""
+    planned, tokens = _planned_iters(config.training, sizes), config.training.train_tokens
+    if tokens is None:
+        return planned
+    return min(planned, sizes.iterations_until(-(-tokens // config.model.seq_length)))
 
 
 def reading_ranks(config: Config) -> set[int]:
@@ -224,7 +233,7 @@ def reading_ranks(config: Config) -> set[int]:
 def _datasets(config: Config, sizes: BatchSizes, start: Progress, *, reads: bool) -> DatasetSplits:
     """Build as many samples as the run reads; where none are read, their numbers alone."""
     data = config.data
-    ahead = max(0, _train_iters(config.training, sizes) - start.iteration)
+    ahead = max(0, _planned_iters(config.training, sizes) - start.iteration)
     train = 0 if config.training.skip_train else sizes.consumed_after(ahead, start.consumed_samples)
     evaluated = config.logging.eval_iters * sizes.final
     valid = evaluated if data.has_validation() else 0

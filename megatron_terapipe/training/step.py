@@ -44,7 +44,10 @@ class TrainingStep:
         self._run, self._engine, self._reporter = run, engine, reporter
         self._training, self._logging = run.config.training, run.config.logging
         self._learning_rates = LearningRateSchedule.from_config(
-            run.config.optimizer, self._training, global_batch_size=run.global_batch_size
+            run.config.optimizer,
+            self._training,
+            global_batch_size=run.global_batch_size,
+            seq_length=run.config.model.seq_length,
         )
         self._weight_decays = WeightDecaySchedule.from_config(run.config.optimizer, self._training)
         self._measured = self._logging.measured_iterations(run.start.iteration, run.train_iters)

@@ -75,6 +75,8 @@ def test_megatrons_example_command_parses() -> None:
         ("--num-query-groups 2", "model", "num_key_value_heads", 2),
         ("--recompute-activations", "training", "recompute_granularity", "selective"),
         ("--checkpoint-activations", "training", "recompute_granularity", "full"),
+        ("--activations-checkpoint-method uniform", "training", "recompute_granularity", "full"),
+        ("--save-interval 7", "checkpoint", "save_interval", 7),
         ("--deepspeed-activation-checkpointing", "training", "recompute_granularity", "full"),
         ("--no-pipeline-parallel", "parallel", "no_pipeline_parallel", True),
         ("--num_token_slices=2", "parallel", "num_token_slices", 2),

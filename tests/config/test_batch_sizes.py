@@ -90,3 +90,11 @@ def test_what_is_no_ramp(ramp: tuple[int, ...], final: int | None, data_parallel
         BatchConfig(micro_batch_size=2, global_batch_size=final, rampup_batch_size=ramp).sizes(data_parallel_size)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@given(final=draw.integers(1, 8), steps=draw.integers(0, 3), ramp=draw.integers(1, 60), samples=draw.integers(0, 200))
+def test_iterations_until_are_the_first_that_reach_the_samples(final: int, steps: int, ramp: int, samples: int) -> None:
+    sizes = BatchSizes(final=final + steps, start=final, increment=int(steps > 0), ramp_samples=ramp if steps else 0)
+    iterations = sizes.iterations_until(samples)
+    assert sizes.consumed_after(iterations) >= samples
+    assert not iterations or sizes.consumed_after(iterations - 1) < samples

@@ -200,7 +200,7 @@ REFUSALS = [
         "add --vocab-file and --merge-file",
     ),
     ({"num_workers": -1}, "--num-workers -1 is out of range", "give 0 or more"),
-    ({"save_interval": 5}, "--save-interval 5 does not say where to save", "add --save"),
+    ({"keep_last_n_checkpoints": 5}, "--keep-last-n-checkpoints 5 does not say where to save", "add --save"),
     ({"finetune": True}, "--finetune has nothing to load", "add --load"),
     ({"exit_on_missing_checkpoint": True}, "--exit-on-missing-checkpoint has nothing to load", "add --load"),
     ({"eval_interval": 0}, "--eval-interval 0 is not positive", "give 1 or more"),

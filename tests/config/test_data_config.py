@@ -80,6 +80,25 @@ def test_a_refusal_is_one_line_with_the_remedy(given: dict[str, Any], line: str)
 
 
 @pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("", "byte"),
+        ("--vocab-file v.json --merge-file m.txt", "GPT2BPETokenizer"),
+        ("--vocab-file v.json --merge-file m.txt --tokenizer-type byte", "byte"),
+        ("--tokenizer-model m --tokenizer-type HFTokenizer --vocab-file v.json", "HuggingFaceTokenizer"),
+    ],
+)
+def test_files_of_a_vocabulary_say_the_tokenizer_where_no_flag_does(words: str, name: str) -> None:
+    assert parse(f"--data-path a {words}").tokenizer_type == name
+
+
+@pytest.mark.parametrize("flag", ["--vocab-file", "--merge-file"])
+def test_one_file_of_two_is_not_taken_for_bytes(flag: str) -> None:
+    with pytest.raises(ConfigError, match=r"--tokenizer-type GPT2BPETokenizer reads two files: add --vocab-file and"):
+        parse(f"--data-path a {flag} FILE")
+
+
+@pytest.mark.parametrize(
     ("spelling", "name"),
     [
         ("HFTokenizer", "HuggingFaceTokenizer"),

@@ -26,6 +26,31 @@ def test_the_unit() -> None:
             "--train-iters 7 --train-samples 9",
             "--train-iters 7 and --train-samples 9 both say how long the training is: drop one of them",
         ),
+        ("--train-tokens 9", "--train-tokens 9 is not a multiple of --seq-length 8: give 16"),
+        ("--train-tokens 0 --train-iters 9", "--train-tokens 0 is not positive: give 1 or more"),
+        (
+            "--train-samples 90 --lr-decay-samples 5 --lr-decay-tokens 80",
+            "--lr-decay-samples 5 and --lr-decay-tokens 80 both say how long the decay is: drop one of them",
+        ),
+        (
+            "--train-samples 90 --lr-warmup-tokens 80 --lr-warmup-fraction 0.0",
+            "--lr-warmup-tokens 80 and --lr-warmup-fraction 0.0 both say how long the warmup is: drop one of them",
+        ),
+        (
+            "--train-samples 90 --lr-warmup-tokens 720",
+            "--lr-warmup-tokens 720 leaves nothing of the 90 samples until the learning rate has decayed: "
+            "give 712 or less",
+        ),
+        (
+            "--train-samples 90 --lr-warmup-samples 6 --lr-decay-tokens 41",
+            "--lr-warmup-samples 6 leaves nothing of the 5.125 samples until the learning rate has decayed: "
+            "give 5 or less",
+        ),
+        (
+            "--train-iters 90 --lr-decay-tokens 80",
+            "--lr-decay-tokens 80 with --train-iters needs a batch that is known and stays the same: add "
+            "--global-batch-size, or use --train-samples",
+        ),
         ("--train-samples 0", "--train-samples 0 is not positive: give 1 or more"),
         (
             "--train-samples 90 --lr-decay-iters 5",
@@ -82,6 +107,16 @@ def test_megatrons_ramp_parses() -> None:
     assert config.batch.rampup_batch_size == (16, 8, 2000)
     assert config.optimizer.lr_decay_samples == 4000
     assert (config.global_batch_size(4), config.num_micro_batches(4)) == (64, 8)
+
+
+def test_tokens_alone_are_samples() -> None:
+    training = parse("--train-tokens 72").training
+    assert (training.unit, training.length, training.train_tokens) == ("samples", 9, None)
+
+
+def test_tokens_beside_samples_leave_the_length_as_it_is() -> None:
+    config = parse("--train-tokens 70 --train-samples 90 --lr-decay-tokens 70 --lr-warmup-tokens 15")
+    assert (config.training.unit, config.training.length, config.training.train_tokens) == ("samples", 90, 70)
 
 
 def test_megatrons_spelling_of_a_flag() -> None:

@@ -70,6 +70,16 @@ def test_a_run_counted_in_samples_reads_as_many_and_no_more_than_a_batch(data: P
     assert (len(run.datasets.valid), len(run.datasets.test)) == (3 * 12, 3 * 12)
 
 
+def test_a_run_ends_with_the_iteration_that_reaches_its_tokens_and_its_data_does_not_change(data: Path) -> None:
+    plain = counted_in_samples(data)
+    seq_length = plain.config.model.seq_length
+    # 12 samples are consumed after 3 iterations, 20 after 4, 28 after 5.
+    for tokens, iterations in ((12 * seq_length, 3), (12 * seq_length + 1, 4), (1000 * seq_length, plain.train_iters)):
+        run = counted_in_samples(data, f"{SAMPLES} --train-tokens {tokens}")
+        assert run.train_iters == iterations
+        assert len(run.datasets.train) == len(plain.datasets.train)
+
+
 def test_a_resumed_run_has_the_samples_up_to_its_end(data: Path) -> None:
     run = prepared(data)
     half_way = Progress(iteration=6, consumed_samples=600)
