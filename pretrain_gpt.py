@@ -27,7 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         speaks = launch.local_rank == 0
         lines = [
             *arguments.notices,
-            *prepare_cuda_environment(num_pipeline_ranks=config.parallel.pipeline_model_parallel_size),
+            *prepare_cuda_environment(
+                num_pipeline_ranks=config.parallel.pipeline_model_parallel_size,
+                deterministic=config.training.deterministic_mode,
+            ),
         ]
         if lines and launch.rank == 0:
             print(*lines, sep="\n", flush=True)

@@ -52,14 +52,34 @@ VARIABLES = (
 )
 
 
+REPEATABLE = (
+    # Products choose their algorithm by the memory that is free, unless it has a fixed size (cuBLAS, reproducibility).
+    Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+    # NCCL would choose an order of its sums by what it measures of the links.
+    Variable("NCCL_ALGO", "Ring"),
+)
+"""Variables that a run needs in which every sum has the same order each time."""
+
+_REPEATABLE_VALUES = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),
+}
+"""Values of these with which sums have one order: torch's for cuBLAS, Megatron's for NCCL."""
+
+
 def prepare_cuda_environment(
-    environment: MutableMapping[str, str] = os.environ, *, num_pipeline_ranks: int, has_device: bool | None = None
+    environment: MutableMapping[str, str] = os.environ,
+    *,
+    num_pipeline_ranks: int,
+    deterministic: bool = False,
+    has_device: bool | None = None,
 ) -> list[str]:
     """Set what is not set yet, and check what is. Call it before torch is imported.
 
     Args:
         environment: variables of the process.
         num_pipeline_ranks: ranks on the pipeline axis; one alone exchanges no messages.
+        deterministic: whether to set what makes a run repeatable to the bit.
         has_device: whether there is a CUDA device; by default, whether the driver's device file is there.
 
     Returns:
@@ -67,13 +87,15 @@ def prepare_cuda_environment(
         nothing is set there.
 
     Raises:
-        UserError: if a variable has a value under which a pipeline locks.
+        UserError: if a variable has a value under which a pipeline locks, or a run would not be repeatable that should.
     """
     if not will_use_cuda(environment, has_device=has_device):
         return []
     warnings = check_cuda_environment(environment, num_pipeline_ranks=num_pipeline_ranks)
+    if deterministic:
+        _check_repeatable(environment)
     kept, new = {}, {}
-    for variable in VARIABLES:
+    for variable in VARIABLES + REPEATABLE * deterministic:
         if (name := variable.set_before(environment)) is not None:
             kept[name] = environment[name]
         else:
@@ -171,7 +193,9 @@ def check_same_environment(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
 
 def compared_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables of a process that should be the same on all ranks."""
-    names = (name for variable in VARIABLES for name in (variable.name, variable.alias) if name is not None)
+    names = (
+        name for variable in VARIABLES + REPEATABLE for name in (variable.name, variable.alias) if name is not None
+    )
     return {name: environment[name] for name in (*names, *_LOCKING, *_BLOCKING_WAIT) if name in environment}
 
 
@@ -179,6 +203,15 @@ _LOCKING = {"CUDA_LAUNCH_BLOCKING": "every launch", "PYTORCH_NO_CUDA_MEMORY_CACH
 """Variables that are for debugging, and what they make wait."""
 
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+
+
+def _check_repeatable(environment: Mapping[str, str]) -> None:
+    for name, values in _REPEATABLE_VALUES.items():
+        if environment.get(name, values[0]) not in values:
+            raise UserError(
+                f"{name}={environment[name]} leaves the order of sums open, and the run is to be deterministic: unset "
+                f"it, or set {values[0]}"
+            )
 
 
 def _listed(variables: Mapping[str, str]) -> str:

@@ -36,6 +36,10 @@ class TrainingConfig:
     """Let every token of a global batch that bears loss count the same. Default: every micro-batch counts the same,
     however many of its tokens bear loss."""
 
+    deterministic_mode: bool = False
+    """Make the run repeatable to the bit on the same devices: only deterministic algorithms of torch, cuBLAS and NCCL,
+    which may be slower. What has none ends the run."""
+
     exit_interval: int | None = None
     """Stop after the next iteration that is a multiple of this number. A checkpoint is saved, as with the other two
     exit flags."""

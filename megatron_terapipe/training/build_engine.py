@@ -120,6 +120,7 @@ def _not_met(run: Run, error: dist.DistNetworkError) -> Exception:
 def build_engine(run: Run) -> TokenSlicePipelineEngine:
     """Build this rank's stage and its engine, and load the checkpoint if the run goes on from one."""
     config, layout = run.config, run.layout
+    torch.use_deterministic_algorithms(config.training.deterministic_mode)
     check_agreement(run)
     saved = (
         None

@@ -41,7 +41,8 @@ class Trainer:
             cleanup.callback(self._reporters.close)
             keep_schedule(self._run)
             device = self._engine.device
-            flash_attention_3 = activate_flash_attention_3(device)
+            # Its backward adds up in any order.
+            flash_attention_3 = not training.deterministic_mode and activate_flash_attention_3(device)
             about_attention = attention_notes(self._run.config, device, flash_attention_3=flash_attention_3)
             for line in (*notes(self._run), *about_attention):
                 self._reporters.note(line)

@@ -43,6 +43,19 @@ def test_a_users_value_stays_under_whichever_name() -> None:
     assert environment == users | {"CUDA_MODULE_LOADING": "EAGER"}
 
 
+def test_a_repeatable_run_needs_more() -> None:
+    environment = {"NCCL_ALGO": "Tree"}
+    (line,) = prepare_cuda_environment(environment, num_pipeline_ranks=2, deterministic=True, has_device=True)
+    assert line.endswith("CUBLAS_WORKSPACE_CONFIG=:4096:8; kept NCCL_ALGO=Tree")
+    assert environment == OURS | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Tree"}
+
+
+@pytest.mark.parametrize("name", ["CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"])
+def test_a_value_that_leaves_the_order_of_sums_open_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"^{name}=anything leaves the order of sums open, .*: unset it, or set "):
+        prepare_cuda_environment({name: "anything"}, num_pipeline_ranks=1, deterministic=True, has_device=True)
+
+
 @pytest.mark.parametrize(
     ("environment", "has_device", "used"),
     [

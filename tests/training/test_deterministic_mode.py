@@ -1,0 +1,29 @@
+"""`--deterministic-mode`: torch is told, and two runs agree to the bit."""
+
+import torch
+
+from megatron_terapipe.training.build_engine import build_engine
+from tests.distributed import run_distributed
+from tests.training.gpt_runs import Setup, batches, run_of
+
+SETUP = Setup(
+    2,
+    "--deterministic-mode --pipeline-model-parallel-size 2 --num-token-slices 4 --zero-stage 1 --hidden-dropout 0.1"
+    " --reset-position-ids --reset-attention-mask",
+)
+
+
+def trained(setup: Setup) -> tuple[bool, float, list[torch.Tensor]]:
+    """Whether only deterministic algorithms run, the second loss, and the weights after it."""
+    engine = build_engine(run_of(setup))
+    losses = [engine.train_batch(iter(batches(setup, 0))).item() for _ in range(2)]
+    weights = [each.detach().clone() for each in engine.module.parameters()]
+    return torch.are_deterministic_algorithms_enabled(), losses[-1], weights
+
+
+def test_two_runs_agree_to_the_bit() -> None:
+    first, second = (run_distributed(trained, 2, SETUP) for _ in range(2))
+    for (deterministic, loss, weights), (_, other_loss, other_weights) in zip(first, second, strict=True):
+        assert deterministic
+        assert loss == other_loss
+        assert all(map(torch.equal, weights, other_weights))
