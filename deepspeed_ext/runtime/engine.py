@@ -6,7 +6,7 @@ checkpoints, reductions over data-parallel ranks - is DeepSpeed's own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils.timer import BACKWARD_MICRO_TIMER
 from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
@@ -35,6 +34,7 @@ from deepspeed_ext.runtime.gradients.gradient_reductions import gradient_reducti
 from deepspeed_ext.runtime.gradients.gradient_sums import sum_over_sharing_ranks, sum_over_tensor_parallel_ranks
 from deepspeed_ext.runtime.gradients.parameter_gathers import parameter_gathers
 from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
+from deepspeed_ext.runtime.ledger.observers import REDUCTIONS, SUMS, UPDATE, BackwardTimer, Observers
 from deepspeed_ext.runtime.ledger.op_clock import OpClock
 from deepspeed_ext.runtime.ledger.op_ledger import OpLedger, accelerator_mark
 from deepspeed_ext.runtime.ledger.stall_watch import StallWatch
@@ -69,6 +69,14 @@ def _executed_by(method: Callable[[Executor, Instruction], None]) -> Callable[..
     def execute(engine: "TokenSlicePipelineEngine", step: Instruction) -> None:
         method(engine._executor, step)
         engine._ledger.done()
+
+    return execute
+
+
+def _phase(name: str, method: Callable[["TokenSlicePipelineEngine"], None]) -> Callable[..., None]:
+    def execute(engine: "TokenSlicePipelineEngine") -> None:
+        with engine.observers.phase(name):
+            method(engine)
 
     return execute
 
@@ -113,7 +121,8 @@ class TokenSlicePipelineEngine(PipelineEngine):
             activation_rule=self._activation_shape if self.module.activation_spec else None,
             dynamic_shape=self.dynamic_shape,
         )
-        self._clock: OpClock | None = None
+        self.observers = Observers([BackwardTimer(self)] if self.wall_clock_breakdown() else [])
+        """Surround ops and phases of the steps, wherever they are called for."""
         self._ledger = OpLedger(self.global_rank, accelerator_mark())
         if self.is_pipe_parallel:
             pipeline = self.grid.get_pipe_parallel_group()
@@ -272,12 +281,10 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """
         timelines: list[Timeline] = []
         dist.barrier()
-        clock = self._clock = OpClock()
+        clock = OpClock()
         shape = self._programs.shape(self.micro_batches)
-        try:
+        with self.observers.joined_by(clock):
             yield timelines
-        finally:
-            self._clock = None
         ranks: list[Any] = [None] * shape.num_ranks
         dist.all_gather_object(ranks, clock.spans(), group=self.grid.get_pipe_parallel_group())
         timelines.append(Timeline(shape, tuple(tuple(rank) for rank in ranks), unit="s"))
@@ -299,6 +306,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         # All that shapes of activations depend on, so that those of one batch are never taken for those of another.
         self._links.begin((schedule.training, rows, token_slices), schedule.shape)
         phase = "train" if schedule.training else "eval"
+        self.observers.begin()
         self._ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
         plan = BatchPlan(
             shape=schedule.shape,
@@ -369,16 +377,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
     @contextmanager
     def _around(self, op: Op) -> Iterator[None]:
         """Surround the computing of an op: measure it, and add up the gradients it leaves."""
-        # Forwards are timed by the hooks that DeepSpeed puts on the module.
-        timer = None
-        if self.wall_clock_breakdown() and op.kind is not OpKind.FORWARD:
-            timer = self.timers(BACKWARD_MICRO_TIMER)
-        with ExitStack() as surroundings:
-            if timer is not None:
-                timer.start()
-                surroundings.callback(timer.stop)
-            if self._clock is not None:
-                surroundings.enter_context(self._clock.measure(op))
+        with self.observers.op(op):
             yield
             # What is deferred adds up by itself.
             if self._accumulated is not None and op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT):
@@ -387,8 +386,8 @@ class TokenSlicePipelineEngine(PipelineEngine):
     # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
     _INSTRUCTION_MAP = {  # noqa: RUF012
         **PipelineEngine._INSTRUCTION_MAP,
-        deepspeed_schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
-        deepspeed_schedule.ReduceGrads: _exec_reduce_grads,
-        deepspeed_schedule.OptimizerStep: _exec_optimizer_step,
+        deepspeed_schedule.ReduceTiedGrads: _phase(SUMS, _exec_reduce_tied_grads),
+        deepspeed_schedule.ReduceGrads: _phase(REDUCTIONS, _exec_reduce_grads),
+        deepspeed_schedule.OptimizerStep: _phase(UPDATE, _exec_optimizer_step),
         **{INSTRUCTION_CLASSES[kind]: _executed_by(method) for kind, method in _METHODS.items()},
     }

@@ -94,6 +94,7 @@ ACCEPTED_FLAGS: Mapping[str, AcceptedFlag] = MappingProxyType(
         **_each("embedding-weights-in-fp32", "a row that is looked up has the same digits"),
         **_each("use-precision-aware-optimizer", "the optimizer keeps weights, gradients and states in fp32"),
         # Logs.
+        **_each("log-throughput", "the throughput is in every line of the log"),
         **_each(
             "log-learning-rate-to-tensorboard",
             "it is written to TensorBoard",

@@ -95,9 +95,7 @@ _GROUPS: Iterable[Mapping[str, str]] = (
         "evaluations read whole batches of training from one set: use --eval-iters",
     ),
     _each("eval-only", "it has another name: use --skip-train"),
-    _each("profile profile-step-start profile-step-end profile-ranks", "kernels are not profiled: use --timeline"),
-    _each("log-num-zeros-in-grad", "DeepSpeed clears the gradients before they can be counted: drop it"),
-    _each("timing-log-level timing-log-option barrier-with-L1-time", "timers are not printed: use --timeline"),
+    _each("barrier-with-L1-time", "timers need no barrier: drop it"),
 )
 
 REFUSED_FLAGS: Mapping[str, str] = MappingProxyType(

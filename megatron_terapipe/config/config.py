@@ -191,6 +191,12 @@ class Config:
         if training.skip_train and not self.logging.eval_iters:
             raise ConfigError("--skip-train with --eval-iters 0 leaves nothing to do: drop one of them")
         measured, end = self.logging.timeline_iterations, training.train_iters
+        profiled = self.logging.profiled_iterations
+        if profiled and end and profiled[-1] > end:
+            raise ConfigError(
+                f"--profile-step-end {self.logging.profile_step_end} is after the last of --train-iters {end}: give "
+                f"{end} or less"
+            )
         if measured is not None and end and self.logging.measured_iterations(0, end).last > end:
             raise ConfigError(
                 f"--timeline-iterations {measured} goes on after the last of --train-iters {end}: give {end} or less"

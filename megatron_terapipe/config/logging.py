@@ -3,9 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from megatron_terapipe.config.options import check_not_negative, check_positive, flag, option
+from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, flag, option
 from megatron_terapipe.errors import ConfigError
+
+TimingOption = Literal["max", "minmax", "all"]
+"""Ranks whose timers are reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,33 @@ class LoggingConfig:
     log_params_norm: bool = False
     """Report the norm of all parameters."""
 
+    log_num_zeros_in_grad: bool = False
+    """Report how many numbers of the gradient are exactly zero, before clipping."""
+
+    timing_log_level: Literal[0, 1, 2] = 0
+    """Timers to report beside the time per iteration: 0 none; 1 those of the phases of an iteration (ops with their
+    transfers, sums of shared gradients, sums over replicas, update); 2 also the computing of forwards and of
+    backwards."""
+
+    timing_log_option: TimingOption = "minmax"
+    """Ranks whose timers are reported: the slowest, the fastest and the slowest, or all."""
+
+    profile: bool = False
+    """Profile the iterations after `--profile-step-start`, with names for ops: for Nsight Systems, which is to be
+    started with `--capture-range=cudaProfilerApi`, or with `--use-pytorch-profiler`."""
+
+    profile_step_start: int = 10
+    """Iterations done when a profile begins."""
+
+    profile_step_end: int = 12
+    """Iterations done when it ends."""
+
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks that are profiled."""
+
+    use_pytorch_profiler: bool = False
+    """Profile with torch's profiler, also on CPUs. Each rank writes its trace to `--tensorboard-dir`."""
+
     peak_tflops_per_device: float | None = None
     """Peak TFLOP/s of a device in the type of the training, for the model FLOPs utilization. Default: that of the
     device's data sheet, if the device is known."""
@@ -142,9 +173,28 @@ class LoggingConfig:
         if self.timeline_iterations is not None and self.timeline is None:
             raise ConfigError(f"--timeline-iterations {self.timeline_iterations} says not where to: add --timeline")
         self.measured_iterations(0, 1)
+        check_choices(self)
+        self._check_profile()
         for name in ("wandb_exp_name", "wandb_save_dir"):
             if getattr(self, name) is not None and self.wandb_project is None:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} reports to no project: add --wandb-project")
+
+    def _check_profile(self) -> None:
+        check_not_negative(self, "profile_step_start")
+        if self.use_pytorch_profiler and not self.profile:
+            raise ConfigError("--use-pytorch-profiler says how to profile, and nothing is: add --profile")
+        if self.use_pytorch_profiler and self.tensorboard_dir is None:
+            raise ConfigError("--use-pytorch-profiler says not where to: add --tensorboard-dir")
+        if self.profile and not self.profiled_iterations:
+            raise ConfigError(
+                f"--profile-step-end {self.profile_step_end} is not above --profile-step-start "
+                f"{self.profile_step_start}: give {self.profile_step_start + 1} or more"
+            )
+
+    @property
+    def profiled_iterations(self) -> range:
+        """Numbers, from 1, of the iterations to profile."""
+        return range(self.profile_step_start + 1, self.profile_step_end + 1) if self.profile else range(0)
 
     def ledgers(self, save: str | None) -> Path:
         """Return the directory of ledgers.

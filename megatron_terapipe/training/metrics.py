@@ -1,5 +1,6 @@
 """The numbers of an iteration and of an evaluation, for all who report them."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import exp
 from typing import Any, Literal
@@ -28,6 +29,10 @@ class IterationMetrics:
     """Over all runs."""
     params_norm: float | None = None
     """None unless asked for."""
+    num_zeros_in_grad: int | None = None
+    """Before clipping; None unless asked for."""
+    timers: Mapping[str, tuple[float, ...]] | None = None
+    """Seconds of each phase of the iteration, of the ranks that were asked for; None if none were."""
     peak_memory_bytes: tuple[int, ...] | None = None
     """Most that a rank of each stage ever held; None in iterations in which it is not measured."""
 

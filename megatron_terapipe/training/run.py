@@ -17,7 +17,7 @@ from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.initialize import check_deepspeed_version
 from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.config import Config
+from megatron_terapipe.config import Config, LoggingConfig
 from megatron_terapipe.config.batch_sizes import BatchSizes
 from megatron_terapipe.config.data_paths import DEFAULT_SPLIT
 from megatron_terapipe.config.training import TrainingConfig
@@ -136,6 +136,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     planned = plan_run(config, launch.world_size)
     config, layout = planned.config, planned.layout
     _check_outputs(config)
+    _check_profiled_ranks(config.logging, launch.world_size)
     if not config.training.dry_run:
         _check_accelerator(config)
     check_packages(config.logging)
@@ -192,10 +193,19 @@ def _hardware_queues() -> int | None:
 def _check_accelerator(config: Config) -> None:
     if config.parallel.distributed_backend == "nccl" and get_accelerator().device_name() == "cpu":
         raise ConfigError("--distributed-backend nccl needs GPUs, and there are none: use gloo, or drop it")
+    for_nsight = config.logging.profile and not config.logging.use_pytorch_profiler
+    if for_nsight and get_accelerator().device_name() != "cuda":
+        raise ConfigError("--profile alone is for CUDA devices: add --use-pytorch-profiler and --tensorboard-dir")
     if config.precision.fp16 and not get_accelerator().is_fp16_supported():
         raise ConfigError(
             f"--fp16 is not supported by DeepSpeed on this {get_accelerator().device_name()}: use --bf16, or drop it"
         )
+
+
+def _check_profiled_ranks(logging: LoggingConfig, world_size: int) -> None:
+    wrong = [rank for rank in logging.profile_ranks if rank not in range(world_size)]
+    if logging.profile and wrong:
+        raise ConfigError(f"--profile-ranks {wrong[0]} is no rank: give some of 0 to {world_size - 1}")
 
 
 def _start(config: Config, checkpoint: tuple[Path, CheckpointInfo] | None) -> Progress:

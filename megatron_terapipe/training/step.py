@@ -18,6 +18,7 @@ from deepspeed_ext.plan.render import Panel, render_chrome_trace, render_html, r
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.training.device_peak import peak_tflops_here
+from megatron_terapipe.training.instruments.instruments import Instruments
 from megatron_terapipe.training.lr_schedule import LearningRateSchedule
 from megatron_terapipe.training.metrics import IterationMetrics
 from megatron_terapipe.training.optimizer import set_step_sizes
@@ -49,6 +50,7 @@ class TrainingStep:
             global_batch_size=run.global_batch_size,
             seq_length=run.config.model.seq_length,
         )
+        self._instruments = Instruments(self._logging, engine, reporter.note)
         self._weight_decays = WeightDecaySchedule.from_config(run.config.optimizer, self._training)
         self._measured = self._logging.measured_iterations(run.start.iteration, run.train_iters)
         self._peak_tflops = self._logging.peak_tflops_per_device or peak_tflops_here(run.config.precision.dtype)
@@ -65,7 +67,8 @@ class TrainingStep:
         """
         learning_rate = self._set_step_sizes(progress)
         batch_size = self._set_batch_size(progress)
-        loss, seconds = self._train(progress.iteration + 1, batches)
+        with self._instruments.around(progress.iteration + 1):
+            loss, seconds = self._train(progress.iteration + 1, batches)
         skipped = not self._engine.was_step_applied()
         progress = progress.after(batch_size, skipped=skipped)
         throughput = Throughput.of(
@@ -91,10 +94,16 @@ class TrainingStep:
                 loss_scale=float(self._engine.optimizer.loss_scale) if self._run.config.precision.fp16 else None,
                 skipped_iterations=progress.skipped_iterations,
                 params_norm=parameter_norm(self._engine) if self._logging.log_params_norm else None,
+                num_zeros_in_grad=self._instruments.num_zero_gradients(),
+                timers=self._instruments.timers(),
                 peak_memory_bytes=self._peak_memory(progress.iteration),
             )
         )
         return progress
+
+    def close(self) -> None:
+        """Keep what instruments have recorded."""
+        self._instruments.close()
 
     def _set_step_sizes(self, progress: Progress) -> float:
         """Set learning rate and weight decay, and return the former."""

@@ -39,6 +39,7 @@ class Trainer:
         training = self._run.config.training
         with ExitStack() as cleanup:
             cleanup.callback(self._reporters.close)
+            cleanup.callback(self._step.close)
             keep_schedule(self._run)
             device = self._engine.device
             # Its backward adds up in any order.

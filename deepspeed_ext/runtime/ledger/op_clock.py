@@ -1,51 +1,40 @@
 """Measures when each op of a step ran, on this rank."""
 
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
-
-from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.plan.timeline import Span
+from deepspeed_ext.runtime.ledger.stamps import Stamps
 
 
 class OpClock:
-    """Stamps the start and end of ops, in seconds since the clock was made.
-
-    Accelerators run behind the host, so there the stamps are events on their queue, read when the step is over.
-    """
+    """Stamps the start and end of ops, in seconds since the clock was made. An `Observer`."""
 
     def __init__(self) -> None:
-        accelerator = get_accelerator()
-        self._synchronous = accelerator.is_synchronized_device()
-        if not self._synchronous:
-            accelerator.synchronize()
+        self._stamps = Stamps()
+        self._stamps.wait()
         self._marks: list[tuple[Op, Any, Any]] = []
-        self._origin = self._stamp()
+        self._origin = self._stamps.now()
+
+    def begin(self) -> None:
+        """Go on; one clock may measure several batches."""
 
     @contextmanager
-    def measure(self, op: Op) -> Iterator[None]:
+    def op(self, op: Op) -> Iterator[None]:
         """Stamp an op."""
-        start = self._stamp()
+        start = self._stamps.now()
         yield
-        self._marks.append((op, start, self._stamp()))
+        self._marks.append((op, start, self._stamps.now()))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Let a phase be."""
+        return nullcontext()
 
     def spans(self) -> list[Span]:
         """The ops measured, in order."""
-        if not self._synchronous:
-            get_accelerator().synchronize()
-        return [Span(op, self._seconds(start), self._seconds(end)) for op, start, end in self._marks]
-
-    def _stamp(self) -> Any:
-        if self._synchronous:
-            return time.perf_counter()
-        event = get_accelerator().Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, stamp: Any) -> float:
-        if self._synchronous:
-            return float(stamp - self._origin)
-        return float(self._origin.elapsed_time(stamp)) / 1000.0  # events tell milliseconds
+        self._stamps.wait()
+        since = partial(self._stamps.seconds, self._origin)
+        return [Span(op, since(start), since(end)) for op, start, end in self._marks]

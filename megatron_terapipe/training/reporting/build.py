@@ -46,7 +46,7 @@ def build_reporters(run: Run) -> Reporters:
     logging = run.config.logging
     reporters: list[Reporter] = [
         ProgressBar(run.start.iteration, run.train_iters),
-        LogLines(logging.log_interval, run.train_iters),
+        LogLines(logging.log_interval, run.train_iters, logging.timing_log_option),
     ]
     if logging.metrics_file is not None:
         reporters.append(MetricsFile(logging.metrics_file))

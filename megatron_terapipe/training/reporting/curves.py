@@ -21,6 +21,7 @@ def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_si
     """
     points: dict[str, float | None] = {"lm loss": metrics.lm_loss, "grad-norm": metrics.grad_norm}
     points["params-norm"] = metrics.params_norm
+    points["num-zeros"] = metrics.num_zeros_in_grad
     if not logging.no_log_learning_rate_to_tensorboard:
         points["learning-rate"] = metrics.learning_rate
     if not logging.no_log_loss_scale_to_tensorboard:
@@ -34,6 +35,7 @@ def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_si
         points["tokens-per-second"] = metrics.tokens_per_second
         points["throughput"] = metrics.tflops_per_device
         points["mfu"] = metrics.mfu
+        points |= {f"{name}-time": max(seconds) for name, seconds in (metrics.timers or {}).items()}
     if logging.log_memory_to_tensorboard:
         for stage, peak in enumerate(metrics.peak_memory_bytes or ()):
             points[f"mem-max-allocated-bytes stage {stage}"] = peak

@@ -7,6 +7,7 @@ from statistics import fmean
 
 from tqdm import tqdm
 
+from megatron_terapipe.config.logging import TimingOption
 from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
 from megatron_terapipe.training.reporting.reporter import Reporter
 
@@ -17,10 +18,11 @@ class LogLines(Reporter):
     Args:
         interval: iterations between lines.
         train_iters: the last iteration of the run.
+        timing_option: ranks whose timers are measured.
     """
 
-    def __init__(self, interval: int, train_iters: int) -> None:
-        self._interval, self._train_iters = interval, train_iters
+    def __init__(self, interval: int, train_iters: int, timing_option: TimingOption = "minmax") -> None:
+        self._interval, self._train_iters, self._timing_option = interval, train_iters, timing_option
         self._since_last_line: list[IterationMetrics] = []
         self._any_line = False
 
@@ -29,6 +31,8 @@ class LogLines(Reporter):
         self._since_last_line.append(metrics)
         if metrics.iteration % self._interval == 0 or not self._any_line:
             self.note(iteration_line(self._since_last_line, self._train_iters))
+            if metrics.timers is not None:
+                self.note("\n".join(timer_lines(self._since_last_line, self._timing_option)))
             self._since_last_line.clear()
             self._any_line = True
 
@@ -68,6 +72,8 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str
     parts.append(f"loss scale: {1.0 if last.loss_scale is None else last.loss_scale:.1f}")
     if last.grad_norm is not None:
         parts.append(f"grad norm: {last.grad_norm:.3f}")
+    if last.num_zeros_in_grad is not None:
+        parts.append(f"num zeros: {last.num_zeros_in_grad}")
     if last.params_norm is not None:
         parts.append(f"params norm: {last.params_norm:.3f}")
     parts += [
@@ -78,6 +84,26 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str
     if last.mfu is not None:
         parts.append(f"MFU: {last.mfu * tflops / last.tflops_per_device:.1%}")
     return " | ".join(parts) + " |"
+
+
+def timer_lines(metrics: Sequence[IterationMetrics], option: TimingOption) -> list[str]:
+    """Say how long ranks were in each phase of an iteration, as means over a few iterations.
+
+    Args:
+        metrics: numbers of the iterations since the last line.
+        option: ranks whose timers were measured.
+    """
+    measured = [each.timers for each in metrics if each.timers is not None]
+    heads = {"max": "max time across ranks (ms):", "minmax": "(min, max) time across ranks (ms):"}
+    lines = [heads.get(option, "times across ranks (ms):")]
+    for name in measured[0]:
+        times = [1000 * fmean(of_rank) for of_rank in zip(*(each[name] for each in measured), strict=True)]
+        if option == "all":
+            lines += [f"  {name}:", *(f"     rank {rank:2d}: {time:.2f}" for rank, time in enumerate(times))]
+        else:
+            figures = ", ".join(f"{time:.2f}" for time in times)
+            lines.append(f"    {name + ' ':.<48}: " + (f"({figures})" if option == "minmax" else figures))
+    return lines
 
 
 def _tenths(number: float) -> str:

@@ -30,7 +30,7 @@ def _timelines(setups: list[Setup]) -> list[tuple[str, float]]:
         engine = build(setup)
         engine.train_batch(feed(engine, setup))
         with engine.timeline() as timelines:
-            started = engine._clock._origin
+            started = engine.observers._members[-1]._origin
             engine.train_batch(feed(engine, setup))
         (timeline,) = timelines
         measured.append((timeline.to_json(), started))

@@ -55,6 +55,13 @@ def test_which_points_flags_add() -> None:
     assert evaluation_points(EVALUATION, EVERYTHING)["lm loss validation ppl"] == pytest.approx(4.851652e8)
 
 
+def test_timers_and_zeros_have_curves_if_they_are_measured() -> None:
+    measured = replace(ITERATION, num_zeros_in_grad=12, timers={"optimizer": (0.25, 0.5)})
+    points = iteration_points(measured, LoggingConfig(log_timers_to_tensorboard=True), 4)
+    assert (points["num-zeros"], points["optimizer-time"]) == (12, 0.5)
+    assert "optimizer-time" not in iteration_points(measured, LoggingConfig(), 4)
+
+
 def test_which_points_flags_take_away() -> None:
     logging = LoggingConfig(no_log_learning_rate_to_tensorboard=True, no_log_loss_scale_to_tensorboard=True)
     assert iteration_points(replace(SKIPPED, loss_scale=8.0), logging, 4) == {"lm loss": 9.0}

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_terapipe.training.reporting.terminal import LogLines, evaluation_line, iteration_line
+from megatron_terapipe.training.reporting.terminal import LogLines, evaluation_line, iteration_line, timer_lines
 from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
 
@@ -64,3 +64,23 @@ def test_a_line_comes_after_the_first_iteration_and_then_at_the_interval(capsys:
         log.note(f"after {iteration}")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" iteration")]
     assert [int(re.match(r" iteration +(\d+)/", line)[1]) for line in lines] == [6, 8, 12]
+
+
+def test_zeros_in_the_gradient_stand_behind_its_norm() -> None:
+    line = iteration_line([replace(ITERATION, num_zeros_in_grad=1234)], 100)
+    assert "| grad norm: 1.250 | num zeros: 1234 | number of skipped" in line
+
+
+def test_timers_are_means_in_megatrons_words(capsys: pytest.CaptureFixture[str]) -> None:
+    log = LogLines(2, 100)
+    log.iteration(replace(ITERATION, timers={"optimizer": (0.25, 1.0)}))
+    capsys.readouterr()
+    for seconds in (1.0, 3.0):
+        log.iteration(replace(ITERATION, iteration=8, timers={"optimizer": (seconds / 2, seconds)}))
+    _, head, line = capsys.readouterr().out.splitlines()[:3]
+    assert head == "(min, max) time across ranks (ms):"
+    assert line == f"    optimizer {'.' * 38}: (500.00, 1000.00)"
+    measured = [replace(ITERATION, timers={"optimizer": (1.0,)}), replace(ITERATION, timers={"optimizer": (2.0,)})]
+    assert timer_lines(measured, "max")[1] == f"    optimizer {'.' * 38}: 1500.00"
+    by_rank = [replace(ITERATION, timers={"optimizer": (1.0, 2.0)})]
+    assert timer_lines(by_rank, "all")[1:] == ["  optimizer:", "     rank  0: 1000.00", "     rank  1: 2000.00"]

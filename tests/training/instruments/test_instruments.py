@@ -1,0 +1,139 @@
+"""Timers, zeros in the gradient and profiles, of small runs on several ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_ext.runtime.ledger.observers import OPS, PHASES
+from deepspeed_ext.runtime.ledger.phase_clock import BACKWARD, FORWARD
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.training.build_engine import build_engine
+from megatron_terapipe.training.instruments.instruments import Instruments
+from tests.distributed import run_distributed
+from tests.training.gpt_runs import FLAGS, Setup, batches, run_of
+from tests.training.test_gpt_equivalence import expected_gradients
+
+# Gradients of the biases of keys are zero but for rounding.
+UNTIED = "--num-token-slices 4 --untie-embeddings-and-output-weights --disable-bias-linear --log-num-zeros-in-grad"
+ZEROS = [
+    Setup(1, UNTIED),
+    Setup(2, f"{UNTIED} --zero-stage 1"),
+    Setup(2, f"{UNTIED} --zero-stage 1 --no-overlap-grad-reduce"),
+    Setup(2, f"{UNTIED} --zero-stage 1 --bf16"),
+    Setup(4, f"{UNTIED} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
+    Setup(4, f"{UNTIED} --pipeline-model-parallel-size 2 --zero-stage 1"),
+]
+
+
+def observed(setup: Setup, iterations: int = 1) -> tuple[list[int | None], list[Any], list[str]]:
+    """Zeros and timers of a few iterations, and what was noted."""
+    run, notes = run_of(setup), []
+    engine = build_engine(run)
+    instruments = Instruments(run.config.logging, engine, notes.append)
+    zeros, timers = [], []
+    for iteration in range(1, iterations + 1):
+        with instruments.around(iteration):
+            engine.train_batch(iter(batches(setup, run.layout.coordinate(run.launch.rank).data)))
+        zeros.append(instruments.num_zero_gradients())
+        timers.append(instruments.timers())
+    instruments.close()
+    return zeros, timers, notes
+
+
+def observed_of_all(setups: list[Setup]) -> list[int | None]:
+    return [observed(setup)[0][0] for setup in setups]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_zeros_of_the_gradient_are_those_of_plain_autograd(world_size: int) -> None:
+    """Words that no sample holds have a gradient of zeros."""
+    setups = [setup for setup in ZEROS if setup.world_size == world_size]
+    by_rank = run_distributed(observed_of_all, world_size, setups)
+    for setup, found in zip(setups, zip(*by_rank, strict=True), strict=True):
+        gradients = expected_gradients(setup)[1]
+        expected = sum(int(np.count_nonzero(gradient == 0)) for gradient in gradients.values())
+        assert expected > 32
+        # In bf16 two numbers of a sum may cancel to the last bit; a word that is not counted would be 32.
+        by_chance = 31 if setup.dtype == "bf16" else 0
+        assert len(set(found)) == 1, "every rank knows the same number"
+        assert expected <= found[0] <= expected + by_chance, str(setup)
+
+
+@pytest.mark.parametrize(("option", "num_figures"), [("max", 1), ("minmax", 2), ("all", 2)])
+def test_timers_of_the_phases(option: str, num_figures: int) -> None:
+    flags = f"--num-token-slices 4 --pipeline-model-parallel-size 2 --timing-log-option {option}"
+    for (_, (first, second), _), (_, others, _) in [run_distributed(observed, 2, Setup(2, flags + LEVEL_2), 2)]:
+        assert [first, second] == others, "every rank has those of all"
+        for timers in (first, second):
+            assert list(timers) == [*PHASES, FORWARD, BACKWARD]
+            assert all(len(seconds) == num_figures for seconds in timers.values())
+            assert min(map(min, timers.values())) >= 0
+            slowest = {name: max(seconds) for name, seconds in timers.items()}
+            assert 0 < slowest[FORWARD] <= slowest[OPS]
+            assert 0 < slowest[BACKWARD] <= slowest[OPS]
+
+
+LEVEL_2 = " --timing-log-level 2"
+
+
+def test_nothing_is_measured_that_nobody_asks_for() -> None:
+    assert run_distributed(observed, 1, Setup(1)) == [([None], [None], [])]
+
+
+def test_torchs_profiler_writes_the_ops_of_the_iterations_and_ranks_asked_for(tmp_path: Path) -> None:
+    flags = f"--num-token-slices 4 --pipeline-model-parallel-size 2 --tensorboard-dir {tmp_path} --use-pytorch-profiler"
+    chosen = " --profile --profile-step-start 1 --profile-step-end 2 --profile-ranks 1"
+    (_, _, quiet), (_, _, notes) = run_distributed(observed, 2, Setup(2, flags + chosen), 3)
+    assert (quiet, notes) == ([], [" profiled iterations 2 to 2"])
+    (trace,) = tmp_path.iterdir()
+    assert trace.name.startswith("rank1.")
+    names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("1F0.0") == names.count("1B1.3") == 1
+    assert "optimizer" in names
+    assert not any(str(name).startswith("0F") for name in names), "ops of the other stage"
+
+
+def test_an_accelerator_is_told_names_and_where_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_distributed(nsight, 1) == [
+        ["start", "push 0F0.0", "pop", "push 0F1.0", "pop", "stop"],
+    ]
+
+
+def nsight() -> list[str]:
+    """What CUDA's profiler and the ranges of the accelerator are told; forwards alone."""
+    from deepspeed.accelerator import get_accelerator
+
+    said: list[str] = []
+    accelerator = get_accelerator()
+    accelerator.range_push = lambda name: said.append(f"push {name}")
+    accelerator.range_pop = lambda: said.append("pop")
+    torch.cuda.profiler.start = lambda: said.append("start")
+    torch.cuda.profiler.stop = lambda: said.append("stop")
+    setup = Setup(1, "--profile --profile-step-start 0 --profile-step-end 1")
+    run = run_of(setup)
+    engine = build_engine(run)
+    instruments = Instruments(run.config.logging, engine, lambda line: None)
+    with instruments.around(1):
+        engine.eval_batch(iter(batches(setup, 0)))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--use-pytorch-profiler", "nothing is: add --profile"),
+        ("--profile --use-pytorch-profiler", "says not where to: add --tensorboard-dir"),
+        ("--profile --profile-step-start 12", "--profile-step-end 12 is not above --profile-step-start 12: give 13"),
+        ("--profile --profile-step-start 8", "--profile-step-end 12 is after the last of --train-iters 10"),
+        ("--timing-log-level 3", "--timing-log-level 3 is not known: choose 0, 1 or 2"),
+        ("--timing-log-option some", "--timing-log-option some is not known: choose max, minmax or all"),
+    ],
+)
+def test_flags_that_cannot_be_followed(words: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        parse_arguments(f"{FLAGS} {words}".split())
