@@ -97,6 +97,9 @@ def spellings(each: Flag) -> Iterator[tuple[list[str], dict[str, Any]]]:
         means = ", ".join(f"{word} is {value or 'the default'}" for word, value in words.items())
         metavar = "{" + ",".join(words) + "}"
         yield [spelling], {"type": _translator(words), "metavar": metavar, "help": f"The same as {own}: {means}."}
+    for spelling, convert in kind.conversions.items():
+        meaning = f"The same as {own}, in Megatron's form."
+        yield [spelling], {"type": _other_form(convert), "metavar": "VALUE", "help": meaning}
 
 
 class _Set(argparse.Action):
@@ -210,6 +213,16 @@ def _converter(kind: type[Any], other_words: Mapping[str, str]) -> Callable[[str
             raise argparse.ArgumentTypeError(f"{text} is not {wanted[kind]}: give one") from None
 
     return convert
+
+
+def _other_form(convert: Callable[[str], object]) -> Callable[[str], object]:
+    def read(text: str) -> object:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def _translator(words: Mapping[str, str | None]) -> Callable[[str], str | None]:

@@ -44,16 +44,9 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     # Model.
     _each("encoder-num-layers", "it is another name: use --num-layers"),
     _each("add-position-embedding", "it is an old name: use --position-embedding-type learned_absolute"),
-    _each(
-        "rotary-interleaved rotary-seq-len-interpolation-factor use-rope-scaling rope-scaling-factor mrope-section"
-        " no-rope-freq",
-        "RoPE turns the halves of each head against each other, and is not scaled: drop it",
-    ),
-    _each("apply-layernorm-1p qk-layernorm qk-l2-norm", "norms are plain, and none is on queries and keys: drop it"),
+    _each("qk-l2-norm", "norms on queries and keys have weights: use --qk-norm head if the model has them, too"),
     _each("onnx-safe", "GELU with the error function has a name of its own: use --activation gelu-exact"),
     _each("use-te-activation-func", "it does not say which form of GELU it means: use --activation"),
-    _each("add-qkv-bias", "all linear layers have biases or none: use --disable-bias-linear, or drop it"),
-    _each("multi-latent-attention window-size softmax-type", "attention is plain and causal: drop it"),
     _each("dropout", "it is ambiguous: use --hidden-dropout and --attention-dropout"),
     _each("pad-vocab-size-to", "it is an old name: use --vocab-size and --make-vocab-size-divisible-by"),
     # Batch and training.

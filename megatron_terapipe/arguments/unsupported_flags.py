@@ -35,9 +35,11 @@ _MODELS: Mapping[str, str] = {
     ),
     **_each("quick-geglu", "a gate with the quick form of GELU is not in this trainer", MODEL),
     **_each("glu-activation", "of the gated activations only those of --activation are in this trainer", MODEL),
+    **_each("mrope-section", "positions are those of text, in one dimension", MODEL),
+    **_each("multi-latent-attention softmax-type", "attention is plain and causal", MODEL),
     **_each(
         "apply-residual-connection-post-layernorm embed-layernorm",
-        "norms come before attention and MLP, and none follows the embedding",
+        "no norm follows the embedding, and residuals are added as they come",
         MODEL,
     ),
     **_each(

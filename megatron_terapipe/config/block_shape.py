@@ -24,6 +24,12 @@ class BlockShape:
     ffn_hidden_size: int
     """Width of the hidden layer of its MLP; 0 = the MLP is left out."""
 
+    window: int | None = None
+    """Tokens that a token attends to, itself included; None = all before it."""
+
+    rotated: bool = True
+    """Whether its queries and keys are rotated, in a model with rotary positions."""
+
 
 def canonical_layers(text_or_path: str) -> str:
     """Return the JSON text of a per-layer description, from that text or from the file that holds it.

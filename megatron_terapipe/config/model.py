@@ -1,10 +1,11 @@
 """The section that says what the model is."""
 
-from dataclasses import dataclass
-from math import lcm
+from dataclasses import dataclass, replace
+from math import lcm, sqrt
 from typing import Literal
 
 from megatron_terapipe.config.block_shape import BlockShape, block_shapes, canonical_layers
+from megatron_terapipe.config.layer_pattern import layers_of_pattern, window_of_megatron
 from megatron_terapipe.config.options import (
     check_choices,
     check_not_negative,
@@ -13,6 +14,7 @@ from megatron_terapipe.config.options import (
     option,
     resolve,
 )
+from megatron_terapipe.config.rotation import check_rotation, resolve_rotation
 from megatron_terapipe.errors import ConfigError
 
 
@@ -65,22 +67,117 @@ class ModelConfig:
     """Base of the wavelengths of the rotations."""
 
     rotary_percent: float = 1.0
-    """Fraction of each head that is rotated."""
+    """Fraction of each head that is rotated, its first channels."""
+
+    rotary_interleaved: bool = False
+    """Rotate channel 2i with channel 2i + 1. By default channel i turns with channel i + half of the rotated ones."""
+
+    rotary_scaling: Literal["none", "linear", "llama3", "yarn"] = option(
+        derived="linear with --rotary-scaling-factor above 1, otherwise none",
+        shorthands={"--use-rope-scaling": "llama3"},
+    )
+    """How the rotations of a model are slowed down for sequences longer than those of its pretraining: all alike
+    (`linear`), or the slow ones alone, as in Llama 3.1 (`llama3`) or YaRN (`yarn`)."""
+
+    rotary_scaling_factor: float = option(
+        derived="8 with llama3, otherwise 1", aliases=("--rope-scaling-factor", "--rotary-seq-len-interpolation-factor")
+    )
+    """How many times longer the sequences are that the rotations are scaled for."""
+
+    rotary_original_length: int = option(
+        derived="8192 with llama3, otherwise --max-position-embeddings / --rotary-scaling-factor",
+        aliases=("--original-max-position-embeddings",),
+    )
+    """Tokens of the sequences before scaling; `llama3` and `yarn` tell slow rotations from fast ones by it."""
+
+    rotary_low_frequency_factor: float = 1.0
+    """`llama3` scales rotations whole that turn fewer times than this within --rotary-original-length."""
+
+    rotary_high_frequency_factor: float = 4.0
+    """`llama3` leaves rotations alone that turn more times than this within --rotary-original-length."""
+
+    rotary_beta_slow: float = option(1.0, aliases=("--beta-slow",))
+    """`yarn` scales rotations whole that turn fewer times than this within --rotary-original-length."""
+
+    rotary_beta_fast: float = option(32.0, aliases=("--beta-fast",))
+    """`yarn` leaves rotations alone that turn more times than this within --rotary-original-length."""
+
+    rotary_attention_factor: float = option(derived="0.1 ln(--rotary-scaling-factor) + 1 with yarn, otherwise 1")
+    """Factor of the rotated channels of queries and keys."""
+
+    no_rope_freq: str | None = option(None, metavar="PATTERN")
+    """Layers without rotations: a number N for every Nth layer, or a list with a 1 for each such layer,
+    `([0]*3+[1])*8`."""
+
+    sliding_window: int | None = option(None, conversions={"--window-size": window_of_megatron})
+    """Tokens that a token attends to, itself included. Default: all before it."""
+
+    window_attn_skip_freq: str | None = option(None, metavar="PATTERN")
+    """Layers that attend to the whole sequence in spite of --sliding-window: a number N for every Nth layer, or a list
+    with a 1 for each layer with a window and a 0 for each without, `([1]*5+[0])*4`."""
+
+    rotary_base_local: float | None = None
+    """Base of the wavelengths in layers with a window, whose rotations are then not scaled. Default: as in other
+    layers."""
+
+    qk_norm: Literal["none", "head", "all-heads"] = option("none", shorthands={"--qk-layernorm": "head"})
+    """Norms on queries and on keys, before they are rotated: over each head (`head`) or over all heads together
+    (`all-heads`)."""
+
+    softmax_scale: float = option(derived="1 / sqrt(--kv-channels)")
+    """Factor of the scores of attention."""
+
+    attention_softcap: float | None = None
+    """Limit c of the scores of attention: a score x becomes c tanh(x / c)."""
 
     normalization: Literal["layernorm", "rmsnorm"] = option(
         "layernorm", spellings={"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
     )
     """Type of the norms before attention, MLP and output layer."""
 
-    activation: Literal["gelu", "gelu-exact", "relu", "squared-relu", "swiglu"] = option(
+    apply_layernorm_1p: bool = False
+    """Keep the weights of norms less 1, so that weight decay draws them to 1."""
+
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Where the norms of a layer are: on the inputs of attention and MLP (`pre`), on their outputs before these are
+    added to the residual (`post`), or on both."""
+
+    parallel_residual: bool = False
+    """Add attention and MLP, of the same input, to the residual together."""
+
+    shared_block_norm: bool = False
+    """Give attention and MLP one norm. Needs --parallel-residual."""
+
+    residual_multiplier: float = 1.0
+    """Factor of the outputs of attention and MLP as they are added to the residual."""
+
+    embedding_multiplier: float = 1.0
+    """Factor of the embedded words."""
+
+    logit_multiplier: float = 1.0
+    """Factor of the logits."""
+
+    logit_softcap: float | None = None
+    """Limit c of the logits: a logit x becomes c tanh(x / c)."""
+
+    activation: Literal["gelu", "gelu-exact", "relu", "squared-relu", "swiglu", "geglu", "geglu-exact"] = option(
         "gelu",
         shorthands={"--swiglu": "swiglu", "--squared-relu": "squared-relu", "--openai-gelu": "gelu"},
     )
     """Activation function of the MLP. `gelu` is the tanh form of GPT-2, `gelu-exact` the form with the error function.
-    `swiglu` adds a gate, which is a third matrix."""
+    `swiglu`, `geglu` and `geglu-exact` add a gate, which is a third matrix."""
 
     disable_bias_linear: bool = False
     """Use linear layers without biases."""
+
+    add_qkv_bias: bool = False
+    """Give queries, keys and values biases in spite of --disable-bias-linear."""
+
+    add_attention_bias: bool = False
+    """Give all matrices of attention biases in spite of --disable-bias-linear."""
+
+    add_mlp_bias: bool = False
+    """Give the MLP biases in spite of --disable-bias-linear."""
 
     vocab_size: int | None = None
     """Tokens in the vocabulary before padding. Default: the tokenizer's."""
@@ -93,8 +190,13 @@ class ModelConfig:
     """Number that norms add to the variance or to the mean square."""
 
     init_method_std: float = 0.02
-    """Standard deviation of the initial weights. Projections that write to the residual stream use this / sqrt(2 x
-    layers)."""
+    """Standard deviation of the initial weights."""
+
+    output_layer_init_std: float = option(derived="--init-method-std / sqrt(2 x --num-layers)")
+    """Standard deviation of the initial weights of the matrices that write to the residual stream."""
+
+    embedding_init_method_std: float = option(derived="--init-method-std")
+    """Standard deviation of the initial embeddings."""
 
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weights instead of those of the word embedding."""
@@ -124,7 +226,7 @@ class ModelConfig:
             )
         # Two thirds of 4h: the gate makes three matrices of two (Shazeer, arXiv 2002.05202 section 2); as Megatron's.
         gated_width = max(64, 8 * self.hidden_size // 3 // 64 * 64)
-        resolve(self, "ffn_hidden_size", gated_width if self.activation == "swiglu" else 4 * self.hidden_size)
+        resolve(self, "ffn_hidden_size", gated_width if self.gated else 4 * self.hidden_size)
         resolve(self, "num_key_value_heads", self.num_attention_heads)
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         resolve(self, "max_position_embeddings", self.seq_length)
@@ -137,10 +239,20 @@ class ModelConfig:
             "vocab_size",
             "make_vocab_size_divisible_by",
             "layernorm_epsilon",
-            "rotary_base",
+            "sliding_window",
+            "softmax_scale",
+            "attention_softcap",
+            "logit_softcap",
+            "residual_multiplier",
+            "embedding_multiplier",
+            "logit_multiplier",
         )
+        resolve(self, "softmax_scale", 1 / sqrt(self.kv_channels))
+        resolve(self, "output_layer_init_std", self.init_method_std / sqrt(2 * self.num_layers))
+        resolve(self, "embedding_init_method_std", self.init_method_std)
+        resolve_rotation(self)
         check_choices(self)
-        check_not_negative(self, "init_method_std")
+        check_not_negative(self, "init_method_std", "output_layer_init_std", "embedding_init_method_std")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"--num-key-value-heads {self.num_key_value_heads} does not divide "
@@ -154,23 +266,34 @@ class ModelConfig:
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is out of range: give 0 or more, below 1")
-        self._check_rotation()
+        check_rotation(self)
+        self._check_block()
         self._resolve_layers()
 
-    def _check_rotation(self) -> None:
-        if not 0 < self.rotary_percent <= 1:
-            raise ConfigError(f"--rotary-percent {self.rotary_percent} is out of range: give more than 0, up to 1")
-        if self.position_embedding_type == "rope" and (self.rotary_channels < 2 or self.rotary_channels % 2):
+    def _check_block(self) -> None:
+        if self.shared_block_norm and not self.parallel_residual:
+            raise ConfigError("--shared-block-norm needs attention and MLP of one input: add --parallel-residual")
+        if self.parallel_residual and self.norm_placement != "pre":
             raise ConfigError(
-                f"--rotary-percent {self.rotary_percent} of heads of width {self.kv_channels} rotates "
-                f"{self.rotary_channels} channels, and they turn in pairs: change it, or --kv-channels"
+                f"--norm-placement {self.norm_placement} does not go with --parallel-residual: use --norm-placement pre"
+            )
+        if self.sliding_window is None and self.window_attn_skip_freq is not None:
+            raise ConfigError(
+                f"--window-attn-skip-freq {self.window_attn_skip_freq} has no window to skip: add --sliding-window"
+            )
+        if self.sliding_window is None and self.rotary_base_local is not None:
+            raise ConfigError(
+                f"--rotary-base-local {self.rotary_base_local} is for layers with a window: add --sliding-window"
+            )
+        if self.no_rope_freq is not None and self.position_embedding_type != "rope":
+            raise ConfigError(
+                f"--no-rope-freq {self.no_rope_freq} has no rotations to leave out: add --position-embedding-type rope"
             )
 
     def _resolve_layers(self) -> None:
-        if self.heterogeneous_layers_config_path is None:
-            return
-        layers = canonical_layers(self.heterogeneous_layers_config_path)
-        object.__setattr__(self, "heterogeneous_layers_config_path", layers)
+        if self.heterogeneous_layers_config_path is not None:
+            layers = canonical_layers(self.heterogeneous_layers_config_path)
+            object.__setattr__(self, "heterogeneous_layers_config_path", layers)
         described = len(self.blocks)
         if described != self.num_layers:
             raise ConfigError(
@@ -186,21 +309,46 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.activation == "swiglu"
+        return self.activation in ("swiglu", "geglu", "geglu-exact")
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return not self.disable_bias_linear or self.add_qkv_bias or self.add_attention_bias
+
+    @property
+    def has_projection_bias(self) -> bool:
+        """Whether the projection behind attention has a bias."""
+        return not self.disable_bias_linear or self.add_attention_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether the matrices of the MLP have biases."""
+        return not self.disable_bias_linear or self.add_mlp_bias
 
     @property
     def blocks(self) -> tuple[BlockShape, ...]:
         """Shape of each transformer layer, first to last."""
         usual = BlockShape(num_key_value_heads=self.num_key_value_heads, ffn_hidden_size=self.ffn_hidden_size)
-        if self.heterogeneous_layers_config_path is None:
-            return (usual,) * self.num_layers
-        return tuple(
-            block_shapes(
+        shapes = [usual] * self.num_layers
+        if self.heterogeneous_layers_config_path is not None:
+            shapes = block_shapes(
                 self.heterogeneous_layers_config_path,
                 usual=usual,
                 num_attention_heads=self.num_attention_heads,
                 hidden_size=self.hidden_size,
             )
+        count = len(shapes)
+        whole = unrotated = (False,) * count
+        if self.window_attn_skip_freq is not None:
+            # A number names the layers without a window, a list those with one.
+            named = layers_of_pattern(self.window_attn_skip_freq, count, "--window-attn-skip-freq")
+            whole = named if self.window_attn_skip_freq.strip().isdigit() else tuple(not each for each in named)
+        if self.no_rope_freq is not None:
+            unrotated = layers_of_pattern(self.no_rope_freq, count, "--no-rope-freq")
+        return tuple(
+            replace(shape, window=None if whole[index] else self.sliding_window, rotated=not unrotated[index])
+            for index, shape in enumerate(shapes)
         )
 
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:

@@ -7,7 +7,7 @@ under it is the help text. `option` adds the little that these cannot say.
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -42,6 +42,9 @@ class Option:
 
     translations: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     """Flags of other projects with words of their own, and what each word means here."""
+
+    conversions: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
+    """Flags of other projects with values of another form, and the function that reads them."""
 
 
 def option(default: Any = MISSING, **settings: Any) -> Any:
