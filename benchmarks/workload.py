@@ -102,11 +102,14 @@ class WholeSequence:
         """Return what `make` makes, for every layer again."""
         return make()
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float, first_head: int) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float, first_head: int
+    ) -> Tensor:
         """Return causal attention of queries, keys and values [B, N, heads, D]: [B, N, heads, D]."""
         assert not dropout, "the benchmarks train without dropout"
         heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=True)
+        return attended.transpose(1, 2)
 
 
 class Unsliced(nn.Module):

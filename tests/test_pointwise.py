@@ -26,18 +26,29 @@ def bits(*shape: int) -> Tensor:
 HEADS, TURNS, SCORES = (2, 6, 2, 4, 8), (1, 6, 1, 4), (2, 2, 2, 6, 9)
 ROWS = numbers(*SCORES[:-1]) + 5, numbers(*SCORES), numbers(*SCORES[:-1])
 CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
-    "swiglu": (activation._swiglu, lambda: (numbers(2, 6, 16),)),
-    "swiglu_backward": (activation._swiglu_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16))),
-    "rms_norm": (norm._rms_norm, lambda: (numbers(2, 6, 16), numbers(16), 1e-5)),
+    "swiglu": (activation._gated, lambda: (numbers(2, 6, 16), "silu")),
+    "swiglu_backward": (activation._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "silu")),
+    "geglu": (activation._gated, lambda: (numbers(2, 6, 16), "tanh")),
+    "geglu_backward": (activation._gated_backward, lambda: (numbers(2, 6, 8), numbers(2, 6, 16), "tanh")),
+    "rms_norm": (norm._rms_norm, lambda: (numbers(2, 6, 16), numbers(16), 1e-5, False)),
     "rms_norm_backward": (
         norm._rms_norm_backward,
-        lambda: (numbers(2, 6, 16), numbers(2, 6, 16), numbers(16), numbers(2, 6, 1)),
+        lambda: (numbers(2, 6, 16), numbers(2, 6, 16), numbers(16), numbers(2, 6, 1), True),
     ),
-    "turned": (rotary._turned, lambda: (numbers(*HEADS), numbers(*TURNS), numbers(*TURNS))),
-    "turned_back": (
-        rotary._turned_back,
-        lambda: (numbers(2, 6, 4, 8), numbers(2, 6, 2, 8), numbers(2, 6, 2, 8), numbers(*TURNS), numbers(*TURNS)),
+    "part_of_mean": (norm._part_of_mean, lambda: (numbers(2, 6, 16),)),
+    "with_known_mean": (norm._with_known_mean, lambda: (numbers(2, 6, 16), numbers(2, 6, 1), numbers(16), True)),
+    "with_own_mean": (
+        norm._with_own_mean,
+        lambda: (numbers(2, 6, 16), numbers(2, 6, 16), numbers(16), numbers(2, 6, 1), False),
     ),
+    "across": (norm._across, lambda: (numbers(2, 6, 16), numbers(2, 6, 16), numbers(2, 6, 1), numbers(2, 6, 1))),
+    "turned_product": (rotary._turned_product, lambda: (numbers(*HEADS), numbers(*TURNS), numbers(*TURNS), False)),
+    "product_turned_back": (
+        rotary._product_turned_back,
+        lambda: (numbers(2, 6, 4, 8), numbers(2, 6, 2, 8), numbers(2, 6, 2, 8), numbers(*TURNS), numbers(*TURNS), True),
+    ),
+    "turned": (rotary._turned, lambda: (numbers(2, 6, 4, 8), numbers(*TURNS), numbers(*TURNS), True)),
+    "turned_back": (rotary._turned_back, lambda: (numbers(2, 6, 4, 8), numbers(*TURNS), numbers(*TURNS), False)),
     "rows": (positional_dropout._rows, lambda: (bits(2).long() * 12345678901, bits(6))),
     "head_rows": (positional_dropout._head_rows, lambda: (bits(2, 6), bits(4))),
     "by_group": (plain._by_group, lambda: (numbers(2, 6, 4, 8), 2, torch.float64)),

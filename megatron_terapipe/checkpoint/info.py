@@ -17,7 +17,10 @@ from megatron_terapipe.errors import CheckpointError
 
 RUN_FILE = "run.json"
 
-_MAY_CHANGE = {"seq_length", "init_method_std", "hidden_dropout", "attention_dropout"}
+_MAY_CHANGE = {
+    *("seq_length", "hidden_dropout", "attention_dropout"),
+    *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
+}
 """Settings of the model that change neither the shape of a weight nor what it means."""
 
 

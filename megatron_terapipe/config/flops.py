@@ -44,26 +44,59 @@ def block_weights(model: ModelConfig, block: BlockShape) -> int:
 
 
 def block_parameters(model: ModelConfig, block: BlockShape) -> int:
-    """Parameters of a block: matrices, their biases, and two norms (SC'21 equation 2: 12h^2 + 13h).
+    """Parameters of a block: matrices, their biases, and norms (SC'21 equation 2: 12h^2 + 13h).
 
     Args:
         model: the model section.
         block: shape of the block.
     """
-    biases = 0
+    shared = block_weights(model, block)
     if block.num_key_value_heads:
-        query_size = model.num_attention_heads * model.kv_channels
-        biases += query_size + 2 * block.num_key_value_heads * model.kv_channels + model.hidden_size
-    if block.ffn_hidden_size:
-        biases += (1 + model.gated) * block.ffn_hidden_size + model.hidden_size
-    norms = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
-    with_biases = 0 if model.disable_bias_linear else biases
-    return block_weights(model, block) + with_biases + norms * norm_parameters(model)
+        queries, keys = _head_channels(model, block)
+        shared += model.has_qkv_bias * (queries + 2 * keys)
+        shared += (model.qk_norm == "all-heads") * (queries + keys)
+    shared += model.has_mlp_bias * (1 + model.gated) * block.ffn_hidden_size
+    return shared + block_unshared_parameters(model, block)
+
+
+def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
+    """Those of a block of which every tensor-parallel rank has a copy: norms, and biases behind a reduction.
+
+    Args:
+        model: the model section.
+        block: shape of the block.
+    """
+    has_attention, has_mlp = bool(block.num_key_value_heads), bool(block.ffn_hidden_size)
+    biases = has_attention * model.has_projection_bias + has_mlp * model.has_mlp_bias
+    of_heads = has_attention * (model.qk_norm == "head") * 2 * _weights_of_norm(model) * model.kv_channels
+    return block_norms(model, block) * norm_parameters(model) + biases * model.hidden_size + of_heads
+
+
+def block_norms(model: ModelConfig, block: BlockShape) -> int:
+    """Count the norms of hidden states in a block.
+
+    Args:
+        model: the model section.
+        block: shape of the block.
+    """
+    parts = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
+    of_each = 2 if model.norm_placement == "both" else 1
+    return parts * of_each - (model.shared_block_norm and parts == 2)
+
+
+def _head_channels(model: ModelConfig, block: BlockShape) -> tuple[int, int]:
+    """Channels of all queries, and of all keys."""
+    return model.num_attention_heads * model.kv_channels, block.num_key_value_heads * model.kv_channels
+
+
+def _weights_of_norm(model: ModelConfig) -> int:
+    """Weights of a channel in a norm: one, and in LayerNorm a bias."""
+    return 1 + (model.normalization == "layernorm")
 
 
 def norm_parameters(model: ModelConfig) -> int:
     """Count the parameters of one norm: a weight, and in LayerNorm a bias."""
-    return (1 + (model.normalization == "layernorm")) * model.hidden_size
+    return _weights_of_norm(model) * model.hidden_size
 
 
 def embedding_parameters(model: ModelConfig) -> int:
@@ -192,6 +225,37 @@ def key_value_bytes_per_token(model: ModelConfig, block: BlockShape, element_byt
     return 2 * block.num_key_value_heads * model.kv_channels * element_bytes
 
 
+def block_hidden_states(model: ModelConfig, block: BlockShape) -> tuple[int, int]:
+    """Count the hidden states that a block keeps of a token: those that must stay, and outputs of norms.
+
+    The outputs of norms are inputs of products, and can be computed again from what stays: from the input of each norm.
+    The input of a block is that of two norms where attention and MLP are parallel. A norm of an output keeps that
+    output; where there is no other norm, the product before keeps its input as it is.
+
+    Args:
+        model: the model section.
+        block: shape of the block.
+    """
+    parts = bool(block.num_key_value_heads) + bool(block.ffn_hidden_size)
+    match model.norm_placement:
+        case "post":
+            return 2 * parts, 0
+        case "both":
+            return 2 * parts, parts
+    return (1 if model.parallel_residual and parts else parts), block_norms(model, block)
+
+
+def block_normed_channels(model: ModelConfig, block: BlockShape) -> int:
+    """Channels of the queries and keys of a token that have norms, which keep them; 0 without norms.
+
+    Args:
+        model: the model section.
+        block: shape of the block.
+    """
+    has_norms = block.num_key_value_heads and model.qk_norm != "none"
+    return sum(_head_channels(model, block)) if has_norms else 0
+
+
 def block_activation_bytes_per_token(
     model: ModelConfig, block: BlockShape, element_bytes: int, recompute: str = "none"
 ) -> int:
@@ -203,7 +267,8 @@ def block_activation_bytes_per_token(
     sbh(34 + 5as/h), less the two dropout masks (2sbh), which are drawn again in the backward, and the s x s scores,
     masks and probabilities (5as^2b) that a flash kernel never stores. `selective` computes the outputs of norms and
     of the activation again: of each norm and of the activation only the input is kept. `full` keeps the input of the
-    block, and keys and values. Not counted are the one or two numbers that a norm keeps of a token.
+    block, and keys and values. Norms elsewhere, and of queries and keys, are in `block_hidden_states` and
+    `block_normed_channels`. Not counted are the one or two numbers that a norm keeps of a token, or of a head.
 
     Args:
         model: shape of the model.
@@ -214,13 +279,12 @@ def block_activation_bytes_per_token(
     key_value = key_value_bytes_per_token(model, block, element_bytes)
     if recompute == "full":
         return model.hidden_size * element_bytes + key_value
-    norm_outputs = 2 if recompute == "none" else 1
-    elements = kept = 0
+    stay, normed = block_hidden_states(model, block)
+    elements = (stay + (normed if recompute == "none" else 0)) * model.hidden_size
+    kept = 0
     if block.num_key_value_heads:
-        elements += norm_outputs * model.hidden_size + 2 * model.num_attention_heads * model.kv_channels
+        elements += 2 * model.num_attention_heads * model.kv_channels + block_normed_channels(model, block)
         kept = key_value + LOG_SUM_EXP_BYTES * model.num_attention_heads
-    if block.ffn_hidden_size:
-        # The gradient of ReLU is read off its output, which the last product keeps anyway.
-        widths = 1 + model.gated + (recompute == "none" and model.activation != "relu")
-        elements += norm_outputs * model.hidden_size + widths * block.ffn_hidden_size
-    return elements * element_bytes + kept
+    # The gradient of ReLU is read off its output, which the last product keeps anyway.
+    widths = 1 + model.gated + (recompute == "none" and model.activation != "relu")
+    return (elements + widths * block.ffn_hidden_size) * element_bytes + kept

@@ -35,7 +35,7 @@ class ModelConfig:
     hidden_size: int
     """Width of the residual stream."""
 
-    ffn_hidden_size: int = option(derived="4 x --hidden-size; 8/3 x --hidden-size, rounded down to 64, with swiglu")
+    ffn_hidden_size: int = option(derived="4 x --hidden-size; 8/3 x --hidden-size, rounded down to 64, with a gate")
     """Width of the hidden layer of the MLP."""
 
     num_attention_heads: int
@@ -271,6 +271,10 @@ class ModelConfig:
         self._resolve_layers()
 
     def _check_block(self) -> None:
+        if self.qk_norm == "all-heads" and self.normalization != "rmsnorm":
+            raise ConfigError(
+                f"--qk-norm all-heads is for rmsnorm, not for --normalization {self.normalization}: change one of them"
+            )
         if self.shared_block_norm and not self.parallel_residual:
             raise ConfigError("--shared-block-norm needs attention and MLP of one input: add --parallel-residual")
         if self.parallel_residual and self.norm_placement != "pre":

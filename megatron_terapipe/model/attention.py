@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.block_shape import BlockShape
-from megatron_terapipe.model.initialization import normal, scaled_normal
-from megatron_terapipe.model.rotary import RotaryTable, rotated_heads
+from megatron_terapipe.config.rotation import rotation_of
+from megatron_terapipe.model.initialization import normal
+from megatron_terapipe.model.norm import NORMS, AllHeadsRMSNorm
+from megatron_terapipe.model.rotary import RotaryTable, rotated, rotated_heads
 from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
@@ -45,13 +47,16 @@ class Past(Protocol):
             make: function that makes it.
         """
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float, first_head: int) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float, first_head: int
+    ) -> Tensor:
         """Return causal attention of these tokens to themselves and to those before: [B, N, H, D].
 
         Args:
             query: [B, N, H, D].
             key: [B, N, key heads, D].
             value: [B, N, key heads, D].
+            scale: factor of the scores.
             dropout: probability with which an attention weight is dropped.
             first_head: number of the first of these heads among the heads of all ranks.
         """
@@ -71,7 +76,7 @@ class Past(Protocol):
 
 
 class SelfAttention(nn.Module):
-    """Queries, keys and values in one product, attention, projection.
+    """Queries, keys and values in one product, norms and rotations of queries and keys, attention, projection.
 
     The rows of the product are grouped: for each key head its query heads, then it, then its value head. So ranks
     share the groups, and each holds whole ones.
@@ -80,7 +85,7 @@ class SelfAttention(nn.Module):
         model: the model section.
         block: shape of the layer.
         ranks: ranks that share the groups.
-        rotary: the table that all layers of this rank share, where positions are rotary; None for one of its own.
+        rotary: the table of this layer's rotation, which layers of this rank share; None for one of its own.
     """
 
     def __init__(
@@ -94,22 +99,24 @@ class SelfAttention(nn.Module):
         num_heads, num_groups = model.num_attention_heads, block.num_key_value_heads
         self.head_size, self.heads_of_group = model.kv_channels, num_heads // num_groups
         self.first_head = ranks.rank * num_heads // ranks.size
-        self.dropout = model.attention_dropout
-        self.rotary = rotary or rotary_table(model)
-        bias = not model.disable_bias_linear
+        self.dropout, self.scale = model.attention_dropout, model.softmax_scale
+        self.rotary = rotary or rotary_table(model, block)
         self.query_key_value = ColumnParallelLinear(
             model.hidden_size,
             (num_heads + 2 * num_groups) * self.head_size,
             ranks,
             normal(model.init_method_std),
-            bias=bias,
+            bias=model.has_qkv_bias,
         )
+        self.query_norm = self.key_norm = None
+        if model.qk_norm != "none":
+            self.query_norm, self.key_norm = (_heads_norm(model, ranks, heads) for heads in (num_heads, num_groups))
         self.projection = RowParallelLinear(
             num_heads * self.head_size,
             model.hidden_size,
             ranks,
-            scaled_normal(model.init_method_std, model.num_layers),
-            bias=bias,
+            normal(model.output_layer_init_std),
+            bias=model.has_projection_bias,
         )
 
     def forward(self, hidden: Tensor, past: Past, recomputed: nn.Module | None = None) -> Tensor:
@@ -121,25 +128,49 @@ class SelfAttention(nn.Module):
             recomputed: the norm before, if its output is computed again in the backward instead of kept.
         """
         groups = self.query_key_value(hidden, recomputed).unflatten(-1, (-1, self.heads_of_group + 2, self.head_size))
-        if self.rotary is None:
-            heads = groups.split([self.heads_of_group, 1, 1], dim=3)
-            query, key, value = (each.flatten(2, 3) for each in heads)
-        else:
-            query, key, value = rotated_heads(groups, *past.once("rotation", lambda: self._turns(past, groups)))
+        query, key, value = self._heads(groups, past)
         dropout = self.dropout if self.training else 0.0
-        attended = past.attend(query, key, value, dropout=dropout, first_head=self.first_head)
+        attended = past.attend(query, key, value, scale=self.scale, dropout=dropout, first_head=self.first_head)
         return self.projection(attended.flatten(2))
+
+    def _heads(self, groups: Tensor, past: Past) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, N, H, D], keys and values [B, N, G, D] of a product, as attention takes them."""
+        if self.rotary is not None and self.query_norm is None:
+            return rotated_heads(groups, *self._turns(past, groups), interleaved=self.rotary.rotation.interleaved)
+        query, key, value = (each.flatten(2, 3) for each in groups.split([self.heads_of_group, 1, 1], dim=3))
+        if self.query_norm is not None:
+            # A norm keeps its input. A view of the product would keep the values beside it, too.
+            query, key = self.query_norm(query.contiguous()), self.key_norm(key.contiguous())
+        if self.rotary is not None:
+            turns, interleaved = self._turns(past, groups), self.rotary.rotation.interleaved
+            query, key = (rotated(each, *turns, interleaved=interleaved) for each in (query, key))
+        return query, key, value
 
     def _turns(self, past: Past, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines for the tokens [B, N, ...] of a product."""
         end = past.prefix_len + like.shape[1]
-        if past.positions_restart:
-            return self.rotary.at(past.positions(like.shape[1], like.device), end, like)
-        return self.rotary.between(past.prefix_len, end, like)
+
+        def looked_up() -> tuple[Tensor, Tensor]:
+            if past.positions_restart:
+                return self.rotary.at(past.positions(like.shape[1], like.device), end, like)
+            return self.rotary.between(past.prefix_len, end, like)
+
+        return past.once(self.rotary.rotation.name, looked_up)
 
 
-def rotary_table(model: ModelConfig) -> RotaryTable | None:
-    """The rotations of a model's positions; None if they are not rotary."""
-    if model.position_embedding_type != "rope":
-        return None
-    return RotaryTable(model.rotary_channels, model.rotary_base, model.seq_length)
+def _heads_norm(model: ModelConfig, ranks: TensorParallelRanks, num_heads: int) -> nn.Module:
+    """The norm of queries or of keys [B, N, heads, D]."""
+    if model.qk_norm == "all-heads":
+        return AllHeadsRMSNorm(model, ranks, num_heads)
+    return NORMS[model.normalization](model, ranks, model.kv_channels)
+
+
+def rotary_table(model: ModelConfig, block: BlockShape) -> RotaryTable | None:
+    """Return the rotations of a layer's positions; None if they are not rotary.
+
+    Args:
+        model: the model section.
+        block: shape of the layer.
+    """
+    rotation = rotation_of(model, block)
+    return None if rotation is None else RotaryTable(rotation, model.seq_length)

@@ -13,14 +13,19 @@ from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
 
 class TransformerBlock(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual; either may be left out.
+    """Attention and MLP with their norms, added to the residual; either may be left out.
+
+        pre         h += A(N(h));     h += M(N(h))          norms of inputs
+        post        h += N(A(h));     h += N(M(h))          norms of outputs
+        both        h += N(A(N(h)));  h += N(M(N(h)))
+        parallel    h += A(N(h)) + M(N(h))                  both norms of one input, or one norm for both
 
     Args:
         model: the model section.
         block: shape of the layer.
         ranks: ranks that share its matrices.
         recompute_cheap: compute the outputs of norms and activation again in the backward instead of keeping them.
-        rotary: the table that all layers of this rank share, where positions are rotary; None for one of its own.
+        rotary: the table of this layer's rotation, which layers of this rank share; None for one of its own.
     """
 
     def __init__(
@@ -34,15 +39,21 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.ranks, self.recompute_cheap = ranks, recompute_cheap
-        self.dropout = model.hidden_dropout
-        self.attention = self.mlp = None
+        self.dropout, self.multiplier = model.hidden_dropout, model.residual_multiplier
+        has_both = bool(block.num_key_value_heads and block.ffn_hidden_size)
+        self.parallel, self.shares_norm = model.parallel_residual, model.shared_block_norm and has_both
         norm = NORMS[model.normalization]
+        before, behind = model.norm_placement != "post", model.norm_placement != "pre"
+        self.attention = self.mlp = None
+        self.attention_norm = self.attention_post_norm = self.mlp_norm = self.mlp_post_norm = None
         if block.num_key_value_heads:
-            self.attention_norm = norm(model, ranks)
+            self.attention_norm = norm(model, ranks) if before else None
             self.attention = SelfAttention(model, block, ranks, rotary)
+            self.attention_post_norm = norm(model, ranks) if behind else None
         if block.ffn_hidden_size:
-            self.mlp_norm = norm(model, ranks)
-            self.mlp = MLP(model, block, ranks)
+            self.mlp_norm = norm(model, ranks) if before and not self.shares_norm else None
+            self.mlp = MLP(model, block, ranks, recompute_activation=recompute_cheap)
+            self.mlp_post_norm = norm(model, ranks) if behind else None
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
         """Return the output of the layer: [B, n, hidden].
@@ -51,15 +62,27 @@ class TransformerBlock(nn.Module):
             hidden: [B, n, hidden] of the tokens that this rank has between the matrices.
             past: the tokens before.
         """
-        dropout = self.dropout if self.training else 0.0
+        entering, attention_norm = hidden, self.attention_norm
+        mlp_norm = self.attention_norm if self.shares_norm else self.mlp_norm
+        if self.shares_norm and not self.recompute_cheap:
+            # Computed once, and kept once.
+            entering, attention_norm, mlp_norm = attention_norm(hidden), None, None
         if self.attention is not None:
-            attended = (
-                self.attention(hidden, past, self.attention_norm)
-                if self.recompute_cheap
-                else self.attention(self.attention_norm(hidden), past)
-            )
-            hidden = residual_dropout(attended, dropout, DropoutSite.ATTENTION, past, self.ranks, residual=hidden)
+            attended = self._behind(attention_norm, self.attention, entering, past)
+            hidden = self._added(attended, self.attention_post_norm, DropoutSite.ATTENTION, past, hidden)
         if self.mlp is not None:
-            widened = self.mlp(hidden, self.mlp_norm) if self.recompute_cheap else self.mlp(self.mlp_norm(hidden))
-            hidden = residual_dropout(widened, dropout, DropoutSite.MLP, past, self.ranks, residual=hidden)
+            widened = self._behind(mlp_norm, self.mlp, entering if self.parallel else hidden)
+            hidden = self._added(widened, self.mlp_post_norm, DropoutSite.MLP, past, hidden)
         return hidden
+
+    def _behind(self, norm: nn.Module | None, layer: nn.Module, inputs: Tensor, *more: Past) -> Tensor:
+        """The output of attention or MLP behind its norm, whose own output is kept or computed again."""
+        if norm is None:
+            return layer(inputs, *more)
+        return layer(inputs, *more, recomputed=norm) if self.recompute_cheap else layer(norm(inputs), *more)
+
+    def _added(self, output: Tensor, norm: nn.Module | None, site: DropoutSite, past: Past, residual: Tensor) -> Tensor:
+        """The residual plus the output of attention or MLP, behind the norm after it."""
+        output = output if norm is None else norm(output)
+        dropout = self.dropout if self.training else 0.0
+        return residual_dropout(output, dropout, site, past, self.ranks, residual, self.multiplier)

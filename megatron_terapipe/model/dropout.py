@@ -2,6 +2,7 @@
 
 from enum import IntEnum
 
+import torch
 from torch import Tensor
 
 from megatron_terapipe.model.attention import Past
@@ -23,6 +24,7 @@ def residual_dropout(
     past: Past,
     ranks: TensorParallelRanks,
     residual: Tensor | None = None,
+    multiplier: float = 1.0,
 ) -> Tensor:
     """Return `hidden` after dropout, plus the residual: [B, n, hidden].
 
@@ -33,8 +35,11 @@ def residual_dropout(
         past: the tokens before, and the random numbers of this micro-batch.
         ranks: ranks that share the tokens.
         residual: [B, n, hidden] to add; None to add nothing.
+        multiplier: factor of `hidden` as it is added to the residual.
     """
     if not probability:
-        return hidden if residual is None else residual + hidden
+        return hidden if residual is None else torch.add(residual, hidden, alpha=multiplier)
+    if multiplier != 1:
+        hidden = hidden * multiplier
     first_token = ranks.first_token(hidden.shape[1])
     return past.dropout(hidden, probability, site=site, first_token=first_token, residual=residual)

@@ -25,12 +25,17 @@ class WordEmbedding(nn.Module):
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
-        self.ranks, self.live_logits = ranks, LiveLogits(LOGITS_AT_ONCE)
+        self.ranks, self.multiplier, self.head = ranks, model.embedding_multiplier, _Head(model)
         rows = model.padded_vocab_size(ranks.size)
-        self.weight = ranks.parameter(rows, model.hidden_size, cut=0, initialize=normal(model.init_method_std))
+        first = normal(model.embedding_init_method_std)
+        self.weight = ranks.parameter(rows, model.hidden_size, cut=0, initialize=first)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [B, N] in, [B, n, hidden] of the tokens this rank has between the matrices out."""
+        words = self._words(tokens)
+        return words if self.multiplier == 1 else words * self.multiplier
+
+    def _words(self, tokens: Tensor) -> Tensor:
         if self.ranks.size == 1:
             return products.embedding(tokens, self.weight)
         own = tokens - self.ranks.rank * self.weight.shape[0]
@@ -53,7 +58,7 @@ class PositionEmbedding(nn.Module):
         self.weight = None
         if model.position_embedding_type == "learned_absolute":
             weight = torch.empty(model.max_position_embeddings, model.hidden_size)
-            normal(model.init_method_std)(weight, WeightPart(weight.shape))
+            normal(model.embedding_init_method_std)(weight, WeightPart(weight.shape))
             self.weight = ranks.replicated(weight)
 
     def forward(self, hidden: Tensor, past: Past) -> Tensor:
@@ -70,6 +75,24 @@ class PositionEmbedding(nn.Module):
         return residual_dropout(hidden, self.dropout if self.training else 0.0, DropoutSite.EMBEDDING, past, self.ranks)
 
 
+class _Head:
+    """What lies between the last norm and the loss, beside a weight.
+
+    Args:
+        model: the model section, with its vocabulary size known.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._live = LiveLogits(LOGITS_AT_ONCE)
+        self._multiplier, self._softcap, self._words = model.logit_multiplier, model.logit_softcap, model.vocab_size
+
+    def logits(self, hidden: Tensor, weight: Tensor, ranks: TensorParallelRanks) -> Logits:
+        """Logits of the tokens of [B, n, hidden]."""
+        # A factor of the hidden state is one of the logits, of which there are many more.
+        scaled = hidden if self._multiplier == 1 else hidden * self._multiplier
+        return Logits(scaled, weight, ranks, self._live, words=self._words, softcap=self._softcap)
+
+
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Logits:
     """Return the logits of the tokens [B, N, vocabulary], computed with the weight of the word embedding.
 
@@ -77,7 +100,7 @@ def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Logits:
         embedding: the word embedding.
         hidden: [B, n, hidden], output of the final norm.
     """
-    return Logits(hidden, embedding.weight, embedding.ranks, embedding.live_logits)
+    return embedding.head.logits(hidden, embedding.weight, embedding.ranks)
 
 
 class OutputLayer(nn.Module):
@@ -90,7 +113,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
-        self.live_logits = LiveLogits(LOGITS_AT_ONCE)
+        self.head = _Head(model)
         self.linear = ColumnParallelLinear(
             model.hidden_size,
             model.padded_vocab_size(ranks.size),
@@ -101,4 +124,4 @@ class OutputLayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Logits:
         """Logits of the tokens of [B, n, hidden]."""
-        return Logits(hidden, self.linear.weight, self.linear.ranks, self.live_logits)
+        return self.head.logits(hidden, self.linear.weight, self.linear.ranks)

@@ -5,10 +5,12 @@ from torch import Tensor
 
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.model.attention import rotary_table
+from megatron_terapipe.config.rotation import rotation_of
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
 from megatron_terapipe.model.norm import NORMS
+from megatron_terapipe.model.rotary import RotaryTable
 from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
@@ -27,19 +29,42 @@ def gpt_layers(
         model: the model section, with its vocabulary size known.
         ranks: ranks that share the matrices of each layer; None for one rank alone.
         recompute_cheap: compute the outputs of norms and activations again in the backward instead of keeping them.
+
+    Raises:
+        ConfigError: if this trainer has no layer of that kind.
     """
-    ranks, rotary = ranks or TensorParallelRanks(), rotary_table(model)
+    _check_known(model)
+    ranks = ranks or TensorParallelRanks()
+    rotations = {block: rotation_of(model, block) for block in model.blocks}
+    # Layers that turn alike share one table.
+    tables = {each: RotaryTable(each, model.seq_length) for each in rotations.values() if each is not None}
     if model.untie_embeddings_and_output_weights:
         embedding, output = LayerSpec(WordEmbedding, model, ranks), LayerSpec(OutputLayer, model, ranks)
     else:
         embedding = TiedLayerSpec("embedding", WordEmbedding, model, ranks)
         output = TiedLayerSpec("embedding", WordEmbedding, model, ranks, forward_fn=tied_logits)
     blocks = [
-        LayerSpec(TransformerBlock, model, block, ranks, recompute_cheap=recompute_cheap, rotary=rotary)
+        LayerSpec(
+            TransformerBlock,
+            model,
+            block,
+            ranks,
+            recompute_cheap=recompute_cheap,
+            rotary=tables.get(rotations[block]),
+        )
         for block in model.blocks
     ]
     final_norm = LayerSpec(NORMS[model.normalization], model, ranks)
     return [embedding, LayerSpec(PositionEmbedding, model, ranks), *blocks, final_norm, output]
+
+
+def _check_known(model: ModelConfig) -> None:
+    for flag, value in (
+        ("--sliding-window", model.sliding_window),
+        ("--attention-softcap", model.attention_softcap),
+    ):
+        if value is not None:
+            raise ConfigError(f"{flag} {value} is not in this trainer's attention: train a model without it")
 
 
 def layers_with_weights(model: ModelConfig) -> range:

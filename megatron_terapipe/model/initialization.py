@@ -1,7 +1,6 @@
 """Initial weights: each element depends on its position in the whole weight, so a rank draws only its part (ADR 26)."""
 
 from functools import partial
-from math import sqrt
 
 import torch
 from torch import Tensor
@@ -18,16 +17,9 @@ def normal(std: float) -> Initializer:
     return partial(_draw, std)
 
 
-def scaled_normal(std: float, num_layers: int) -> Initializer:
-    """Return a normal initializer of standard deviation `std` / sqrt(2 L), for weights that write to the residual.
-
-    Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), section 2.3.
-
-    Args:
-        std: standard deviation of other weights.
-        num_layers: L; each layer adds to the residual twice.
-    """
-    return normal(std / sqrt(2 * num_layers))
+def constant(value: float) -> Initializer:
+    """Return an initializer that gives every element one value."""
+    return lambda weight, _: weight.fill_(value)
 
 
 def _draw(std: float, weight: Tensor, part: WeightPart) -> None:

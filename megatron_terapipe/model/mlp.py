@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.block_shape import BlockShape
 from megatron_terapipe.model.activation import Activation
-from megatron_terapipe.model.initialization import normal, scaled_normal
+from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
@@ -17,26 +17,27 @@ class MLP(nn.Module):
         model: the model section.
         block: shape of the layer.
         ranks: ranks that share the hidden layer.
+        recompute_activation: compute the output of the activation again in the backward instead of keeping it.
     """
 
-    def __init__(self, model: ModelConfig, block: BlockShape, ranks: TensorParallelRanks) -> None:
+    def __init__(
+        self, model: ModelConfig, block: BlockShape, ranks: TensorParallelRanks, *, recompute_activation: bool = False
+    ) -> None:
         super().__init__()
-        width, bias = block.ffn_hidden_size, not model.disable_bias_linear
+        self.recompute_activation = recompute_activation
+        width, bias = block.ffn_hidden_size, model.has_mlp_bias
         self.up = ColumnParallelLinear(
             model.hidden_size, (2, width) if model.gated else width, ranks, normal(model.init_method_std), bias=bias
         )
         self.activation = Activation(model.activation)
-        self.down = RowParallelLinear(
-            width, model.hidden_size, ranks, scaled_normal(model.init_method_std, model.num_layers), bias=bias
-        )
+        self.down = RowParallelLinear(width, model.hidden_size, ranks, normal(model.output_layer_init_std), bias=bias)
 
     def forward(self, hidden: Tensor, recomputed: nn.Module | None = None) -> Tensor:
         """Return the output [B, n, hidden] for the tokens that this rank has between the matrices.
 
         Args:
             hidden: input of this layer, or of the norm before.
-            recomputed: the norm before, if its output is computed again in the backward instead of kept; so is then
-                that of the activation.
+            recomputed: the norm before, if its output is computed again in the backward instead of kept.
         """
         widened = self.up(hidden, recomputed)
-        return self.down(self.activation(widened)) if recomputed is None else self.down(widened, self.activation)
+        return self.down(widened, self.activation) if self.recompute_activation else self.down(self.activation(widened))

@@ -1,25 +1,25 @@
-"""Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864), in the form that rotates halves."""
+"""Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864)."""
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.pointwise import Pointwise
+from megatron_terapipe.config.rotation import Rotation
 
 
 class RotaryTable:
-    """Cosines and sines of all positions: channel c turns with channel c + R/2, by position * base^(-2c/R).
+    """Cosines and sines of all positions, for R channels of each head, the first ones, that turn in pairs.
 
-    All layers of a rank share one table. It is computed on the device that uses it, when it is first used, and again
-    only if positions, device or type ask for another.
+    All layers of a rank that turn alike share one table. It is computed on the device that uses it, when it is first
+    used, and again only if positions, device or type ask for another.
 
     Args:
-        channels: channels R of each head that turn, the first ones.
-        base: base of the wavelengths.
+        rotation: how heads turn.
         length: positions 0 .. length that the table has from the start.
     """
 
-    def __init__(self, channels: int, base: float, length: int) -> None:
-        self._channels, self._base, self._length = channels, base, length
+    def __init__(self, rotation: Rotation, length: int) -> None:
+        self.rotation, self._length = rotation, length
         self._table: Tensor | None = None
 
     def between(self, start: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,56 +55,104 @@ class RotaryTable:
 
     def _computed(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # In fp64: in fp32 a position of 100,000 would be off by a hundredth of a turn.
-        pairs = torch.arange(0, self._channels, 2, dtype=torch.float64, device=device)
+        frequencies = torch.tensor(self.rotation.frequencies, dtype=torch.float64, device=device)
         positions = torch.arange(length, dtype=torch.float64, device=device)
-        angles = positions.unsqueeze(-1) * self._base ** (-pairs / self._channels)
-        return torch.stack((angles.cos(), angles.sin())).to(dtype)
+        angles = positions.unsqueeze(-1) * frequencies
+        return torch.stack((angles.cos(), angles.sin())).mul_(self.rotation.factor).to(dtype)
 
 
-def rotated_heads(groups: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rotated_heads(
+    groups: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a product, queries and keys rotated.
 
     Args:
         groups: [B, N, G, H/G + 2, D]: of each key head its query heads, then it, then its value head.
         cosine: [1 or B, N, 1, R/2].
         sine: of the same shape.
+        interleaved: whether pairs of channels are neighbours; otherwise they are R/2 apart.
 
     Returns:
         Queries [B, N, H, D]; keys and values [B, N, G, D]. The values are a view of the product.
     """
-    return _Rotate.apply(groups, cosine, sine)
+    return _RotateProduct.apply(groups, cosine, sine, interleaved)
 
 
-class _Rotate(torch.autograd.Function):
+def rotated(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Return heads [B, N, H, D], rotated.
+
+    Args:
+        heads: [B, N, H, D].
+        cosine: [1 or B, N, 1, R/2].
+        sine: of the same shape.
+        interleaved: whether pairs of channels are neighbours; otherwise they are R/2 apart.
+    """
+    return _Rotate.apply(heads, cosine, sine, interleaved)
+
+
+class _RotateProduct(torch.autograd.Function):
     """A rotation's gradient turns back, so nothing of the input is kept."""
 
     @staticmethod
-    def forward(ctx, groups, cosine, sine):
+    def forward(ctx, groups, cosine, sine, interleaved: bool):
         ctx.save_for_backward(cosine, sine)
-        return *_turned(groups, cosine, sine), groups[..., -1, :]
+        ctx.interleaved = interleaved
+        return *_turned_product(groups, cosine, sine, interleaved), groups[..., -1, :]
 
     @staticmethod
     def backward(ctx, of_query, of_key, of_value):
-        return _turned_back(of_query, of_key, of_value, *ctx.saved_tensors), None, None
+        return _product_turned_back(of_query, of_key, of_value, *ctx.saved_tensors, ctx.interleaved), None, None, None
+
+
+class _Rotate(torch.autograd.Function):
+    """The same for heads that are no longer a part of the product."""
+
+    @staticmethod
+    def forward(ctx, heads, cosine, sine, interleaved: bool):
+        ctx.save_for_backward(cosine, sine)
+        ctx.interleaved = interleaved
+        return _turned(heads, cosine, sine, interleaved)
+
+    @staticmethod
+    def backward(ctx, of_heads):
+        cosine, sine = ctx.saved_tensors
+        return _turned_back(of_heads, cosine, sine, ctx.interleaved), None, None, None
 
 
 @Pointwise
-def _turned(groups: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+def _turned_product(groups: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Queries [B, N, H, D] and keys [B, N, G, D], turned."""
     query, key = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :]
-    return _turn(query, cosine, sine), _turn(key, cosine, sine)
+    return _turn(query, cosine, sine, interleaved), _turn(key, cosine, sine, interleaved)
 
 
 @Pointwise
-def _turned_back(of_query: Tensor, of_key: Tensor, of_value: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _product_turned_back(
+    of_query: Tensor, of_key: Tensor, of_value: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool
+) -> Tensor:
     """The gradient of the product [B, N, G, H/G + 2, D]."""
-    of_query, of_key = _turn(of_query, cosine, -sine), _turn(of_key, cosine, -sine)
+    of_query, of_key = _turn(of_query, cosine, -sine, interleaved), _turn(of_key, cosine, -sine, interleaved)
     of_query = of_query.unflatten(2, (of_key.shape[2], -1))
     return torch.cat((of_query, of_key.unsqueeze(3), of_value.unsqueeze(3)), dim=3)
 
 
-def _turn(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+@Pointwise
+def _turned(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    """Heads [B, N, H, D], turned."""
+    return _turn(heads, cosine, sine, interleaved)
+
+
+@Pointwise
+def _turned_back(of_heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    """The gradient of heads [B, N, H, D] before they turned."""
+    return _turn(of_heads, cosine, -sine, interleaved)
+
+
+def _turn(heads: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
     half = cosine.shape[-1]
-    first, second, rest = heads.split([half, half, heads.shape[-1] - 2 * half], dim=-1)
-    turned = first * cosine - second * sine, second * cosine + first * sine
-    return torch.cat((*(each.to(heads.dtype) for each in turned), rest), dim=-1)
+    turning, rest = heads[..., : 2 * half], heads[..., 2 * half :]
+    first, second = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.split(half, dim=-1)
+    turned = [each.to(heads.dtype) for each in (first * cosine - second * sine, second * cosine + first * sine)]
+    if interleaved:
+        turned = [torch.stack(turned, dim=-1).flatten(-2)]
+    return torch.cat((*turned, rest), dim=-1)

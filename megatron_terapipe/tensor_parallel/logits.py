@@ -91,16 +91,25 @@ class Logits:
         weight: of this rank's part of the vocabulary, [V / size, hidden].
         ranks: the ranks that share the vocabulary.
         live: those of the layer that are alive.
+        words: entries of the vocabulary of all ranks; rows of the weight behind them are padding, which no token can
+            be. None = all rows.
+        softcap: c, where the logit of a product x is c tanh(x / c).
     """
 
     hidden: Tensor
     weight: Tensor
     ranks: TensorParallelRanks
     live: LiveLogits
+    words: int | None = None
+    softcap: float | None = None
 
     def compute(self) -> Tensor:
-        """This rank's logits of all tokens, [B, N, V / size]."""
-        return products.linear(self.hidden, self.weight, ranks=self.ranks)
+        """This rank's logits of all tokens, [B, N, V / size]; those of padding are minus infinity."""
+        logits = products.linear(self.hidden, self.weight, ranks=self.ranks)
+        if self.softcap is not None:
+            logits = (logits / self.softcap).tanh() * self.softcap
+        padding = len(self.weight) - self._own_words
+        return F.pad(logits[..., : self._own_words], (0, padding), value=float("-inf")) if padding else logits
 
     def cross_entropy(self, targets: Tensor) -> Tensor:
         """Cross-entropy of each token, [B, N] in at least fp32, the same on every rank.
@@ -108,7 +117,41 @@ class Logits:
         Args:
             targets: token ids [B, N], of the whole vocabulary.
         """
-        return _CrossEntropy.apply(self.hidden, self.weight, targets, self.ranks, self.live)
+        rule = _Rule(self._own_words, self.softcap)
+        return _CrossEntropy.apply(self.hidden, self.weight, targets, self.ranks, self.live, rule)
+
+    @property
+    def _own_words(self) -> int:
+        """Rows of this rank's part of the weight that are words."""
+        rows = len(self.weight)
+        return rows if self.words is None else min(max(self.words - self.ranks.rank * rows, 0), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How logits follow from the products of a tile, in place.
+
+    Attributes:
+        words: columns that are words; those behind them are padding.
+        softcap: limit of the logits; None for none.
+    """
+
+    words: int
+    softcap: float | None
+
+    def logits(self, products: Tensor) -> Tensor:
+        """The logits [tokens, V / size] of products, which they take the place of."""
+        if self.softcap is not None:
+            products.div_(self.softcap).tanh_().mul_(self.softcap)
+        # Not minus infinity: a rank may have nothing but padding, and then a difference of two would be no number.
+        products[:, self.words :] = torch.finfo(products.dtype).min
+        return products
+
+    def slope(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Derivative of logits [tokens, V / size] by their products, in place where types allow it; None if it is 1."""
+        if self.softcap is None:
+            return None
+        return logits.to(dtype).div_(self.softcap).square_().neg_().add_(1)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -123,7 +166,7 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, ranks: TensorParallelRanks, live: LiveLogits):
+    def forward(ctx, hidden, weight, targets, ranks: TensorParallelRanks, live: LiveLogits, rule: _Rule):
         rows = (ranks.start_gather(hidden)() if ranks.sequence_parallel else hidden).flatten(0, -2)
         own = targets.flatten() - ranks.rank * len(weight) if ranks.size > 1 else targets.flatten()
         elsewhere = (own < 0) | (own >= len(weight)) if ranks.size > 1 else None
@@ -132,14 +175,14 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.tiles = live.tiles(len(rows), len(weight))
         for tile in ctx.tiles:
             live.make_room((tile.stop - tile.start) * len(weight))
-            logits = F.linear(rows[tile], weight)
+            logits = rule.logits(F.linear(rows[tile], weight))
             found.append(_sums(logits, own[tile]) if ranks.size > 1 else (_losses(logits, own[tile]),))
             ctx.kept.append(live.keep(logits) if any(ctx.needs_input_grad) else None)
             del logits
         parts = [each[0] if len(found) == 1 else torch.cat(each) for each in zip(*found, strict=True)]
         losses, share = (parts[0], None) if ranks.size == 1 else _over_ranks(*parts, elsewhere, ranks)
         ctx.save_for_backward(hidden, weight, own, elsewhere, share)
-        ctx.parameter, ctx.ranks, ctx.live = weight, ranks, live
+        ctx.parameter, ctx.ranks, ctx.live, ctx.rule = weight, ranks, live, rule
         return losses.view_as(targets)
 
     @staticmethod
@@ -156,10 +199,15 @@ class _CrossEntropy(torch.autograd.Function):
             logits = kept.take()
             if logits is None:
                 ctx.live.make_room((tile.stop - tile.start) * len(weight))
-                logits = F.linear(rows[tile], weight)
+                logits = ctx.rule.logits(F.linear(rows[tile], weight))
             gradient = torch.softmax(logits, -1, dtype=above.dtype)
+            slope = ctx.rule.slope(logits, gradient.dtype)
             del logits
             gradient.mul_(of_each[tile]).scatter_add_(-1, own[tile], of_target[tile])
+            if slope is not None:
+                gradient.mul_(slope)
+                del slope
+            gradient[:, ctx.rule.words :] = 0
             gradient = gradient.to(weight.dtype)
             if of_rows is not None:
                 torch.mm(gradient, weight, out=of_rows[tile])
@@ -169,7 +217,7 @@ class _CrossEntropy(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 of_weight = products.accumulate(ctx.parameter, gradient, rows[tile], of_weight)
             del gradient
-        return None if of_hidden is None else of_hidden(), of_weight, None, None, None
+        return None if of_hidden is None else of_hidden(), of_weight, None, None, None, None
 
 
 def _at_least_fp32(logits: Tensor) -> torch.dtype:

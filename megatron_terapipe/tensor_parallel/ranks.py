@@ -74,10 +74,16 @@ class TensorParallelRanks:
         parameter.partition_dim = cut
         return parameter
 
-    def replicated(self, weight: Tensor) -> nn.Parameter:
-        """Return a parameter [...] that every rank holds whole and applies to its own tokens."""
+    def replicated(self, weight: Tensor, *, of_heads: bool = False) -> nn.Parameter:
+        """Return a parameter [...] that every rank holds whole and applies to its own tokens, or to its own heads.
+
+        Args:
+            weight: its first value.
+            of_heads: whether it is applied to heads.
+        """
         parameter = nn.Parameter(weight)
-        parameter.sequence_parallel = self.sequence_parallel
+        # Read by whoever completes gradients: each rank then has a part of this one's.
+        parameter.sequence_parallel = self.sequence_parallel or (of_heads and self.size > 1)
         return parameter
 
     def own_tokens(self, whole: Tensor) -> Tensor:

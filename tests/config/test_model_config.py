@@ -41,7 +41,11 @@ def assert_refused(rule: str, remedy: str, **given: Any) -> None:
     [
         ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi is not known", "choose learned_absolu"),
         ({"normalization": "batch"}, "--normalization batch is not known", "choose layernorm or rmsnorm"),
-        ({"activation": "reglu"}, "--activation reglu is not known", "choose gelu, gelu-exact, relu, squared-relu or"),
+        (
+            {"activation": "reglu"},
+            "--activation reglu is not known",
+            "choose gelu, gelu-exact, relu, squared-relu, swigl",
+        ),
         ({"rotary_base": 0.0}, "--rotary-base 0.0 is not positive", "give a number above 0"),
         ({"rotary_percent": 0.0}, "--rotary-percent 0.0 is out of range", "give more than 0, up to 1"),
         ({"rotary_percent": 1.01}, "--rotary-percent 1.01 is out of range", "give more than 0, up to 1"),

@@ -19,17 +19,19 @@ def model_config(**given: Any) -> ModelConfig:
     return ModelConfig(**(defaults | given))
 
 
+LLAMA: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "position_embedding_type": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "ffn_hidden_size": 48,
+}
+
+
 def llama_config(**given: Any) -> ModelConfig:
-    parts = {
-        "num_key_value_heads": 2,
-        "position_embedding_type": "rope",
-        "normalization": "rmsnorm",
-        "activation": "swiglu",
-        "disable_bias_linear": True,
-        "untie_embeddings_and_output_weights": True,
-        "ffn_hidden_size": 48,
-    }
-    return model_config(**(parts | given))
+    return model_config(**(LLAMA | given))
 
 
 def uneven_layers(*entries: dict[str, dict[str, object]]) -> str:
@@ -41,6 +43,68 @@ UNEVEN = uneven_layers(
     {"attention": {"no_op": True}},
     {"mlp": {"no_op": True}},
 )
+
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "neox_like": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "parallel_residual": True,
+        "activation": "gelu",
+        "untie_embeddings_and_output_weights": True,
+        "output_layer_init_std": 0.3,
+    },
+    "gptj_like": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.75,
+        "rotary_interleaved": True,
+        "parallel_residual": True,
+        "shared_block_norm": True,
+        "disable_bias_linear": True,
+        "add_mlp_bias": True,
+        "apply_layernorm_1p": True,
+    },
+    "qwen2_like": {
+        **LLAMA,
+        "add_qkv_bias": True,
+        "rotary_scaling": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "rotary_original_length": 8,
+        "rotary_beta_fast": 1.5,
+        "rotary_beta_slow": 0.3,
+    },
+    "qwen3_like": {
+        **LLAMA,
+        "qk_norm": "head",
+        "kv_channels": 12,
+        "rotary_scaling": "llama3",
+        "rotary_scaling_factor": 4.0,
+        "rotary_original_length": 8,
+        "no_rope_freq": "2",
+    },
+    "gemma_like": {
+        **LLAMA,
+        "activation": "geglu",
+        "norm_placement": "both",
+        "apply_layernorm_1p": True,
+        "qk_norm": "head",
+        "softmax_scale": 0.2,
+        "embedding_multiplier": 32**0.5,
+        "logit_softcap": 2.0,
+        "untie_embeddings_and_output_weights": False,
+    },
+    "olmo2_like": {**LLAMA, "num_key_value_heads": 4, "norm_placement": "post", "qk_norm": "all-heads"},
+    "granite_like": {
+        **LLAMA,
+        "activation": "geglu-exact",
+        "add_attention_bias": True,
+        "softmax_scale": 0.5,
+        "residual_multiplier": 0.22,
+        "embedding_multiplier": 12.0,
+        "logit_multiplier": 0.25,
+        "rotary_scaling_factor": 2.0,
+    },
+}
+"""What sets well-known families apart."""
 
 MODELS = {
     "plain": model_config(),
@@ -54,6 +118,10 @@ MODELS = {
     "no_positions": model_config(position_embedding_type="none", activation="squared-relu"),
     "gate_with_biases": llama_config(disable_bias_linear=False, normalization="layernorm"),
     "uneven": llama_config(heterogeneous_layers_config_path=UNEVEN),
+    "uneven_parallel": model_config(
+        heterogeneous_layers_config_path=UNEVEN, parallel_residual=True, shared_block_norm=True
+    ),
+    **{name: model_config(**parts) for name, parts in OF_FAMILIES.items()},
 }
 
 

@@ -14,6 +14,7 @@ from deepspeed_ext.runtime.sequence.documents import Documents
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.block_shape import BlockShape
+from megatron_terapipe.config.rotation import Rotation, rotation_of
 from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.mlp import MLP
@@ -26,36 +27,49 @@ def no_dropout(values: Tensor, site: str) -> Tensor:
     return values
 
 
-def rotated(heads: Tensor, channels: int, base: float, first_position: int = 0) -> Tensor:
-    """[B, N, D], whose channel c is the real part of a number that c + channels / 2 is the imaginary part of."""
-    half = channels // 2
+def rotated(heads: Tensor, rotation: Rotation, first_position: int = 0) -> Tensor:
+    """[B, N, D], of which two channels are the real and the imaginary part of a number that turns."""
+    pairs = len(rotation.frequencies)
+    turning, rest = heads[..., : 2 * pairs], heads[..., 2 * pairs :]
+    two = turning.unflatten(-1, (pairs, 2) if rotation.interleaved else (2, pairs))
+    numbers = torch.complex(*two.unbind(-1 if rotation.interleaved else -2))
     positions = torch.arange(first_position, first_position + heads.shape[1], dtype=torch.float64)
-    angles = torch.outer(positions, base ** -(torch.arange(half, dtype=torch.float64) / half))
-    numbers = torch.complex(heads[..., :half], heads[..., half:channels]) * torch.exp(1j * angles)
-    return torch.cat((numbers.real, numbers.imag, heads[..., channels:]), -1)
+    angles = torch.outer(positions, torch.tensor(rotation.frequencies, dtype=torch.float64))
+    numbers = numbers * torch.exp(1j * angles) * rotation.factor
+    turned = torch.stack((numbers.real, numbers.imag), -1 if rotation.interleaved else -2).flatten(-2)
+    return torch.cat((turned, rest), -1)
 
 
 def attention(layer: SelfAttention, model: ModelConfig, block: BlockShape, hidden: Tensor, masked: Masked) -> Tensor:
     """Causal attention of one document, head by head."""
     width, in_group = model.kv_channels, model.num_attention_heads // block.num_key_value_heads
-    rope = model.position_embedding_type == "rope"
+    groups = block.num_key_value_heads
+    rotation = rotation_of(model, block)
 
-    def columns(group: int, place: int, *, turns: bool) -> Tensor:
+    def columns(group: int, place: int) -> Tensor:
         first = (group * (in_group + 2) + place) * width
         part = hidden @ layer.query_key_value.weight[first : first + width].T
         if layer.query_key_value.bias is not None:
             part = part + layer.query_key_value.bias[first : first + width]
-        return rotated(part, int(width * model.rotary_percent), model.rotary_base) if turns and rope else part
+        return part
 
+    def turned(heads: list[Tensor], head_norm: nn.Module | None) -> list[Tensor]:
+        if model.qk_norm == "head":
+            heads = [norm(head_norm, model, each) for each in heads]
+        if model.qk_norm == "all-heads":
+            heads = list(norm(head_norm, model, torch.cat(heads, -1)).split(width, -1))
+        return heads if rotation is None else [rotated(each, rotation) for each in heads]
+
+    queries = [columns(group, place) for group in range(groups) for place in range(in_group)]
+    keys, values = ([columns(group, place) for group in range(groups)] for place in (in_group, in_group + 1))
+    queries, keys = turned(queries, layer.query_norm), turned(keys, layer.key_norm)
     length = hidden.shape[1]
     outputs = []
-    for head in range(model.num_attention_heads):
-        group, place = divmod(head, in_group)
-        query, key = columns(group, place, turns=True), columns(group, in_group, turns=True)
-        scores = query @ key.transpose(1, 2) / width**0.5
+    for head, query in enumerate(queries):
+        scores = query @ keys[head // in_group].transpose(1, 2) * model.softmax_scale
         scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
         weights = masked(scores.softmax(-1), f"head {head}")
-        outputs.append(weights @ columns(group, in_group + 1, turns=False))
+        outputs.append(weights @ values[head // in_group])
     return product(layer.projection, torch.cat(outputs, -1))
 
 
@@ -72,18 +86,29 @@ def attention_by_document(
 
 
 def mlp(layer: MLP, model: ModelConfig, hidden: Tensor) -> Tensor:
-    if model.activation == "swiglu":
+    if model.activation in GATES:
         gate, up = (hidden @ matrix.T for matrix in layer.up.weight)
         if layer.up.bias is not None:
             gate, up = gate + layer.up.bias[0], up + layer.up.bias[1]
-        return product(layer.down, gate * torch.sigmoid(gate) * up)
+        return product(layer.down, GATES[model.activation](gate) * up)
     wide = product(layer.up, hidden)
     if model.activation == "gelu":
-        wide = 0.5 * wide * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)))
+        wide = gelu(wide)
     else:
         assert model.activation == "squared-relu"
         wide = torch.where(wide > 0, wide**2, 0.0)
     return product(layer.down, wide)
+
+
+def gelu(wide: Tensor) -> Tensor:
+    return 0.5 * wide * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)))
+
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": lambda gate: gate * torch.sigmoid(gate),
+    "geglu": gelu,
+    "geglu-exact": lambda gate: 0.5 * gate * (1 + torch.erf(gate / 2**0.5)),
+}
 
 
 def product(layer: nn.Module, inputs: Tensor) -> Tensor:
@@ -92,20 +117,35 @@ def product(layer: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def norm(layer: nn.Module, model: ModelConfig, hidden: Tensor) -> Tensor:
+    weight = layer.weight + 1 if model.apply_layernorm_1p else layer.weight
     if model.normalization == "rmsnorm":
-        return F.rms_norm(hidden, layer.weight.shape, layer.weight, model.layernorm_epsilon)
-    return F.layer_norm(hidden, layer.weight.shape, layer.weight, layer.bias, model.layernorm_epsilon)
+        return F.rms_norm(hidden, weight.shape, weight, model.layernorm_epsilon)
+    return F.layer_norm(hidden, weight.shape, weight, layer.bias, model.layernorm_epsilon)
 
 
 def block(
     layer: TransformerBlock, model: ModelConfig, shape: BlockShape, hidden: Tensor, masked: Masked = no_dropout
 ) -> Tensor:
+    def normed(place: str, inputs: Tensor) -> Tensor:
+        one = getattr(layer, place)
+        return inputs if one is None else norm(one, model, inputs)
+
+    entering = hidden
     if shape.num_key_value_heads:
-        normed = norm(layer.attention_norm, model, hidden)
-        hidden = hidden + masked(attention(layer.attention, model, shape, normed, masked), "attention")
+        attended = attention(layer.attention, model, shape, normed("attention_norm", entering), masked)
+        attended = masked(normed("attention_post_norm", attended), "attention")
+        hidden = hidden + model.residual_multiplier * attended
     if shape.ffn_hidden_size:
-        hidden = hidden + masked(mlp(layer.mlp, model, norm(layer.mlp_norm, model, hidden)), "mlp")
+        place = "attention_norm" if model.shared_block_norm and shape.num_key_value_heads else "mlp_norm"
+        widened = mlp(layer.mlp, model, normed(place, entering if model.parallel_residual else hidden))
+        hidden = hidden + model.residual_multiplier * masked(normed("mlp_post_norm", widened), "mlp")
     return hidden
+
+
+def logits(weight: Tensor, model: ModelConfig, hidden: Tensor) -> Tensor:
+    """Of the vocabulary without its padding."""
+    found = hidden @ weight[: model.vocab_size].T * model.logit_multiplier
+    return found if model.logit_softcap is None else model.logit_softcap * torch.tanh(found / model.logit_softcap)
 
 
 def in_token_slices(

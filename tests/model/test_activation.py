@@ -1,5 +1,6 @@
 """Activations by name against formulas written out."""
 
+from collections.abc import Callable
 from math import pi, sqrt
 from typing import get_args, get_type_hints
 
@@ -15,12 +16,21 @@ WRITTEN_OUT = {
     "gelu-exact": lambda x: 0.5 * x * (1 + torch.erf(x / sqrt(2))),
     "relu": lambda x: torch.maximum(x, torch.zeros_like(x)),
     "squared-relu": lambda x: torch.where(x > 0, x * x, 0.0),
-    "swiglu": lambda x: x[..., : x.shape[-1] // 2] / (1 + torch.exp(-x[..., : x.shape[-1] // 2])) * _upper_half(x),
 }
+"""From the whole input."""
+GATES = {
+    "swiglu": lambda x: x / (1 + torch.exp(-x)),
+    "geglu": WRITTEN_OUT["gelu"],
+    "geglu-exact": WRITTEN_OUT["gelu-exact"],
+}
+"""From the gate, the first half of the input."""
 
 
-def _upper_half(x: Tensor) -> Tensor:
-    return x[..., x.shape[-1] // 2 :]
+def _gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x[..., : x.shape[-1] // 2]) * x[..., x.shape[-1] // 2 :]
+
+
+WRITTEN_OUT |= {name: _gated(function) for name, function in GATES.items()}
 
 
 def inputs_of(dtype: torch.dtype = torch.float64) -> Tensor:
@@ -47,10 +57,11 @@ def test_gradients_are_those_of_the_values(name: str) -> None:
     assert torch.autograd.gradcheck(Activation(name), inputs_of())
 
 
-def test_the_gradient_of_swiglu_where_the_input_is_a_view() -> None:
+@pytest.mark.parametrize("name", GATES)
+def test_the_gradient_behind_a_gate_where_the_input_is_a_view(name: str) -> None:
     columns_first = inputs_of().detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     assert not columns_first.is_contiguous()
-    assert torch.autograd.gradcheck(Activation("swiglu"), columns_first)
+    assert torch.autograd.gradcheck(Activation(name), columns_first)
 
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)
@@ -63,9 +74,10 @@ def test_bf16_stays_bf16(name: str) -> None:
     torch.testing.assert_close(output.double(), WRITTEN_OUT[name](inputs.double()), rtol=2**-6, atol=2**-7)
 
 
-def test_swiglu_keeps_its_input_alone() -> None:
+@pytest.mark.parametrize("name", GATES)
+def test_a_gate_keeps_its_input_alone(name: str) -> None:
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda tensor: tensor):
         inputs = inputs_of()
-        Activation("swiglu")(inputs)
+        Activation(name)(inputs)
     assert [each.data_ptr() for each in kept] == [inputs.data_ptr()]

@@ -69,7 +69,10 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
         changed = tokens.clone()
         changed[0, 20] = (changed[0, 20] + 1) % 257
         with torch.no_grad():
-            before, after = (whole(each, SequenceState(TokenSlices((SEQ,)))) for each in (tokens, changed))
+            states = [SequenceState(TokenSlices((SEQ,))) for _ in range(2)]
+            before, after = (
+                whole(each, state)[..., :257] for each, state in zip((tokens, changed), states, strict=True)
+            )
         assert torch.equal(before[:, :20], after[:, :20]), name
         # All later tokens see it, if any layer attends at all.
         assert torch.all((before[:, 20:] - after[:, 20:]).abs().amax(-1) > 0), name
@@ -139,7 +142,11 @@ class TestDropout:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputation_changes_no_bit(name: str) -> None:
-    """Over two micro-batches of three token slices, so that weight gradients also add up in place."""
+    """Over two micro-batches of three token slices, so that weight gradients also add up in place.
+
+    Gradients of attention and MLP go through a norm that they share together, or each when it is recomputed: those are
+    the same but for rounding.
+    """
     model = MODELS[name]
     for shape in model.blocks:
         layers = [block_of(model, shape, recompute_cheap=recompute).float() for recompute in (False, True)]
@@ -153,4 +160,5 @@ def test_recomputation_changes_no_bit(name: str) -> None:
                 seen += [output.detach(), hidden.grad]
             results.append([*seen, *(parameter.grad for parameter in layer.parameters())])
         for kept, recomputed in zip(*results, strict=True):
-            assert torch.equal(kept, recomputed)
+            assert model.shared_block_norm or torch.equal(kept, recomputed)
+            torch.testing.assert_close(kept, recomputed, rtol=1e-6, atol=1e-6 * kept.abs().max().item())

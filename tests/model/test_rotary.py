@@ -2,6 +2,7 @@
 
 import cmath
 from math import cos, sin
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_terapipe.model.rotary import RotaryTable, rotated_heads
-from tests.model.plain import rotated
+from megatron_terapipe.config.rotation import Rotation, frequencies_of_base
+from megatron_terapipe.model.rotary import RotaryTable, rotated, rotated_heads
+from tests.model import plain
 
 
 def product_of(rows: int = 2, length: int = 7, groups: int = 2, heads: int = 4, width: int = 8) -> Tensor:
@@ -20,15 +22,23 @@ def product_of(rows: int = 2, length: int = 7, groups: int = 2, heads: int = 4, 
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def rotate(product: Tensor, first: int, channels: int, base: float = 100.0) -> tuple[Tensor, Tensor, Tensor]:
-    end = first + product.shape[1]
-    return rotated_heads(product, *RotaryTable(channels, base, 16).between(first, end, product))
+def rotation_of(channels: int, base: float = 100.0, **more: Any) -> Rotation:
+    return Rotation("rotation", frequencies_of_base(base, channels), **more)
 
 
+def rotate(
+    product: Tensor, first: int, channels: int, base: float = 100.0, **more: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    rotation, end = rotation_of(channels, base, **more), first + product.shape[1]
+    turns = RotaryTable(rotation, 16).between(first, end, product)
+    return rotated_heads(product, *turns, interleaved=rotation.interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("channels", [2, 4, 8])
-def test_each_pair_of_channels_is_a_complex_number_that_turns(channels: int) -> None:
+def test_each_pair_of_channels_is_a_complex_number_that_turns(channels: int, interleaved: bool) -> None:
     product = product_of()
-    query, key, value = rotate(product, 11, channels)
+    query, key, value = rotate(product, 11, channels, factor=1.5, interleaved=interleaved)
     assert torch.equal(value, product[..., -1, :])
     half = channels // 2
     before, after = product.detach(), torch.cat((query.detach().unflatten(2, (2, 2)), key.detach().unsqueeze(3)), 3)
@@ -36,16 +46,31 @@ def test_each_pair_of_channels_is_a_complex_number_that_turns(channels: int) -> 
         place = row, token, group, head
         before_, after_ = before[place].tolist(), after[place].tolist()
         for channel in range(half):
-            turn = cmath.exp(1j * (11 + token) * 100.0 ** (-2 * channel / channels))
-            turned = complex(before_[channel], before_[channel + half]) * turn
-            assert after_[channel] == pytest.approx(turned.real, abs=1e-14)
-            assert after_[channel + half] == pytest.approx(turned.imag, abs=1e-14)
+            turn = 1.5 * cmath.exp(1j * (11 + token) * 100.0 ** (-2 * channel / channels))
+            real, imaginary = (2 * channel, 2 * channel + 1) if interleaved else (channel, channel + half)
+            turned = complex(before_[real], before_[imaginary]) * turn
+            assert after_[real] == pytest.approx(turned.real, abs=1e-14)
+            assert after_[imaginary] == pytest.approx(turned.imag, abs=1e-14)
         assert after_[channels:] == before_[channels:]
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_heads_apart_turn_as_those_of_a_product(interleaved: bool) -> None:
+    product, rotation = product_of(), rotation_of(6, factor=0.5, interleaved=interleaved)
+    turns = RotaryTable(rotation, 16).between(3, 10, product)
+    query, key, _ = rotated_heads(product, *turns, interleaved=interleaved)
+    apart = product[..., :-2, :].flatten(2, 3), product[..., -2, :]
+    found = [rotated(each, *turns, interleaved=interleaved) for each in apart]
+    assert all(map(torch.equal, found, (query, key)))
+    gradients = [
+        torch.autograd.grad(sum(each.square().sum() for each in two), product) for two in (found, (query, key))
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-13, atol=1e-14)
+    assert torch.autograd.gradcheck(lambda each: rotate(each, 0, 6, factor=0.5, interleaved=interleaved), product)
 
 
 def test_the_gradient_turns_back() -> None:
     product = product_of()
-    assert torch.autograd.gradcheck(lambda each: rotate(each, 0, 6), product)
     turned = rotate(product, 0, 6)
     (gradient,) = torch.autograd.grad(turned, product, grad_outputs=[each.detach() for each in turned])
     torch.testing.assert_close(gradient, product.detach(), rtol=1e-13, atol=1e-14)
@@ -62,14 +87,15 @@ def test_nothing_of_the_heads_is_kept() -> None:
 def test_positions_may_differ_by_row() -> None:
     product = product_of().detach()
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [5, 6, 0, 1, 2, 3, 0]])
-    _, found, _ = rotated_heads(product, *RotaryTable(8, 100.0, 7).at(positions, 7, product))
+    _, found, _ = rotated_heads(product, *RotaryTable(rotation_of(8), 7).at(positions, 7, product))
     for row, token in [(0, 0), (0, 6), (1, 0), (1, 2), (1, 5), (1, 6)]:
-        expected = rotated(product[row : row + 1, token : token + 1, :, -2], 8, 100.0, int(positions[row, token]))
+        key = product[row : row + 1, token : token + 1, :, -2]
+        expected = plain.rotated(key, rotation_of(8), int(positions[row, token]))
         torch.testing.assert_close(found[row, token], expected[0, 0], rtol=1e-13, atol=1e-14)
 
 
 def test_a_table_is_computed_once_and_again_only_where_it_falls_short() -> None:
-    table, like = RotaryTable(8, 100.0, 16), torch.zeros(1)
+    table, like = RotaryTable(rotation_of(8), 16), torch.zeros(1)
     first, _ = table.between(0, 4, like)
     second, _ = table.between(4, 16, like)
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
@@ -81,7 +107,7 @@ def test_a_table_is_computed_once_and_again_only_where_it_falls_short() -> None:
 
 @pytest.fixture(scope="module")
 def long_table() -> RotaryTable:
-    return RotaryTable(8, 10000.0, 201_001)
+    return RotaryTable(rotation_of(8, 10000.0), 201_001)
 
 
 @given(first=st.integers(0, 100_000), apart=st.integers(0, 1000), moved=st.integers(0, 100_000))

@@ -1,6 +1,8 @@
 """What every rank of a tensor-parallel group checks of the layers; all collectives come before the first assertion."""
 
+from dataclasses import dataclass
 from itertools import product
+from math import inf
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from tests.tensor_parallel.whole_and_parts import (
     tokens_of,
 )
 
+DTYPES = torch.float64, torch.float32, torch.bfloat16
 MODEL = model_config(hidden_size=16, vocab_size=250, make_vocab_size_divisible_by=8)
 
 
@@ -179,7 +182,8 @@ def logits(ranks: TensorParallelRanks) -> None:
         found = apply(part, own).compute()
         (found * coefficients[..., mine]).sum().backward()
         (weight,) = whole.parameters()
-        expected = hidden @ weight.T
+        # 250 words, and padding.
+        expected = F.pad(hidden @ weight[:250].T, (0, 6), value=-inf)
         (expected * coefficients).sum().backward()
         gradients = complete_gradients(part, ranks)
         torch.testing.assert_close(found, expected[..., mine], rtol=1e-12, atol=1e-12)
@@ -189,43 +193,97 @@ def logits(ranks: TensorParallelRanks) -> None:
 
 def losses(ranks: TensorParallelRanks) -> None:
     """Loss and gradients, whatever the logits, however few of them may be alive."""
-    vocabulary = 24
-    width = vocabulary // ranks.size
-    mine = slice(ranks.rank * width, (ranks.rank + 1) * width)
-    targets = torch.tensor([[0, width - 1, width, vocabulary - 1], [3, 11, 12, 23]])
-    far = torch.zeros(vocabulary, dtype=torch.float64)
+    width = 24 // ranks.size
+    targets = torch.tensor([[0, width - 1, width, 23], [3, 11, 12, 23]])
+    far = torch.zeros(24, dtype=torch.float64)
     far[:width] = -1e5  # the first rank's logits count nothing
     cases = {
-        "small": drawn(2, 4, vocabulary, seed=1),
-        "large": drawn(2, 4, vocabulary, seed=2) * 1e4,
-        "one part far below": drawn(2, 4, vocabulary, seed=3) + far,
-        "all equal": torch.full((2, 4, vocabulary), 700.0, dtype=torch.float64),
+        "small": drawn(2, 4, 24, seed=1),
+        "large": drawn(2, 4, 24, seed=2) * 1e4,
+        "one part far below": drawn(2, 4, 24, seed=3) + far,
+        "all equal": torch.full((2, 4, 24), 700.0, dtype=torch.float64),
     }
+    _assert_losses(_losses_and_gradients(ranks, cases, targets))
+
+
+def losses_of_padded_and_capped_logits(ranks: TensorParallelRanks) -> None:
+    """Padding counts nothing, and gets no gradient, also on ranks that have nothing else."""
+    targets = torch.tensor([[0, 5, 6, 9], [3, 9, 1, 8]])
+    small = drawn(2, 4, 24, seed=1)
+    cases = {"small": small, "large padding": torch.cat((small[..., :10], small[..., 10:] + 1e4), -1)}
+    results = [
+        *_losses_and_gradients(ranks, cases, targets, words=10),
+        *_losses_and_gradients(ranks, cases, targets, words=23),
+        *_losses_and_gradients(ranks, {"small": small}, targets, words=10, softcap=6.0),
+        # In bf16 a logit that is nearly at the cap says little of its slope.
+        *_losses_and_gradients(ranks, {"beyond": 20 * small}, targets, words=10, softcap=3.0, dtypes=DTYPES[:2]),
+        *_losses_and_gradients(ranks, {"small": small}, targets, softcap=0.5, dtypes=DTYPES[:2]),
+    ]
+    _assert_losses(results)
+    for result in results:
+        of_weight, _, _ = result.gradients[1]
+        assert not of_weight[max(result.words - ranks.rank * 24 // ranks.size, 0) :].any(), result.name
+
+
+@dataclass(frozen=True)
+class _Result:
+    name: str
+    dtype: torch.dtype
+    words: int
+    softcap: float | None
+    losses: tuple[torch.Tensor, torch.Tensor]
+    """Found and expected."""
+    gradients: tuple[tuple[torch.Tensor, torch.Tensor, float], ...]
+    """Found and expected, and 1 where it is a sum of many."""
+
+
+def _losses_and_gradients(
+    ranks: TensorParallelRanks,
+    cases: dict[str, torch.Tensor],
+    targets: torch.Tensor,
+    *,
+    words: int = 24,
+    softcap: float | None = None,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> list[_Result]:
+    """Loss and gradients of the first `words` of 24 logits, and torch's."""
+    width = 24 // ranks.size
+    mine = slice(ranks.rank * width, (ranks.rank + 1) * width)
     results = []
     for (name, whole), limit in product(cases.items(), (8 * width, 3 * width)):
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for dtype in dtypes:
             at_least_fp32 = torch.promote_types(dtype, torch.float32)
             whole_logits = whole.to(dtype, copy=True).to(at_least_fp32).requires_grad_()
             # A weight that gives each column of its input as a logit.
             own = tokens_of(whole, ranks).to(dtype).clone().requires_grad_()
-            weight = torch.eye(vocabulary, dtype=dtype)[mine].clone().requires_grad_()
-            found = Logits(own, weight, ranks, LiveLogits(limit)).cross_entropy(targets)
-            expected = F.cross_entropy(whole_logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 4)
+            weight = torch.eye(24, dtype=dtype)[mine].clone().requires_grad_()
+            logits = Logits(own, weight, ranks, LiveLogits(limit), words=words, softcap=softcap)
+            found = logits.cross_entropy(targets)
+            capped = whole_logits if softcap is None else softcap * torch.tanh(whole_logits / softcap)
+            counted = capped[..., :words].flatten(0, 1)
+            expected = F.cross_entropy(counted, targets.flatten(), reduction="none").view(2, 4)
             coefficients = drawn(2, 4, seed=4).to(at_least_fp32)
             (found * coefficients).sum().backward()
             (expected * coefficients).sum().backward()
             of_weight = whole_logits.grad.flatten(0, 1).T[mine] @ whole_logits.detach().flatten(0, 1)
             gradients = (own.grad, tokens_of(whole_logits.grad, ranks), 0.0), (weight.grad, of_weight, 1.0)
-            results.append((name, dtype, found, expected, gradients))
-    for name, dtype, found, expected, gradients in results:
-        assert found.dtype is expected.dtype, (name, dtype)
-        tolerance = 1e-12 if dtype is torch.float64 else 1e-6
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-        rounding = 2**-8 if dtype is torch.bfloat16 else tolerance
-        for gradient, wanted, is_sum in gradients:
-            assert gradient.dtype is dtype
+            results.append(_Result(name, dtype, words, softcap, (found, expected), gradients))
+    return results
+
+
+def _assert_losses(results: list[_Result]) -> None:
+    for result in results:
+        found, expected = result.losses
+        assert found.dtype is expected.dtype, result
+        tolerance = 1e-12 if result.dtype is torch.float64 else 1e-6
+        rounding = 2**-8 if result.dtype is torch.bfloat16 else tolerance
+        # A cap is applied to logits in their own type.
+        of_loss = tolerance if result.softcap is None else rounding * max(result.softcap, 1)
+        torch.testing.assert_close(found, expected, rtol=of_loss, atol=of_loss)
+        for gradient, wanted, is_sum in result.gradients:
+            assert gradient.dtype is result.dtype
             # Of a sum that cancels out, the error is that of its largest terms.
-            atol = tolerance + is_sum * rounding * wanted.abs().max().item()
+            atol = of_loss + is_sum * rounding * wanted.abs().max().item()
             torch.testing.assert_close(gradient.to(wanted.dtype), wanted, rtol=rounding, atol=atol)
 
 
@@ -240,5 +298,6 @@ CHECKS = {
         words,
         logits,
         losses,
+        losses_of_padded_and_capped_logits,
     )
 }

@@ -14,7 +14,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
 from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
-from tests.model.configs import llama_config, model_config, uneven_layers
+from tests.model.configs import OF_FAMILIES, llama_config, model_config, uneven_layers
 from tests.tensor_parallel.whole_and_parts import ALONE, assert_gradients, complete_gradients
 
 CUT = (12, 4, 16)
@@ -26,6 +26,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model": llama_config(init_method_std=0.3, num_key_value_heads=4), "recompute_cheap": True},
     "llama_with_dropout": {"model": llama_config(init_method_std=0.3, num_key_value_heads=4, **DROPPED)},
     "uneven": {"model": llama_config(num_key_value_heads=4, heterogeneous_layers_config_path=UNEVEN, **DROPPED)},
+    **{
+        name: {
+            "model": model_config(**parts | {"init_method_std": 0.3, "num_key_value_heads": 4}),
+            "recompute_cheap": index % 2 == 0,
+        }
+        for index, (name, parts) in enumerate(OF_FAMILIES.items())
+    },
+    "neox_like_with_dropout": {
+        "model": model_config(**OF_FAMILIES["neox_like"] | {"init_method_std": 0.3} | DROPPED),
+        "recompute_cheap": True,
+    },
+    "gemma_like_with_dropout": {
+        "model": model_config(
+            **OF_FAMILIES["gemma_like"] | {"init_method_std": 0.3, "num_key_value_heads": 4} | DROPPED
+        )
+    },
     "documents": {
         "model": model_config(init_method_std=0.3, **DROPPED),
         "documents": Documents(((0, 5, 13, 14), (0, 20))),

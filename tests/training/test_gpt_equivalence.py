@@ -163,10 +163,12 @@ class WholePast:
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         return make()
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float, first_head: int) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float, first_head: int
+    ) -> Tensor:
         length, repeats = query.shape[1], query.shape[2] // key.shape[2]
         key, value = (each.repeat_interleave(repeats, dim=2) for each in (key, value))
-        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
         begins = torch.arange(length) - self.positions(length)
         keys = torch.arange(length)
         seen = (keys <= keys[:, None]) & (keys >= begins[:, :, None])

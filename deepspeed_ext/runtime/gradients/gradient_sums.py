@@ -37,13 +37,14 @@ def sum_over_sharing_ranks(weights_and_groups: Iterable[tuple[nn.Parameter, dist
 def sum_over_tensor_parallel_ranks(module: nn.Module, grid: Any) -> None:
     """Sum the gradients of weights that every tensor-parallel rank holds whole, but applies to its part of the tokens.
 
-    Such a weight has an attribute `sequence_parallel`, as Megatron's do: norms, and the biases after a reduction.
+    Such a weight has an attribute `sequence_parallel`, as Megatron's do: norms, and the biases after a reduction. So do
+    norms of queries and keys, which a rank applies to its part of the heads, with sequence parallelism or without.
 
     Args:
         module: layers of this rank.
         grid: process groups of this rank.
     """
-    weights = _applied_to_own_tokens(module, grid)
+    weights = _applied_to_a_part(module, grid)
     if weights:
         sum_in_buckets(map(accumulated_gradient, weights), grid.get_slice_parallel_group())
 
@@ -56,12 +57,10 @@ def summed_before_replicas(module: Any, grid: Any) -> set[nn.Parameter]:
         grid: its ranks.
     """
     groups = module.get_tied_weights_and_groups()
-    return {weight for weight, group in groups if dist.get_world_size(group) > 1} | {
-        *_applied_to_own_tokens(module, grid)
-    }
+    return {weight for weight, group in groups if dist.get_world_size(group) > 1} | {*_applied_to_a_part(module, grid)}
 
 
-def _applied_to_own_tokens(module: nn.Module, grid: Any) -> list[nn.Parameter]:
+def _applied_to_a_part(module: nn.Module, grid: Any) -> list[nn.Parameter]:
     if grid.get_slice_parallel_world_size() == 1:
         return []
     weights = module.parameters()

@@ -59,19 +59,16 @@ def _block(model: ModelConfig, shape: BlockShape) -> Layer:
     if shape.ffn_hidden_size:
         products.append(Product(hidden, (1 + model.gated) * shape.ffn_hidden_size, "column"))
         products.append(Product(shape.ffn_hidden_size, hidden, "row"))
-    norms = bool(shape.num_key_value_heads) + bool(shape.ffn_hidden_size)
-    # Norms, and the biases that are added behind a reduction, are on every tensor-parallel rank.
-    unshared = norms * (flops.norm_parameters(model) + (0 if model.disable_bias_linear else hidden))
     return Layer(
         name="block",
         kind="block",
         tokens=model.seq_length,
         hidden_size=hidden,
         parameters=flops.block_parameters(model, shape),
-        unshared_parameters=unshared,
+        unshared_parameters=flops.block_unshared_parameters(model, shape),
         products=tuple(products),
         attention=attention,
-        num_norms=norms,
+        num_norms=flops.block_norms(model, shape),
         activation_width=shape.ffn_hidden_size,
         gated=model.gated,
     )
