@@ -102,11 +102,10 @@ class WholeSequence:
         """Return what `make` makes, for every layer again."""
         return make()
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float, first_head: int
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float, **more: Any) -> Tensor:
         """Return causal attention of queries, keys and values [B, N, heads, D]: [B, N, heads, D]."""
         assert not dropout, "the benchmarks train without dropout"
+        assert more["window"] is more["softcap"] is None, "the benchmarks train without windows and soft caps"
         heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
         attended = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=True)
         return attended.transpose(1, 2)

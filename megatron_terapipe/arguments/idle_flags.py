@@ -174,8 +174,7 @@ _DEPENDENT: Mapping[str, IdleFlag] = {
     **_beside(
         "--multi-latent-attention",
         bare="cache-mla-latents",
-        one="q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale"
-        " mscale-all-dim",
+        one="q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale mscale-all-dim",
     ),
     **_beside("--mtp-num-layers", bare="mtp-standalone mtp-use-repeated-layer", one="mtp-loss-scaling-factor"),
     **_beside(

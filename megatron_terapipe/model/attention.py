@@ -48,7 +48,16 @@ class Past(Protocol):
         """
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float, first_head: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        dropout: float,
+        first_head: int,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """Return causal attention of these tokens to themselves and to those before: [B, N, H, D].
 
@@ -59,6 +68,8 @@ class Past(Protocol):
             scale: factor of the scores.
             dropout: probability with which an attention weight is dropped.
             first_head: number of the first of these heads among the heads of all ranks.
+            window: tokens that a token attends to, itself included; None for all before it.
+            softcap: limit of the scores; None for none.
         """
 
     def dropout(
@@ -99,7 +110,8 @@ class SelfAttention(nn.Module):
         num_heads, num_groups = model.num_attention_heads, block.num_key_value_heads
         self.head_size, self.heads_of_group = model.kv_channels, num_heads // num_groups
         self.first_head = ranks.rank * num_heads // ranks.size
-        self.dropout, self.scale = model.attention_dropout, model.softmax_scale
+        self.dropout, self.window = model.attention_dropout, block.window
+        self.scale, self.softcap = model.softmax_scale, model.attention_softcap
         self.rotary = rotary or rotary_table(model, block)
         self.query_key_value = ColumnParallelLinear(
             model.hidden_size,
@@ -129,8 +141,16 @@ class SelfAttention(nn.Module):
         """
         groups = self.query_key_value(hidden, recomputed).unflatten(-1, (-1, self.heads_of_group + 2, self.head_size))
         query, key, value = self._heads(groups, past)
-        dropout = self.dropout if self.training else 0.0
-        attended = past.attend(query, key, value, scale=self.scale, dropout=dropout, first_head=self.first_head)
+        attended = past.attend(
+            query,
+            key,
+            value,
+            scale=self.scale,
+            dropout=self.dropout if self.training else 0.0,
+            first_head=self.first_head,
+            window=self.window,
+            softcap=self.softcap,
+        )
         return self.projection(attended.flatten(2))
 
     def _heads(self, groups: Tensor, past: Past) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,6 @@ from torch import Tensor
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.rotation import rotation_of
-from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
 from megatron_terapipe.model.norm import NORMS
@@ -29,11 +28,7 @@ def gpt_layers(
         model: the model section, with its vocabulary size known.
         ranks: ranks that share the matrices of each layer; None for one rank alone.
         recompute_cheap: compute the outputs of norms and activations again in the backward instead of keeping them.
-
-    Raises:
-        ConfigError: if this trainer has no layer of that kind.
     """
-    _check_known(model)
     ranks = ranks or TensorParallelRanks()
     rotations = {block: rotation_of(model, block) for block in model.blocks}
     # Layers that turn alike share one table.
@@ -56,15 +51,6 @@ def gpt_layers(
     ]
     final_norm = LayerSpec(NORMS[model.normalization], model, ranks)
     return [embedding, LayerSpec(PositionEmbedding, model, ranks), *blocks, final_norm, output]
-
-
-def _check_known(model: ModelConfig) -> None:
-    for flag, value in (
-        ("--sliding-window", model.sliding_window),
-        ("--attention-softcap", model.attention_softcap),
-    ):
-        if value is not None:
-            raise ConfigError(f"{flag} {value} is not in this trainer's attention: train a model without it")
 
 
 def layers_with_weights(model: ModelConfig) -> range:

@@ -117,7 +117,7 @@ def test_wrong_words_end_in_one_line(words: str, line: str) -> None:
 
 def test_wrong_flags_are_all_named_in_one_line_each_once() -> None:
     assert refusal("--embed-layernorm --num-layer 4 --seed 1 --num_experts=8 --embed-layernorm --qqqqq --xyzzy 1") == (
-        "--embed-layernorm: norms come before attention and MLP, and none follows the embedding: this model cannot be "
+        "--embed-layernorm: no norm follows the embedding, and residuals are added as they come: this model cannot be "
         "trained here; "
         "--num-layer is not a flag: did you mean --num-layers?; "
         "--num-experts 8: mixtures of experts are not in this trainer: this model cannot be trained here; "

@@ -90,6 +90,10 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         "softmax_scale": 0.2,
         "embedding_multiplier": 32**0.5,
         "logit_softcap": 2.0,
+        "attention_softcap": 1.5,
+        "sliding_window": 7,
+        "window_attn_skip_freq": "2",
+        "rotary_base_local": 100.0,
         "untie_embeddings_and_output_weights": False,
     },
     "olmo2_like": {**LLAMA, "num_key_value_heads": 4, "norm_placement": "post", "qk_norm": "all-heads"},
@@ -102,6 +106,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 12.0,
         "logit_multiplier": 0.25,
         "rotary_scaling_factor": 2.0,
+        "sliding_window": 11,
     },
 }
 """What sets well-known families apart."""

@@ -67,7 +67,12 @@ def attention(layer: SelfAttention, model: ModelConfig, block: BlockShape, hidde
     outputs = []
     for head, query in enumerate(queries):
         scores = query @ keys[head // in_group].transpose(1, 2) * model.softmax_scale
-        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+        if model.attention_softcap is not None:
+            scores = model.attention_softcap * torch.tanh(scores / model.attention_softcap)
+        unseen = torch.ones(length, length, dtype=torch.bool).triu(1)
+        if block.window is not None:
+            unseen |= torch.ones(length, length, dtype=torch.bool).tril(-block.window)
+        scores = scores.masked_fill(unseen, float("-inf"))
         weights = masked(scores.softmax(-1), f"head {head}")
         outputs.append(weights @ values[head // in_group])
     return product(layer.projection, torch.cat(outputs, -1))

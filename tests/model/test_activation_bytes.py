@@ -12,6 +12,8 @@ from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from tests.model.configs import OF_FAMILIES, SEQ, llama_config, model_config
 
 ROWS = 4
+OF_128 = {"hidden_size": 128, "kv_channels": 32}
+NO_WINDOWS = {"sliding_window": None, "window_attn_skip_freq": None, "rotary_base_local": None}
 SHAPES = {
     "plain": model_config(hidden_size=128),
     "grouped": model_config(hidden_size=128, num_key_value_heads=1),
@@ -26,7 +28,7 @@ SHAPES = {
     "dropout": llama_config(hidden_size=128, ffn_hidden_size=192, hidden_dropout=0.1, attention_dropout=0.1),
     "norms_in_parallel": model_config(hidden_size=128, parallel_residual=True),
     "one_norm_for_both": model_config(hidden_size=128, parallel_residual=True, shared_block_norm=True),
-    **{name: model_config(**parts | {"hidden_size": 128, "kv_channels": 32}) for name, parts in OF_FAMILIES.items()},
+    **{name: model_config(**parts | OF_128 | NO_WINDOWS) for name, parts in OF_FAMILIES.items()},
 }
 PARTS = [
     BlockShape(num_key_value_heads=0, ffn_hidden_size=64),

@@ -164,13 +164,26 @@ class WholePast:
         return make()
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float, first_head: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        dropout: float,
+        first_head: int,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         length, repeats = query.shape[1], query.shape[2] // key.shape[2]
         key, value = (each.repeat_interleave(repeats, dim=2) for each in (key, value))
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
-        begins = torch.arange(length) - self.positions(length)
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
         keys = torch.arange(length)
+        begins = keys - self.positions(length)
+        if window is not None:
+            begins = torch.maximum(begins, keys - window + 1)
         seen = (keys <= keys[:, None]) & (keys >= begins[:, :, None])
         weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
         if dropout:
