@@ -26,6 +26,37 @@ FLAGS = (
     " --init-method-std 0.05 --zero-stage 0 --micro-batch-size 2 --train-iters 10 --lr 1e-2 --clip-grad 0"
     " --data-path unread"
 )
+LLAMA = (
+    "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --ffn-hidden-size 40 --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --num-key-value-heads 2"
+)
+WINDOWS = "--sliding-window 9 --window-attn-skip-freq 2"
+FAMILIES = {
+    "": "",
+    "neox": "--position-embedding-type rope --rotary-percent 0.5 --parallel-residual --output-layer-init-std 0.08",
+    "gptj": (
+        "--position-embedding-type rope --rotary-percent 0.75 --rotary-interleaved --parallel-residual"
+        " --shared-block-norm --disable-bias-linear --add-mlp-bias --apply-layernorm-1p --qk-layernorm"
+    ),
+    "qwen": (
+        f"{LLAMA} --qk-layernorm --add-qkv-bias --use-rope-scaling --rotary-scaling-factor 4 --rotary-original-length 8"
+        " --no-rope-freq 2"
+    ),
+    "gemma": (
+        f"{LLAMA.replace('swiglu', 'activation geglu')} {WINDOWS} --rotary-base-local 100 --norm-placement both"
+        " --apply-layernorm-1p --softmax-scale 0.5 --attention-softcap 1.5 --logit-softcap 0.5"
+        " --embedding-multiplier 5.5"
+    ),
+    "olmo": (
+        f"{LLAMA} --norm-placement post --qk-norm all-heads --rotary-scaling yarn --rotary-scaling-factor 4"
+        " --rotary-original-length 8 --rotary-beta-fast 1.5 --rotary-beta-slow 0.3"
+    ),
+    "granite": (
+        f"{LLAMA.replace('swiglu', 'activation geglu-exact')} --add-attention-bias --residual-multiplier 0.3"
+        " --embedding-multiplier 12 --logit-multiplier 0.25 --rope-scaling-factor 2 --embedding-init-method-std 0.02"
+    ),
+}
+"""What sets well-known families of models apart, each by one name."""
 LONG_STEP = 2.0**20
 """A learning rate beside which a weight is nothing: (before - after) / LONG_STEP is the gradient to the last digits."""
 
@@ -39,17 +70,19 @@ Step = tuple[float, float, dict[Key, np.ndarray]]
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train the small GPT: flags of the trainer. Its text form is the id of its tests."""
+    """One way to train the small GPT: flags of the trainer, and a family. Its text form is the id of its tests."""
 
     world_size: int = 1
     flags: str = ""
     micro_batches: int = 2
     fp64: bool = False
+    family: str = ""
 
     def __str__(self) -> str:
         flags = self.flags.replace("--", "").replace("-model-parallel-size", "")
         words = [Path(word).stem if word.startswith("/") else word for word in flags.split()]
-        return "_".join([f"ranks{self.world_size}", f"m{self.micro_batches}", *words] + ["fp64"] * self.fp64)
+        ends = [word for word in (self.family, "fp64" * self.fp64) if word]
+        return "_".join([f"ranks{self.world_size}", f"m{self.micro_batches}", *words, *ends])
 
     @property
     def dtype(self) -> str:
@@ -61,7 +94,7 @@ class Setup:
         return self.world_size // parallel.pipeline_model_parallel_size // parallel.tensor_model_parallel_size
 
     def argv(self) -> list[str]:
-        return f"{FLAGS} {self.flags}".split()
+        return f"{FLAGS} {self.flags} {FAMILIES[self.family]}".split()
 
 
 class RecordingSGD(torch.optim.SGD):

@@ -152,11 +152,12 @@ class _Kept:
         hidden = element * layer.hidden_size * whole
         attention = layer.attention
         mlp_width = element * layer.activation_width / size
-        query = key_value = scores = log_sums = 0.0 * size
+        query = key_value = scores = log_sums = normed_heads = 0.0 * size
         if attention is not None:
             query = element * attention.query_heads * attention.head_size / size
             key_value = 2 * element * attention.key_value_heads * attention.head_size / size
             log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
+            normed_heads = element * attention.normed_channels / size
             positions = attention.window or layer.tokens
             # Probabilities before and after dropout, and its mask: 5as of equation 1.
             copies = 2 * element + 1 if self.software.attention_dropout else element
@@ -165,13 +166,22 @@ class _Kept:
         num_parts = has_attention + has_mlp
         masks = num_parts * layer.hidden_size * whole if self.software.residual_dropout else 0.0 * size
         # Norm inputs and outputs; query, the product of probabilities and values; the MLP's two widths, and its gate.
-        norms = max(layer.num_norms, num_parts) * hidden
-        inputs = num_parts * hidden
+        norms, inputs = layer.kept_states * hidden, layer.normed_states * hidden
         widths = (1 + layer.gated) * mlp_width
         activated = 0.0 * size if self.reads_output else mlp_width
         flash = self.software.attention == "flash"
         core = log_sums if flash else scores
-        everything = norms + inputs + 2 * query + core + widths + activated + masks + (0.0 if flash else key_value)
+        everything = (
+            norms
+            + inputs
+            + normed_heads
+            + 2 * query
+            + core
+            + widths
+            + activated
+            + masks
+            + (0.0 if flash else key_value)
+        )
         gradients = 2 * hidden + np.maximum(2 * mlp_width, query + key_value) + (0.0 if flash else 0.8 * scores)
         kept, again = everything, 0.0 * size
         if recompute == "full":

@@ -53,12 +53,13 @@ def _block(model: ModelConfig, shape: BlockShape) -> Layer:
     products: list[Product] = []
     attention = None
     if shape.num_key_value_heads:
-        attention = Attention(heads, shape.num_key_value_heads, head_size)
+        attention = Attention(heads, shape.num_key_value_heads, head_size, normed=model.qk_norm != "none")
         products.append(Product(hidden, (heads + 2 * shape.num_key_value_heads) * head_size, "column"))
         products.append(Product(heads * head_size, hidden, "row"))
     if shape.ffn_hidden_size:
         products.append(Product(hidden, (1 + model.gated) * shape.ffn_hidden_size, "column"))
         products.append(Product(shape.ffn_hidden_size, hidden, "row"))
+    kept_states, normed_states = flops.block_hidden_states(model, shape)
     return Layer(
         name="block",
         kind="block",
@@ -69,6 +70,8 @@ def _block(model: ModelConfig, shape: BlockShape) -> Layer:
         products=tuple(products),
         attention=attention,
         num_norms=flops.block_norms(model, shape),
+        kept_states=kept_states,
+        normed_states=normed_states,
         activation_width=shape.ffn_hidden_size,
         gated=model.gated,
     )

@@ -46,6 +46,7 @@ class Attention:
         head_size: width of a head.
         causal: whether a token attends to itself and those before it only.
         window: tokens of the windows that attend to themselves alone, which are not causal; None = the whole sequence.
+        normed: whether queries and keys have norms.
     """
 
     query_heads: int
@@ -53,6 +54,12 @@ class Attention:
     head_size: int
     causal: bool = True
     window: int | None = None
+    normed: bool = False
+
+    @property
+    def normed_channels(self) -> int:
+        """Channels of the queries and keys of a token that have norms, which keep them."""
+        return (self.query_heads + self.key_value_heads) * self.head_size if self.normed else 0
 
     @property
     def flops_per_position(self) -> int:
@@ -87,7 +94,9 @@ class Layer:
         unshared_parameters: those of `parameters` of which every tensor-parallel rank holds a copy (norms, positions).
         products: its matrix products.
         attention: its attention, if it has one.
-        num_norms: norms before its parts.
+        num_norms: norms of hidden states.
+        kept_states: hidden states of a token that stay from forward to backward; None = one for each norm.
+        normed_states: those that selective recomputation computes again, outputs of norms; None = one for each part.
         activation_width: width of the MLP's activation; 0 without.
         gated: whether that has a gate beside it.
         shared_weight: name of the weight that another layer also uses (tied embedding); None = its own alone.
@@ -106,12 +115,21 @@ class Layer:
     products: tuple[Product, ...] = ()
     attention: Attention | None = None
     num_norms: int = 0
+    kept_states: int = None  # type: ignore[assignment]
+    normed_states: int = None  # type: ignore[assignment]
     activation_width: int = 0
     gated: bool = False
     shared_weight: str | None = None
     shared_parameters: int = 0
     extra_output_elements: int = 0
     forward_s: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in the hidden states that stay, and those that can be computed again."""
+        parts = (self.attention is not None) + (self.activation_width > 0)
+        for name, count in (("kept_states", max(self.num_norms, parts)), ("normed_states", parts)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, count)
 
     @property
     def linear_flops_per_token(self) -> int:

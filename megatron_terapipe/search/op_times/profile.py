@@ -31,6 +31,7 @@ def shape_to_json(shape: Shape) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "products": [[each.inputs, each.outputs, each.parallel] for each in products],
         "attention": attention and [attention.query_heads, attention.key_value_heads, attention.head_size],
+        **({"normed_heads": True} if attention and attention.normed else {}),
         "num_norms": num_norms,
         "activation_width": activation_width,
         "gated": gated,

@@ -84,6 +84,7 @@ class ShapeEntry(Entry):
     hidden_size: Count
     products: list[Annotated[list[Any], Field(min_length=3, max_length=3)]] = Field(default_factory=list)
     attention: Annotated[list[CountOrNone], Field(min_length=3, max_length=3)] | None = None
+    normed_heads: bool = False
     num_norms: CountOrNone
     activation_width: CountOrNone
     gated: bool
@@ -94,7 +95,7 @@ class ShapeEntry(Entry):
         attention = None
         if self.attention is not None:
             query_heads, key_value_heads, head_size = self.attention
-            attention = Attention(query_heads, key_value_heads, head_size)
+            attention = Attention(query_heads, key_value_heads, head_size, normed=self.normed_heads)
         sizes = self.num_norms, self.activation_width, self.gated
         return (self.kind, self.hidden_size, products, attention, *sizes)
 

@@ -194,7 +194,10 @@ class Roofline:
         adding = (3 * size + mask) * residuals * layer.hidden_size / shared
         activation = (2 + layer.gated) * size * layer.activation_width / tp
         copying: ScalarOrArray = 0.0
-        launches = LAUNCHES["norm"] * layer.num_norms + LAUNCHES["residual"] * residuals
+        if layer.attention is not None and layer.attention.normed:
+            norms += 2 * size * layer.attention.normed_channels / tp
+        num_norms = layer.num_norms + 2 * (layer.attention is not None and layer.attention.normed)
+        launches = LAUNCHES["norm"] * num_norms + LAUNCHES["residual"] * residuals
         launches += LAUNCHES["activation"] * bool(layer.activation_width)
         if layer.attention is not None and self.software.attention == "scores":
             heads = 2 * layer.attention.query_heads + 2 * layer.attention.key_value_heads

@@ -68,6 +68,10 @@ def test_published_savings() -> None:
     [
         {},
         {"activation": "swiglu", "normalization": "rmsnorm", "num_key_value_heads": 8, "disable_bias_linear": True},
+        {"qk_norm": "head", "norm_placement": "both", "activation": "geglu"},
+        {"norm_placement": "post", "num_key_value_heads": 8},
+        {"parallel_residual": True},
+        {"parallel_residual": True, "shared_block_norm": True, "qk_norm": "head"},
     ],
 )
 def test_ours_is_the_trainers_own_formula(recompute: str, parts: dict[str, object]) -> None:
