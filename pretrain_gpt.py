@@ -25,13 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = arguments.config
         launch = _launch_environment(config)
         speaks = launch.local_rank == 0
-        lines = [
-            *arguments.notices,
-            *prepare_cuda_environment(
-                num_pipeline_ranks=config.parallel.pipeline_model_parallel_size,
-                deterministic=config.training.deterministic_mode,
-            ),
-        ]
+        lines = prepare_cuda_environment(
+            num_pipeline_ranks=config.parallel.pipeline_model_parallel_size,
+            deterministic=config.training.deterministic_mode,
+        )
         if lines and launch.rank == 0:
             print(*lines, sep="\n", flush=True)
         # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
@@ -43,9 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.training.dry_run:
             lines = dry_run(config, launch)
             if launch.rank == 0:
-                print(*lines, sep="\n", flush=True)
+                print(*arguments.notices, *lines, sep="\n", flush=True)
             return 0
         run = prepare(config, launch)
+        if arguments.notices and launch.rank == 0:
+            print(*arguments.notices, sep="\n", flush=True)
         speaks = True
         with process_group(run):
             Trainer(run, build_engine(run)).run()

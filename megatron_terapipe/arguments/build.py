@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
 from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.deepspeed_values import DeepSpeedValues
 from megatron_terapipe.arguments.flags import flags
 from megatron_terapipe.arguments.notices import notices
 from megatron_terapipe.arguments.parser import CommandLine, read_command_line
@@ -56,9 +57,13 @@ def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
             given.setdefault(name, value)
     if given.get("use_checkpoint_args"):
         _take_model_from_checkpoint(given)
-    _check_accepted(line)
     _fall_back(line)
-    return Arguments(config=build_config(given), notices=tuple(notices(line)))
+    file = DeepSpeedValues.read(given.get("deepspeed_config"), given)
+    given |= file.values()
+    with file.named_in_errors():
+        _check_accepted(line)
+        config = build_config(given)
+    return Arguments(config=config, notices=(*notices(line, config), *file.notices()))
 
 
 def build_config(given: Mapping[str, Any]) -> Config:

@@ -6,6 +6,7 @@ from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.flags import flags, title_of
 from megatron_terapipe.arguments.idle_flags import IDLE_FLAGS
 from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
+from megatron_terapipe.arguments.other_defaults import OTHER_DEFAULTS
 from megatron_terapipe.arguments.parser import spellings
 from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
 from megatron_terapipe.config.options import flag
@@ -14,7 +15,9 @@ from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
 
 def markdown() -> str:
     """Return the text of `docs/arguments.md`."""
-    return "\n".join([*_own(), *_presets(), *_accepted(), *_neutral(), *_idle(), *_refused()]) + "\n"
+    return (
+        "\n".join([*_own(), *_presets(), *_other_defaults(), *_accepted(), *_neutral(), *_idle(), *_refused()]) + "\n"
+    )
 
 
 def _own() -> Iterable[str]:
@@ -41,6 +44,16 @@ def _presets() -> Iterable[str]:
     yield from ["", "| preset | published as | it sets | from |", "|---|---|---|---|"]
     for name, preset in MODEL_PRESETS.items():
         yield _row(f"`{name}`", _billions(preset.published_parameters), f"`{_words(preset)}`", preset.source)
+
+
+def _other_defaults() -> Iterable[str]:
+    yield from ["", "## Defaults that differ", ""]
+    yield "Defaults of Megatron-LM and Megatron-DeepSpeed that differ from ours. Where a training is another one by"
+    yield "them, and no flag sets them, a line at the start of a run says so."
+    yield from ["", "| flag | there | here |", "|---|---|---|"]
+    ours = {each.name: each.default for each in flags()}
+    for each in OTHER_DEFAULTS:
+        yield _row(f"`{flag(each.field)}`", each.theirs, f"{ours[each.field]:g}")
 
 
 def _accepted() -> Iterable[str]:

@@ -21,13 +21,21 @@ class BatchConfig:
     global_batch_size: int | None = None
     """Sequences of one optimizer step, over all data-parallel ranks. Default: one micro-batch on each."""
 
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches of each data-parallel rank in one optimizer step, instead of `--global-batch-size`."""
+
     rampup_batch_size: tuple[int, ...] | None = option(None, metavar="N")
     """Three numbers: the first global batch size, the increment, and the samples until it reaches
     `--global-batch-size`, as in `--rampup-batch-size 16 8 300000`."""
 
     def __post_init__(self) -> None:
         """Check the sizes and the ramp between them."""
-        check_positive(self, "micro_batch_size", "global_batch_size")
+        check_positive(self, "micro_batch_size", "global_batch_size", "gradient_accumulation_steps")
+        if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
+            raise ConfigError(
+                f"--global-batch-size {self.global_batch_size} and --gradient-accumulation-steps "
+                f"{self.gradient_accumulation_steps} both say how large a step is: drop one of them"
+            )
         self._check_ramp()
         self._check_multiples(self.micro_batch_size, f"--micro-batch-size {self.micro_batch_size}")
 
@@ -51,7 +59,7 @@ class BatchConfig:
             f"--micro-batch-size {self.micro_batch_size} x data-parallel size {data_parallel_size} = {sequences}",
         )
         if self.rampup_batch_size is None:
-            return BatchSizes.constant(self.global_batch_size or sequences)
+            return BatchSizes.constant(self.global_batch_size or sequences * (self.gradient_accumulation_steps or 1))
         assert self.global_batch_size is not None
         start, increment, ramp_samples = self.rampup_batch_size
         return BatchSizes(final=self.global_batch_size, start=start, increment=increment, ramp_samples=ramp_samples)

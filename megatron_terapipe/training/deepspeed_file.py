@@ -6,51 +6,20 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from megatron_terapipe.config.json_files import read_json
+from megatron_terapipe.config.deepspeed_settings import (
+    FLAG,
+    NO_EFFECT,
+    SETTINGS,
+    read_deepspeed_settings,
+    switched_on,
+)
 from megatron_terapipe.errors import ConfigError
-
-FLAG = "--deepspeed-config"
-
-FLAGS = {
-    "train_batch_size": "--global-batch-size",
-    "train_micro_batch_size_per_gpu": "--micro-batch-size",
-    "gradient_accumulation_steps": "--global-batch-size",
-    "gradient_clipping": "--clip-grad",
-    "zero_optimization.stage": "--zero-stage",
-    "zero_optimization.reduce_bucket_size": "--zero-reduce-bucket-size",
-    "zero_optimization.allgather_bucket_size": "--zero-allgather-bucket-size",
-    "zero_optimization.reduce_scatter": "--zero-reduce-scatter",
-    "zero_optimization.contiguous_gradients": "--zero-contiguous-gradients",
-    "bf16.enabled": "--bf16",
-    "fp16.enabled": "--fp16",
-    "fp16.loss_scale": "--loss-scale",
-    "fp16.initial_scale_power": "--initial-loss-scale",
-    "fp16.loss_scale_window": "--loss-scale-window",
-    "fp16.hysteresis": "--hysteresis",
-    "fp16.min_loss_scale": "--min-loss-scale",
-    "data_types.grad_accum_dtype": "--accumulate-allreduce-grads-in-fp32",
-    "pipeline.token_slices": "--token-slices",
-    "pipeline.schedule": "--pipeline-schedule",
-    "optimizer.type": "--optimizer",
-    "optimizer.params.lr": "--lr",
-    "optimizer.params.betas": "--adam-beta1 or --adam-beta2",
-    "optimizer.params.eps": "--adam-eps",
-    "optimizer.params.weight_decay": "--weight-decay",
-    "optimizer.params.momentum": "--sgd-momentum",
-}
-"""Flag that decides each setting; the rest of what we set follows from no flag."""
 
 NOT_HERE = {
     "scheduler": "the learning rate is built from --lr-decay-style and its like",
     "data_parallel_size": "it follows from the world size",
     "sequence_parallel_size": "sequences are cut with --num-token-slices",
     "tensor_parallel": "layers are spread with --tensor-model-parallel-size",
-    "flops_profiler": "it times DeepSpeed's own forward, which token slices do not run",
-    "activation_checkpointing.partition_activations": "layers are recomputed with --recompute-granularity",
-    "activation_checkpointing.cpu_checkpointing": "layers are recomputed with --recompute-granularity",
-    "activation_checkpointing.contiguous_memory_optimization": "layers are recomputed with --recompute-granularity",
-    "activation_checkpointing.synchronize_checkpoint_boundary": "layers are recomputed with --recompute-granularity",
-    "activation_checkpointing.profile": "layers are recomputed with --recompute-granularity",
     "zero_optimization.cpu_offload": "the optimizer stays on the accelerator",
     "zero_optimization.offload_optimizer": "the optimizer stays on the accelerator",
     "zero_optimization.offload_param": "weights stay on the accelerator",
@@ -65,7 +34,7 @@ NOT_HERE = {
     "hybrid_engine": "the engine is the one of token slices",
     "weight_quantization": "weights are not quantized",
 }
-"""Settings that would do nothing here, or harm, and why. Switched off, they may stand in a file."""
+"""Settings that would change the training, or cannot work here, and why. Switched off, they may stand in a file."""
 
 OTHERS = {
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "disable_python_gc"),
@@ -104,14 +73,9 @@ def read_deepspeed_file(path: str, decided: Mapping[str, Any], optimizer: Mappin
     Raises:
         ConfigError: if it cannot be read, or for all that is wrong with it, in one line.
     """
-    document = read_json(path, FLAG)
-    if not isinstance(document, dict):
-        raise ConfigError(f"{FLAG} {path} is not a JSON object: write one")
-    if "bfloat16" in document:  # DeepSpeed's older name; under it the conflict with --bf16 would go unseen.
-        document["bf16"] = document.pop("bfloat16")
-    file = _without_auto(document)
+    file = read_deepspeed_settings(path)
     faults = [
-        *_unknown(file, {*decided, *OTHERS, "optimizer", *(name.split(".")[0] for name in NOT_HERE)}),
+        *_unknown(file, {*decided, *OTHERS, "optimizer", *(name.split(".")[0] for name in (*NOT_HERE, *NO_EFFECT))}),
         *_not_here(file),
         *_disagreements({key: value for key, value in file.items() if key != "optimizer"}, decided),
         *_optimizer_faults(file.get("optimizer", {}), optimizer),
@@ -130,15 +94,6 @@ def _line(faults: list[_Fault]) -> str:
     return f"{'; '.join(texts)}: {remedy}remove {'them' if several else 'it'} from the file"
 
 
-def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the settings that a file leaves to us."""
-    return {
-        key: _without_auto(value) if isinstance(value, Mapping) else value
-        for key, value in settings.items()
-        if value is not None and value != "auto"
-    }
-
-
 def _unknown(file: Mapping[str, Any], known: set[str]) -> Iterator[_Fault]:
     """DeepSpeed ignores what it does not know, and a misspelt setting with it."""
     for key in file:
@@ -153,19 +108,8 @@ def _not_here(file: Mapping[str, Any]) -> Iterator[_Fault]:
         value = file.get(first)
         if second:
             value = value.get(second) if isinstance(value, Mapping) else None
-        if _switched_on(value):
+        if switched_on(value):
             yield _Fault(text=f"{name}, but {reason}")
-
-
-def _switched_on(value: object) -> bool:
-    if not isinstance(value, Mapping):
-        return bool(value)
-    if "enabled" in value:
-        return bool(value["enabled"])
-    if "device" in value:
-        return bool(value["device"] != "none")
-    # A section whose params are all left to us says nothing.
-    return bool(value.get("params") if "params" in value else value)
 
 
 def _disagreements(file: Mapping[str, Any], decided: Mapping[str, Any], prefix: str = "") -> Iterator[_Fault]:
@@ -176,9 +120,9 @@ def _disagreements(file: Mapping[str, Any], decided: Mapping[str, Any], prefix: 
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
             yield from _disagreements(theirs, ours, f"{name}.")
         elif theirs != ours:
-            owner = f"{FLAGS[name]} makes it" if name in FLAGS else "it must be"
+            owner = f"{SETTINGS[name].flags} makes it" if name in SETTINGS else "it must be"
             text = f"{name} to {json.dumps(theirs)}, but {owner} {json.dumps(ours)}"
-            yield _Fault(text=text, by_flag=name in FLAGS)
+            yield _Fault(text=text, by_flag=name in SETTINGS)
 
 
 def _optimizer_faults(file: object, ours: Mapping[str, Any]) -> Iterator[_Fault]:

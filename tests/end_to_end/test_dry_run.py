@@ -10,7 +10,8 @@ from megatron_terapipe.strategy import Strategy
 from pretrain_gpt import main
 from tests.end_to_end.launching import MODEL, PIPELINE, TRAINING, flags
 
-CHECK = [*MODEL, *TRAINING[:8], "--mock-data", "--dry-run"]
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+CHECK = [*MODEL, *TRAINING[:8], *NO_DROPOUT, "--mock-data", "--dry-run"]
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +131,14 @@ def test_flags_without_effect_are_listed_once(capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert said.count("These flags concern operation only and have no effect here: --async-save, --ckpt-format\n") == 1
     assert "--context-parallel-size" not in said
+
+
+def test_defaults_that_megatron_has_otherwise_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MODEL, *TRAINING[:8], "--mock-data", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "These defaults are not those of Megatron, and no flag sets them: --hidden-dropout 0 (there 0.1), "
+        "--attention-dropout 0 (there 0.1)"
+    )
 
 
 def test_data_of_another_tokenizer_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ FLAGS = {
     "an_unknown_flag": ("--num-token-slice 4", "--num-token-slice is not a flag: did you mean --num-token-slices?"),
     "a_flag_of_another_trainer": (
         "--context-parallel-size 2",
-        "--context-parallel-size: sequences are not spread over ranks: drop it, and cut them with --num-token-slices",
+        "--context-parallel-size 2: sequences are split in time by token slices, not over ranks",
     ),
     "layers_that_cannot_be_dealt_to_model_chunks": (
         "--num-layers-per-virtual-pipeline-stage 3",
