@@ -1,0 +1,145 @@
+"""Values of a DeepSpeed file: they win over defaults, and lose against nothing that somebody gave without a word."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.arguments import parse_arguments, read_arguments
+from megatron_terapipe.config import Config
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.training.deepspeed_config import deepspeed_config
+
+BARE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --train-iters 10 --data-path corpus"
+
+
+def of_file(directory: Path, file: object, words: str) -> Config:
+    path = directory / "ds.json"
+    path.write_text(json.dumps(file))
+    return parse_arguments(f"{words} --deepspeed_config {path}".split())
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "line"),
+    [
+        (
+            "--zero-stage 1",
+            {"zero_optimization": {"stage": 0}},
+            "--deepspeed-config FILE sets zero_optimization.stage to 0, but --zero-stage makes it 1: change the flag",
+        ),
+        (
+            "--bf16",
+            {"bf16": {"enabled": False}},
+            "--deepspeed-config FILE sets bf16.enabled to false, but --bf16 makes it true: change the flag, or remove",
+        ),
+        (
+            "--clip-grad 1",
+            {"gradient_clipping": 0.5},
+            "--deepspeed-config FILE sets gradient_clipping to 0.5, but --clip-grad makes it 1.0: change the flag, or",
+        ),
+        (
+            "--fp16 --hysteresis 3",
+            {"fp16": {"enabled": True, "hysteresis": 2}},
+            "--deepspeed-config FILE sets fp16.hysteresis to 2, but --hysteresis makes it 3: change the flag, or",
+        ),
+        (
+            "--fp16",
+            {"bfloat16": {"enabled": True}},
+            "--fp16 and --bf16 exclude each other: drop one of them (--deepspeed-config FILE sets bf16.enabled)",
+        ),
+        (
+            "",
+            {"zero_optimization": {"stage": 3}},
+            "--zero-stage 3: DeepSpeed cannot combine ZeRO 2 or 3 with pipelines: use 0 or 1 (--deepspeed-config FILE "
+            "sets zero_optimization.stage)",
+        ),
+        (
+            "--use-distributed-optimizer",
+            {"zero_optimization": {"stage": 0}},
+            "--use-distributed-optimizer contradicts --zero-stage 0: drop one of them (--deepspeed-config FILE sets",
+        ),
+        (
+            "",
+            {"gradient_clipping": "much"},
+            '--deepspeed-config FILE sets gradient_clipping to "much", not to a number: mend it',
+        ),
+        ("", {"fp16": {"enabled": 1}}, "--deepspeed-config FILE sets fp16.enabled to 1, not to true or false: mend it"),
+        (
+            "",
+            {"fp16": {"initial_scale_power": 400}},
+            "--deepspeed-config FILE sets fp16.initial_scale_power to 400, not to a power from 0 to 63: mend it",
+        ),
+        (
+            "",
+            {"optimizer": {"params": {"betas": [0.9]}}},
+            "--deepspeed-config FILE sets optimizer.params.betas to [0.9], not to a list of two numbers: mend it",
+        ),
+    ],
+)
+def test_file_that_contradicts_what_is_given(tmp_path: Path, words: str, file: object, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config = of_file(tmp_path, file, f"{BARE} --lr 1 --micro-batch-size 2 {words}")
+        deepspeed_config(config, config.parallel.layout(1))
+    said = str(caught.value).replace(str(tmp_path / "ds.json"), "FILE")
+    assert said.startswith(line) and "\n" not in said
+
+
+def test_a_value_of_the_file_wins_over_a_default(tmp_path: Path) -> None:
+    file = {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 1},
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "initial_scale_power": 11,
+            "hysteresis": 4,
+        },
+        "optimizer": {"type": "Adam", "params": {"lr": 0.25, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0}},
+    }
+    config = of_file(tmp_path, file, BARE)
+    assert (config.batch.global_batch_size, config.batch.micro_batch_size) == (24, 3)
+    assert config.precision.dtype == "fp16"
+    assert (config.precision.loss_scale, config.precision.initial_loss_scale) == (None, 2048.0)
+    assert (config.precision.loss_scale_window, config.precision.hysteresis) == (500, 4)
+    optimizer = config.optimizer
+    assert (optimizer.clip_grad, optimizer.lr, optimizer.adam_eps, optimizer.weight_decay) == (0.5, 0.25, 1e-6, 0.0)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.8, 0.9)
+    assert deepspeed_config(config, config.parallel.layout(2))["gradient_accumulation_steps"] == 4
+
+
+def test_a_file_that_counts_micro_batches(tmp_path: Path) -> None:
+    file = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5}
+    config = of_file(tmp_path, file, f"{BARE} --lr 1")
+    assert [config.global_batch_size(ranks) for ranks in (1, 3)] == [10, 30]
+    # A flag for the same thing decides, and is held against the file later.
+    config = of_file(tmp_path, file, f"{BARE} --lr 1 --global-batch-size 8")
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps to 5, but --global-batch-size makes it 4"):
+        deepspeed_config(config, config.parallel.layout(1))
+
+
+def test_what_a_flag_says_stays(tmp_path: Path) -> None:
+    file = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "bf16": {"enabled": "auto"}}
+    config = of_file(tmp_path, file, f"{BARE} --lr 1 --micro-batch-size 4 --bf16")
+    assert (config.batch.micro_batch_size, config.precision.bf16) == (4, True)
+
+
+def test_settings_without_effect_are_said_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    file = {
+        "activation_checkpointing": {"partition_activations": True, "profile": False, "number_checkpoints": 4},
+        "flops_profiler": {"enabled": True},
+    }
+    path.write_text(json.dumps(file))
+    arguments = read_arguments([*BARE.split(), *"--lr 1 --micro-batch-size 2".split(), "--deepspeed_config", str(path)])
+    (line,) = [line for line in arguments.notices if "settings" in line]
+    recomputed = "layers are recomputed with --recompute-granularity"
+    assert line == (
+        f"These settings of --deepspeed-config {path} have no effect here: flops_profiler (it times DeepSpeed's own "
+        f"forward, which token slices do not run); activation_checkpointing.partition_activations ({recomputed}); "
+        f"activation_checkpointing.number_checkpoints ({recomputed})"
+    )
+    deepspeed_config(arguments.config, arguments.config.parallel.layout(2))
