@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.migration_survey import megatron_deepspeed, megatron_lm
+from benchmarks.migration_survey import gpt_neox, megatron_deepspeed, megatron_lm
 from benchmarks.migration_survey.attempts import Attempt, outcome_of
 from benchmarks.migration_survey.table import as_json, table
 
 ORIGINS: Mapping[str, Callable[[Path, Path], Iterator[Attempt]]] = {
     "--megatron-lm": megatron_lm.attempts,
     "--megatron-deepspeed": megatron_deepspeed.attempts,
+    "--gpt-neox": gpt_neox.attempts,
 }
 """By flag, what yields the attempts of a checkout; each takes the checkout and a folder for files of its own."""
 

@@ -1,4 +1,7 @@
-"""`python -m megatron_terapipe.neox`: the command that trains what GPT-NeoX's files describe."""
+"""`python -m megatron_terapipe.neox`: the command that trains what GPT-NeoX's files describe.
+
+The files are named as for NeoX's own launcher: `train.py -d configs 125M local_setup`.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -8,18 +11,25 @@ from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.neox.conversion import Conversion, Effect
-from megatron_terapipe.neox.convert import convert
-from megatron_terapipe.neox.settings_files import read_settings
+from megatron_terapipe.neox.conversion import Conversion
+from megatron_terapipe.neox.convert import convert, left_open
+from megatron_terapipe.neox.defaults import BEFORE_2023_12, SINCE_2023_12
+from megatron_terapipe.neox.settings_files import paths_of, read_settings
+
+SCRIPT = "train.py"
+"""What NeoX's launcher starts, and the only of its programs that has a counterpart here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert, print, list. Returns the exit code: 2 for bad input, or with `--strict` for another training."""
+    """Convert, print, say what was left out. Returns the exit code: 2 for bad input, and for what cannot be trained."""
     try:
-        options = _parser().parse_args(argv)
+        # Intermixed: the directory may stand between the program and the files, as in `train.py -d configs 125M`.
+        options = _parser().parse_intermixed_args(argv)
         if options.world_size is not None and options.world_size < 1:
             raise ConfigError(f"--world-size {options.world_size} is not positive: give 1 or more")
-        conversion = convert(read_settings(options.files), options.world_size)
+        settings = read_settings(paths_of(_files(options.files), options.conf_dir))
+        defaults = BEFORE_2023_12 if options.defaults_before_2023_12 else SINCE_2023_12
+        conversion = convert(settings, options.world_size, defaults=defaults)
         comments = [*conversion.comments(), *_unfinished(conversion)]
         text = "".join(f"# {comment}\n" for comment in comments) + conversion.command()
         if options.output is None:
@@ -28,11 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_text(options.output, text, "--output")
         for comment in comments:
             print(comment, file=sys.stderr)
-        changed = [note.key for note in conversion.notes if note.effect is Effect.CHANGES]
-        if options.strict and changed:
-            raise ConfigError(
-                f"{', '.join(changed)} would not be trained as NeoX does: change the files, or leave out --strict"
-            )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -41,17 +46,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(prog="python -m megatron_terapipe.neox", description=__doc__)
-    parser.add_argument("files", nargs="+", metavar="CONFIG.yml", help="configuration files of NeoX, which are merged")
+    parser.add_argument(
+        "files", nargs="+", metavar="CONFIG", help="configuration files of NeoX, which are merged; .yml may be left out"
+    )
+    parser.add_argument("-d", "--conf_dir", "--conf-dir", metavar="DIR", help="directory of the configuration files")
     parser.add_argument("--output", metavar="FILE", help="write the command to a file instead of printing it")
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="number of processes, if the batch size depends on it"
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 2 if a setting changes what is trained")
+    parser.add_argument(
+        "--defaults-before-2023-12",
+        action="store_true",
+        help="settings that the files leave out have the defaults that NeoX had before December 2023: dropout 0.1 and "
+        "weight decay 0.01 instead of 0 and 0.1",
+    )
     return parser
 
 
+def _files(words: list[str]) -> list[str]:
+    """Return the files without the program that NeoX's launcher would start.
+
+    Raises:
+        ConfigError: if it is another program, or there are no files.
+    """
+    script, files = (words[0], words[1:]) if words[0].endswith(".py") else (SCRIPT, words)
+    if script.rpartition("/")[2] != SCRIPT:
+        raise ConfigError(f"{script} does not train: name {SCRIPT}, or the configuration files alone")
+    if not files:
+        raise ConfigError(f"{script} has no configuration: name files such as 125M.yml local_setup.yml")
+    return files
+
+
 def _unfinished(conversion: Conversion) -> list[str]:
-    """Say what the trainer itself has against the command, as where a file holds only the model."""
+    """Say what the command needs before it runs, as where a file holds only the model."""
+    open_settings = left_open(conversion.settings)
+    if open_settings:
+        return [f"these files leave open {', '.join(open_settings)}: name a file that says it, as local_setup.yml does"]
     try:
         parse_arguments(conversion.words())
     except UserError as error:

@@ -1,38 +1,18 @@
-"""The result of a conversion: the command, and notes on settings without a counterpart."""
+"""The state and the result of a conversion: the command, what was left out of it, and what keeps it from being made."""
 
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
+from megatron_terapipe.arguments.unsupported_flags import MODEL
 from megatron_terapipe.errors import ConfigError
-
-
-class Effect(Enum):
-    """Effect on the training of a setting without an exact counterpart."""
-
-    CHANGES = "changes what is trained"
-    NEAR = "nearly the same"
-    NONE = "the same training"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
-    """A setting that has no exact counterpart."""
-
-    key: str
-    effect: Effect
-    reason: str
-
-    def __str__(self) -> str:
-        # A value of YAML may have several lines; a note has one.
-        return " ".join(f"{self.key}: {self.effect.value}: {self.reason}".split())
 
 
 @dataclass(kw_only=True, slots=True)
 class Conversion:
-    """A conversion under way: settings are taken from it, flags and notes put into it."""
+    """A conversion under way: settings are taken from it; flags, remarks and refusals are put into it."""
 
     settings: Mapping[str, Any]
     """NeoX's settings by key; null stands for NeoX's default."""
@@ -43,7 +23,12 @@ class Conversion:
     launcher: list[tuple[str, ...]] = field(default_factory=list)
     """Flags of the launcher."""
 
-    notes: list[Note] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    """Settings that decide what is trained and have no counterpart, each with its value and the reason."""
+
+    remarks: list[tuple[str, str]] = field(default_factory=list)
+    """Settings of operation that the command does without, or says in another way, each with the reason."""
+
     taken: set[str] = field(default_factory=set)
     """Keys that have been looked at."""
 
@@ -105,15 +90,34 @@ class Conversion:
         """
         self.flags.append((name, *map(str, values)))
 
-    def note(self, key: str, effect: Effect, reason: str) -> None:
-        """Record a setting that has no exact counterpart.
+    def refuse(self, setting: str, reason: str, end: str = MODEL) -> None:
+        """Record a setting without which another model would be trained, or in another way.
 
         Args:
-            key: its name in NeoX.
-            effect: its effect on the training.
-            reason: why it has none, or how close the counterpart is.
+            setting: its name in NeoX, with its value.
+            reason: what there is instead.
+            end: what follows for the run.
         """
-        self.notes.append(Note(key=key, effect=effect, reason=reason))
+        # A value of YAML may have several lines; an error has one.
+        self.refusals.append(" ".join(f"{setting}: {reason}: {end}".split()))
+
+    def remark(self, setting: str, reason: str) -> None:
+        """Record a setting of operation that has no flag.
+
+        Args:
+            setting: its name in NeoX.
+            reason: why it needs none.
+        """
+        self.remarks.append((" ".join(setting.split()), reason))
+
+    def check(self) -> None:
+        """See that the command trains what the settings say.
+
+        Raises:
+            ConfigError: if it would not; one line names every setting that is in the way.
+        """
+        if self.refusals:
+            raise ConfigError("; ".join(self.refusals))
 
     def words(self) -> list[str]:
         """Return the words after the name of the trainer."""
@@ -125,9 +129,12 @@ class Conversion:
         return " \\\n    ".join([launch, *(_quoted(flag) for flag in self.flags)]) + "\n"
 
     def comments(self) -> Iterator[str]:
-        """Yield the notes, the heaviest first."""
-        for effect in Effect:
-            yield from (str(note) for note in self.notes if note.effect is effect)
+        """Yield the remarks, those with one reason in one line."""
+        settings_by_reason = defaultdict(list)
+        for setting, reason in self.remarks:
+            settings_by_reason[reason].append(setting)
+        for reason, settings in settings_by_reason.items():
+            yield f"{', '.join(settings)}: {reason}"
 
 
 def as_number(key: str, value: Any) -> Any:

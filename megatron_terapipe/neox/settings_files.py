@@ -1,10 +1,22 @@
 """Reading NeoX's YAML files."""
 
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import Any
 
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
+
+
+def paths_of(names: Iterable[str], directory: str | None = None) -> list[str]:
+    """Return the paths of configuration files, which may be named without `.yml`, as NeoX's launcher takes them.
+
+    Args:
+        names: names of the files.
+        directory: what they are relative to.
+    """
+    named = (name if name.endswith((".yml", ".yaml", ".json")) else f"{name}.yml" for name in names)
+    return [str(PurePath(directory or "", name)) for name in named]
 
 
 def read_settings(paths: Iterable[str]) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """Settings of data, tokenizer, checkpoints, reports and the launcher."""
 
-from typing import Any
-
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.neox.conversion import Conversion, Effect
+from megatron_terapipe.neox.conversion import Conversion, as_number
 
 LAUNCHER = {
     "hostfile": ("--hostfile", None),
@@ -47,8 +45,7 @@ def convert_tokenizer(conversion: Conversion) -> None:
     elif kind in ("HFTokenizer", "SPMTokenizer"):
         files = {"--tokenizer-model": vocabulary}
     else:
-        reason = f"{kind} is not here: tokenize the data anew, with another"
-        conversion.note("tokenizer_type", Effect.CHANGES, reason)
+        conversion.refuse(f"tokenizer_type {kind}", "it is not here", "tokenize the data with another")
         return
     conversion.flag("--tokenizer-type", kind)
     for flag, name in files.items():
@@ -57,29 +54,71 @@ def convert_tokenizer(conversion: Conversion) -> None:
 
 
 def convert_checkpoints(conversion: Conversion) -> None:
-    """Convert when checkpoints are saved."""
-    interval, scale = conversion.count("checkpoint_factor"), conversion.take("checkpoint_scale", "linear")
+    """Convert when checkpoints are saved.
+
+    Raises:
+        ConfigError: if the iterations are no numbers that iterations have.
+    """
+    factor, scale = conversion.number("checkpoint_factor"), conversion.take("checkpoint_scale", "linear")
+    extra = {_iteration(each) for each in conversion.take("extra_save_iters", [])}
     kept = conversion.count("keep_last_n_checkpoints")
     older = conversion.count("save_interval")
-    saves = conversion.settings.get("save") is not None
-    if scale != "linear":
-        reason = "checkpoints are saved every --save-interval, which grows by no factor"
-        conversion.note("checkpoint_scale", Effect.NONE, reason)
-    elif saves and (interval or older):
-        conversion.flag("--save-interval", interval or older)
-    if saves and kept:
-        conversion.flag("--keep-last-n-checkpoints", kept)
+    if conversion.settings.get("save") is not None:
+        if scale == "log" and factor:
+            extra |= powers(factor, conversion.count("train_iters") or 0)
+        elif factor or older:
+            conversion.flag("--save-interval", _iteration(factor) if factor else older)
+        if extra:
+            conversion.flag("--extra-save-iterations", *sorted(extra))
+        if kept:
+            conversion.flag("--keep-last-n-checkpoints", kept)
     if conversion.settings.get("load") is not None:
-        conversion.note("load", Effect.NONE, "checkpoints of NeoX itself cannot be loaded; those of this trainer can")
+        reason = (
+            "checkpoints of this trainer can be loaded, those of NeoX by way of Hugging Face's format and "
+            "python -m megatron_terapipe.convert"
+        )
+        conversion.remark("load", reason)
+
+
+def powers(factor: float, last: int) -> set[int]:
+    """Return the iterations before the last one that `checkpoint_scale: log` saves: whole powers of a factor.
+
+    Args:
+        factor: what each is multiplied by to give the next.
+        last: the last iteration, which is saved in any case.
+
+    Raises:
+        ConfigError: if the powers do not grow.
+    """
+    if factor <= 1:
+        raise ConfigError(f"checkpoint_factor {factor} does not grow with checkpoint_scale log: give more than 1")
+    found, step = set(), factor
+    while step < last:
+        if step == int(step):
+            found.add(int(step))
+        step *= factor
+    return found
+
+
+def _iteration(value: object) -> int:
+    number = as_number("extra_save_iters or checkpoint_factor", value)
+    if number is None or number != int(number) or number < 0:
+        raise ConfigError(f"extra_save_iters or checkpoint_factor {value} is no number of iterations: give whole ones")
+    return int(number)
 
 
 def convert_reports(conversion: Conversion) -> None:
-    """Convert Weights & Biases."""
+    """Convert Weights & Biases, and profiles."""
     project, name = conversion.take("wandb_project", "neox"), conversion.take("wandb_run_name")
     if conversion.take("use_wandb", False):
         conversion.flag("--wandb-project", project)
         if name is not None:
             conversion.flag("--wandb-exp-name", name)
+    begin, end = conversion.count("profile_step_start", 10), conversion.count("profile_step_stop", 12)
+    if conversion.take("profile", False):
+        conversion.flag("--profile")
+        conversion.flag("--profile-step-start", begin)
+        conversion.flag("--profile-step-end", end)
 
 
 def convert_launch(conversion: Conversion) -> None:
@@ -97,11 +136,3 @@ def convert_launch(conversion: Conversion) -> None:
     for key, launcher in (("deepspeed_slurm", "slurm"), ("deepspeed_mpi", "openmpi")):
         if conversion.take(key, False) and conversion.settings.get("launcher") is None:
             conversion.launcher.append(("--launcher", launcher))
-
-
-def convert_extra(conversion: Conversion) -> None:
-    """Note the settings that NeoX hands to DeepSpeed unseen."""
-    extra: dict[str, Any] = conversion.section("deepspeed_extra_args")
-    for name in extra:
-        reason = "it can stand in a file for --deepspeed-config, which says if it is not for this trainer"
-        conversion.note(f"deepspeed_extra_args.{name}", Effect.NEAR, reason)

@@ -22,6 +22,8 @@ def without_files(config: Config) -> Config:
         train_data_path=None,
         valid_data_path=None,
         test_data_path=None,
+        data_args_path=None,
+        per_split_data_args_path=None,
         tokenizer_type="byte",
         vocab_file=None,
         merge_file=None,

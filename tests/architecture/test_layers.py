@@ -68,7 +68,7 @@ LAYERS = (
     ),
     Layer(
         ("megatron_terapipe.neox", "megatron_terapipe.neox.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.command_parser"),
+        (*PLAN, *CONFIG, "megatron_terapipe.command_parser", "megatron_terapipe.arguments.unsupported_flags"),
         ("yaml",),
     ),
     Layer(("deepspeed_ext.pointwise",), PLAN, ("torch", "deepspeed")),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.migration_survey import gpt_neox
 from benchmarks.migration_survey.__main__ import main
 from benchmarks.migration_survey.attempts import Attempt, Outcome, outcome_of
 from benchmarks.migration_survey.megatron_lm import words_of
@@ -96,3 +97,28 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     said = capsys.readouterr().out
     assert "| Megatron-LM, tests of gpt | 1 | 1 | 0 | 2 |" in said
     assert "Megatron-LM, tests of gpt: experts: --num-experts 8: mixtures of experts" in said
+
+
+def test_models_of_neox_take_from_its_other_files_what_theirs_leave_open(tmp_path: Path) -> None:
+    configs = tmp_path / "neox" / "configs"
+    (configs / "llama").mkdir(parents=True)
+    model = "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 32\nmax_position_embeddings: 32\n"
+    training = "train_micro_batch_size_per_gpu: 2\ntrain_iters: 3\ngradient_accumulation_steps: 4\n"
+    texts = {
+        "whole.yml": f"{model}{training}data-path: other\nmodel_parallel_size: 2\n",
+        "llama/alone.yml": model,
+        "mamba.yml": f"{model}attention_config: [[[mamba], 2]]\n",
+        "broken.yml": "num_layers: [\n",
+        "llama/train_config.yml": training,
+        "local_setup.yml": "data-path: corpus\nvocab-file: vocab.json\nmerge-file: merges.txt\n",
+    }
+    for name, text in texts.items():
+        (configs / name).write_text(text)
+    found = {each.name: each for each in gpt_neox.attempts(tmp_path / "neox", _empty(tmp_path / "own"))}
+    assert list(found) == ["broken.yml", "llama/alone.yml", "mamba.yml", "whole.yml"]
+    assert "is not YAML" in found["broken.yml"].refusal
+    assert found["mamba.yml"].refusal.startswith("attention_config mamba: Mamba layers are not in this trainer")
+    said = {name: " ".join(found[name].words) for name in ("llama/alone.yml", "whole.yml")}
+    assert "--global-batch-size 8" in said["llama/alone.yml"] and "--data-path corpus" in said["llama/alone.yml"]
+    assert "--data-path other" in said["whole.yml"] and "--vocab-file vocab.json" in said["whole.yml"]
+    assert outcome_of(found["llama/alone.yml"]).passed

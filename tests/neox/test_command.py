@@ -65,7 +65,7 @@ def test_the_command_runs_in_a_shell(files: list[str], capsys: pytest.CaptureFix
     assert words[words.index("--lr") + 1] == "0.0006"
     comments = [line.removeprefix("# ") for line in out.splitlines() if line.startswith("# ")]
     assert comments == err.splitlines()
-    assert any(line.startswith("log_dir: the same training: ") for line in comments)
+    assert "log_dir: the log and --metrics-file have what there is" in comments
 
 
 def test_output_file(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,18 +86,61 @@ def test_json_is_yaml_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_half_a_configuration_is_said_to_be_one(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(files[:1]) == 0
     err = capsys.readouterr().err
-    assert "the trainer does not take this as it is: --micro-batch-size must be given: add it" in err
+    assert err.splitlines() == [
+        "these files leave open train_iters, train_micro_batch_size_per_gpu, data_path, vocab_file: name a file that "
+        "says it, as local_setup.yml does"
+    ]
 
 
-def test_strict(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*files, "--strict"]) == 0
-    (tmp_path / "other.yml").write_text("pos_emb: alibi\nsliding_window_width: 64\n")
-    assert main([*files, str(tmp_path / "other.yml")]) == 0
-    line = failing([*files, str(tmp_path / "other.yml"), "--strict"], capsys)
+def test_what_the_trainer_has_against_the_command_is_said(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "window.yml").write_text("finetune: true\n")
+    assert main([*files, str(tmp_path / "window.yml")]) == 0
+    err = capsys.readouterr().err
+    assert "the trainer does not take this as it is: --finetune has nothing to load: add --load, or drop it" in err
+
+
+def test_what_cannot_be_trained_ends_it(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.yml").write_text("pos_emb: alibi\nattention_config: [[[mamba, global], 2]]\n")
+    line = failing([*files, str(tmp_path / "other.yml"), "--output", str(tmp_path / "train.sh")], capsys)
     assert line == (
-        "error: pos_emb, sliding_window_width would not be trained as NeoX does: change the files, or leave out "
-        "--strict"
+        "error: pos_emb alibi: positions can be learned, rotary or none: this model cannot be trained here; "
+        "attention_config mamba: Mamba layers are not in this trainer: this model cannot be trained here"
     )
+    assert not (tmp_path / "train.sh").exists()
+
+
+def test_files_are_named_as_for_neoxs_launcher(files: list[str], tmp_path: Path) -> None:
+    for words in (
+        ["train.py", "-d", str(tmp_path), "model.yml", "rest.yml"],
+        ["./train.py", "--conf_dir", str(tmp_path), "model", "rest"],
+        ["-d", str(tmp_path), "model", "rest.yml"],
+        [str(tmp_path / "model"), *files[1:]],
+    ):
+        assert main([*words, "--output", str(tmp_path / "train.sh")]) == 0
+        assert "--data-path 'my corpus'" in (tmp_path / "train.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["generate.py", "a.yml"], "generate.py does not train: name train.py, or the configuration files alone"),
+        (["train.py"], "train.py has no configuration: name files such as 125M.yml local_setup.yml"),
+        (["-d", "there", "125M"], "there/125M.yml cannot be read (No such file or directory): give a file that can"),
+    ],
+)
+def test_files_that_are_not_named(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(words, capsys) == f"error: {line}"
+
+
+def test_older_files_have_older_defaults(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*files, "--defaults-before-2023-12"]) == 0
+    out = capsys.readouterr().out
+    assert "--hidden-dropout 0.1" in out and "--weight-decay 0.01" in out
+    assert main(files) == 0
+    out = capsys.readouterr().out
+    assert "--hidden-dropout 0.0" in out and "--weight-decay 0.1" in out
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """NeoX's settings become flags that the trainer takes, and that mean the same."""
 
 import shlex
-from math import sqrt
 from typing import Any
 
 import pytest
@@ -9,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.arguments.unsupported_flags import MODEL, TRAINING
 from megatron_terapipe.config import Config, flops
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.neox.conversion import Conversion, Effect
+from megatron_terapipe.neox.conversion import Conversion
 from megatron_terapipe.neox.convert import convert
-from megatron_terapipe.neox.keys import FIXED, HARMLESS, SWITCHES, VALUES
+from megatron_terapipe.neox.defaults import BEFORE_2023_12
+from megatron_terapipe.neox.keys import MODELS, OPERATION, SWITCHES, TRAININGS, VALUES
 
 LEAST = {
     "num_layers": 4,
@@ -110,6 +111,9 @@ LLAMA = {
     "lr_decay_style": "constant",
 }
 
+AGREEING = {key: values for table in (MODELS, TRAININGS) for key, (values, _) in table.items()}
+"""Values of settings without a counterpart that say what is so anyway."""
+
 
 def parsed(conversion: Conversion) -> Config:
     """What the trainer makes of the words that a shell makes of the command."""
@@ -119,8 +123,8 @@ def parsed(conversion: Conversion) -> Config:
     return parse_arguments(words)
 
 
-def keys_that(conversion: Conversion, effect: Effect) -> set[str]:
-    return {note.key for note in conversion.notes if note.effect is effect}
+def remarks(conversion: Conversion) -> set[str]:
+    return {setting for setting, _ in conversion.remarks}
 
 
 def converted(**changes: Any) -> Conversion:
@@ -147,9 +151,10 @@ def test_a_small_model_means_the_same() -> None:
     assert (config.checkpoint.save, config.checkpoint.save_interval) == ("checkpoints", 10000)
     assert (config.logging.log_interval, config.logging.eval_iters) == (7, 100)
     assert config.deepspeed.zero_reduce_bucket_size == 500000000
-    assert not keys_that(conversion, Effect.CHANGES)
-    assert keys_that(conversion, Effect.NEAR) == {"lr_decay_style"}
-    assert "zero_optimization.overlap_comm" in keys_that(conversion, Effect.NONE)
+    assert remarks(conversion) == {
+        *("output_layer_parallelism", "scaled_upper_triang_masked_softmax_fusion", "zero_optimization.overlap_comm"),
+        *("data_impl", "partition_activations", "wall_clock_breakdown"),
+    }
 
 
 def test_a_llama_means_the_same() -> None:
@@ -163,7 +168,7 @@ def test_a_llama_means_the_same() -> None:
     assert config.data.train_data_path == ("1.0", "a", "2.5", "b")
     assert (config.data.valid_data_path, config.data.test_data_path) == (("c",), ("d",))
     assert (config.data.tokenizer_type, config.data.tokenizer_model) == ("HuggingFaceTokenizer", "tokenizer.json")
-    assert not keys_that(conversion, Effect.CHANGES) and not keys_that(conversion, Effect.NEAR)
+    assert not remarks(conversion)
     whole = convert({**LLAMA, "num_kv_heads": None})
     published = parse_arguments([*whole.words(), "--vocab-size", "32000"]).model
     assert flops.model_parameters(published) == 6_738_415_616
@@ -178,39 +183,49 @@ def test_what_is_left_out_takes_neoxs_default_not_ours() -> None:
         ),
     )
     assert (config.model.hidden_dropout, config.model.attention_dropout, config.model.activation) == (
-        0.1,
-        0.1,
+        0.0,
+        0.0,
         "gelu-exact",
     )
+    assert (config.optimizer.weight_decay, bare.optimizer.weight_decay) == (0.1, 0.01)
     assert (config.optimizer.lr, config.optimizer.lr_warmup_fraction, config.optimizer.zero_stage) == (0.001, 0.01, 0)
     assert (config.logging.log_interval, config.logging.eval_iters, config.data.num_workers) == (100, 100, 2)
     assert config.data.tokenizer_type == "GPT2BPETokenizer"
-    assert config.model.hidden_dropout != bare.model.hidden_dropout
     assert converted(norm="rmsnorm").words().count("1e-08") == 2  # The norm's and Adam's.
+
+
+def test_defaults_of_files_from_before_december_2023() -> None:
+    config = parsed(convert(LEAST, defaults=BEFORE_2023_12))
+    assert (config.model.hidden_dropout, config.model.attention_dropout) == (0.1, 0.1)
+    assert config.optimizer.weight_decay == 0.01
+    assert parsed(convert({**LEAST, "weight_decay": 0.5}, defaults=BEFORE_2023_12)).optimizer.weight_decay == 0.5
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"mlp_type": "llama", "activation": "silu", "use_bias_in_attn_linear": False},
-            "--activation swiglu --ffn-hidden-size 256",
-        ),
-        ({"activation": "swiglu"}, "--activation swiglu --ffn-hidden-size 85"),
-        ({"activation": "relu", "intermediate_size": 100, "mlp_multiple_of": 64}, "--ffn-hidden-size 128"),
-        ({"norm": "rmsnorm", "rms_norm_epsilon": 0.5}, "--normalization rmsnorm --layernorm-epsilon 0.5"),
-        ({"pos_emb": "none"}, "--position-embedding-type none"),
         ({"fp16": {"enabled": True, "type": "bfloat16"}}, "--bf16"),
+        ({"deepspeed_extra_args": {"bf16": {"enabled": True}}}, "--bf16"),
+        ({"bf16": {"bf16": True, "enabled": True, "loss_scale": 0, "hysteresis": 2}}, "--bf16"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "--fp16 --loss-scale 128"),
         ({"zero_optimization": {"stage": 3}}, "--zero-stage 1"),
         ({"fp16": {"enabled": True}}, "--zero-stage 1"),
         ({"pipe_parallel_size": 0}, "--pipeline-model-parallel-size 1"),
         ({"pipe_parallel_size": 2, "pipe_partition_method": "parameters"}, "--stage-partition parameters"),
-        ({"lr_decay_fraction": 0.5}, "--lr-decay-iters 50"),
         ({"optimizer": {"type": "SGD", "params": {"momentum": 0.5}}}, "--optimizer sgd --sgd-momentum 0.5"),
         ({"optimizer": {"params": {"weight_decay": 0.3}}}, "--weight-decay 0.3"),
         ({"use_wandb": True, "wandb_run_name": "x"}, "--wandb-project neox --wandb-exp-name x"),
         ({"save": "a b", "checkpoint_factor": 5, "keep_last_n_checkpoints": 3}, "--save-interval 5"),
+        (
+            {"save": "a", "checkpoint_factor": 50, "extra_save_iters": [4, 0, 1]},
+            "--save-interval 50 --extra-save-iterations 0 1 4",
+        ),
+        (
+            {"save": "a", "checkpoint_factor": 2, "checkpoint_scale": "log", "extra_save_iters": [3]},
+            "--extra-save-iterations 2 3 4 8 16 32 64",
+        ),
+        ({"save": "a", "checkpoint_factor": 1.5, "checkpoint_scale": "log", "extra_save_iters": [9]}, "--save a"),
+        ({"profile": True, "profile_step_stop": 15}, "--profile --profile-step-start 10 --profile-step-end 15"),
         ({"split": "90, 5, 5"}, "--split 90,5,5"),
         ({"tokenizer_type": "SPMTokenizer"}, "--tokenizer-type SPMTokenizer --tokenizer-model vocab.json"),
     ],
@@ -219,42 +234,54 @@ def test_settings_and_their_flags(changes: dict[str, Any], words: str) -> None:
     conversion = converted(**changes)
     assert f" {words} " in f" {' '.join(conversion.words())} "
     parsed(conversion)
-    assert not keys_that(conversion, Effect.CHANGES)
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
+    ("changes", "line"),
     [
-        ({"pos_emb": "alibi"}, "pos_emb"),
-        ({"norm": "scalenorm"}, "norm"),
-        ({"activation": "geglu"}, "activation"),
-        ({"gpt_j_residual": True}, "gpt_j_residual"),
-        ({"use_bias_in_norms": False}, "use_bias_in_norms"),
-        ({"use_bias_in_mlp": False}, "use_bias_in_mlp"),
-        ({"mlp_type": "llama", "activation": "silu"}, "mlp_type"),
-        ({"attention_config": [[["global", "local"], 2]]}, "attention_config"),
-        ({"init_method": "orthogonal"}, "init_method"),
-        ({"output_layer_init_method": "xavier_uniform"}, "output_layer_init_method"),
-        ({"optimizer": {"type": "sm3", "params": {}}}, "optimizer"),
-        ({"optimizer": {"params": {"freeze_step": 3}}}, "optimizer.params.freeze_step"),
-        ({"lr_decay_style": "exponential"}, "lr_decay_style"),
-        ({"soft_prompt_tuning": {"enabled": True}}, "soft_prompt_tuning"),
-        ({"tokenizer_type": "CharLevelTokenizer"}, "tokenizer_type"),
-        ({"train_epochs": 2}, "train_epochs"),
-        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps"),
-        ({"no_such_key": 1}, "no_such_key"),
+        ({"optimizer": {"type": "sm3", "params": {}}}, f"optimizer sm3: it can be adam or sgd: {TRAINING}"),
+        (
+            {"optimizer": {"params": {"freeze_step": 3}}},
+            "optimizer.params.freeze_step: the optimizer has no such param",
+        ),
+        ({"optimizer": {"type": "cpu_torch_adam"}}, "weight_decay 0.1 in the gradient: weights decay apart from the"),
+        (
+            {"soft_prompt_tuning": {"enabled": True}},
+            f"soft_prompt_tuning: there are no prompts that are trained: {MODEL}",
+        ),
+        (
+            {"tokenizer_type": "CharLevelTokenizer"},
+            "tokenizer_type CharLevelTokenizer: it is not here: tokenize the data",
+        ),
+        ({"train_epochs": 2}, f"train_epochs 2: its length is a number of iterations, train_iters: {TRAINING}"),
+        ({"train_impl": "dpo"}, f"train_impl dpo: training is on the next token: {TRAINING}"),
+        (
+            {"fp16": {"enabled": True, "auto_cast": True}},
+            "fp16.auto_cast: no flag decides it: give it in a file for --",
+        ),
+        ({"num_experts": 4}, f"num_experts 4: mixtures of experts are not in this trainer: {MODEL}"),
+        ({"te_fp8_mha": True}, f"te_fp8_mha True: numbers of 8 bits and less are not in this trainer: {TRAINING}"),
+        ({"use_mup": True}, f"use_mup True: widths have no multipliers (muP): {MODEL}"),
+        ({"no_such_key": 1}, "no_such_key 1: no setting of NeoX that is known here: check how it is written"),
+        (
+            {"train_epochs": 2, "pos_emb": "alibi"},
+            f"pos_emb alibi: positions can be learned, rotary or none: {MODEL}; train_epochs 2: its length is a number",
+        ),
     ],
 )
-def test_another_training_is_named_and_still_a_command(changes: dict[str, Any], key: str) -> None:
-    conversion = converted(**changes)
-    assert keys_that(conversion, Effect.CHANGES) == {key}
+def test_what_would_train_another_model_ends_the_conversion(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        converted(**changes)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_without_effect_are_no_reason_to_end() -> None:
+    """Experts of which there is one, FP8 in layers that run in none, 8 bits of an optimizer that has 32."""
+    conversion = converted(num_experts=1, moe_top_k=2, te_fp8_format="hybrid", te_fp8_mha=False, use_bnb_optimizer=True)
+    assert remarks(conversion) == {"moe_top_k", "te_fp8_format", "use_bnb_optimizer"}
+    assert "moe_top_k, te_fp8_format: without effect in this model" in conversion.comments()
     parsed(conversion)
-
-
-def test_initial_weights() -> None:
-    conversion = convert({**SMALL, "init_method": "small_init", "output_layer_init_method": "wang_init"})
-    assert parsed(conversion).model.init_method_std == pytest.approx(sqrt(2 / (5 * 768)), rel=1e-7)
-    assert "output_layer_init_method" in keys_that(conversion, Effect.NEAR)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +290,7 @@ def test_initial_weights() -> None:
         ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, None, 2, 16),
         ({"train_batch_size": 16, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": None}, 2, 4, 16),
         ({"gradient_accumulation_steps": 2}, 4, 2, 16),
+        ({"gradient_accumulation_steps": 2, "global_num_gpus": 4}, None, 2, 16),
         ({"gradient_accumulation_steps": 2, "num_nodes": 2, "num_gpus": 4, "pipe_parallel_size": 2}, None, 2, 16),
         ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": None}, 4, 4, 16),
         ({}, None, 2, None),
@@ -273,7 +301,6 @@ def test_batches(batch: dict[str, Any], world_size: int | None, micro: int, whol
     conversion = convert(LEAST | batch, world_size)
     config = parsed(conversion)
     assert (config.batch.micro_batch_size, config.batch.global_batch_size) == (micro, whole)
-    assert not keys_that(conversion, Effect.CHANGES)
 
 
 @pytest.mark.parametrize(
@@ -285,13 +312,28 @@ def test_batches(batch: dict[str, Any], world_size: int | None, micro: int, whol
             2,
             "train_batch_size 16, train_micro_batch_size_per_gpu 2, gradient_accumulation_steps 2 do not fit 2 data-",
         ),
+        (
+            {"gradient_accumulation_steps": 4},
+            None,
+            "gradient_accumulation_steps 4 makes a batch that grows with the processes of the run: give their number",
+        ),
+        (
+            {"train_batch_size": 16, "train_micro_batch_size_per_gpu": None},
+            None,
+            "train_batch_size 16 is dealt to the processes of the run: give their number, --world-size N",
+        ),
         ({"pipe_parallel_size": 2}, 3, "3 processes are not a multiple of the 2 ranks of a model: change one of them"),
         ({"num_layers": "many"}, None, "num_layers many is not a number: give one"),
         ({"hidden_size": 1.5}, None, "hidden_size 1.5 is not a whole number: give one"),
-        ({"rotary_pct": True}, None, "rotary_pct True is not a number: give one"),
         ({"optimizer": "Adam"}, None, "optimizer 'Adam' is not a mapping: write it as {...}"),
         ({"optimizer": {"params": {"betas": 0.9}}}, None, "optimizer.params.betas 0.9 are not two numbers: write them"),
-        ({"attention_config": "flash"}, None, "attention_config 'flash' is not a list such as"),
+        (
+            {"save": "x", "checkpoint_factor": 1, "checkpoint_scale": "log"},
+            None,
+            "checkpoint_factor 1 does not grow with checkpoint_scale log: give more than 1",
+        ),
+        ({"save": "x", "extra_save_iters": [-1]}, None, "extra_save_iters or checkpoint_factor -1 is no number of "),
+        ({"deepspeed_extra_args": {"train_iters": 3}}, None, "train_iters stands in deepspeed_extra_args and outside"),
         ({"train_data_paths": ["a", "b"], "train_data_weights": [1]}, None, "train_data_weights has 1 entries and "),
     ],
 )
@@ -302,21 +344,15 @@ def test_settings_that_are_wrong(changes: dict[str, Any], world_size: int | None
     assert "\n" not in str(caught.value)
 
 
-def test_what_sections_hold_beside_is_noted() -> None:
+def test_what_sections_hold_beside_is_remarked() -> None:
     conversion = converted(
-        fp16={"fp16": True, "enabled": True, "consecutive_hysteresis": True},
-        zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}, "reduce_scatter": False},
+        zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}, "reduce_scatter": False, "x": True},
         deepspeed_extra_args={"compile": {"deepcompile": True}},
     )
-    assert keys_that(conversion, Effect.NEAR) == {
-        "fp16.consecutive_hysteresis",
-        "deepspeed_extra_args.compile",
-        "lr_decay_style",
-    }
-    assert keys_that(conversion, Effect.NONE) == {
-        "zero_optimization.offload_optimizer",
-        "zero_optimization.reduce_scatter",
-    }
+    assert list(conversion.comments()) == [
+        "zero_optimization.offload_optimizer: nothing is offloaded",
+        "zero_optimization.x, compile: it can stand in a file for --deepspeed-config",
+    ]
 
 
 def test_the_launcher_gets_its_own() -> None:
@@ -331,20 +367,25 @@ def test_the_launcher_gets_its_own() -> None:
 
 
 def test_no_key_is_in_two_tables() -> None:
-    tables = [*VALUES, *SWITCHES, *FIXED, *HARMLESS]
+    tables = [*VALUES, *SWITCHES, *MODELS, *TRAININGS, *OPERATION]
     assert len(tables) == len(set(tables))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(sorted({*FIXED, *HARMLESS, "xyzzy", "no-such"})), st.sampled_from([1, "text", [2], {"a": 1}])
+        st.sampled_from(sorted({*AGREEING, *OPERATION, "xyzzy", "no-such"})),
+        st.sampled_from([1, "text", [2], {"a": 1}]),
     )
 )
 def test_no_setting_goes_unmentioned(extra: dict[str, Any]) -> None:
-    """What the tables know and what nobody knows: each has its note, unless it says what is so anyway."""
-    conversion = converted(**extra)
-    noted = {note.key for note in conversion.notes}
-    agreeing = {key for key, value in extra.items() if key in FIXED and value in FIXED[key][0]}
-    assert extra.keys() - noted == agreeing
+    """Settings of operation have their remark; all others end the conversion, unless they say what is so anyway."""
+    decisive = {key for key, value in extra.items() if key not in OPERATION and value not in AGREEING.get(key, ())}
+    try:
+        conversion = converted(**extra)
+    except ConfigError as error:
+        assert decisive == {refusal.split()[0].rstrip(":") for refusal in str(error).split("; ")}
+        return
+    assert not decisive
+    assert remarks(conversion) == extra.keys() & OPERATION.keys()
     parsed(conversion)
