@@ -57,7 +57,6 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     _each("yaml-cfg", "a file of settings is not read: use flags"),
     # Learning rate and regularization.
     _each("warmup", "it is an old name: use --lr-warmup-fraction"),
-    _each("decoupled-lr decoupled-min-lr", "all weights have one learning rate: drop it"),
     # Precision.
     _each("disable-bf16-reduced-precision-matmul", "matrix products add up as torch has them by default: drop it"),
     # Data.

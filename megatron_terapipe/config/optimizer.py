@@ -24,6 +24,12 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay, and after it."""
 
+    decoupled_lr: float | None = None
+    """Highest learning rate of the word embedding and of the output layer, tied or not. Default: `--lr`."""
+
+    decoupled_min_lr: float | None = None
+    """Learning rate of these two at the end of the decay, and after it. Default: `--min-lr`."""
+
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after the warmup. `WSD` keeps the highest learning rate and decays only at the end."""
 
@@ -122,6 +128,7 @@ class OptimizerConfig:
         self._check_said_once(
             "warmup", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction"
         )
+        self._check_decoupled()
         self._check_said_once("decay", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
         self._check_rising_weight_decay()
 
@@ -131,6 +138,22 @@ class OptimizerConfig:
         if len(given) > 1:
             first, second = (f"{flag(name)} {getattr(self, name)}" for name in given[:2])
             raise ConfigError(f"{first} and {second} both say how long the {what} is: drop one of them")
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Highest and last learning rate of the word embedding and of the output layer."""
+        highest = self.lr if self.decoupled_lr is None else self.decoupled_lr
+        return highest, self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+
+    def _check_decoupled(self) -> None:
+        if self.decoupled_lr is None:
+            if self.decoupled_min_lr is not None:
+                raise ConfigError(f"--decoupled-min-lr {self.decoupled_min_lr} has no effect alone: add --decoupled-lr")
+            return
+        check_not_negative(self, "decoupled_lr", "decoupled_min_lr")
+        for name, value in (("--decoupled-min-lr", self.ends[1]), ("--lr-warmup-init", self.lr_warmup_init)):
+            if value > self.decoupled_lr:
+                raise ConfigError(f"{name} {value} is above --decoupled-lr {self.decoupled_lr}: give no more than that")
 
     def _check_rising_weight_decay(self) -> None:
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style

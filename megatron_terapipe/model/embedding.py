@@ -14,6 +14,9 @@ from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear
 from megatron_terapipe.tensor_parallel.logits import LiveLogits, Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks, WeightPart
 
+AT_AN_END = "at_an_end"
+"""Attribute of the weights with a row for each token, whose learning rate may be set apart; others do not have it."""
+
 
 class WordEmbedding(nn.Module):
     """A vector for each word of the padded vocabulary, of which each rank holds some.
@@ -29,6 +32,7 @@ class WordEmbedding(nn.Module):
         rows = model.padded_vocab_size(ranks.size)
         first = normal(model.embedding_init_method_std)
         self.weight = ranks.parameter(rows, model.hidden_size, cut=0, initialize=first)
+        setattr(self.weight, AT_AN_END, True)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [B, N] in, [B, n, hidden] of the tokens this rank has between the matrices out."""
@@ -121,6 +125,7 @@ class OutputLayer(nn.Module):
             normal(model.init_method_std),
             bias=False,
         )
+        setattr(self.linear.weight, AT_AN_END, True)
 
     def forward(self, hidden: Tensor) -> Logits:
         """Logits of the tokens of [B, n, hidden]."""

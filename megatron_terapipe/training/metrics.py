@@ -29,6 +29,8 @@ class IterationMetrics:
     """Over all runs."""
     params_norm: float | None = None
     """None unless asked for."""
+    decoupled_learning_rate: float | None = None
+    """That of the word embedding and of the output layer; None if it is not set apart."""
     num_zeros_in_grad: int | None = None
     """Before clipping; None unless asked for."""
     timers: Mapping[str, tuple[float, ...]] | None = None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_terapipe.config.optimizer import OptimizerConfig
+from megatron_terapipe.model.embedding import AT_AN_END
 
 
 def apex_fused_adam() -> Any | None:
@@ -26,25 +27,36 @@ def apex_fused_adam() -> Any | None:
 
 DECAY_FACTOR = "weight_decay_factor"
 """Entry of a group of parameters: by what the weight decay is multiplied in it."""
+APART = "learning_rate_apart"
+"""Entry of a group of parameters: whether it is that of the word embedding and of the output layer."""
 
 
 def build_optimizer(
     config: OptimizerConfig, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """AdamW or SGD over two groups: matrices decay; biases and norms do not, as in Megatron.
+    """AdamW or SGD over groups: matrices decay; biases and norms do not, as in Megatron.
+
+    With `--decoupled-lr` the word embedding and the output layer are a group of their own.
 
     Args:
         config: the optimizer section.
         named_parameters: parameters by name of this rank's stage.
     """
-    decaying, others = [], []
+    by_kind: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            (decaying if _decays(name, parameter) else others).append(parameter)
+            apart = config.decoupled_lr is not None and hasattr(parameter, AT_AN_END)
+            by_kind.setdefault((float(_decays(name, parameter)), apart), []).append(parameter)
+    # In one order on all ranks, whichever parameter comes first there.
     groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": factor * config.weight_decay, DECAY_FACTOR: factor}
-        for parameters, factor in ((decaying, 1.0), (others, 0.0))
-        if parameters
+        {
+            "params": by_kind[decay, apart],
+            "lr": config.ends[0] if apart else config.lr,
+            "weight_decay": decay * config.weight_decay,
+            DECAY_FACTOR: decay,
+            APART: apart,
+        }
+        for decay, apart in sorted(by_kind, key=lambda kind: (-kind[0], kind[1]))
     ]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
@@ -56,16 +68,19 @@ def build_optimizer(
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
 
 
-def set_step_sizes(optimizer: torch.optim.Optimizer, *, learning_rate: float, weight_decay: float) -> None:
+def set_step_sizes(
+    optimizer: torch.optim.Optimizer, *, learning_rate: float, of_ends: float, weight_decay: float
+) -> None:
     """Use a learning rate and a weight decay from the next step on.
 
     Args:
         optimizer: the optimizer.
-        learning_rate: learning rate of every parameter.
+        learning_rate: learning rate of every parameter, but for those set apart.
+        of_ends: learning rate of those.
         weight_decay: weight decay of the parameters that decay.
     """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = of_ends if group[APART] else learning_rate
         group["weight_decay"] = weight_decay * group[DECAY_FACTOR]
 
 

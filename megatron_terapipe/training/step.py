@@ -3,6 +3,7 @@
 import resource
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ class TrainingStep:
             global_batch_size=run.global_batch_size,
             seq_length=run.config.model.seq_length,
         )
+        highest, last = run.config.optimizer.ends
+        self._rates_of_ends = replace(self._learning_rates, max_lr=highest, min_lr=last)
         self._instruments = Instruments(self._logging, engine, reporter.note)
         self._weight_decays = WeightDecaySchedule.from_config(run.config.optimizer, self._training)
         self._measured = self._logging.measured_iterations(run.start.iteration, run.train_iters)
@@ -65,7 +68,7 @@ class TrainingStep:
         Returns:
             Progress after it.
         """
-        learning_rate = self._set_step_sizes(progress)
+        learning_rate, rate_of_ends = self._set_step_sizes(progress)
         batch_size = self._set_batch_size(progress)
         with self._instruments.around(progress.iteration + 1):
             loss, seconds = self._train(progress.iteration + 1, batches)
@@ -86,6 +89,7 @@ class TrainingStep:
                 # Of a skipped step it is no number, or still that of the step before.
                 grad_norm=None if skipped else float(self._engine.get_global_grad_norm()),
                 learning_rate=learning_rate,
+                decoupled_learning_rate=None if self._run.config.optimizer.decoupled_lr is None else rate_of_ends,
                 iteration_time_s=seconds,
                 tokens_per_second=throughput.tokens_per_second,
                 global_batch_size=batch_size,
@@ -105,12 +109,13 @@ class TrainingStep:
         """Keep what instruments have recorded."""
         self._instruments.close()
 
-    def _set_step_sizes(self, progress: Progress) -> float:
-        """Set learning rate and weight decay, and return the former."""
+    def _set_step_sizes(self, progress: Progress) -> tuple[float, float]:
+        """Set learning rates and weight decay, and return the former: of most weights, and of the model's ends."""
         step = progress.schedule_step(self._training.unit)
-        learning_rate = self._learning_rates.at(step)
-        set_step_sizes(self._engine.optimizer, learning_rate=learning_rate, weight_decay=self._weight_decays.at(step))
-        return learning_rate
+        learning_rate, of_ends = self._learning_rates.at(step), self._rates_of_ends.at(step)
+        decay = self._weight_decays.at(step)
+        set_step_sizes(self._engine.optimizer, learning_rate=learning_rate, of_ends=of_ends, weight_decay=decay)
+        return learning_rate, of_ends
 
     def _set_batch_size(self, progress: Progress) -> int:
         batch_size = self._run.batch_sizes.at(progress.consumed_samples)

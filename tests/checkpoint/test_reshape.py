@@ -30,6 +30,8 @@ EVERYTHING = Way(
 )
 FP16_DATA = Way("fp16, dp2, ZeRO 1", 2, "--fp16 --initial-loss-scale 4096 --loss-scale-window 2")
 FP16_ONE = Way("fp16, one rank", 1, "--fp16 --initial-loss-scale 4096 --loss-scale-window 2")
+DECOUPLED_PIPELINE = Way("pp2, decoupled, ZeRO 1", 2, "--pipeline-model-parallel-size 2 --decoupled-lr 3e-2")
+DECOUPLED_DATA = Way("dp2, decoupled", 2, "--zero-stage 0 --decoupled-lr 3e-2")
 _FOUR = "--num-layers 4 --pipeline-model-parallel-size 2"
 MODEL_CHUNKS = Way(
     "pp2, v2", 2, f"{_FOUR} --num-layers-per-virtual-pipeline-stage 1 --zero-stage 0 --num-token-slices 2"
@@ -66,6 +68,7 @@ PAIRS = [
     (FOUR_ZERO_1, MODEL_CHUNKS_ZERO_1),
     (MODEL_CHUNKS_ZERO_1, MODEL_CHUNKS),
     (FOUR_DATA, MODEL_CHUNKS),
+    (DECOUPLED_PIPELINE, DECOUPLED_DATA),
 ]
 SAME = [
     MODEL_CHUNKS,

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from megatron_terapipe.config import OptimizerConfig, TrainingConfig
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.lr_schedule import LearningRateSchedule
 from megatron_terapipe.training.weight_decay import WeightDecaySchedule
 
@@ -137,3 +138,30 @@ def test_weight_decay_is_constant_unless_it_rises() -> None:
     section = OptimizerConfig(lr=1.0, start_weight_decay=0.0, end_weight_decay=0.4, weight_decay_incr_style="cosine")
     rising = WeightDecaySchedule.from_config(section, TrainingConfig(train_iters=4))
     assert [rising.at(step) for step in (0, 2, 4, 5)] == pytest.approx([0.0, 0.2, 0.4, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("flags", "rates"),
+    [
+        ({}, (1.0, 0.1)),
+        ({"decoupled_lr": 3.0}, (3.0, 0.1)),
+        ({"decoupled_lr": 3.0, "decoupled_min_lr": 0.5}, (3.0, 0.5)),
+    ],
+)
+def test_the_ends_of_the_model_may_have_rates_of_their_own(flags: dict[str, float], rates: tuple[float, float]) -> None:
+    assert OptimizerConfig(lr=1.0, min_lr=0.1, **flags).ends == rates
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"decoupled_min_lr": 0.5}, "--decoupled-min-lr 0.5 has no effect alone: add --decoupled-lr"),
+        ({"decoupled_lr": 0.5, "decoupled_min_lr": 0.6}, "--decoupled-min-lr 0.6 is above --decoupled-lr 0.5"),
+        ({"decoupled_lr": 0.05}, "--decoupled-min-lr 0.1 is above --decoupled-lr 0.05"),
+        ({"decoupled_lr": 0.5, "lr_warmup_init": 0.7}, "--lr-warmup-init 0.7 is above --decoupled-lr 0.5"),
+        ({"decoupled_lr": -1.0}, "--decoupled-lr -1.0 is out of range"),
+    ],
+)
+def test_rates_of_the_ends_that_do_not_fit(flags: dict[str, float], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        OptimizerConfig(lr=1.0, min_lr=0.1, **flags)

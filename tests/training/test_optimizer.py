@@ -25,6 +25,21 @@ def test_matrices_decay_and_vectors_do_not(shape: dict[str, str]) -> None:
     assert not decay
 
 
+@pytest.mark.parametrize("untied", [False, True])
+def test_a_decoupled_learning_rate_is_that_of_the_words_on_both_ends(untied: bool) -> None:
+    model = WholeModel(model_config(untie_embeddings_and_output_weights=untied))
+    config = OptimizerConfig(lr=1e-3, decoupled_lr=5e-2, weight_decay=0.2)
+    optimizer = build_optimizer(config, model.named_parameters())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for at_first, rates in ((True, (1e-3, 5e-2)), (False, (0.5, 0.25))):
+        if not at_first:
+            set_step_sizes(optimizer, learning_rate=rates[0], of_ends=rates[1], weight_decay=0.2)
+        groups = [({names[id(each)] for each in group["params"]}, group["lr"]) for group in optimizer.param_groups]
+        ends = {"layers.0.weight"} | ({next(name for name in names.values() if "linear" in name)} if untied else set())
+        assert [lr for names, lr in groups if names & ends] == [rates[1]]
+        assert [names for names, lr in groups if lr == rates[1]] == [ends], "positions are not among them"
+
+
 def test_a_bias_of_two_axes_does_not_decay() -> None:
     parameters = {"up.weight": nn.Parameter(torch.ones(2, 3, 4)), "up.bias": nn.Parameter(torch.ones(2, 3))}
     decaying, others = build_optimizer(OptimizerConfig(lr=1.0), parameters.items()).param_groups
@@ -65,7 +80,7 @@ def test_flags_reach_sgd() -> None:
 
 def test_a_learning_rate_holds_for_every_group_and_a_weight_decay_for_those_that_decay() -> None:
     optimizer = build_optimizer(OptimizerConfig(lr=0.5, weight_decay=0.0), nn.Linear(3, 2).named_parameters())
-    set_step_sizes(optimizer, learning_rate=0.125, weight_decay=0.3)
+    set_step_sizes(optimizer, learning_rate=0.125, of_ends=9.0, weight_decay=0.3)
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.125, 0.3), (0.125, 0.0)]
 
 

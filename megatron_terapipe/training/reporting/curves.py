@@ -24,6 +24,7 @@ def iteration_points(metrics: IterationMetrics, logging: LoggingConfig, world_si
     points["num-zeros"] = metrics.num_zeros_in_grad
     if not logging.no_log_learning_rate_to_tensorboard:
         points["learning-rate"] = metrics.learning_rate
+        points["decoupled-learning-rate"] = metrics.decoupled_learning_rate
     if not logging.no_log_loss_scale_to_tensorboard:
         points["loss-scale"] = metrics.loss_scale
     if logging.log_batch_size_to_tensorboard:

@@ -65,8 +65,10 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str
         f"elapsed time per iteration (ms): {seconds * 1000:.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {_tenths(tflops)}",
         f"learning rate: {last.learning_rate:.6E}",
-        f"global batch size: {last.global_batch_size:5d}",
     ]
+    if last.decoupled_learning_rate is not None:
+        parts.append(f"decoupled learning rate: {last.decoupled_learning_rate:.6E}")
+    parts.append(f"global batch size: {last.global_batch_size:5d}")
     if losses:
         parts.append(f"lm loss: {fmean(losses):.6E}")
     parts.append(f"loss scale: {1.0 if last.loss_scale is None else last.loss_scale:.1f}")

@@ -30,6 +30,7 @@ def test_each_object_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None
             "loss_scale": None,
             "skipped_iterations": 2,
             "params_norm": None,
+            "decoupled_learning_rate": None,
             "num_zeros_in_grad": None,
             "timers": None,
             "peak_memory_bytes": None,
