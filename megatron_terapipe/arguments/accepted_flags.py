@@ -55,7 +55,7 @@ ACCEPTED_FLAGS: Mapping[str, AcceptedFlag] = MappingProxyType(
         **_each("add-bias-linear", "linear layers have biases", says=("disable_bias_linear", False)),
         # Kernels.
         **_each(
-            "no-masked-softmax-fusion bias-gelu-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion"
+            "no-masked-softmax-fusion bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion"
             " no-rope-fusion no-persist-layer-norm no-gradient-accumulation-fusion cross-entropy-loss-fusion",
             _KERNELS,
         ),

@@ -124,6 +124,8 @@ class Config:
     def _check_tensor_parallel(self) -> None:
         size = self.parallel.tensor_model_parallel_size
         shares = [("--num-attention-heads", self.model.num_attention_heads)]
+        if self.model.vocab_rows is not None:
+            shares.append(("--vocab-rows", self.model.vocab_rows))
         for block in self.model.blocks:
             shares += [
                 ("--num-key-value-heads", block.num_key_value_heads),

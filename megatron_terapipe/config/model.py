@@ -161,8 +161,10 @@ class ModelConfig:
     """Limit c of the logits: a logit x becomes c tanh(x / c)."""
 
     activation: Literal["gelu", "gelu-exact", "relu", "squared-relu", "swiglu", "geglu", "geglu-exact"] = option(
-        "gelu",
+        derived="gelu; gelu-exact with --disable-bias-linear or --no-bias-gelu-fusion",
         shorthands={"--swiglu": "swiglu", "--squared-relu": "squared-relu", "--openai-gelu": "gelu"},
+        # In Megatron the tanh form is that of the kernel which adds the bias, too.
+        fallbacks={"--no-bias-gelu-fusion": "gelu-exact"},
     )
     """Activation function of the MLP. `gelu` is the tanh form of GPT-2, `gelu-exact` the form with the error function.
     `swiglu`, `geglu` and `geglu-exact` add a gate, which is a third matrix."""
@@ -181,6 +183,9 @@ class ModelConfig:
 
     vocab_size: int | None = None
     """Tokens in the vocabulary before padding. Default: the tokenizer's."""
+
+    vocab_rows: int | None = option(None, aliases=("--padded-vocab-size",))
+    """Rows of the word embedding, instead of the vocabulary padded by `--make-vocab-size-divisible-by`."""
 
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this number and of the tensor-parallel size. Checkpoints then fit any
@@ -224,6 +229,7 @@ class ModelConfig:
                 f"{self.num_attention_heads}: change one of them, or give the width of a head with "
                 "--kv-channels"
             )
+        resolve(self, "activation", "gelu-exact" if self.disable_bias_linear else "gelu")
         # Two thirds of 4h: the gate makes three matrices of two (Shazeer, arXiv 2002.05202 section 2); as Megatron's.
         gated_width = max(64, 8 * self.hidden_size // 3 // 64 * 64)
         resolve(self, "ffn_hidden_size", gated_width if self.gated else 4 * self.hidden_size)
@@ -237,6 +243,7 @@ class ModelConfig:
             "kv_channels",
             "max_position_embeddings",
             "vocab_size",
+            "vocab_rows",
             "make_vocab_size_divisible_by",
             "layernorm_epsilon",
             "sliding_window",
@@ -266,6 +273,11 @@ class ModelConfig:
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is out of range: give 0 or more, below 1")
+        if self.vocab_rows is not None and self.vocab_size is not None and self.vocab_rows < self.vocab_size:
+            raise ConfigError(
+                f"--vocab-rows {self.vocab_rows} has no room for the {self.vocab_size} tokens of --vocab-size: give "
+                f"{self.vocab_size} or more"
+            )
         check_rotation(self)
         self._check_block()
         self._resolve_layers()
@@ -364,6 +376,8 @@ class ModelConfig:
         Raises:
             ConfigError: if the vocabulary is still the tokenizer's, and not filled in.
         """
+        if self.vocab_rows is not None:
+            return self.vocab_rows
         if self.vocab_size is None:
             raise ConfigError("--vocab-size is not known before the tokenizer is read: give it")
         multiple = lcm(self.make_vocab_size_divisible_by, tensor_parallel_size)

@@ -31,7 +31,7 @@ class Preset:
     """Parameters as published."""
 
     settings: Mapping[str, Any]
-    """Value of each field of the model section that is not its default."""
+    """Value of each field of the model section that it does not leave to its default."""
 
 
 def find_preset(name: str) -> Preset:
@@ -49,9 +49,8 @@ def find_preset(name: str) -> Preset:
 
 def _gpt(source: str, published: float, layers: int, hidden: int, heads: int, seq_length: int = 2048) -> Preset:
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": seq_length}
-    return Preset(
-        source=source, published_parameters=published, settings=MappingProxyType({**sizes, "vocab_size": 50257})
-    )
+    others = {"vocab_size": 50257, "activation": "gelu"}
+    return Preset(source=source, published_parameters=published, settings=MappingProxyType(sizes | others))
 
 
 def _llama(
