@@ -92,10 +92,11 @@ class PlainLlama(nn.Module):
     def __init__(self, model: ModelConfig, *, recompute: bool = False) -> None:
         super().__init__()
         self.model, self.recompute = model, recompute
-        self.embedding = nn.Embedding(model.padded_vocab_size(), model.hidden_size)
+        words = model.vocab_size or 0
+        self.embedding = nn.Embedding(words, model.hidden_size)
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_layers))
         self.norm = nn.RMSNorm(model.hidden_size, eps=model.layernorm_epsilon)
-        self.output = nn.Linear(model.hidden_size, model.padded_vocab_size(), bias=False)
+        self.output = nn.Linear(model.hidden_size, words, bias=False)
         if not model.untie_embeddings_and_output_weights:
             self.output.weight = self.embedding.weight
 
@@ -109,14 +110,14 @@ class PlainLlama(nn.Module):
 
     @torch.no_grad()
     def start_as(self, whole: WholeModel, model: ModelConfig) -> "PlainLlama":
-        """Take the weights of the trainer's model, for the same start.
+        """Take the weights of the trainer's model, without the padding of the vocabulary, for the same start.
 
         Args:
             whole: the trainer's model.
             model: the model section.
         """
         theirs = {name.removeprefix("layers."): weight for name, weight in whole.named_parameters()}
-        self.embedding.weight.copy_(theirs["0.weight"])
+        self.embedding.weight.copy_(theirs["0.weight"][: model.vocab_size])
         in_group = model.num_attention_heads // model.num_key_value_heads
         for index, block in enumerate(self.blocks, start=2):
             grouped = theirs[f"{index}.attention.query_key_value.weight"].unflatten(
@@ -132,7 +133,7 @@ class PlainLlama(nn.Module):
             block.up.weight.copy_(up)
             block.down.weight.copy_(theirs[f"{index}.mlp.down.weight"])
         if model.untie_embeddings_and_output_weights:
-            self.output.weight.copy_(theirs[f"{model.num_layers + 3}.linear.weight"])
+            self.output.weight.copy_(theirs[f"{model.num_layers + 3}.linear.weight"][: model.vocab_size])
         return self
 
 
