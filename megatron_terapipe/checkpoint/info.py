@@ -120,11 +120,16 @@ class CheckpointInfo:
             )
 
     def _check_model(self, model: ModelConfig) -> None:
-        ours = asdict(model)
+        # A checkpoint of an older version does not name what models could not have then.
+        known = {each.name for each in fields(ModelConfig)}
+        before = ModelConfig(**{name: value for name, value in self.model.items() if name in known})
+        ours, theirs_by_name = asdict(model), asdict(before) | self.model
         may_change = set(_MAY_CHANGE)
         if model.position_embedding_type != "learned_absolute":
             may_change.add("max_position_embeddings")  # no weight has a row for each
-        for name, theirs in self.model.items():
+        if model.rotary_scaling not in ("llama3", "yarn"):
+            may_change.add("rotary_original_length")  # nothing is told apart by it
+        for name, theirs in theirs_by_name.items():
             if name not in may_change and ours.get(name) != theirs:
                 flag = "--" + name.replace("_", "-")
                 raise CheckpointError(

@@ -88,8 +88,21 @@ def test_another_model_is_named(directory: Path, name: str, value: object, said:
 
 
 def test_what_shapes_no_weight_may_change(directory: Path) -> None:
-    model = replace(MODEL, seq_length=16, init_method_std=0.1)
+    stds = {"init_method_std": 0.1, "output_layer_init_std": 0.2, "embedding_init_method_std": 0.3}
+    model = replace(MODEL, seq_length=16, **stds)
     assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), model, LAYOUT, "adam") is not None
+
+
+def test_what_a_checkpoint_does_not_name_it_does_not_have(directory: Path) -> None:
+    """As one of a version in which models had no such parts."""
+    info = checkpoint_info()
+    new = ("qk_norm", "rotary_scaling", "rotary_scaling_factor", "rotary_original_length", "softmax_scale")
+    replace(info, model={name: value for name, value in info.model.items() if name not in new}).write(directory)
+    assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), MODEL, LAYOUT, "adam") is not None
+    assert "has --qk-norm none, this run head:" in refusal(directory, replace(MODEL, qk_norm="head"))
+    assert "has --softmax-scale 0.35355339059327373, this run 0.5:" in refusal(
+        directory, replace(MODEL, softmax_scale=0.5)
+    )
 
 
 @pytest.mark.parametrize(

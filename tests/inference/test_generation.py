@@ -1,7 +1,6 @@
 """Generation on cached keys and values, against reading the whole text again for every token."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.inference.generation import generate
 from megatron_terapipe.inference.whole_model import WholeModel
 from tests.inference.checkpoints import MODEL
+from tests.model.configs import OF_FAMILIES, model_config
 
 PROMPT = list(b"the quick brown")
 LIMITS = {"max_positions": MODEL.max_position_embeddings, "vocab_size": 257}
@@ -84,12 +84,12 @@ def test_top_p_of_1_changes_nothing(model: WholeModel) -> None:
     assert list(generate(model, PROMPT, 10, top_p=1.0, **LIMITS)) == list(generate(model, PROMPT, 10, **LIMITS))
 
 
-def test_a_llama_goes_on_as_if_it_read_the_whole_text_again() -> None:
-    """Rotations follow the position, which is that of the token slice of one token."""
-    llama = replace(
-        MODEL, position_embedding_type="rope", normalization="rmsnorm", activation="swiglu", disable_bias_linear=True
-    )
-    model = WholeModel(llama).double()
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_families_go_on_as_if_they_read_the_whole_text_again(family: str) -> None:
+    """Rotations follow the position, which is that of the token slice of one token; windows move on with it."""
+    given = {"max_position_embeddings": MODEL.max_position_embeddings, "init_method_std": 0.5}
+    given["untie_embeddings_and_output_weights"] = True
+    model = WholeModel(model_config(**OF_FAMILIES[family] | given)).double()
     found = list(generate(model, PROMPT, 20, temperature=0, **LIMITS))
     assert found == read_again_for_every_token(model, PROMPT, 20)
     assert len(set(found)) > 5

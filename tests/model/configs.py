@@ -140,6 +140,8 @@ def models(draw: st.DrawFn) -> ModelConfig:
     layer = st.fixed_dictionaries({"attention": attention, "mlp": mlp})
     layers = st.lists(layer, min_size=num_layers, max_size=num_layers).map(lambda entries: uneven_layers(*entries))
     seq_length = draw(st.integers(1, 40))
+    parallel = draw(st.booleans())
+    normalization = draw(st.sampled_from(["layernorm", "rmsnorm"]))
     return ModelConfig(
         num_layers=num_layers,
         num_attention_heads=heads,
@@ -150,9 +152,16 @@ def models(draw: st.DrawFn) -> ModelConfig:
         seq_length=seq_length,
         max_position_embeddings=draw(st.none() | st.integers(seq_length, 60)),
         position_embedding_type=draw(st.sampled_from(["learned_absolute", "rope", "none"])),
-        normalization=draw(st.sampled_from(["layernorm", "rmsnorm"])),
-        activation=draw(st.sampled_from(["gelu", "relu", "swiglu"])),
+        normalization=normalization,
+        qk_norm=draw(st.sampled_from(["none", "head", *["all-heads"] * (normalization == "rmsnorm")])),
+        norm_placement="pre" if parallel else draw(st.sampled_from(["pre", "post", "both"])),
+        parallel_residual=parallel,
+        shared_block_norm=parallel and draw(st.booleans()),
+        activation=draw(st.sampled_from(["gelu", "relu", "swiglu", "geglu"])),
         disable_bias_linear=draw(st.booleans()),
+        add_qkv_bias=draw(st.booleans()),
+        add_attention_bias=draw(st.booleans()),
+        add_mlp_bias=draw(st.booleans()),
         vocab_size=draw(st.integers(1, 300)),
         make_vocab_size_divisible_by=draw(st.sampled_from([1, 8, 128])),
         untie_embeddings_and_output_weights=draw(st.booleans()),

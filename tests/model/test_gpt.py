@@ -95,19 +95,27 @@ def test_the_ends_of_the_model_stand_with_its_outermost_blocks(
     assert counts == [end - start for start, end in pairwise(blocks)]
 
 
-@pytest.mark.parametrize("parts", [{}, {"activation": "swiglu", "normalization": "rmsnorm"}], ids=["gpt", "llama"])
-def test_initial_weights(parts: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "parts",
+    [{}, {"activation": "swiglu", "normalization": "rmsnorm", "qk_norm": "all-heads"}, {"qk_norm": "head"}],
+    ids=["gpt", "llama", "qk_norm"],
+)
+@pytest.mark.parametrize("given", [{}, {"output_layer_init_std": 0.3, "embedding_init_method_std": 0.7}], ids=str)
+@pytest.mark.parametrize("one_plus", [False, True])
+def test_initial_weights(parts: dict[str, str], given: dict[str, float], one_plus: bool) -> None:
     """Matrices are drawn; into the residual stream more narrowly by sqrt(2 L). Biases are 0, norms 1."""
-    model = model_config(num_layers=8, hidden_size=256, num_attention_heads=8, init_method_std=0.05, **parts)
+    sizes = {"num_layers": 8, "hidden_size": 256, "num_attention_heads": 8, "init_method_std": 0.05}
+    model = model_config(**sizes, **parts, **given, apply_layernorm_1p=one_plus)
+    inner, ends = given.get("output_layer_init_std", 0.05 / 4), given.get("embedding_init_method_std", 0.05)
     torch.manual_seed(0)
     block = TransformerBlock(model, model.blocks[0], ALONE)
     for weight, std in [
         (block.attention.query_key_value.weight, 0.05),
-        (block.attention.projection.weight, 0.05 / 4),
+        (block.attention.projection.weight, inner),
         (block.mlp.up.weight, 0.05),
-        (block.mlp.down.weight, 0.05 / 4),
-        (WordEmbedding(model, ALONE).weight, 0.05),
-        (PositionEmbedding(model, ALONE).weight, 0.05),
+        (block.mlp.down.weight, inner),
+        (WordEmbedding(model, ALONE).weight, ends),
+        (PositionEmbedding(model, ALONE).weight, ends),
         (OutputLayer(model, ALONE).linear.weight, 0.05),
     ]:
         # The error of a standard deviation from n numbers is 1 / sqrt(2 n); five of those.
@@ -115,7 +123,18 @@ def test_initial_weights(parts: dict[str, str]) -> None:
         assert abs(weight.mean().item()) < 5 * std / sqrt(weight.numel())
     for name, parameter in block.named_parameters():
         if "norm" in name or "bias" in name:
-            assert torch.all(parameter == (1 if "norm.weight" in name else 0)), name
+            first = 1 if "norm.weight" in name and not one_plus else 0
+            assert torch.all(parameter == first), name
+
+
+def test_layers_that_turn_alike_share_a_table() -> None:
+    parts = {"rotary_base_local": 100.0, "sliding_window": 8, "window_attn_skip_freq": "2"}
+    model = llama_config(num_layers=6, no_rope_freq="[0,0,0,0,1,1]", **parts)
+    tables = [spec.build().attention.rotary for spec in gpt_layers(model)[2:-2]]
+    assert tables[0] is tables[2] is not None
+    assert tables[1] is tables[3] is not None
+    assert tables[0] is not tables[1]
+    assert tables[4:] == [None, None]
 
 
 class TestLoss:
