@@ -20,7 +20,8 @@ from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
-from deepspeed_ext.runtime.module import TokenSlicePipelineModule, takes_past
+from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.stages import takes_past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition

@@ -6,7 +6,7 @@ checkpoints, reductions over data-parallel ranks - is DeepSpeed's own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,7 @@ from weakref import finalize
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule as deepspeed_schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
@@ -29,18 +28,18 @@ from deepspeed_ext.runtime.batches.batch_loss import batch_loss
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.executor import BatchPlan, Executor
 from deepspeed_ext.runtime.gradients.accumulated_gradients import OptimizerGradients
-from deepspeed_ext.runtime.gradients.grad_norm import clip_gradients, global_grad_norm
 from deepspeed_ext.runtime.gradients.gradient_reductions import gradient_reductions
-from deepspeed_ext.runtime.gradients.gradient_sums import sum_over_sharing_ranks, sum_over_tensor_parallel_ranks
 from deepspeed_ext.runtime.gradients.parameter_gathers import parameter_gathers
+from deepspeed_ext.runtime.gradients.stepping import SteppingEngine
 from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
-from deepspeed_ext.runtime.ledger.observers import REDUCTIONS, SUMS, UPDATE, BackwardTimer, Observers
+from deepspeed_ext.runtime.ledger.observers import BackwardTimer, Observers
 from deepspeed_ext.runtime.ledger.op_clock import OpClock
 from deepspeed_ext.runtime.ledger.op_ledger import OpLedger, accelerator_mark
 from deepspeed_ext.runtime.ledger.stall_watch import StallWatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.rank_links import RankLinks
 from deepspeed_ext.runtime.rank_programs import RankPrograms
+from deepspeed_ext.runtime.saving import SavingEngine
 
 SEQUENCES_PER_STEP = 1 << 32
 """More than any step has, so that every sequence of a run has a number of its own."""
@@ -73,15 +72,7 @@ def _executed_by(method: Callable[[Executor, Instruction], None]) -> Callable[..
     return execute
 
 
-def _phase(name: str, method: Callable[["TokenSlicePipelineEngine"], None]) -> Callable[..., None]:
-    def execute(engine: "TokenSlicePipelineEngine") -> None:
-        with engine.observers.phase(name):
-            method(engine)
-
-    return execute
-
-
-class TokenSlicePipelineEngine(PipelineEngine):
+class TokenSlicePipelineEngine(SavingEngine):
     """DeepSpeed's pipeline engine with token slices. Made by `deepspeed_ext.runtime.initialize`.
 
     Args:
@@ -90,6 +81,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         ledger_directory: directory in which ranks write what they have done, if the pipeline stands still.
         overlap_grad_reduce: sum gradients over replicas layer by layer, while the last backwards run.
         overlap_param_gather: gather weights that replicas stepped in parts while the next forward runs.
+        check_token_slices: check in the first batch that each layer computes in token slices what it does whole.
 
     Other arguments are those of `PipelineEngine`.
     """
@@ -102,6 +94,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
         ledger_directory: Path,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = False,
+        check_token_slices: bool = True,
         **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
@@ -150,7 +143,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
             ledger=self._ledger,
             reductions=self._reductions,
             gathers=self._gathers,
+            checks=check_token_slices and len(self.module.token_slices) > 1,
         )
+        self._token_slices, self._broken_by = self.module.token_slices, ""
         self._accumulated: OptimizerGradients | None = None
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
             self._accumulated = OptimizerGradients(self.optimizer)
@@ -163,21 +158,41 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """Tensors this rank has sent to its neighbours so far, headers included."""
         return self._links.num_messages
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None, return_output_label: bool = False) -> Any:
+    def check_schedule(self) -> None:
+        """Find the program of a training step, so that a schedule that does not fit the pipeline shows at once.
+
+        Raises:
+            PlanError: if there is none.
+        """
+        self._train_schedule()
+
+    def train_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_output_label: bool = False,
+        token_slices: TokenSlices | Sequence[int] | None = None,
+    ) -> Any:
         """Train on one batch.
 
         Args:
             data_iter: yields micro-batches; read where the first and the last stage are, and where layers take entries
                 of the data by name.
             return_output_label: also return what the last layer gave, and the labels. Nothing of them is kept if not.
+            token_slices: lengths of the token slices, of sequences of any length; None for those of the module. Every
+                rank must give the same.
 
         Returns:
             Mean loss over micro-batches and data-parallel ranks, on every rank; or `(loss, outputs, labels)`, of all
             rows and tokens of this replica, None where the last stage is not.
+
+        Raises:
+            UserError: if the batch cannot be trained on, or one before it ended in its middle.
         """
-        schedule, token_slices = self._train_schedule(), self.module.token_slices
-        self._begin(schedule, token_slices, self.micro_batch_size, keeps_outputs=return_output_label)
-        loss = super().train_batch(data_iter)
+        self._token_slices = token_slices = self._cut(token_slices)
+        schedule = self._train_schedule()
+        with self._batch():
+            self._begin(schedule, token_slices, self.micro_batch_size, keeps_outputs=return_output_label)
+            loss = super().train_batch(data_iter)
         self._programs.ran(schedule)
         live = self._executor.finish()
         return (loss, *live.outputs_and_labels(token_slices)) if return_output_label else loss
@@ -219,18 +234,15 @@ class TokenSlicePipelineEngine(PipelineEngine):
         if reduce_output not in ("avg", None):
             raise UserError(f"reduce_output={reduce_output!r}: give 'avg', or None for one loss per micro-batch")
         num_micro_batches = num_micro_batches or self.micro_batches
-        if token_slices is None:
-            token_slices = self.module.token_slices
-        elif not isinstance(token_slices, TokenSlices):
-            token_slices = TokenSlices(tuple(token_slices))
+        token_slices = self._cut(token_slices)
         schedule = self._programs.evaluation(num_micro_batches, len(token_slices))
         rows, keeps = micro_batch_size or self.micro_batch_size, return_logits or return_output_label
-        self._begin(schedule, token_slices, rows, computes_loss=compute_loss, keeps_outputs=keeps)
         self.module.eval()
         train_iterator = self.data_iterator
         self.set_dataiterator(data_iter)
         try:
-            with torch.no_grad():
+            with self._batch(), torch.no_grad():
+                self._begin(schedule, token_slices, rows, computes_loss=compute_loss, keeps_outputs=keeps)
                 self._exec_schedule(schedule)
         finally:
             self.set_dataiterator(train_iterator)
@@ -263,11 +275,6 @@ class TokenSlicePipelineEngine(PipelineEngine):
         """Read from another iterator, on the ranks that read any."""
         self.data_iterator = iterator if self.reads_data else None
 
-    def complete_weights(self) -> None:
-        """Wait for weights that are still gathered; to be called before they are read outside a batch or state dict."""
-        if self._gathers is not None:
-            self._gathers.finish()
-
     def reset_activation_shape(self) -> None:
         """Let the next batch have other shapes; call it on every rank."""
         super().reset_activation_shape()
@@ -282,9 +289,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
         timelines: list[Timeline] = []
         dist.barrier()
         clock = OpClock()
-        shape = self._programs.shape(self.micro_batches)
         with self.observers.joined_by(clock):
             yield timelines
+        shape = self._programs.shape(self.micro_batches, len(self._token_slices))
         ranks: list[Any] = [None] * shape.num_ranks
         dist.all_gather_object(ranks, clock.spans(), group=self.grid.get_pipe_parallel_group())
         timelines.append(Timeline(shape, tuple(tuple(rank) for rank in ranks), unit="s"))
@@ -292,7 +299,7 @@ class TokenSlicePipelineEngine(PipelineEngine):
     # ------------------------------------------------------------------ schedules
 
     def _train_schedule(self) -> ProgramSchedule:
-        return self._programs.training(self.micro_batches)
+        return self._programs.training(self.micro_batches, len(self._token_slices))
 
     def _inference_schedule(self, micro_batches: int) -> ProgramSchedule:
         return self._programs.evaluation(micro_batches)
@@ -301,6 +308,29 @@ class TokenSlicePipelineEngine(PipelineEngine):
         count = self.module.loss_tokens if self._executor.plan.computes_loss else None
         self._loss.read_ahead(pipe_schedule.shape.num_micro_batches, self._next_batch, count)
         super()._exec_schedule(pipe_schedule)
+
+    def _cut(self, token_slices: TokenSlices | Sequence[int] | None) -> TokenSlices:
+        if token_slices is None:
+            return self.module.token_slices
+        return token_slices if isinstance(token_slices, TokenSlices) else TokenSlices(tuple(token_slices))
+
+    @contextmanager
+    def _batch(self) -> Iterator[None]:
+        """Around a batch. One that is refused before anything of it ran leaves no trace, and another may follow."""
+        if self._broken_by:
+            raise UserError(
+                f"a batch before ended in its middle ({self._broken_by}), and parts of it may still be under way: make "
+                "a new engine and load a checkpoint"
+            )
+        try:
+            yield
+        except BaseException as error:
+            self.timers(TRAIN_BATCH_TIMER).reset()
+            self._executor.finish()
+            if not self._ledger.untouched:
+                self._broken_by = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._ledger.begin("no batch: the last one was refused", ())
+            raise
 
     def _begin(self, schedule: ProgramSchedule, token_slices: TokenSlices, rows: int, **settings: bool) -> None:
         # All that shapes of activations depend on, so that those of one batch are never taken for those of another.
@@ -334,45 +364,9 @@ class TokenSlicePipelineEngine(PipelineEngine):
         loss = loss / self.micro_batches
         return self.optimizer.scale_if_loss(loss) if self.fp16_enabled() else loss
 
-    # ------------------------------------------------------------------ end of the batch
-
-    def _exec_reduce_tied_grads(self) -> None:
-        """Complete the gradients of which several ranks of one replica hold a part."""
-        sum_over_tensor_parallel_ranks(self.module, self.grid)
-        sum_over_sharing_ranks(self.module.get_tied_weights_and_groups())
-
-    def _exec_reduce_grads(self) -> None:
-        if self._reductions is not None:
-            self._reductions.finish(self.module.parameters())
-        # DeepSpeed would copy every gradient even where there is no other replica to reduce with.
-        elif self.is_data_parallel or self.zero_optimization():
-            super()._exec_reduce_grads()
-
-    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        if not (self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()):
-            # The other optimizers of DeepSpeed compute the norm themselves.
-            self._global_grad_norm = global_grad_norm(
-                self.module.parameters(),
-                self.grid.get_model_parallel_group(),
-                tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
-            )
-        with nullcontext() if self._gathers is None else self._gathers.deferred():
-            super()._exec_optimizer_step(lr_kwargs)
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the gradients of the last step; the host waits for it only here."""
-        norm = super().get_global_grad_norm()
-        return norm.item() if torch.is_tensor(norm) else norm
-
-    def clip_fp32_gradients(self) -> None:
-        """Scale the gradients so that the norm of the whole model's is at most the configured one."""
-        clip_gradients(self.module.parameters(), self._global_grad_norm, self.gradient_clipping())
-
     def _aggregate_total_loss(self) -> Tensor:
         losses = self._executor.live.losses.values()
         return self._loss.mean(sum(losses) / self.micro_batches if losses else None)
-
-    # ------------------------------------------------------------------ parts of the above
 
     @contextmanager
     def _around(self, op: Op) -> Iterator[None]:
@@ -385,9 +379,6 @@ class TokenSlicePipelineEngine(PipelineEngine):
 
     # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
     _INSTRUCTION_MAP = {  # noqa: RUF012
-        **PipelineEngine._INSTRUCTION_MAP,
-        deepspeed_schedule.ReduceTiedGrads: _phase(SUMS, _exec_reduce_tied_grads),
-        deepspeed_schedule.ReduceGrads: _phase(REDUCTIONS, _exec_reduce_grads),
-        deepspeed_schedule.OptimizerStep: _phase(UPDATE, _exec_optimizer_step),
+        **SteppingEngine._INSTRUCTION_MAP,
         **{INSTRUCTION_CLASSES[kind]: _executed_by(method) for kind, method in _METHODS.items()},
     }

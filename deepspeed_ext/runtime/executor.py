@@ -28,6 +28,7 @@ from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.rank_links import RankLinks
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.sequence.slice_check import check_layers
 
 Around = Callable[[Op], AbstractContextManager[None]]
 """Surrounds the computing of an op: measures it, and accumulates the gradients it leaves."""
@@ -70,6 +71,7 @@ class Executor:
         ledger: is told of waits.
         reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
         gathers: gathers of weights that replicas updated in parts; layers wait for them. None if the step does it.
+        checks: whether to check, at its first token slice, that each stage computes in token slices what it does whole.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Executor:
         ledger: OpLedger,
         reductions: GradientReductions | None = None,
         gathers: ParameterGathers | None = None,
+        checks: bool = False,
     ) -> None:
         self._module, self._links, self._device = module, links, device
         self._next_batch, self._batch_loss, self._loss_scale, self._around = next_batch, loss, loss_scale, around
@@ -92,6 +95,7 @@ class Executor:
         self._stages = list(module.pipeline.stages_of(module.stage_id))
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
         self._weight_gradients, self._attached = WeightGradients(), False
+        self._unchecked = set(self._stages) if checks else set()
         self.live = LiveBatch()
 
     def begin(self, plan: BatchPlan, *, puts_weight_gradients_off: bool) -> None:
@@ -152,6 +156,8 @@ class Executor:
         op, held = step.op, self.live.buffers[step.buffer]
         inputs = self._inputs(op, held)
         entries = self._entries(op) if op.stage else {}
+        if op.stage in self._unchecked:
+            self._check(op, inputs, entries)
         with self._around(op):
             outputs = self._module(inputs, self._state(op), op.token_slice, op.stage, entries, self._entering(op))
             if op.stage == self.plan.shape.last_stage:
@@ -240,6 +246,15 @@ class Executor:
             return self._entries(op) if isinstance(inputs, Mapping) else inputs
         held.inputs = self._read(op)
         return held.inputs[0] if len(held.inputs) == 1 else held.inputs
+
+    def _check(self, op: Op, inputs: Any, entries: Mapping[str, Any]) -> None:
+        """Hold a stage in token slices against the whole, if they are token slices and this one has tokens enough."""
+        length = self.plan.token_slices.lengths[op.token_slice]
+        if isinstance(inputs, Mapping):
+            entries, inputs = inputs, inputs[self._module.data_entries.first]
+        layers = self._module.stage_layers(op.stage)
+        if check_layers(layers, inputs, entries, modules=self._module, seq_length=length):
+            self._unchecked.discard(op.stage)
 
     def _entries(self, op: Op) -> dict[str, Any]:
         """Entries that the layers of a stage take by name, moved to the device for one token slice only."""

@@ -1,6 +1,7 @@
 """Makes an engine: the one place that gates DeepSpeed's version and names our engine class to DeepSpeed."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -10,12 +11,21 @@ from typing import Any
 
 import deepspeed
 import deepspeed.ops
+from deepspeed.pipe import PipelineModule
+from deepspeed.utils import log_dist
 from packaging.specifiers import SpecifierSet
 
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.schedules import Schedule, schedule_named
+from deepspeed_ext.plan.found_schedule import FoundSchedule
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
+from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, interleaved, schedule_named
+from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.settings import read_settings, settings_without_effect
 
 SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.8,<0.20")
 """0.19.8 brought the schedule hooks this engine overrides; before 0.19.3 gradients of pipelines were wrong."""
@@ -23,21 +33,24 @@ SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.8,<0.20")
 
 def initialize(
     model: TokenSlicePipelineModule,
-    config: dict[str, Any] | str,
+    config: dict[str, Any] | str | Path | None = None,
     *,
     schedule: str | Schedule = "1f1b",
     timeout: timedelta = timedelta(minutes=30),
     ledger_directory: str | Path = "stalled_pipeline",
     overlap_grad_reduce: bool = True,
     overlap_param_gather: bool = False,
+    check_token_slices: bool = True,
+    costs: Callable[[PipelineShape], OpCosts] | None = None,
     **keywords: Any,
 ) -> tuple[TokenSlicePipelineEngine, Any, Any, Any]:
     """Make the engine of a model, as `deepspeed.initialize` does.
 
     Args:
         model: the module of this rank.
-        config: DeepSpeed configuration, or the file of one.
-        schedule: order of the ops: a name of `plan.schedules.SCHEDULES`, or a generator of your own.
+        config: DeepSpeed configuration, or the file of one; may be in the keywords `args` or `config_params`, too.
+        schedule: order of the ops: a name of `plan.schedules.SCHEDULES`, a generator of your own, or `optimised`, which
+            is found for the costs of the ops before the first batch.
         timeout: longest time that a transfer between stages may take before it counts as lost.
         ledger_directory: directory to which every rank writes its progress and what it waits for, if the pipeline
             stands still for most of that time.
@@ -46,18 +59,33 @@ def initialize(
             know, such as ZeRO's `contiguous_gradients` and `overlap_comm`, turn it off.
         overlap_param_gather: under ZeRO 1 and in bf16, gather the weights that other ranks stepped while the next
             forward runs. Code that reads weights itself between two batches must call `engine.complete_weights()`.
+        check_token_slices: run each layer in the first batch on a few tokens, whole and in token slices, and refuse it
+            if that is not the same, as with attention of its own.
+        costs: costs of the ops of a shape, the same on all ranks, for the schedule `optimised`; None for stages of
+            equal work, in which the time of a token slice follows from its tokens.
         **keywords: others of `deepspeed.initialize`, such as `optimizer`, `model_parameters` or `lr_scheduler`.
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`, as `deepspeed.initialize`.
 
     Raises:
-        UserError: if DeepSpeed has another version, the configuration asks for what pipelines cannot do, or ranks
-            registered modules to share that do not fit.
+        UserError: if DeepSpeed has another version, the model is none of ours, the configuration asks for what
+            pipelines cannot do, the schedule does not fit the pipeline, or ranks registered modules to share that do
+            not fit.
     """
     check_deepspeed_version()
-    if isinstance(schedule, str):
+    if isinstance(schedule, str) and schedule != OPTIMISED:
         schedule = schedule_named(schedule)
+    _check_model(model)
+    if schedule == OPTIMISED:
+        found = FoundSchedule(costs or partial(_even_costs, model.token_slices), model.token_slices)
+        schedule = SimulatedSchedule(found, costs=found.costs)
+    elif costs is not None:
+        raise UserError("costs are for schedule='optimised', and another schedule is given: leave out one of them")
+    settings = read_settings(config, keywords)
+    for line in (settings_without_effect(settings), _in_place_of(schedule, model)):
+        if line is not None:
+            log_dist(line, ranks=[0], level=logging.WARNING)
     # Before optimizers copy weights and ask which of them to count.
     model.connect_shared_modules()
     engine_class = partial(
@@ -67,11 +95,38 @@ def initialize(
         ledger_directory=Path(ledger_directory),
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
+        check_token_slices=check_token_slices,
     )
     with _engine_class(engine_class):
-        engine, *others = deepspeed.initialize(model=model, config=config, **keywords)
+        engine, *others = deepspeed.initialize(
+            model=model, config=str(config) if isinstance(config, Path) else config, **keywords
+        )
     _check_precision(engine)
+    engine.check_schedule()
     return engine, *others
+
+
+def _even_costs(token_slices: TokenSlices, shape: PipelineShape) -> OpCosts:
+    """Return costs of stages with equal work, in which every token costs the same."""
+    even = len(token_slices) != shape.num_token_slices
+    return attention_costs(shape, (1,) * shape.num_token_slices if even else token_slices.lengths, 0.0)
+
+
+def _check_model(model: Any) -> None:
+    """Refuse models of other classes, which know no token slices."""
+    if not isinstance(model, TokenSlicePipelineModule):
+        of_deepspeed = "" if not isinstance(model, PipelineModule) else ", or call deepspeed.initialize"
+        raise UserError(
+            f"initialize takes a TokenSlicePipelineModule, and the model is a {type(model).__name__}: build one of its "
+            f"layers{of_deepspeed}"
+        )
+
+
+def _in_place_of(schedule: Schedule, model: TokenSlicePipelineModule) -> str | None:
+    """Return a line that says which schedule runs, where the name of another was given; None if that one does."""
+    if schedule is interleaved and model.pipeline.num_model_chunks == 1:
+        return "the schedule 'interleaved' is '1f1b' with one model chunk: build the module with num_model_chunks=2"
+    return None
 
 
 def _check_precision(engine: TokenSlicePipelineEngine) -> None:

@@ -3,12 +3,13 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,11 +21,12 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batches.batch import SplitBatch, split_along_sequence
 from deepspeed_ext.runtime.batches.batch_loss import CountLossTokens
 from deepspeed_ext.runtime.batches.data_entries import DataEntries
-from deepspeed_ext.runtime.batches.forward_arguments import ForwardArguments
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.sequence.documents import Documents
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.sequence.slice_check import StageLayer
 from deepspeed_ext.runtime.shared_modules import ConnectedWeights, SharedModules, connect
+from deepspeed_ext.runtime.stages import check_world, takes_past, trainable_stages
 from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group, token_slice_grid
 
 ActivationSpec = Callable[[int, int, torch.dtype], MessageSpec]
@@ -98,7 +100,6 @@ class TokenSlicePipelineModule(PipelineModule):
                 f"{len(token_slices)}: give the layout num_token_slices={len(token_slices)}"
             )
         layers = list(layers)
-        weights = [_trainable_parameters(layer) for layer in layers]
         self.pipeline = PipelineShape(
             num_stages=layout.pipeline_parallel_size * num_model_chunks,
             num_micro_batches=1,
@@ -107,14 +108,7 @@ class TokenSlicePipelineModule(PipelineModule):
             placement=placement,
         )
         """Extent of the pipeline, of one micro-batch."""
-        bounds = stage_partition(partition, weights, self.pipeline.num_stages)
-        for rank in range(self.pipeline.num_ranks):
-            stages = list(self.pipeline.stages_of(rank))
-            if not sum(weights[layer] for stage in stages for layer in bounds.layers(stage)):
-                raise UserError(
-                    f"stage {' and '.join(map(str, stages))} of the partition {bounds} has no parameters to train, and "
-                    "optimizers cannot do with none: move a layer with parameters to it"
-                )
+        bounds = trainable_stages(partition, layers, self.pipeline)
         stages = [bounds.layers(stage) for stage in range(bounds.num_stages)]
         self.data_entries = DataEntries(layers, stages, loss_fn, data_entries)
         ends = {0, self.pipeline.last_stage}
@@ -128,9 +122,11 @@ class TokenSlicePipelineModule(PipelineModule):
         """Pipeline ranks that read what the data iterator yields."""
         self._shares: list[SharedModules] = []
         self._connected: list[ConnectedWeights] = []
+        self._has_token_slice_engine = False
         # Read by `_partition_layers` and `_build`, which DeepSpeed calls before this class has anything else.
         self._stage_partition = bounds
         self._layer_numbers: list[int] = []
+        check_world(layout)
         with token_slice_grid(tensor_parallel_group):
             super().__init__(
                 layers,
@@ -264,8 +260,22 @@ class TokenSlicePipelineModule(PipelineModule):
         Raises:
             UserError: on every rank, if what they registered does not fit.
         """
+        self._has_token_slice_engine = True
         tied = {weight for weight, group in super().get_tied_weights_and_groups() if dist.get_world_size(group) > 1}
         self._connected = connect(self._shares, self.topology(), self.global_rank, tied=tied)
+
+    def mpu(self) -> Any:
+        """The process groups of this rank, as DeepSpeed asks for them when it makes an engine.
+
+        Raises:
+            UserError: if that would be an engine of DeepSpeed's own.
+        """
+        if not self._has_token_slice_engine:
+            raise UserError(
+                "deepspeed.initialize makes an engine that ignores token slices: call initialize of "
+                "deepspeed_ext.runtime.initialize, with the same arguments"
+            )
+        return super().mpu()
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """Weights of which other pipeline ranks hold copies, of tied layers and of shared modules, with the ranks."""
@@ -280,6 +290,22 @@ class TokenSlicePipelineModule(PipelineModule):
         return [
             (position, list(layer.parameters()) if isinstance(layer, nn.Module) else []) for position, layer in layers
         ]
+
+    def stage_layers(self, stage: int) -> list[StageLayer]:
+        """The layers of one of this rank's stages, first to last, each to be run by itself."""
+        return [
+            StageLayer(self.data_entries.name(self._layer_numbers[position]), partial(self._run_layer, position))
+            for position in self._positions[stage]
+        ]
+
+    def _run_layer(
+        self, position: int, hidden: Any, state: SequenceState, token_slice: int, entries: Mapping[str, Any]
+    ) -> Any:
+        number = self._layer_numbers[position]
+        keywords = self.data_entries.given(number, entries)
+        if self._takes_past[position]:
+            keywords["past"] = state.past(number, token_slice)
+        return self.forward_funcs[position](hidden, **keywords)
 
     def forward(
         self,
@@ -315,11 +341,7 @@ class TokenSlicePipelineModule(PipelineModule):
             for position in positions:
                 if entering is not None:
                     entering(position, hidden)
-                number = self._layer_numbers[position]
-                keywords = self.data_entries.given(number, entries)
-                if self._takes_past[position]:
-                    keywords["past"] = state.past(number, token_slice)
-                hidden = self.forward_funcs[position](hidden, **keywords)
+                hidden = self._run_layer(position, hidden, state, token_slice, entries)
             return hidden
 
         interval = self.activation_checkpoint_interval
@@ -336,39 +358,3 @@ class TokenSlicePipelineModule(PipelineModule):
             )
         entering = None  # layers that are computed again are not entered again
         return inputs
-
-
-def stage_partition(partition: str | StagePartition, weights: Sequence[float], num_stages: int) -> StagePartition:
-    """The stage partition that a setting asks for.
-
-    Args:
-        partition: as the module takes it.
-        weights: trainable parameters of each layer.
-        num_stages: stages of the pipeline.
-
-    Raises:
-        PlanError: if the setting names no partition, or one of another shape.
-    """
-    if partition == "uniform":
-        return StagePartition.uniform(len(weights), num_stages)
-    if partition == "parameters":
-        return StagePartition.balanced(weights, num_stages)
-    if isinstance(partition, str):
-        partition = StagePartition.parse(partition)
-    return partition.covering(len(weights), num_stages)
-
-
-def _trainable_parameters(layer: Any) -> int:
-    if isinstance(layer, LayerSpec):
-        # DeepSpeed would build every layer on every rank to count; on the meta device that costs no memory.
-        with torch.device("meta"):
-            layer = layer.build()
-    if not isinstance(layer, nn.Module):
-        return 0
-    return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
-
-
-def takes_past(function: Callable[..., Any]) -> bool:
-    """Whether a layer wants to see what came before its token slice: it then has an argument named `past`."""
-    forward = function.forward if isinstance(function, nn.Module) else function
-    return ForwardArguments.of("a layer", forward).takes_past

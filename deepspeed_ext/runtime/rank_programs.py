@@ -56,9 +56,14 @@ class RankPrograms:
         num_token_slices = num_token_slices or self._shape.num_token_slices
         return replace(self._shape, num_micro_batches=num_micro_batches, num_token_slices=num_token_slices)
 
-    def training(self, num_micro_batches: int) -> ProgramSchedule:
-        """The ops in the order of the schedule, then the optimizer step."""
-        return self._program(self.shape(num_micro_batches), training=True)
+    def training(self, num_micro_batches: int, num_token_slices: int | None = None) -> ProgramSchedule:
+        """Return the program of a training step: the ops in the order of the schedule, then the optimizer step.
+
+        Args:
+            num_micro_batches: micro-batches of a batch.
+            num_token_slices: token slices of a micro-batch; None for those of the module.
+        """
+        return self._program(self.shape(num_micro_batches, num_token_slices), training=True)
 
     def evaluation(self, num_micro_batches: int, num_token_slices: int | None = None) -> ProgramSchedule:
         """Return the program of an evaluation, which has forwards only.

@@ -75,7 +75,7 @@ def attend(
     if past is None:
         raise UserError(
             f"{name} attends without the `past` of a token slice: to run the model on its own again, call "
-            "model.set_attn_implementation('sdpa'); layers that keep `past` from it cannot be trained here"
+            "model.set_attn_implementation('eager'); layers that keep `past` from it cannot be trained here"
         )
     if attention_mask is not None or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UserError(f"{name} attends by a mask of its own, and token slices attend causally: no remedy is known")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 from torch.nn import functional
@@ -159,11 +160,33 @@ class TiedWords(TiedLayerSpec):
         return self._words
 
 
-def tied_head(words: nn.Embedding, hidden: Tensor) -> Tensor:
+def tied_head(words: nn.Embedding, hidden: Tensor, softcap: float | None = None) -> Tensor:
     """Logits [B, N, V] by the weight of the embedding.
 
     Args:
         words: embedding of tokens.
         hidden: [B, N, C].
+        softcap: limit c of the logits: x becomes c tanh(x / c); None for none.
     """
-    return linear(hidden, words.weight)
+    return _capped(linear(hidden, words.weight), softcap)
+
+
+class Head(nn.Module):
+    """The projection to logits.
+
+    Args:
+        projection: the projection.
+        softcap: limit of the logits, as in `tied_head`.
+    """
+
+    def __init__(self, projection: nn.Linear, softcap: float | None) -> None:
+        super().__init__()
+        self.projection, self._softcap = projection, softcap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits [B, N, V] of hidden states [B, N, C]."""
+        return _capped(self.projection(hidden), self._softcap)
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

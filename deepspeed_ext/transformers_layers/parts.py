@@ -23,6 +23,7 @@ class Parts:
         decoder_layers: the decoder layers.
         norm: norm behind the last decoder layer; None where there is none.
         head: projection to logits.
+        softcap: limit c of the logits: x becomes c tanh(x / c); None for none.
         layer_types: kind of attention of each decoder layer; None where all are of one.
     """
 
@@ -33,6 +34,7 @@ class Parts:
     decoder_layers: nn.ModuleList
     norm: nn.Module | None
     head: nn.Linear
+    softcap: float | None
     layer_types: tuple[str, ...] | None
 
     @property
@@ -63,7 +65,12 @@ def parts_of(model: "PreTrainedModel") -> Parts:
             raise _unknown(model, f"without {kind.replace('_', ' ')}")
     layer_types = getattr(model.config, "layer_types", None)
     optional: dict[str, Any] = dict.fromkeys(("positions", "dropout", "rotary", "norm"))
-    parts = Parts(**optional | found, head=head, layer_types=None if layer_types is None else tuple(layer_types))
+    parts = Parts(
+        **optional | found,
+        head=head,
+        softcap=getattr(model.config, "final_logit_softcapping", None),
+        layer_types=None if layer_types is None else tuple(layer_types),
+    )
     if parts.tied and head.bias is not None:
         raise _unknown(model, "head with the embedding's weight and a bias")
     return parts

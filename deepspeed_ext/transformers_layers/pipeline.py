@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.module import takes_past
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
-from deepspeed_ext.transformers_layers.attention import use_token_slices
-from deepspeed_ext.transformers_layers.layers import DecoderLayer, EmbeddingEnd, TiedWords, tied_head
+from deepspeed_ext.runtime.stages import takes_past
+from deepspeed_ext.transformers_layers.attention import NAME, use_token_slices
+from deepspeed_ext.transformers_layers.layers import DecoderLayer, EmbeddingEnd, Head, TiedWords, tied_head
 from deepspeed_ext.transformers_layers.parts import Parts, parts_of
 
 if TYPE_CHECKING:  # Who uses no model of transformers need not have it.
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # Who uses no model of transformers need not have it.
 
 PROBE = TokenSlices((5, 1, 6))
 """Token slices in which the layers are held against the model."""
+ENLARGED = 100.0
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest difference of a logit, to the largest logit, that is taken for rounding."""
 
@@ -38,17 +39,20 @@ def pipeline_layers(model: "PreTrainedModel") -> list[Any]:
     """
     parts = parts_of(model)
     tokens = torch.arange(PROBE.seq_length, device=model.device).unsqueeze(0) % parts.words.num_embeddings
-    with torch.no_grad(), _mode([model], training=False):
-        expected = model(input_ids=tokens, use_cache=False).logits
+    if model.config._attn_implementation == NAME:  # It was handed over before, or a model with its configuration.
+        model.set_attn_implementation("eager")
     own_attention = model.config._attn_implementation
-    try:
-        use_token_slices(model)
-        layers = _layers(parts)
-        _check_logits(model, layers, tokens, expected)
-        _check_random_numbers(model, layers, tokens)
-    except UserError:
-        model.set_attn_implementation(own_attention)
-        raise
+    with _enlarged(parts.norm or parts.decoder_layers[-1]):
+        with torch.no_grad(), _mode([model], training=False):
+            expected = model(input_ids=tokens, use_cache=False).logits
+        try:
+            use_token_slices(model)
+            layers = _layers(parts)
+            _check_logits(model, layers, tokens, expected)
+            _check_random_numbers(model, layers, tokens)
+        except UserError:
+            model.set_attn_implementation(own_attention)
+            raise
     return layers
 
 
@@ -61,7 +65,9 @@ def _layers(parts: Parts) -> list[Any]:
         layers.append(DecoderLayer(layer, parts.rotary, None if layer_types is None else layer_types[number]))
     if parts.norm is not None:
         layers.append(parts.norm)
-    return [*layers, TiedWords(parts.words, tied_head) if parts.tied else parts.head]
+    if parts.tied:
+        return [*layers, TiedWords(parts.words, partial(tied_head, softcap=parts.softcap))]
+    return [*layers, Head(parts.head, parts.softcap)]
 
 
 def _asks_for_type(rotary: nn.Module) -> bool:
@@ -135,3 +141,17 @@ def _mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
     finally:
         for module, was in modes:
             module.training = was
+
+
+@contextmanager
+def _enlarged(layer: nn.Module) -> Iterator[None]:
+    """Enlarge what the last layer gives the head, since logits are small before training, and their limit hides."""
+
+    def enlarge(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return (outputs[0] * ENLARGED, *outputs[1:]) if isinstance(outputs, tuple) else outputs * ENLARGED
+
+    hook = layer.register_forward_hook(enlarge)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -9,8 +9,8 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
-from deepspeed_ext.runtime.module import takes_past
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.stages import takes_past
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.gpt import Logits, gpt_layers

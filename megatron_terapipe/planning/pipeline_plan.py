@@ -5,15 +5,15 @@ same. What ops cost is the business of the search's cost model (`planning.cost_m
 the function that its commands call.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.closed_forms import memory_of_1f1b
-from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import Op, PipelineShape, Placement
+from deepspeed_ext.plan.found_schedule import EFFORT, FoundSchedule
+from deepspeed_ext.plan.ops import Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.programs.lowering import check_lowering
@@ -28,12 +28,8 @@ from megatron_terapipe.planning.cost_model import cost_model_of
 from megatron_terapipe.strategy import Strategy
 
 if TYPE_CHECKING:  # The solvers compile their kernels, and not every run needs one.
-    from deepspeed_ext.plan.optimise import OptimisedSchedule
     from megatron_terapipe.search.cost.cost_model import CostModel
     from megatron_terapipe.search.rank.token_slice_tables import TabulatedCosts
-
-EFFORT = 0.2
-"""Effort of the solvers before a run starts: some seconds of one core, on every rank at once."""
 
 
 def pipeline_schedule(config: Config, data_parallel_size: int) -> Schedule:
@@ -48,7 +44,7 @@ def pipeline_schedule(config: Config, data_parallel_size: int) -> Schedule:
     """
     name = config.parallel.pipeline_schedule
     if name == OPTIMISED:
-        return FoundSchedule(config, data_parallel_size)
+        return _found_schedule(config, data_parallel_size)
     return SCHEDULES[name] if name in SCHEDULES else schedule_from_file(name)
 
 
@@ -74,46 +70,12 @@ def check_schedule(
             raise ConfigError(f"--pipeline-schedule {config.parallel.pipeline_schedule}: {error}") from None
 
 
-class FoundSchedule:
-    """A schedule that is found for each number of micro-batches when it is first asked for.
-
-    Args:
-        config: the configuration, its token slices known.
-        data_parallel_size: ranks that share the batch.
-
-    Raises:
-        ConfigError: if a file of the cluster or the profile cannot be read.
-    """
-
-    def __init__(self, config: Config, data_parallel_size: int) -> None:
-        strategy = Strategy.of_config(config, data_parallel_size)
-        self._costs = cost_model_of(config, strategy.world_size).pipeline_costs(strategy)
-        self._token_slices = config.token_slices()
-        self._memory_limit = config.parallel.schedule_memory_limit
-        self._found: dict[PipelineShape, OptimisedSchedule] = {}
-
-    def __call__(self, shape: PipelineShape, rank: int) -> Iterator[Op]:
-        """Return the ops of a rank in order, as `plan.schedules.Schedule` says.
-
-        Args:
-            shape: sizes of the pipeline.
-            rank: pipeline rank.
-        """
-        return iter(self.found(shape).orders[rank])
-
-    def costs(self, shape: PipelineShape) -> OpCosts:
-        """Return the costs in seconds that it is found for, whatever the number of micro-batches."""
-        return self._costs
-
-    def found(self, shape: PipelineShape) -> "OptimisedSchedule":
-        """Return the orders of all ranks, with their makespan in seconds."""
-        from deepspeed_ext.plan.optimise import optimise
-
-        if shape not in self._found:
-            limit = self._memory_limit or memory_of_1f1b(shape, self._token_slices)
-            lengths = self._token_slices.lengths
-            self._found[shape] = optimise(shape, self._costs, memory_limit=limit, lengths=lengths, effort=EFFORT)
-        return self._found[shape]
+def _found_schedule(config: Config, data_parallel_size: int) -> FoundSchedule:
+    """Return the schedule that is found for a configuration, its token slices known."""
+    strategy = Strategy.of_config(config, data_parallel_size)
+    # Seconds, whatever the number of micro-batches.
+    costs = cost_model_of(config, strategy.world_size).pipeline_costs(strategy)
+    return FoundSchedule(lambda _: costs, config.token_slices(), config.parallel.schedule_memory_limit)
 
 
 def with_found_token_slices(config: Config, data_parallel_size: int) -> Config:

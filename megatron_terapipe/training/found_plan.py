@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import rank_orders
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.cost_model import machine_in_words
-from megatron_terapipe.planning.pipeline_plan import FoundSchedule
 from megatron_terapipe.training.run import Run
 
 SCHEDULE_FILE = "schedule.csv"

@@ -9,6 +9,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
@@ -26,7 +27,7 @@ from megatron_terapipe.data.token_range import check_token_ids
 from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron_terapipe.data.tokenizers.null import NullTokenizer
 from megatron_terapipe.errors import ConfigError, DataError
-from megatron_terapipe.planning.pipeline_plan import FoundSchedule, check_schedule, pipeline_schedule
+from megatron_terapipe.planning.pipeline_plan import check_schedule, pipeline_schedule
 from megatron_terapipe.planning.planned_run import plan_run
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.launch_environment import LaunchEnvironment

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.plan.closed_forms import memory_of_1f1b
+from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate
@@ -14,7 +15,6 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.cost_model import cost_model_of
 from megatron_terapipe.planning.pipeline_plan import (
-    FoundSchedule,
     check_schedule,
     pipeline_schedule,
     with_found_token_slices,

@@ -7,9 +7,9 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.runtime.module import takes_past
 from deepspeed_ext.runtime.sequence.documents import Documents
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.stages import takes_past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
 from megatron_terapipe.tensor_parallel.logits import Logits

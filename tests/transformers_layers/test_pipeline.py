@@ -29,17 +29,30 @@ def gradients(setup: Setup, kind: str, settings: dict[str, Any]) -> tuple[float,
     return loss, {name: as_numpy(seen[p]) for name, p in model.named_parameters() if p in seen}
 
 
-@pytest.mark.parametrize("setup", [SLICED, RECOMPUTED], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "mistral"])
+@pytest.mark.parametrize(
+    ("kind", "setup"),
+    [
+        ("llama", SLICED),
+        ("qwen2", SLICED),
+        ("gpt2", SLICED),
+        ("llama", RECOMPUTED),
+        ("gpt2", RECOMPUTED),
+        ("mistral", SLICED),
+        ("gemma2", RECOMPUTED),
+        ("qwen3", SLICED),
+    ],
+)
 def test_loss_and_gradients_are_those_of_the_plain_model(kind: str, setup: Setup) -> None:
+    # With soft caps transformers computes the softmax of attention in fp32, whatever the model.
+    tolerance = 1e-6 if kind == "gemma2" else 1e-12
     expected_loss, expected = models.plain_gradients(models.model_of(kind))
     found: dict[str, np.ndarray] = {}
     for loss, of_rank in run_distributed(gradients, setup.world_size, setup, kind, {}):
-        assert loss == pytest.approx(expected_loss, rel=1e-12)
+        assert loss == pytest.approx(expected_loss, rel=tolerance)
         found |= of_rank
     assert found.keys() == expected.keys()
     errors = {name: relative_error(found[name], expected[name]) for name in expected}
-    assert {name: error for name, error in errors.items() if error > 1e-12} == {}
+    assert {name: error for name, error in errors.items() if error > tolerance} == {}
 
 
 def test_dropout_does_not_depend_on_token_slices() -> None:

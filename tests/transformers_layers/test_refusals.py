@@ -13,8 +13,8 @@ from deepspeed_ext.transformers_layers import pipeline_layers
 from tests.transformers_layers.models import model_of
 
 HEAD_DIM = {"head_dim": 8}
-CAPPED = HEAD_DIM | {"sliding_window": 4, "attn_logit_softcapping": 0.5, "final_logit_softcapping": None}
-"""A window shorter than the token slices that are compared, and a soft cap that bends every score."""
+CAPPED = HEAD_DIM | {"sliding_window": 4, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
+"""A window shorter than the token slices that are compared, and soft caps that bend every score and logit."""
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ CAPPED = HEAD_DIM | {"sliding_window": 4, "attn_logit_softcapping": 0.5, "final_
         ("starcoder2", {"eos_token_id": 0, "bos_token_id": 0}),
         ("gemma", HEAD_DIM),
         ("gemma2", CAPPED),
+        ("gemma3_text", HEAD_DIM | {"sliding_window": 4}),
         ("smollm3", {"eos_token_id": 0, "bos_token_id": 0}),
     ],
 )
@@ -60,6 +61,13 @@ class ScaledNorm(nn.LayerNorm):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return super().forward(hidden) * self.calls
+
+
+def limited() -> PreTrainedModel:
+    """Its configuration says that logits are limited, and its layers, unlike those of Gemma, do not do so."""
+    model = model_of("llama")
+    model.config.final_logit_softcapping = 30.0
+    return model
 
 
 def miscounting() -> PreTrainedModel:
@@ -98,6 +106,7 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         (lambda: model_of("stablelm", eos_token_id=0), "layers that keep `past` from it cannot be trained here"),
         (lambda: model_of("gpt_oss", **HEAD_DIM), "attends with s_aux"),
         (lambda: model_of("mamba"), "has layers of the type linear_attention"),
+        (limited, "computes logits that its layers in token slices do not"),
         (miscounting, "computes logits that its layers in token slices do not"),
         (noisy, "draws random numbers in its layers"),
     ],

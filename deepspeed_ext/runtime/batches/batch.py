@@ -59,8 +59,8 @@ def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSli
         _check_length(name, tensors, token_slices)
     return [
         TokenSliceBatch(
-            _cut(inputs, token_slices.seq_length, start, end),
-            _cut(labels, token_slices.seq_length, start, end),
+            cut_along_sequence(inputs, token_slices.seq_length, start, end),
+            cut_along_sequence(labels, token_slices.seq_length, start, end),
             (end - start) / token_slices.seq_length,
         )
         for start, end in token_slices.bounds()
@@ -68,7 +68,7 @@ def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSli
 
 
 def _check_length(name: str, tensors: Any, token_slices: TokenSlices) -> None:
-    found = list(_tensors(tensors))
+    found = list(tensors_in(tensors))
     # Of a dict nobody knows which entry is the main one.
     asked = found if isinstance(tensors, Mapping) else found[:1]
     if asked and not any(_has_sequence(tensor, token_slices.seq_length) for tensor in asked):
@@ -83,15 +83,16 @@ def _has_sequence(tensor: Tensor, length: int) -> bool:
     return tensor.dim() >= 2 and tensor.shape[1] == length
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors [...] of a tuple or dict of such, in order."""
     if torch.is_tensor(tree):
         yield tree
     elif isinstance(tree, Mapping):
         for entry in tree.values():
-            yield from _tensors(entry)
+            yield from tensors_in(entry)
     elif isinstance(tree, (tuple, list)):
         for entry in tree:
-            yield from _tensors(entry)
+            yield from tensors_in(entry)
 
 
 def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
@@ -103,7 +104,16 @@ def _map(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     return function(tree, *others)
 
 
-def _cut(tensors: Any, seq_length: int, start: int, end: int) -> Any:
+def cut_along_sequence(tensors: Any, seq_length: int, start: int, end: int) -> Any:
+    """Some tokens of a tensor [B, N, ...], or of a tuple or dict of tensors; what has no sequence stays as it is.
+
+    Args:
+        tensors: tensors of any shape.
+        seq_length: tokens N of a tensor that has a sequence.
+        start: first token.
+        end: token behind the last one.
+    """
+
     def cut(entry: Any) -> Any:
         return entry[:, start:end] if torch.is_tensor(entry) and _has_sequence(entry, seq_length) else entry
 

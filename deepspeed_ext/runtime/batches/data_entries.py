@@ -46,6 +46,10 @@ class DataEntries:
         assert first is not None, "checked with the names of the entries"
         return first
 
+    def name(self, layer: int) -> str:
+        """A layer in words, by its number."""
+        return self._layers[layer].owner
+
     def reader(self, stage: int) -> str | None:
         """A layer of a stage, in words, for which the stage must read the data; None if there is none."""
         declared = self._declared or ()

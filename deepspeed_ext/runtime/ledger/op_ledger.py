@@ -63,6 +63,11 @@ class OpLedger:
         """
         self._say(_State(batch, program, 0, None), self._mark)
 
+    @property
+    def untouched(self) -> bool:
+        """Whether no instruction of the batch is done yet."""
+        return self._said.done == 0
+
     def done(self) -> None:
         """The instruction at hand is done."""
         said = self._said

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.gradients.accumulated_gradients import AccumulatedGradients
 from deepspeed_ext.runtime.gradients.weight_gradients import WeightGradients, compute
-from deepspeed_ext.runtime.module import takes_past
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
+from deepspeed_ext.runtime.stages import takes_past
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.model.gpt import LAYERS_BEFORE_BLOCKS, gpt_layers, gpt_loss
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload

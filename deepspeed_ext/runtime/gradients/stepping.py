@@ -1,0 +1,79 @@
+"""The end of a batch: gradients are completed over ranks, clipped, and stepped on."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule as deepspeed_schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from deepspeed_ext.runtime.gradients.grad_norm import clip_gradients, global_grad_norm
+from deepspeed_ext.runtime.gradients.gradient_reductions import GradientReductions
+from deepspeed_ext.runtime.gradients.gradient_sums import sum_over_sharing_ranks, sum_over_tensor_parallel_ranks
+from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
+from deepspeed_ext.runtime.ledger.observers import REDUCTIONS, SUMS, UPDATE, Observers
+
+
+def _phase(name: str, method: Callable[["SteppingEngine"], None]) -> Callable[..., None]:
+    def execute(engine: "SteppingEngine") -> None:
+        with engine.observers.phase(name):
+            method(engine)
+
+    return execute
+
+
+class SteppingEngine(PipelineEngine):
+    """DeepSpeed's pipeline engine, with our sums of gradients and gathers of weights around its optimizers' step."""
+
+    observers: Observers
+    """Those who surround what the engine does."""
+    _reductions: GradientReductions | None = None
+    """Sums over replicas that start while backwards run."""
+    _gathers: ParameterGathers | None = None
+    """Gathers of weights that run under the next forward."""
+
+    def complete_weights(self) -> None:
+        """Wait for weights that are still gathered; to be called before they are read outside a batch or state dict."""
+        if self._gathers is not None:
+            self._gathers.finish()
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Complete the gradients of which several ranks of one replica hold a part."""
+        sum_over_tensor_parallel_ranks(self.module, self.grid)
+        sum_over_sharing_ranks(self.module.get_tied_weights_and_groups())
+
+    def _exec_reduce_grads(self) -> None:
+        if self._reductions is not None:
+            self._reductions.finish(self.module.parameters())
+        # DeepSpeed would copy every gradient even where there is no other replica to reduce with.
+        elif self.is_data_parallel or self.zero_optimization():
+            super()._exec_reduce_grads()
+
+    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        if not (self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()):
+            # The other optimizers of DeepSpeed compute the norm themselves.
+            self._global_grad_norm = global_grad_norm(
+                self.module.parameters(),
+                self.grid.get_model_parallel_group(),
+                tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
+            )
+        with nullcontext() if self._gathers is None else self._gathers.deferred():
+            super()._exec_optimizer_step(lr_kwargs)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the gradients of the last step; the host waits for it only here."""
+        norm = super().get_global_grad_norm()
+        return norm.item() if torch.is_tensor(norm) else norm
+
+    def clip_fp32_gradients(self) -> None:
+        """Scale the gradients so that the norm of the whole model's is at most the configured one."""
+        clip_gradients(self.module.parameters(), self._global_grad_norm, self.gradient_clipping())
+
+    # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
+    _INSTRUCTION_MAP = {  # noqa: RUF012
+        **PipelineEngine._INSTRUCTION_MAP,
+        deepspeed_schedule.ReduceTiedGrads: _phase(SUMS, _exec_reduce_tied_grads),
+        deepspeed_schedule.ReduceGrads: _phase(REDUCTIONS, _exec_reduce_grads),
+        deepspeed_schedule.OptimizerStep: _phase(UPDATE, _exec_optimizer_step),
+    }

@@ -1,0 +1,172 @@
+"""Layers that compute something else in token slices are found, others are not, and nothing of the check remains."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.sequence.sequence_state import Past
+from deepspeed_ext.runtime.sequence.slice_check import StageLayer, check_layers
+from tests.distributed import run_distributed
+from tests.runtime import models
+from tests.runtime.training import Setup, build, losses
+
+CUT = (9, 1, 14)
+
+
+class OwnAttention(models.Block):
+    """Attends, and knows nothing of token slices."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        heads = self.qkv(self.norm(hidden)).unflatten(-1, (-1, models.HIDDEN // models.HEADS)).transpose(1, 2)
+        query, key, value = heads.split([models.HEADS, models.GROUPS, models.GROUPS], dim=1)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(hidden)
+
+
+class PositionsFromZero(models.Embedding):
+    """Counts positions from the start of the token slice."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight) + self.position[: tokens.shape[1]]
+
+
+class Dropping(nn.Module):
+    """Mixes nothing, draws random numbers, and counts what it sees in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(models.HIDDEN, models.HIDDEN), nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.seen += hidden.shape[1]
+        return self.dropout(self.linear(hidden))
+
+
+def _of(layer: nn.Module) -> StageLayer:
+    takes_past = isinstance(layer, models.Block) and not isinstance(layer, OwnAttention)
+    takes_past |= type(layer) is models.Embedding
+
+    def run(hidden: Any, state: Any, token_slice: int, entries: Any) -> Any:
+        return layer(hidden, **({"past": state.past(0, token_slice)} if takes_past else {}))
+
+    return StageLayer(f"layer 0 ({type(layer).__name__})", run)
+
+
+def check(layer: nn.Module, inputs: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    layer = layer.to(dtype)
+    if inputs.is_floating_point():
+        inputs = inputs.to(dtype)
+    return check_layers([_of(layer)], inputs, {}, modules=layer, seq_length=inputs.shape[1])
+
+
+HIDDEN, TOKENS = torch.randn(2, 24, models.HIDDEN), torch.randint(models.VOCAB, (2, 24))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_that_see_earlier_token_slices_or_mix_nothing_pass(dtype: torch.dtype) -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        assert check(models.Block(), torch.randn(2, 64, models.HIDDEN), dtype)
+        assert check(models.Embedding(), TOKENS, dtype)
+        assert check(Dropping(), torch.randn(2, 200, models.HIDDEN), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("make", "inputs", "name"),
+    [(OwnAttention, HIDDEN, "OwnAttention"), (PositionsFromZero, TOKENS, "PositionsFromZero")],
+)
+def test_others_are_named_in_one_line(
+    make: Callable[[], nn.Module], inputs: Tensor, name: str, dtype: torch.dtype
+) -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        with pytest.raises(UserError) as refused:
+            check(make(), inputs, dtype)
+        assert str(refused.value).startswith(f"layer 0 ({name}) computes something else in token slices")
+        assert "\n" not in str(refused.value)
+
+
+def test_nothing_of_it_remains() -> None:
+    layer = Dropping()
+    layer.linear.eval()
+    torch.manual_seed(5)
+    assert check(layer, HIDDEN)
+    drawn = torch.rand(4)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(4), drawn)
+    assert (layer.training, layer.linear.training, layer.dropout.training) == (True, False, True)
+    assert layer.seen == 0
+
+
+def test_one_token_is_too_few() -> None:
+    assert not check(OwnAttention(), HIDDEN[:, :1])
+
+
+def test_a_layer_that_needs_a_whole_token_slice_is_not_checked() -> None:
+    class Fixed(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.view(2, 200, models.HIDDEN)
+
+    assert check(Fixed(), torch.randn(2, 200, models.HIDDEN))
+
+
+# ---------------------------------------------------------------------- in the engine
+
+
+def _first_batch(setup: Setup, layers: list[Any]) -> str:
+    """What this rank's user reads; empty if it saw no more than its neighbour go."""
+    engine = build(setup, layers=layers)
+    try:
+        losses(engine, setup, 1)
+    except UserError as error:
+        return str(error)
+    except RuntimeError:
+        return "its neighbour is gone"
+    return ""
+
+
+def test_the_stage_that_has_such_a_layer_names_it_in_the_first_batch() -> None:
+    layers = models.layers(tied=False)
+    layers[4] = LayerSpec(OwnAttention)
+    found = run_distributed(_first_batch, 2, Setup(pp=2, cut=CUT, tied=False), layers)
+    assert found[0] == "its neighbour is gone"
+    assert found[1].startswith("layer 4 (OwnAttention) computes something else in token slices")
+    # Without token slices it may attend as it likes, and nobody looks.
+    assert run_distributed(_first_batch, 1, Setup(tied=False), layers) == [""]
+
+
+class EntryBlock(models.Block):
+    """Takes an entry of the data."""
+
+    def forward(self, hidden: Tensor, past: Past, scale: Tensor) -> Tensor:
+        return super().forward(hidden * scale.unsqueeze(-1), past)
+
+
+def _losses(setup: Setup, checks: bool) -> list[float]:
+    layers = models.layers(2)
+    layers.insert(1, LayerSpec(Dropping))
+    layers[2] = LayerSpec(EntryBlock)
+    engine = build(setup, layers=layers, engine_keywords={"check_token_slices": checks})
+    found = []
+    for step in range(2):
+        torch.manual_seed(step)
+        batches = models.batches(setup.micro_batches, 2, step)
+        dicts = ({"tokens": tokens, "scale": 1.0 + torch.rand(tokens.shape)} for tokens, _ in batches)
+        data = zip(dicts, (labels for _, labels in batches), strict=True)
+        found.append(engine.train_batch(data).item())
+    return found
+
+
+def test_it_does_not_change_a_run_by_a_bit() -> None:
+    setup = Setup(pp=2, cut=CUT, recompute=1)
+    assert run_distributed(_losses, 2, setup, True) == run_distributed(_losses, 2, setup, False)
