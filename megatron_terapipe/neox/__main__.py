@@ -1,10 +1,12 @@
 """`python -m megatron_terapipe.neox`: the command that trains what GPT-NeoX's files describe.
 
-The files are named as for NeoX's own launcher: `train.py -d configs 125M local_setup`.
+The words are those of its launcher, `deepy.py train.py -d configs 125M local_setup`; the first two may be left out.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import write_text
@@ -15,9 +17,13 @@ from megatron_terapipe.neox.conversion import Conversion
 from megatron_terapipe.neox.convert import convert, left_open
 from megatron_terapipe.neox.defaults import BEFORE_2023_12, SINCE_2023_12
 from megatron_terapipe.neox.settings_files import paths_of, read_settings
+from megatron_terapipe.planning.stated_ranks import slots_of_hosts
 
-SCRIPT = "train.py"
-"""What NeoX's launcher starts, and the only of its programs that has a counterpart here."""
+LAUNCHER, SCRIPT = "deepy.py", "train.py"
+"""NeoX's launcher, and what it starts: the only one of its programs that has a counterpart here."""
+
+OVERRIDING = ("wandb_project", "wandb_group", "wandb_run_name", "wandb_team")
+"""Settings that NeoX's launcher takes as flags, too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.world_size is not None and options.world_size < 1:
             raise ConfigError(f"--world-size {options.world_size} is not positive: give 1 or more")
         settings = read_settings(paths_of(_files(options.files), options.conf_dir))
+        settings |= {key: value for key in OVERRIDING if (value := getattr(options, key)) is not None}
         defaults = BEFORE_2023_12 if options.defaults_before_2023_12 else SINCE_2023_12
-        conversion = convert(settings, options.world_size, defaults=defaults)
+        conversion = convert(settings, options.world_size or _slots(settings), defaults=defaults)
         comments = [*conversion.comments(), *_unfinished(conversion)]
         text = "".join(f"# {comment}\n" for comment in comments) + conversion.command()
         if options.output is None:
@@ -52,8 +59,13 @@ def _parser() -> CommandParser:
     parser.add_argument("-d", "--conf_dir", "--conf-dir", metavar="DIR", help="directory of the configuration files")
     parser.add_argument("--output", metavar="FILE", help="write the command to a file instead of printing it")
     parser.add_argument(
-        "--world-size", type=int, metavar="N", help="number of processes, if the batch size depends on it"
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="number of processes, if the batch size depends on it. Default: the slots of the hostfile, if it is here",
     )
+    for key in OVERRIDING:
+        parser.add_argument(f"--{key}", metavar="NAME", help=f"{key}, whatever the files say")
     parser.add_argument(
         "--defaults-before-2023-12",
         action="store_true",
@@ -69,12 +81,25 @@ def _files(words: list[str]) -> list[str]:
     Raises:
         ConfigError: if it is another program, or there are no files.
     """
+    if Path(words[0]).name == LAUNCHER:
+        words = words[1:] or [SCRIPT]
     script, files = (words[0], words[1:]) if words[0].endswith(".py") else (SCRIPT, words)
-    if script.rpartition("/")[2] != SCRIPT:
+    if Path(script).name != SCRIPT:
         raise ConfigError(f"{script} does not train: name {SCRIPT}, or the configuration files alone")
     if not files:
         raise ConfigError(f"{script} has no configuration: name files such as 125M.yml local_setup.yml")
     return files
+
+
+def _slots(settings: Mapping[str, Any]) -> int | None:
+    """Return the processes that NeoX would start on the hosts of its hostfile; None if that is not here."""
+    path = settings.get("hostfile")
+    if not isinstance(path, str) or not Path(path).is_file() or settings.get("include") or settings.get("exclude"):
+        return None
+    slots = slots_of_hosts(path, "hostfile")
+    hosts, devices = (settings.get(key) or 0 for key in ("num_nodes", "num_gpus"))
+    used = slots[:hosts] if hosts > 0 else slots
+    return devices * len(used) if devices > 0 else sum(used)
 
 
 def _unfinished(conversion: Conversion) -> list[str]:

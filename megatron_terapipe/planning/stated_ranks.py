@@ -14,10 +14,23 @@ def stated_ranks(config: Config) -> int | None:
     path = config.training.hostfile
     if path is None:
         return None if config.parallel.data_parallel_size is None else config.parallel.least_world_size
+    return sum(slots_of_hosts(path, "--hostfile"))
+
+
+def slots_of_hosts(path: str, flag: str) -> list[int]:
+    """Return the slots of each host of a hostfile.
+
+    Args:
+        path: path of the file.
+        flag: flag or setting that names it, for errors.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
     # Imported where a hostfile is named: the search is not needed otherwise.
     from megatron_terapipe.search.inputs.cluster_files import parse_hostfile
 
     try:
-        return sum(slots for _, slots in parse_hostfile(read_text(path, "--hostfile"), path))
+        return [slots for _, slots in parse_hostfile(read_text(path, flag), path)]
     except ConfigError as error:
-        raise ConfigError(f"--hostfile: {error}") from None
+        raise ConfigError(f"{flag}: {error}") from None

@@ -15,8 +15,12 @@ def without_files(config: Config) -> Config:
 
     A vocabulary whose file is not here has the size that the model section says, or that of GPT-2.
     """
+    data, vocab_size = config.data, config.model.vocab_size
+    if _tokenizer_files(config):
+        data = replace(data, tokenizer_type="byte", vocab_file=None, merge_file=None, tokenizer_model=None)
+        vocab_size = vocab_size or ASSUMED_VOCABULARY
     data = replace(
-        config.data,
+        data,
         mock_data=True,
         data_path=None,
         train_data_path=None,
@@ -24,10 +28,6 @@ def without_files(config: Config) -> Config:
         test_data_path=None,
         data_args_path=None,
         per_split_data_args_path=None,
-        tokenizer_type="byte",
-        vocab_file=None,
-        merge_file=None,
-        tokenizer_model=None,
     )
     logging = replace(
         config.logging,
@@ -37,10 +37,9 @@ def without_files(config: Config) -> Config:
         timeline=None,
         timeline_iterations=None,
         ledger_directory=None,
+        # The traces of torch's profiler are outputs, too.
+        use_pytorch_profiler=False,
     )
-    vocab_size = config.model.vocab_size
-    if vocab_size is None and _tokenizer_files(config):
-        vocab_size = ASSUMED_VOCABULARY
     model = replace(config.model, vocab_size=vocab_size)
     return replace(config, model=model, data=data, logging=logging, checkpoint=CheckpointConfig())
 
@@ -65,4 +64,5 @@ def absent_files(config: Config) -> Iterator[str]:
 
 
 def _tokenizer_files(config: Config) -> list[str]:
+    """Return the files of the tokenizer; some need none."""
     return [getattr(config.data, field) for field in TOKENIZER_FILES[config.data.tokenizer_type]]

@@ -64,13 +64,14 @@ def test_hostfiles_that_are_wrong(words: str, line: str, tmp_path: Path, capsys:
 def test_without_the_files_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     there = "--data-path 0.3 far/corpus 0.7 far/books --vocab-file far/vocab.json --merge-file far/merges.txt"
     there += " --tokenizer-type GPT2BPETokenizer --save /proc/saved --load /proc/saved --split 100,0,0"
+    there += " --profile --profile-step-start 1 --profile-step-end 3 --use-pytorch-profiler --tensorboard-dir /proc/x"
     words = [*MODEL, *TRAINING[:8], *there.split()]
     assert main([*words, "--dry-run"]) == 2
     assert "far/vocab.json cannot be read" in capsys.readouterr().err
     assert main([*words, "--dry-run-without-files"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split("  ")[-1] == (
         "devices, hosts, tokenizer far/vocab.json far/merges.txt (taken to have 50257 tokens), "
-        "data far/corpus far/books, checkpoints /proc/saved, outputs /proc/saved"
+        "data far/corpus far/books, checkpoints /proc/saved, outputs /proc/saved /proc/x"
     )
     assert main([*words, "--dry-run-without-files", "--global-batch-size", "9"]) == 2
     assert "--global-batch-size 9 is not a multiple" in capsys.readouterr().err

@@ -113,6 +113,7 @@ def test_what_cannot_be_trained_ends_it(files: list[str], tmp_path: Path, capsys
 
 def test_files_are_named_as_for_neoxs_launcher(files: list[str], tmp_path: Path) -> None:
     for words in (
+        ["./deepy.py", "train.py", "-d", str(tmp_path), "model.yml", "rest.yml", "--wandb_group", "tests"],
         ["train.py", "-d", str(tmp_path), "model.yml", "rest.yml"],
         ["./train.py", "--conf_dir", str(tmp_path), "model", "rest"],
         ["-d", str(tmp_path), "model", "rest.yml"],
@@ -126,12 +127,35 @@ def test_files_are_named_as_for_neoxs_launcher(files: list[str], tmp_path: Path)
     ("words", "line"),
     [
         (["generate.py", "a.yml"], "generate.py does not train: name train.py, or the configuration files alone"),
+        (["deepy.py"], "train.py has no configuration: name files such as 125M.yml local_setup.yml"),
         (["train.py"], "train.py has no configuration: name files such as 125M.yml local_setup.yml"),
         (["-d", "there", "125M"], "there/125M.yml cannot be read (No such file or directory): give a file that can"),
     ],
 )
 def test_files_that_are_not_named(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert failing(words, capsys) == f"error: {line}"
+
+
+@pytest.mark.parametrize(
+    ("more", "batch"),
+    [("", 16), ("num_nodes: 1\n", 8), ("num_gpus: 2\n", 8), ("num_nodes: 1\nnum_gpus: 3\n", 6), ("exclude: b\n", None)],
+)
+def test_the_hostfile_says_how_many_processes_there_are(
+    files: list[str], more: str, batch: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\n")
+    (tmp_path / "there.yml").write_text(f"hostfile: {tmp_path / 'hosts'}\n{more}")
+    assert main([*files, str(tmp_path / "there.yml")]) == 0
+    out = capsys.readouterr().out
+    assert f"--global-batch-size {batch} " in out if batch else "--global-batch-size" not in out
+
+
+def test_flags_of_the_launcher_win_over_the_files(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*files, "--wandb_project", "mine"]) == 0
+    assert "--wandb-project" not in capsys.readouterr().out
+    (Path(files[1])).write_text(REST + "use_wandb: true\nwandb_project: theirs\n")
+    assert main([*files, "--wandb_project", "mine"]) == 0
+    assert "--wandb-project mine" in capsys.readouterr().out
 
 
 def test_older_files_have_older_defaults(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
