@@ -2,8 +2,9 @@
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -60,6 +61,7 @@ class TokenSlicePipelineModule(PipelineModule):
             attention and positions; every stage then reads the data. None if every row is one document.
         activation_spec: shapes that pass between stages, so that they need never be sent; None to send them once.
         activation_checkpoint_interval: recompute activations in backward, this many layers at a time; 0 for never.
+        recomputed_layers: chooses, of the numbers of a stage's layers, those that are recomputed instead, one by one.
         preserve_rng_state: layers that are recomputed draw the same random numbers again, as `nn.Dropout` must. Saving
             and restoring the generators' states costs time at every checkpoint; False where no layer draws from them.
         dynamic_shape: shapes between stages may change from one micro-batch to the next, and are sent with each.
@@ -89,6 +91,7 @@ class TokenSlicePipelineModule(PipelineModule):
         documents: Callable[[Any], Documents] | None = None,
         activation_spec: ActivationSpec | None = None,
         activation_checkpoint_interval: int = 0,
+        recomputed_layers: Callable[[range], Collection[int]] | None = None,
         preserve_rng_state: bool = True,
         dynamic_shape: bool = False,
         base_seed: int = 1234,
@@ -142,7 +145,7 @@ class TokenSlicePipelineModule(PipelineModule):
         self.output_fn = output_fn
         self.documents = documents
         self.activation_spec = activation_spec
-        self._preserve_rng_state = preserve_rng_state
+        self._preserve_rng_state, self._recomputed_layers = preserve_rng_state, recomputed_layers
         self._takes_past = [takes_past(function) for function in self.forward_funcs]
 
     def _partition_layers(self, method: str = "") -> None:
@@ -344,17 +347,25 @@ class TokenSlicePipelineModule(PipelineModule):
                 hidden = self._run_layer(position, hidden, state, token_slice, entries)
             return hidden
 
-        interval = self.activation_checkpoint_interval
-        if not interval or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return run(inputs, positions)
-        for start in range(0, len(positions), interval):
-            # Not reentrant: a reentrant checkpoint drops the gradient of layers whose input needs none, as embeddings'.
-            inputs = checkpoint(
-                run,
-                inputs,
-                positions[start : start + interval],
-                use_reentrant=False,
-                preserve_rng_state=self._preserve_rng_state,
-            )
+        for part, recomputed in self._runs_of_layers(positions):
+            if recomputed:
+                # Not reentrant: that would drop the gradient of layers whose input needs none, as embeddings'.
+                inputs = checkpoint(run, inputs, part, use_reentrant=False, preserve_rng_state=self._preserve_rng_state)
+            else:
+                inputs = run(inputs, part)
         entering = None  # layers that are computed again are not entered again
         return inputs
+
+    def _runs_of_layers(self, positions: range) -> Iterator[tuple[range, bool]]:
+        """Runs of a stage's layers, and whether each is recomputed in backward."""
+        interval, choose = self.activation_checkpoint_interval, self._recomputed_layers
+        if choose is None:
+            starts = range(0, len(positions), interval or len(positions) or 1)
+            yield from ((positions[start : start + starts.step], bool(interval)) for start in starts)
+            return
+        first = self._layer_numbers[positions.start]
+        chosen = {number - first for number in choose(range(first, first + len(positions)))}
+        ends = sorted({0, len(positions), *chosen, *(number + 1 for number in chosen)})
+        yield from ((positions[start:end], start in chosen) for start, end in pairwise(ends))

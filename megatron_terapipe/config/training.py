@@ -78,11 +78,13 @@ class TrainingConfig:
     outputs of norms and of the activation function; `full`, which recomputes whole layers. Attention scores are never
     kept."""
 
-    recompute_method: Literal["uniform"] = "uniform"
-    """Layers that `full` recomputes: all of them, `--recompute-num-layers` at a time."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """Layers that `full` recomputes. `uniform`: all of them, `--recompute-num-layers` at a time. `block`: the first
+    `--recompute-num-layers` transformer layers of each stage, one at a time; what is found for a run, as by
+    `--token-slices auto`, still counts with all of them."""
 
     recompute_num_layers: int = option(1, aliases=("--checkpoint-num-layers",))
-    """Layers between two activations that `full` keeps."""
+    """Layers between two activations that `uniform` keeps; layers of each stage that `block` recomputes."""
 
     compile_pointwise: Literal["auto", "always", "never"] = "auto"
     """Where chains of pointwise operations (rotations, norms, gates, dropout with its residual) are compiled into one

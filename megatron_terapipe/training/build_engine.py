@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import own_group
 from megatron_terapipe.checkpoint.index import saved_run
 from megatron_terapipe.checkpoint.load import load_checkpoint
+from megatron_terapipe.config import Config
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
+from megatron_terapipe.model.gpt import LAYERS_BEFORE_BLOCKS, gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
@@ -151,7 +153,7 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
                 loss_tokens=loss_tokens if config.training.calculate_per_token_loss else None,
                 documents=documents_reader(config.data),
                 activation_spec=hidden_state,
-                activation_checkpoint_interval=config.training.recompute_num_layers if recompute == "full" else 0,
+                **_recomputation(config),
                 # Masks of dropout are a function of the place (docs/adr/0012): no layer draws from a generator.
                 preserve_rng_state=False,
                 base_seed=config.training.seed,
@@ -172,6 +174,21 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
     if run.checkpoint is not None and saved is not None:
         load_checkpoint(engine, *run.checkpoint, saved, config.checkpoint)
     return engine
+
+
+def _recomputation(config: Config) -> dict[str, Any]:
+    """Return the arguments of the module that say which layers are recomputed."""
+    training = config.training
+    if training.recompute_granularity != "full":
+        return {}
+    if training.recompute_method == "uniform":
+        return {"activation_checkpoint_interval": training.recompute_num_layers}
+    blocks = range(LAYERS_BEFORE_BLOCKS, LAYERS_BEFORE_BLOCKS + config.model.num_layers)
+    return {
+        "recomputed_layers": lambda of_stage: [number for number in of_stage if number in blocks][
+            : training.recompute_num_layers
+        ]
+    }
 
 
 def tensor_parallel_ranks(run: Run) -> TensorParallelRanks:

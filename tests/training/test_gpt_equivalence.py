@@ -143,6 +143,10 @@ SETUPS = [
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {MODEL_CHUNKS} {DROPOUT} {FULL}", fp64=True, micro_batches=3),
     Setup(4, f"{TP2} {PP2} {UNIFORM} {SP} {THERE_AND_BACK}"),
     Setup(8, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {DROPOUT} {ZERO}"),
+    # Recomputation of the first layers of each stage.
+    Setup(1, f"{UNEVEN} {FULL} --recompute-method block --recompute-num-layers 2 {DROPOUT} {PACKED}", fp64=True),
+    Setup(2, f"{PP2} {UNEVEN} {FULL} --recompute-method block {MODEL_CHUNKS} {UNTIED}", fp64=True, micro_batches=3),
+    Setup(2, f"{PP2} {UNIFORM} {FULL} --recompute-method block {ZERO_BUBBLE} {LLAMA}", fp64=True),
     # The mean over all tokens of the batch, not over micro-batches.
     Setup(1, f"{UNEVEN} {PER_TOKEN} {PACKED}", fp64=True, micro_batches=3),
     Setup(2, f"{PP2} {UNEVEN} {PER_TOKEN} {ZERO_BUBBLE}", fp64=True, micro_batches=3),
