@@ -44,11 +44,17 @@ def _removed_on_failure(output: Path) -> Iterator[None]:
 def _parser() -> CommandParser:
     parser = CommandParser(prog="python -m megatron_terapipe.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    exported = commands.add_parser("to-huggingface", help="write a checkpoint as a GPT-2 or Llama of Hugging Face")
+    exported = commands.add_parser("to-huggingface", help="write a checkpoint as a model of Hugging Face")
     exported.add_argument("--load", required=True, metavar="CHECKPOINTS", help="directory that a run saved to")
     exported.add_argument("--load-tag", metavar="TAG", help="checkpoint, such as global_step100 (default: the newest)")
     exported.add_argument("--output", required=True, metavar="DIR", help="directory to write, empty or new")
-    imported = commands.add_parser("from-huggingface", help="write a GPT-2 or Llama of Hugging Face as a checkpoint")
+    exported.add_argument(
+        "--family",
+        metavar="NAME",
+        help="model_type to write, such as mistral (default: that of the model that the run began with, or else the "
+        "first that can express the model)",
+    )
+    imported = commands.add_parser("from-huggingface", help="write a model of Hugging Face as a checkpoint")
     imported.add_argument(
         "--load", required=True, metavar="HF_DIR", help="directory with config.json and weights as safetensors"
     )
@@ -66,7 +72,7 @@ def _to_huggingface(options: argparse.Namespace, output: Path) -> str:
     from megatron_terapipe.huggingface.export import export_checkpoint
 
     directory = existing_checkpoint(options.load, options.load_tag)
-    tokenizer = export_checkpoint(directory, output, dtype=options.dtype, eod=_eod(directory))
+    tokenizer = export_checkpoint(directory, output, family=options.family, dtype=options.dtype, eod=_eod(directory))
     known = f"with {', '.join(tokenizer)}" if tokenizer else "without a tokenizer"
     return f"wrote {output} from {directory}, {known}"
 
@@ -88,8 +94,8 @@ def _from_huggingface(options: argparse.Namespace, output: Path) -> str:
 
     checkpoint = import_model(Path(options.load), output, dtype=options.dtype)
     return (
-        f"wrote {checkpoint} from {options.load}: train on with --load {output} --finetune --use-checkpoint-args, or "
-        f"generate with --load {output}"
+        f"wrote {checkpoint} from {options.load}: train on with --load {output} --finetune --use-checkpoint-args "
+        f"--seq-length N, or generate with --load {output}"
     )
 
 

@@ -2,21 +2,23 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
 from typing import Any, get_type_hints
 
 from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.deepspeed_values import DeepSpeedValues
 from megatron_terapipe.arguments.flags import flags
+from megatron_terapipe.arguments.model_sources import (
+    preset_settings,
+    take_model_folder,
+    take_model_from_checkpoint,
+)
 from megatron_terapipe.arguments.notices import notices
 from megatron_terapipe.arguments.parser import CommandLine, read_command_line
-from megatron_terapipe.checkpoint.directories import existing_checkpoint
-from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.directories import names_model_folder
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.options import flag
-from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
@@ -53,10 +55,12 @@ def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
         _overlay(given, _strategy_settings(given["strategy"]), given["strategy"])
     if given.get("model_preset"):
         # Once its sizes are filled in, the name says nothing more: a checkpoint must not differ by it.
-        for name, value in find_preset(given.pop("model_preset")).settings.items():
+        for name, value in preset_settings(given.pop("model_preset")).items():
             given.setdefault(name, value)
-    if given.get("use_checkpoint_args"):
-        _take_model_from_checkpoint(given)
+    if given.get("load") and names_model_folder(given["load"]):
+        take_model_folder(given)
+    elif given.get("use_checkpoint_args"):
+        take_model_from_checkpoint(given)
     _fall_back(line)
     file = DeepSpeedValues.read(given.get("deepspeed_config"), given)
     given |= file.values()
@@ -83,19 +87,6 @@ def build_config(given: Mapping[str, Any]) -> Config:
         for section, section_class in get_type_hints(Config).items()
     }
     return Config(**sections)
-
-
-def _take_model_from_checkpoint(given: dict[str, Any]) -> None:
-    """Fill in the model section. Where a flag says otherwise, the checkpoint is held against it when it is loaded."""
-    checkpoint = CheckpointConfig(
-        **{each.name: given[each.name] for each in fields(CheckpointConfig) if each.name in given}
-    )
-    info = CheckpointInfo.read(existing_checkpoint(str(checkpoint.load), checkpoint.tag))
-    if given.get("tokenizer_type") == "NullTokenizer" and info.tokenizer.get("vocab_size"):
-        # Of the model it counts the end of a document, too.
-        given.setdefault("vocab_size", info.tokenizer["vocab_size"])
-    for name, value in info.model.items():
-        given.setdefault(name, value)
 
 
 def _strategy_settings(path: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from megatron_terapipe.checkpoint.file_names import LATEST
 from megatron_terapipe.checkpoint.info import RUN_FILE
 from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.huggingface.families.registry import is_model_folder
 
 
 def latest_checkpoint(load: str | Path) -> Path | None:
@@ -22,6 +23,11 @@ def latest_checkpoint(load: str | Path) -> Path | None:
     if not directory.is_dir():
         raise CheckpointError(f"{latest} names {directory.name}, which is not there: write an existing tag into it")
     return directory
+
+
+def names_model_folder(load: str | Path) -> bool:
+    """Whether `--load` names a folder of Hugging Face, and not a directory of checkpoints of ours."""
+    return is_model_folder(load) and latest_checkpoint(load) is None
 
 
 def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:

@@ -5,11 +5,13 @@ from zipfile import is_zipfile
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.topology import layer_file
-from megatron_terapipe.checkpoint.directories import tagged_checkpoint
+from megatron_terapipe.checkpoint.directories import names_model_folder, tagged_checkpoint
 from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, LATEST, optimizer_files, state_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.model_folder import folder_info, folder_weights
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.huggingface.families.registry import is_model_folder
 from megatron_terapipe.model.gpt import layers_with_weights
 
 
@@ -31,12 +33,13 @@ def find_checkpoint(
     """
     if config.load is None:
         return None
-    directory = tagged_checkpoint(config.load, config.tag)
+    from_folder = names_model_folder(config.load)
+    directory = Path(config.load) if from_folder else tagged_checkpoint(config.load, config.tag)
     if directory is None:
         if config.exit_on_missing_checkpoint or config.finetune:
             raise CheckpointError(f"--load {config.load} holds no checkpoint: give a directory that does")
         return None
-    info = CheckpointInfo.read(directory)
+    info = folder_info(directory, model) if from_folder else CheckpointInfo.read(directory)
     info.check(model, layout, optimizer, weights_only=config.weights_only)
     if looks_at_files:
         check_files(directory, info, model, weights_only=config.weights_only)
@@ -57,6 +60,9 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
     Raises:
         CheckpointError: naming the first file that is missing or damaged.
     """
+    if is_model_folder(directory):
+        folder_weights(directory, info).check()
+        return
     tensor_ranks, stages = range(info.tensor_parallel_size), range(info.num_stages)
     names = [layer_file(layer, rank) for layer in layers_with_weights(model) for rank in tensor_ranks]
     if not weights_only:

@@ -38,6 +38,7 @@ class CheckpointInfo:
         tokenizer: type, files and sizes of the tokenizer.
         skipped_iterations: iterations done that did not update the weights, because of an overflow in fp16.
         skipped_samples: samples of those iterations.
+        family: `model_type` of the Hugging Face model that the run began with; None for one that began with none.
     """
 
     iteration: int
@@ -49,6 +50,7 @@ class CheckpointInfo:
     tokenizer: dict[str, Any]
     skipped_iterations: int = 0
     skipped_samples: int = 0
+    family: str | None = None
 
     @classmethod
     def read(cls, directory: Path) -> "CheckpointInfo":
@@ -70,6 +72,11 @@ class CheckpointInfo:
         """Write it into a checkpoint's directory."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / RUN_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @property
+    def was_trained(self) -> bool:
+        """Whether a run has saved it; if not, it was imported, and not trained since."""
+        return self.family is None or self.iteration > 0
 
     @property
     def num_stages(self) -> int:

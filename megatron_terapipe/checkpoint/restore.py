@@ -17,8 +17,9 @@ from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.checkpoint.engine_state import destination_of
 from megatron_terapipe.checkpoint.index import SavedRun
 from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.model_folder import weights_of
 from megatron_terapipe.checkpoint.saved_optimizer import ParameterState, SavedOptimizer
-from megatron_terapipe.checkpoint.saved_weights import SavedWeights, cut_dimension, reshare
+from megatron_terapipe.checkpoint.saved_weights import cut_dimension, reshare
 from megatron_terapipe.errors import CheckpointError
 
 
@@ -39,7 +40,7 @@ def restore(
     """
     module = engine.module
     rank, size = engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size()
-    weights = SavedWeights(directory, info.tensor_parallel_size)
+    weights = weights_of(directory, info)
     optimizer = None if weights_only else SavedOptimizer(directory, info, saved)
     destination = destination_of(engine)
     for name, parameter in module.named_parameters():

@@ -18,7 +18,9 @@ class CheckpointConfig:
     """Directory to save checkpoints in, at the end and every `--save-interval`."""
 
     load: str | None = option(None, metavar="DIR")
-    """Directory to continue from. If it holds no checkpoint, training starts from the beginning."""
+    """Directory to continue from. If it holds no checkpoint, training starts from the beginning. It may be a folder of
+    Hugging Face with config.json and safetensors: the model, its weights and, unless flags name another, its tokenizer
+    are then taken from there, and training starts at iteration 0, or goes on from the newest checkpoint in `--save`."""
 
     save_interval: int | None = None
     """Iterations between checkpoints in `--save`. Default: only the end is saved."""

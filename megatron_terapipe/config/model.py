@@ -26,8 +26,9 @@ class ModelConfig:
         ConfigError: if a size is not positive, or two do not fit together.
     """
 
-    model_preset: str | None = None
-    """Take the sizes and the parts of a published model, one of those in docs/arguments.md. Flags win over it."""
+    model_preset: str | None = option(None, metavar="NAME|PATH")
+    """Take the sizes and the parts of a published model: one of those in docs/arguments.md, or a config.json of Hugging
+    Face, or the folder that holds one. Flags win over it."""
 
     num_layers: int
     """Transformer layers."""

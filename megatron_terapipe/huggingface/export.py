@@ -12,17 +12,20 @@ from megatron_terapipe.checkpoint.find import check_files
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.huggingface.families import family_of
-from megatron_terapipe.huggingface.family import Family
+from megatron_terapipe.huggingface.families.family import Family, check_expressible
+from megatron_terapipe.huggingface.families.registry import FAMILIES, family_named, family_of
 from megatron_terapipe.huggingface.tokenizer_files import export_tokenizer
-from megatron_terapipe.huggingface.weight_files import DTYPES, SHARD_BYTES, write_tensors
-from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.huggingface.weights.folder import meta_layer, rules_of
+from megatron_terapipe.huggingface.weights.layer_rules import split_layer
+from megatron_terapipe.huggingface.weights.tensor_files import DTYPES, SHARD_BYTES, write_tensors
+from megatron_terapipe.model.gpt import layers_with_weights
 
 
 def export_checkpoint(
     directory: Path,
     output: Path,
     *,
+    family: str | None = None,
     dtype: str | None = None,
     eod: int | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -32,6 +35,8 @@ def export_checkpoint(
     Args:
         directory: directory of one checkpoint.
         output: directory to write to.
+        family: name of the family to write it as; None for the one that it was imported from, or else for the first
+            that can express it.
         dtype: type of the weights; None as they were saved.
         eod: id of the token that ends a document, if it is known.
         shard_bytes: bytes of tensors in one file.
@@ -44,11 +49,11 @@ def export_checkpoint(
     """
     info = CheckpointInfo.read(directory)
     model = ModelConfig(**info.model)
-    family = family_of(model)
+    chosen = _chosen_family(model, family, info.family)
     check_files(directory, info, model, weights_only=True)
     wanted = None if dtype is None else DTYPES[dtype]
     output.mkdir(parents=True, exist_ok=True)
-    tensors = _tensors(family, model, SavedWeights(directory, info.tensor_parallel_size), wanted)
+    tensors = _tensors(chosen, model, SavedWeights(directory, info.tensor_parallel_size), wanted)
     first_name, first = next(tensors)
 
     def all_tensors() -> Iterator[tuple[str, Tensor]]:
@@ -56,24 +61,33 @@ def export_checkpoint(
         yield from tensors
 
     write_tensors(output, all_tensors(), shard_bytes=shard_bytes)
-    ends = {} if eod is None else {"bos_token_id": eod, "eos_token_id": eod}
-    settings = family.settings(model) | ends | {"dtype": str(first.dtype).removeprefix("torch.")}
+    # Null where it is not known: what a family takes where it is left out may not be in the vocabulary.
+    ends = {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
+    settings = chosen.write(model) | ends | {"dtype": str(first.dtype).removeprefix("torch.")}
     _write_json(output / "config.json", settings | {"torch_dtype": settings["dtype"]})
     _write_json(output / "generation_config.json", ends | {"_from_model_config": True})
     return export_tokenizer(info.tokenizer, output)
+
+
+def _chosen_family(model: ModelConfig, wanted: str | None, origin: str | None) -> Family:
+    """The family that is asked for, or that the model came from, or the first that can express it."""
+    if wanted is not None:
+        family = family_named(wanted, "--family")
+        check_expressible(family, model)
+        return family
+    if origin in FAMILIES and not FAMILIES[origin].differences(model):
+        return FAMILIES[origin]
+    return family_of(model)
 
 
 def _tensors(
     family: Family, model: ModelConfig, saved: SavedWeights, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors there, layer by layer."""
-    with torch.device("meta"):
-        layers = WholeModel(model).layers
-    for index, rules in family.rules(model).items():
-        weights = saved.whole(index, layers[str(index)])
-        for rule in rules:
-            for name, tensor in zip(rule.theirs, rule.split(weights[rule.ours]), strict=True):
-                yield name, tensor if dtype is None else tensor.to(dtype)
+    for index in layers_with_weights(model):
+        weights = saved.whole(index, meta_layer(model, index))
+        for name, tensor in split_layer(rules_of(model, family, index), weights).items():
+            yield name, tensor if dtype is None else tensor.to(dtype)
 
 
 def _write_json(path: Path, contents: dict[str, Any]) -> None:

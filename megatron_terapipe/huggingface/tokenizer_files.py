@@ -5,9 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from shutil import copyfile
 
+from megatron_terapipe.config.json_files import read_json
+
 GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 HUGGING_FACE_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 SENTENCE_PIECE_FILE = "tokenizer.model"
+
+_GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 
 
 def export_tokenizer(settings: Mapping[str, str | None], output: Path) -> list[str]:
@@ -38,6 +42,22 @@ def export_tokenizer(settings: Mapping[str, str | None], output: Path) -> list[s
     return []
 
 
+def tokenizer_of(directory: Path) -> dict[str, str]:
+    """Return the tokenizer of a model's folder, as fields of the data section; empty if there is none that we know.
+
+    A vocabulary with merges alone is GPT-2's only if nothing says otherwise: Qwen's has such files, and splits text in
+    another way.
+    """
+    if (directory / HUGGING_FACE_FILE).is_file():
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory / HUGGING_FACE_FILE)}
+    if (directory / SENTENCE_PIECE_FILE).is_file():
+        return {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(directory / SENTENCE_PIECE_FILE)}
+    files = {field: directory / name for field, name in GPT2_FILES.items()}
+    if all(file.is_file() for file in files.values()) and _tokenizer_class(directory) in _GPT2_CLASSES:
+        return {"tokenizer_type": "GPT2BPETokenizer", **{field: str(file) for field, file in files.items()}}
+    return {}
+
+
 def import_tokenizer(directory: Path, output: Path) -> dict[str, str | None]:
     """Copy the files of the tokenizer of a directory.
 
@@ -48,20 +68,22 @@ def import_tokenizer(directory: Path, output: Path) -> dict[str, str | None]:
     Returns:
         What a checkpoint says of its tokenizer; empty if there is none that we know.
     """
-    files: dict[str, str]
-    if all((directory / name).is_file() for name in GPT2_FILES.values()):
-        kind, files = "GPT2BPETokenizer", dict(GPT2_FILES)
-    elif (directory / HUGGING_FACE_FILE).is_file():
-        kind, files = "HuggingFaceTokenizer", {"tokenizer_model": HUGGING_FACE_FILE}
-    elif (directory / SENTENCE_PIECE_FILE).is_file():
-        kind, files = "SentencePieceTokenizer", {"tokenizer_model": SENTENCE_PIECE_FILE}
-    else:
+    found = tokenizer_of(directory)
+    if not found:
         return {}
+    files = {field: Path(path).name for field, path in found.items() if field != "tokenizer_type"}
     output.mkdir(parents=True, exist_ok=True)
     for name in (*files.values(), SETTINGS_FILE):
         _copied(directory / name, output / name)
     paths = {field: str((output / name).absolute()) for field, name in files.items()}
-    return {"tokenizer_type": kind, **dict.fromkeys(("vocab_file", "merge_file", "tokenizer_model")), **paths}
+    return {**found, **dict.fromkeys(("vocab_file", "merge_file", "tokenizer_model")), **paths}
+
+
+def _tokenizer_class(directory: Path) -> str | None:
+    """The class that the settings of a tokenizer name; None if they name none."""
+    path = directory / SETTINGS_FILE
+    settings = read_json(str(path), "--load") if path.is_file() else {}
+    return settings.get("tokenizer_class") if isinstance(settings, Mapping) else None
 
 
 def _copied(source: Path, target: Path) -> bool:

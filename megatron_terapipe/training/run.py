@@ -113,6 +113,7 @@ class Run:
             optimizer=None if self.config.checkpoint.no_save_optim else self.config.optimizer.optimizer,
             partitioned=self.config.optimizer.zero_stage > 0 or self.config.precision.bf16,
             tokenizer=asdict(self.tokenizer_settings),
+            family=None if self.checkpoint is None else self.checkpoint[1].family,
         )
 
 

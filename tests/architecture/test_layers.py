@@ -11,6 +11,7 @@ from tests.architecture.sources import imported_when_importing, imports_of, modu
 
 PLAN = ("deepspeed_ext.plan",)
 CONFIG = ("megatron_terapipe.config", "megatron_terapipe.errors")
+FAMILIES = ("megatron_terapipe.huggingface.families",)
 
 
 def search(*folders: str) -> tuple[str, ...]:
@@ -49,18 +50,29 @@ LAYERS = (
     Layer(("megatron_terapipe.strategy", "megatron_terapipe.dimensions"), (*PLAN, *CONFIG)),
     Layer(
         (
+            "megatron_terapipe.huggingface",
+            "megatron_terapipe.huggingface.families",
+            "megatron_terapipe.huggingface.families.*",
+            "megatron_terapipe.huggingface.tokenizer_files",
+        ),
+        CONFIG,
+    ),
+    Layer(
+        (
             "megatron_terapipe.checkpoint",
             "megatron_terapipe.checkpoint.info",
             "megatron_terapipe.checkpoint.file_names",
             "megatron_terapipe.checkpoint.directories",
         ),
-        (*PLAN, *CONFIG),
+        (*PLAN, *CONFIG, *FAMILIES),
     ),
     Layer(
         ("megatron_terapipe.arguments", "megatron_terapipe.arguments.*"),
         (
             *PLAN,
             *CONFIG,
+            *FAMILIES,
+            "megatron_terapipe.huggingface.tokenizer_files",
             "megatron_terapipe.checkpoint.info",
             "megatron_terapipe.checkpoint.directories",
             "megatron_terapipe.strategy",
@@ -99,9 +111,18 @@ LAYERS = (
         (*PLAN, *CONFIG, "megatron_terapipe.command_parser"),
         ("torch", "numpy", "regex", "tqdm", "tokenizers", "sentencepiece", "tiktoken", "zstandard"),
     ),
+    # safetensors is imported by name when files are opened.
+    Layer(
+        ("megatron_terapipe.huggingface.weights", "megatron_terapipe.huggingface.weights.*"),
+        (*PLAN, *CONFIG, *FAMILIES, "megatron_terapipe.model"),
+        ("torch",),
+    ),
     Layer(
         ("megatron_terapipe.checkpoint.*",),
-        (*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.checkpoint"),
+        (
+            *(*PLAN, *CONFIG, *FAMILIES, "deepspeed_ext.runtime", "megatron_terapipe.model"),
+            *("megatron_terapipe.checkpoint", "megatron_terapipe.huggingface.weights"),
+        ),
         ("torch", "deepspeed.pipe"),
     ),
     Layer(
@@ -113,10 +134,10 @@ LAYERS = (
         ("torch", "deepspeed.pipe"),
     ),
     Layer(
-        ("megatron_terapipe.huggingface", "megatron_terapipe.huggingface.*"),
+        ("megatron_terapipe.huggingface.*",),
         (
             *(*PLAN, *CONFIG, "deepspeed_ext.runtime", "megatron_terapipe.model", "megatron_terapipe.checkpoint"),
-            "megatron_terapipe.inference",
+            "megatron_terapipe.huggingface",
         ),
         ("torch",),
     ),
@@ -124,7 +145,7 @@ LAYERS = (
     Layer(("megatron_terapipe.search",)),
     Layer(
         ("megatron_terapipe.search.inputs", "megatron_terapipe.search.inputs.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.devices"),
+        (*PLAN, *CONFIG, *FAMILIES, "megatron_terapipe.devices"),
         ("pydantic", "pydantic_core", "yaml"),
     ),
     Layer(
@@ -260,6 +281,10 @@ def test_the_walk_sees_what_it_should() -> None:
         ("megatron_terapipe.config.config", "megatron_terapipe.config.flops", True),
         ("megatron_terapipe.config.config", "megatron_terapipe.planning.planned_run", False),
         ("megatron_terapipe.config.config", "megatron_terapipe.model.gpt", False),
+        ("megatron_terapipe.arguments.model_sources", "megatron_terapipe.huggingface.families.registry", True),
+        ("megatron_terapipe.arguments.model_sources", "megatron_terapipe.huggingface.weights.folder", False),
+        ("megatron_terapipe.huggingface.families.registry", "torch", False),
+        ("megatron_terapipe.training.run", "megatron_terapipe.huggingface.export", False),
         ("megatron_terapipe.model.block", "deepspeed.pipe", False),
         ("megatron_terapipe.model.gpt", "deepspeed.pipe", True),
         ("megatron_terapipe.model.block", "megatron_terapipe.tensor_parallel.ranks", True),

@@ -1,5 +1,6 @@
 """`--use-checkpoint-args`: the model is what the checkpoint says."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,17 @@ def test_the_model_needs_no_flags(checkpoints: Path) -> None:
 def test_a_flag_is_heard_first(checkpoints: Path) -> None:
     found = model_of(checkpoints, "--use-checkpoint-args", "--seq-length", "16")
     assert (found.seq_length, found.max_position_embeddings) == (16, 40)
+
+
+def test_the_positions_of_an_imported_model_are_no_length_of_sequences(checkpoints: Path) -> None:
+    imported = replace(checkpoint_info(iteration=0), family="llama")
+    imported.write(checkpoints / "global_step0")
+    with pytest.raises(UserError, match="--seq-length must be given: add it"):
+        model_of(checkpoints, "--use-checkpoint-args", "--load-tag", "global_step0")
+    found = model_of(checkpoints, "--use-checkpoint-args", "--load-tag", "global_step0", "--seq-length", "16")
+    assert (found.seq_length, found.max_position_embeddings) == (16, 40)
+    replace(imported, iteration=3).write(checkpoints / "global_step3")
+    assert model_of(checkpoints, "--use-checkpoint-args", "--ckpt-step", "3").seq_length == MODEL.seq_length
 
 
 def test_an_older_checkpoint_may_be_chosen(checkpoints: Path) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,11 +24,15 @@ from unittest.mock import patch
 import pytest
 
 import pretrain_gpt
+from megatron_terapipe.huggingface.export import export_checkpoint
 from tests.architecture.sources import ROOT
 from tests.data.trained_tokenizers import train_hugging_face
 from tests.documents.blocks import blocks_of, inline_commands, written
 from tests.end_to_end.launching import MODEL, TRAINING
+from tests.huggingface.models import MODELS as TINY
+from tests.huggingface.models import save, whole_model
 
+pytest.importorskip("safetensors")
 pytest.importorskip("yaml")
 # Modules that other tests have imported are run as programs here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
@@ -169,8 +174,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         '{"train_micro_batch_size_per_gpu": 2, "train_iters": 100, "data_path": "corpus", "vocab_file": "vocab.json",\n'
         ' "merge_file": "merges.txt"}\n'
     )
+    _write_qwen(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def _write_qwen(folder: Path) -> None:
+    """A tiny Qwen 2.5 under the name of a large one."""
+    model = replace(TINY["llama"], num_layers=4, add_qkv_bias=True, vocab_size=1024, max_position_embeddings=32768)
+    export_checkpoint(save(whole_model(model), model, folder / "ours"), folder / "qwen2.5-7b", family="qwen2")
+    train_hugging_face(folder / "qwen2.5-7b")
 
 
 WITH_COMMANDS = [path for path in written() if any(block.language != "python" for block in blocks_of(path))]

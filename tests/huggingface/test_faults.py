@@ -38,14 +38,18 @@ def theirs(tmp_path: Path) -> Path:
     ("model", "said"),
     [
         (replace(GPT2, position_embedding_type="none"), "--position-embedding-type none, and Hugging Face's gpt2"),
-        (replace(GPT2, normalization="rmsnorm"), "--normalization rmsnorm, and Hugging Face's gpt2 has LayerNorm"),
-        (replace(GPT2, activation="squared-relu"), "--activation squared-relu, and Hugging Face's gpt2 has gelu,"),
-        (replace(GPT2, disable_bias_linear=True), "--disable-bias-linear, and Hugging Face's gpt2 has biases"),
-        (replace(GPT2, num_key_value_heads=2), "--num-key-value-heads 2, and Hugging Face's gpt2 has a key head"),
-        (replace(GPT2, kv_channels=16), "--kv-channels 16, and Hugging Face's gpt2 has heads"),
-        (replace(LLAMA, rotary_percent=0.5), "--rotary-percent 0.5, and Hugging Face's llama has heads"),
-        (replace(LLAMA, normalization="layernorm"), "--normalization layernorm, and Hugging Face's llama has rmsnorm"),
-        (replace(LLAMA, activation="gelu"), "--activation gelu, and Hugging Face's llama has swiglu alone"),
+        (
+            replace(GPT2, normalization="rmsnorm"),
+            "--normalization rmsnorm, and Hugging Face's gpt2 --normalization lay",
+        ),
+        (replace(GPT2, kv_channels=16), "--kv-channels 16, and Hugging Face's gpt2 --kv-channels 8"),
+        (
+            replace(GPT2, num_key_value_heads=2),
+            "--num-key-value-heads 2, and Hugging Face's gpt2 --num-key-value-heads",
+        ),
+        (replace(GPT2, layernorm_epsilon=1e-6, kv_channels=16), "--kv-channels 16, and Hugging Face's gpt2 --kv-chan"),
+        (replace(LLAMA, qk_norm="head", parallel_residual=True), "--parallel-residual, and Hugging Face's qwen3 no --"),
+        (replace(LLAMA, rotary_interleaved=True), "--rotary-interleaved, and Hugging Face's llama no --rotary-inter"),
         (
             replace(
                 LLAMA,
@@ -53,7 +57,7 @@ def theirs(tmp_path: Path) -> Path:
                     {"block_configs": [{}, {"mlp": {"ffn_hidden_size": 64}}, {}]}
                 ),
             ),
-            "layers of several shapes, and Hugging Face's llama has layers of one shape",
+            "layers of several shapes, and Hugging Face's llama no layers of several shapes",
         ),
     ],
 )
@@ -70,13 +74,19 @@ def test_what_they_cannot_express_is_named(
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ({"model_type": "bert"}, "config.json has model_type bert: convert one of gpt2, llama"),
-        ({"activation_function": "tanh"}, "sets activation_function to tanh, and our models have gelu_new or gelu or"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "sets scale_attn_by_inverse_layer_idx to True"),
+        (
+            {"model_type": "bert"},
+            "config.json is a model of type bert, which cannot be trained here: give one of gpt2, llama",
+        ),
+        ({"activation_function": "tanh"}, "sets activation_function to tanh, and our models have gelu_new or gelu_py"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "sets scale_attn_by_inverse_layer_idx to true"),
         ({"n_layer": 4}, "has no tensor transformer.h.3.attn.c_attn.bias, which its config.json asks for"),
         ({"n_layer": 2}, "has a tensor transformer.h.2.attn.c_attn.bias, for which a gpt2 of its config.json has no"),
-        ({"n_embd": 96}, "the model has transformer.wte.weight (257, 48), which is not what its config.json describes"),
-        ({"n_positions": 41}, "the model has transformer.wpe.weight (40, 48), which is not what its config.json"),
+        (
+            {"n_embd": 96},
+            "has transformer.wte.weight (257, 48), which is not the (257, 96) that its config.json describes",
+        ),
+        ({"n_positions": 41}, "has transformer.wpe.weight (40, 48), which is not the (41, 48) that its config.json"),
         ({"n_head": 7}, "--hidden-size 48 is not a multiple of --num-attention-heads 7"),
         ({"tie_word_embeddings": False}, "has no tensor lm_head.weight, which its config.json asks for"),
     ],
@@ -93,12 +103,19 @@ def test_what_we_cannot_express_is_named(
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scales the rotations of positions (llama3)"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "scales the rotations of positions (linear)"),
-        ({"hidden_act": "gelu"}, "sets hidden_act to gelu, and our models have silu or swish"),
-        ({"attention_bias": True}, "sets mlp_bias to False, and our models have True"),
-        ({"num_key_value_heads": 3}, "the model has model.layers.0.self_attn.q_proj.weight (48, 48)"),
-        ({"intermediate_size": 96}, "the model has model.layers.0.mlp.gate_proj.weight (80, 48)"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "leaves out low_freq_factor, which must be a number",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scales the rotations of positions as dynamic, and our"),
+        ({"hidden_act": "quick_gelu"}, "sets hidden_act to quick_gelu, and our models have silu or swish"),
+        (
+            {"attention_bias": True},
+            "has no tensor model.layers.0.self_attn.k_proj.bias, which its config.json asks for",
+        ),
+        ({"num_key_value_heads": 3}, "has model.layers.0.self_attn.k_proj.weight (16, 48), which is not the (24, 48)"),
+        ({"intermediate_size": 96}, "has model.layers.0.mlp.gate_proj.weight (80, 48), which is not the (96, 48)"),
+        ({"quantization_config": {"bits": 4}}, "sets quantization_config to {'bits': 4}, and our models have null"),
     ],
 )
 def test_a_llama_that_is_not_ours_is_named(

@@ -13,8 +13,8 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.convert import main
 from megatron_terapipe.huggingface.export import export_checkpoint
 from megatron_terapipe.huggingface.importing import import_model
-from megatron_terapipe.huggingface.weight_files import SavedTensors, write_tensors
-from megatron_terapipe.huggingface.weight_rules import Heads, attention, fused_attention, stacked, vocabulary
+from megatron_terapipe.huggingface.weights.rules import Heads, attention, fused_attention, stacked, turned, vocabulary
+from megatron_terapipe.huggingface.weights.tensor_files import SavedTensors, write_tensors
 from megatron_terapipe.inference.whole_model import WholeModel
 from tests.huggingface.models import MODELS, save, whole_model
 
@@ -65,7 +65,7 @@ def test_heads_come_apart_and_together(groups: int, of_group: int, size: int, wi
 
 def test_fused_heads_lie_in_columns() -> None:
     weight = torch.arange(36.0).reshape(12, 3)  # two groups of one query head, two channels
-    rule = fused_attention("ours", "theirs", Heads(2, 1, 2))
+    rule = turned(fused_attention("ours", "theirs", Heads(2, 1, 2)))
     (found,) = rule.split(weight)
     assert torch.equal(found.t(), weight[[0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]])
     assert torch.equal(rule.join([found]), weight)

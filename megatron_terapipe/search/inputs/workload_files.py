@@ -13,6 +13,8 @@ from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.huggingface.families.registry import family_named, is_model_folder
+from megatron_terapipe.huggingface.families.settings_file import CONFIG_FILE, WORD, SettingsFile
 from megatron_terapipe.search.inputs.documents import parse_text, short, suggestion
 from megatron_terapipe.search.inputs.entries import (
     MOST,
@@ -177,12 +179,15 @@ def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None)
     """Read a model.
 
     Args:
-        path_or_preset: a JSON or YAML file, or the name of a preset, such as `gpt3-13b`.
+        path_or_preset: a JSON or YAML file; or a `config.json` of Hugging Face, or the folder that holds it; or the
+            name of a preset, such as `gpt3-13b`.
         changes: fields of the model section that are other than the file or the preset says.
 
     Raises:
         ConfigError: if there is no such file or preset, or a field is wrong; it names file, field and remedy.
     """
+    if is_model_folder(path_or_preset):
+        return read_workload(str(Path(path_or_preset) / CONFIG_FILE), changes)
     if path_or_preset in MODEL_PRESETS and not Path(path_or_preset).exists():
         return parse_workload({"preset": path_or_preset}, f"preset {path_or_preset}", changes)
     if not Path(path_or_preset).exists() and "/" not in path_or_preset and "." not in Path(path_or_preset).name:
@@ -194,7 +199,8 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
     """Read a model from the object of a file.
 
     Args:
-        document: fields of the trainer's model section, with `preset` for the rest of them; or `layers`.
+        document: fields of the trainer's model section, with `preset` for the rest of them; or `layers`; or those of
+            Hugging Face, with `model_type`.
         where: what the object came from, for errors.
         changes: fields that are other than the document says.
 
@@ -205,7 +211,10 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
         if changes:
             raise ConfigError(f"{where} lists layers, which flags do not change: drop --{_dashed(next(iter(changes)))}")
         return _layered(read_entry(LayeredEntry, document, where), where)
-    given = read_entry(GptEntry, document, where).model_dump(exclude_none=True)
+    if isinstance(document, Mapping) and "model_type" in document:
+        given = _of_hugging_face(document, where)
+    else:
+        given = read_entry(GptEntry, document, where).model_dump(exclude_none=True)
     values = {**given, **{name: value for name, value in (changes or {}).items() if value is not None}}
     name, preset = values.pop("name", ""), values.pop("preset", None) or values.pop("model_preset", None)
     if preset is not None and preset not in MODEL_PRESETS:
@@ -219,6 +228,15 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
     except UserError as error:
         raise ConfigError(f"{where}: {_as_fields(str(error))}") from None
     return gpt_workload(model, name or (preset if preset and values.keys() <= OF_ANY_SIZE else ""))
+
+
+def _of_hugging_face(document: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a `config.json`; sequences are as long as there are positions, unless a flag says otherwise."""
+    file = SettingsFile(document, where)
+    family = family_named(file.value("model_type", WORD), where)
+    family.read(file)
+    found = family.fields(file)
+    return {"name": family.name, "seq_length": found["max_position_embeddings"], **found}
 
 
 def _layered(given: LayeredEntry, where: str) -> Workload:

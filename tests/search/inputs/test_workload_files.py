@@ -175,3 +175,15 @@ def test_models_of_all_published_trials() -> None:
 def test_a_preset_with_longer_sequences_keeps_its_name() -> None:
     assert read_workload("llama2-70b", {"seq_length": 32768}).name == "llama2-70b"
     assert read_workload("llama2-70b", {"num_layers": 8}).name != "llama2-70b"
+
+
+def test_a_model_of_hugging_face(tmp_path: Path) -> None:
+    settings = {"model_type": "gemma2", "num_hidden_layers": 4, "hidden_size": 256, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    for path in (tmp_path, tmp_path / "config.json"):
+        whole = read_workload(str(path))
+        assert (whole.name, whole.seq_length, len(whole.layers)) == ("gemma2", 8192, 7)
+        assert read_workload(str(path), {"seq_length": 512, "num_layers": 2}).seq_length == 512
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"hidden_size": "256"}))
+    with pytest.raises(ConfigError, match="sets hidden_size to 256, and it must be a whole number above 0"):
+        read_workload(str(tmp_path))

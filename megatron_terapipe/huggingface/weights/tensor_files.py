@@ -50,6 +50,17 @@ class SavedTensors:
         except Exception as error:
             raise self._unreadable(self._files[name], error) from None
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, which is not read.
+
+        Raises:
+            CheckpointError: if the file that the index names does not hold it.
+        """
+        try:
+            return tuple(self._open(self._files[name]).get_slice(name).get_shape())
+        except Exception as error:
+            raise self._unreadable(self._files[name], error) from None
+
     def _index(self) -> dict[str, str]:
         if (self._directory / INDEX).is_file():
             try:

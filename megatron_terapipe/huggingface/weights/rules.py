@@ -34,16 +34,6 @@ def same(ours: str, theirs: str) -> WeightRule:
     return WeightRule(ours, (theirs,), lambda weight: (weight,), lambda tensors: tensors[0])
 
 
-def transposed(ours: str, theirs: str) -> WeightRule:
-    """Return the rule of a matrix [out, in] here that is [in, out] there; a bias stays as it is.
-
-    Args:
-        ours: its name here.
-        theirs: its name there.
-    """
-    return WeightRule(ours, (theirs,), lambda weight: (_turned(weight),), lambda tensors: _turned(tensors[0]))
-
-
 def vocabulary(ours: str, theirs: str, *, words: int, rows: int) -> WeightRule:
     """A row for each word; ours has more, so that ranks can share them.
 
@@ -71,6 +61,33 @@ def stacked(ours: str, theirs: Sequence[str]) -> WeightRule:
         theirs: their names there.
     """
     return WeightRule(ours, tuple(theirs), lambda weight: weight.unbind(), torch.stack)
+
+
+def halves(ours: str, theirs: str) -> WeightRule:
+    """Return the rule of a tensor [2, n, ...] here that is [2 n, ...] there.
+
+    Args:
+        ours: its name here.
+        theirs: its name there.
+    """
+    return WeightRule(
+        ours, (theirs,), lambda weight: (weight.flatten(0, 1),), lambda tensors: tensors[0].unflatten(0, (2, -1))
+    )
+
+
+def behind_rows(ours: str, theirs: str, rows: int) -> WeightRule:
+    """Return the rule of a tensor that has some rows before it there that nobody reads.
+
+    Args:
+        ours: its name here.
+        theirs: its name there.
+        rows: their number.
+    """
+
+    def longer(weight: Tensor) -> tuple[Tensor]:
+        return (torch.cat([weight.new_zeros(rows, *weight.shape[1:]), weight]),)
+
+    return WeightRule(ours, (theirs,), longer, lambda tensors: tensors[0][rows:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +136,35 @@ def attention(ours: str, theirs: Sequence[str], heads: Heads) -> WeightRule:
 
 
 def fused_attention(ours: str, theirs: str, heads: Heads) -> WeightRule:
-    """Return the rule of our product of queries, keys and values, which are the columns of one tensor there.
+    """Return the rule of our product of queries, keys and values, which are one tensor there.
 
-    All queries come first, then all keys, then all values; there are as many of each.
+    All queries come first, then all keys, then all values.
 
     Args:
         ours: its name here.
         theirs: its name there.
         heads: sizes of the attention.
     """
+    rows = [heads.groups * count * heads.size for count in (heads.heads_of_group, 1, 1)]
     return WeightRule(
         ours,
         (theirs,),
-        lambda weight: (_turned(torch.cat(heads.apart(weight))),),
-        lambda tensors: heads.grouped(_turned(tensors[0]).tensor_split(3)),
+        lambda weight: (torch.cat(heads.apart(weight)),),
+        lambda tensors: heads.grouped(tensors[0].split(rows)),
+    )
+
+
+def turned(rule: WeightRule) -> WeightRule:
+    """Return the rule of a weight whose matrices [out, in] here are [in, out] there; a bias stays as it is.
+
+    Args:
+        rule: the rule if they were not.
+    """
+    return WeightRule(
+        rule.ours,
+        rule.theirs,
+        lambda weight: [_turned(each) for each in rule.split(weight)],
+        lambda tensors: rule.join([_turned(each) for each in tensors]),
     )
 
 

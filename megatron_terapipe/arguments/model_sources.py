@@ -1,0 +1,77 @@
+"""Where a model comes from, if not from flags: a preset, a `config.json`, a checkpoint, a folder of Hugging Face."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron_terapipe.checkpoint.directories import existing_checkpoint, latest_checkpoint
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.config.checkpoint import CheckpointConfig
+from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.huggingface.families.registry import is_model_folder, read_fields
+from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
+
+
+def preset_settings(name_or_path: str) -> Mapping[str, Any]:
+    """Return the fields of the model section that `--model-preset` stands for.
+
+    Args:
+        name_or_path: a name of the list, or a `config.json` of Hugging Face, or the folder that holds it.
+
+    Raises:
+        UserError: if it is neither, or our models cannot be such a model.
+    """
+    if name_or_path not in MODEL_PRESETS and ("/" in name_or_path or Path(name_or_path).exists()):
+        return read_fields(name_or_path, "--model-preset")
+    return find_preset(name_or_path).settings
+
+
+def take_model_from_checkpoint(given: dict[str, Any]) -> None:
+    """Fill in the model section. Where a flag says otherwise, the checkpoint is held against it when it is loaded."""
+    checkpoint = CheckpointConfig(
+        **{each.name: given[each.name] for each in fields(CheckpointConfig) if each.name in given}
+    )
+    info = CheckpointInfo.read(existing_checkpoint(str(checkpoint.load), checkpoint.tag))
+    if given.get("tokenizer_type") == "NullTokenizer" and info.tokenizer.get("vocab_size"):
+        # Of the model it counts the end of a document, too.
+        given.setdefault("vocab_size", info.tokenizer["vocab_size"])
+    for name, value in info.model.items():
+        # A model that was imported has as many positions as it can process, and nobody chose to train on so many.
+        if name != "seq_length" or info.was_trained:
+            given.setdefault(name, value)
+
+
+def take_model_folder(given: dict[str, Any]) -> None:
+    """Begin with the model of the folder that `--load` names: its settings, its tokenizer, its weights alone.
+
+    A run that has saved checkpoints already goes on from the newest, so that the same command starts it and starts it
+    again; the folder then says what the model is, and the checkpoint is held against that.
+
+    Raises:
+        UserError: if the folder cannot be read, our models cannot be such a model, or other flags do not fit.
+    """
+    load, save = str(given["load"]), given.get("save")
+    for name in ("load_tag", "ckpt_step"):
+        if given.get(name) is not None:
+            raise ConfigError(
+                f"{flag(name)} {given[name]} names a checkpoint, and --load {load} is a model of Hugging Face: drop it"
+            )
+    if save is not None and is_model_folder(save):
+        raise ConfigError(f"--save {save} holds a model of Hugging Face: name another directory for checkpoints")
+    for name, value in read_fields(load, "--load").items():
+        given.setdefault(name, value)
+    if not any(given.get(name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")):
+        _take_tokenizer(given, Path(load))
+    given.pop("use_checkpoint_args", None)
+    resumed = save is not None and latest_checkpoint(save) is not None
+    given["load"], given["finetune"] = (save, False) if resumed else (load, True)
+
+
+def _take_tokenizer(given: dict[str, Any], folder: Path) -> None:
+    found = tokenizer_of(folder)
+    if not found and not given.get("mock_data"):
+        raise ConfigError(f"--load {folder} has no tokenizer that is known here: add --tokenizer-type and its files")
+    given.update(found)

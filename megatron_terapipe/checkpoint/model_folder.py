@@ -1,0 +1,79 @@
+"""A folder of Hugging Face as a checkpoint: saved by one rank at iteration 0, without a state of the optimizer."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.saved_weights import SavedWeights
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.huggingface.families.registry import FAMILIES, is_model_folder, read_model
+from megatron_terapipe.huggingface.weights.folder import FolderWeights
+
+
+class Weights(Protocol):
+    """Weights that lie in files."""
+
+    def weight(self, index: int, name: str, tensor_parallel_rank: int = 0) -> Tensor:
+        """Return one weight [...] of a layer, as one tensor-parallel rank saved it.
+
+        Args:
+            index: number of the layer.
+            name: name of the weight.
+            tensor_parallel_rank: the rank.
+        """
+
+
+def folder_info(folder: Path, model: ModelConfig) -> CheckpointInfo:
+    """Return the facts of a folder.
+
+    Args:
+        folder: the folder.
+        model: the run's model section, which says how the vocabulary is padded: the folder's is not.
+
+    Raises:
+        UserError: if its `config.json` cannot be read, or our models cannot be such a model.
+    """
+    family, theirs = read_model(folder, "--load")
+    padding = {name: getattr(model, name) for name in ("make_vocab_size_divisible_by", "vocab_rows")}
+    return CheckpointInfo(
+        iteration=0,
+        consumed_samples=0,
+        model=asdict(replace(theirs, **padding)),
+        layout=asdict(ParallelLayout()),
+        optimizer=None,
+        partitioned=False,
+        tokenizer={},
+        family=family.name,
+    )
+
+
+def weights_of(directory: Path, info: CheckpointInfo) -> Weights:
+    """Return the weights of a checkpoint, or of a folder of Hugging Face.
+
+    Args:
+        directory: directory of the checkpoint, or the folder.
+        info: its facts.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged.
+    """
+    if is_model_folder(directory):
+        return folder_weights(directory, info)
+    return SavedWeights(directory, info.tensor_parallel_size)
+
+
+def folder_weights(folder: Path, info: CheckpointInfo) -> FolderWeights:
+    """Return the weights of a folder.
+
+    Args:
+        folder: the folder.
+        info: its facts.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged.
+    """
+    return FolderWeights(folder, FAMILIES[str(info.family)], ModelConfig(**info.model))

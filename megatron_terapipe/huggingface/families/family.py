@@ -1,0 +1,175 @@
+"""A family of models: what its `config.json` means, and how its tensors are named."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from math import isclose
+from typing import Any
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.huggingface.families.setting import Reading, Setting
+from megatron_terapipe.huggingface.families.settings_file import SettingsFile
+from megatron_terapipe.huggingface.families.tensor_names import TensorNames
+
+_NO_MATTER = {
+    *("model_preset", "seq_length", "make_vocab_size_divisible_by", "vocab_rows"),
+    *("hidden_dropout", "attention_dropout"),
+    *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
+}
+"""Fields of the model section that do not change what its weights compute."""
+
+_BY_PROPERTY = {
+    *("disable_bias_linear", "add_qkv_bias", "add_attention_bias", "add_mlp_bias", "heterogeneous_layers_config_path"),
+    *("sliding_window", "window_attn_skip_freq", "no_rope_freq"),
+}
+"""Fields that can say the same in several ways; what they say is compared."""
+
+_OF_SCALING = {
+    "rotary_original_length": ("llama3", "yarn"),
+    "rotary_low_frequency_factor": ("llama3",),
+    "rotary_high_frequency_factor": ("llama3",),
+    "rotary_beta_slow": ("yarn",),
+    "rotary_beta_fast": ("yarn",),
+}
+"""Fields that matter with some scalings of rotations alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """An architecture of Hugging Face's library.
+
+    Attributes:
+        name: its `model_type`.
+        architecture: its class there.
+        settings: what its keys mean; one may rely on the fields that those before it have read.
+        tensors: names of its tensors, or a function from a model to them.
+    """
+
+    name: str
+    architecture: str
+    settings: tuple[Setting, ...]
+    tensors: TensorNames | Callable[[ModelConfig], TensorNames]
+
+    def fields(self, file: SettingsFile) -> dict[str, Any]:
+        """Return the fields of the model section that a `config.json` sets; the length of sequences is not among them.
+
+        Raises:
+            ConfigError: if it asks for what our models do not have.
+        """
+        for key, accepted in _OF_ALL.items():
+            file.expect(key, accepted, accepted[0])
+        found: dict[str, Any] = {}
+        for each in self.settings:
+            found |= each.read(Reading(file, found))
+        return found
+
+    def read(self, file: SettingsFile) -> ModelConfig:
+        """Return the model of a `config.json`; its sequences are as long as there are positions.
+
+        Raises:
+            ConfigError: if it asks for what our models do not have, or makes no sense.
+        """
+        fields = self.fields(file)
+        try:
+            return ModelConfig(**fields, seq_length=fields["max_position_embeddings"])
+        except ConfigError as error:
+            raise ConfigError(f"{file.where} makes no model: {error}") from None
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the contents of a `config.json`, without what says only how to sample."""
+        contents: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
+        for each in self.settings:
+            contents |= each.write(model)
+        return contents
+
+    def names(self, model: ModelConfig) -> TensorNames:
+        """Return the names of the tensors of a model."""
+        return self.tensors if isinstance(self.tensors, TensorNames) else self.tensors(model)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of `config.json` that it understands."""
+        return frozenset(_OF_ALL) | {key for each in self.settings for key in each.keys}
+
+    def differences(self, model: ModelConfig) -> list[str]:
+        """Return what a model has that the family has not, each as `this, and Hugging Face's that`.
+
+        The model is written and read again. So every setting of the model section is held against the family, also
+        one that this module knows nothing of.
+
+        Raises:
+            ConfigError: if what is written makes no model at all.
+        """
+        back = self.read(SettingsFile(self.write(model), self.name))
+        theirs = dict(_facts(back))
+        return [
+            f"{_in_words(name, value)}, and Hugging Face's {self.name} {_in_words(name, theirs.get(name))}"
+            for name, value in _facts(model)
+            if not _equal(value, theirs.get(name))
+        ]
+
+
+_OF_ALL: Mapping[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "pruned_heads": (None, {}),
+}
+"""Keys that every family may have, and the values of which our models have the meaning."""
+
+
+def check_expressible(family: Family, model: ModelConfig) -> None:
+    """Refuse a model that a family cannot express.
+
+    Args:
+        family: the family.
+        model: the model section.
+
+    Raises:
+        ConfigError: naming the first difference.
+    """
+    for difference in family.differences(model):
+        raise ConfigError(
+            f"the model has {difference}: it cannot be written in their files without becoming another model, so keep "
+            "it in ours"
+        )
+
+
+def _facts(model: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """Yield what a model computes, by names of flags or in words."""
+    for each in fields(ModelConfig):
+        name = each.name
+        if name in _NO_MATTER or name in _BY_PROPERTY:
+            continue
+        if name.startswith("rotary_") and model.position_embedding_type != "rope":
+            continue
+        if name in _OF_SCALING and model.rotary_scaling not in _OF_SCALING[name]:
+            continue
+        yield f"--{name.replace('_', '-')}", getattr(model, name)
+    yield "biases of queries, keys and values", model.has_qkv_bias
+    yield "a bias behind attention", model.has_projection_bias
+    yield "biases in the MLP", model.has_mlp_bias
+    blocks = model.blocks
+    yield "windows", _by_layer([block.window for block in blocks])
+    yield "layers without rotations", _by_layer([not block.rotated for block in blocks])
+    yield "layers of several shapes", len({(block.num_key_value_heads, block.ffn_hidden_size) for block in blocks}) > 1
+
+
+def _by_layer(values: Iterable[Any]) -> Any:
+    """Return the value that all layers have, or the values of all."""
+    listed = tuple(values)
+    return listed[0] if len(set(listed)) == 1 else listed
+
+
+def _in_words(name: str, value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"{name} of several kinds"
+    if value is None or value is False:
+        return f"no {name}"
+    return name if value is True else f"{name} {value}"
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, int | float):
+        return isclose(ours, theirs, rel_tol=1e-12)
+    return bool(ours == theirs)

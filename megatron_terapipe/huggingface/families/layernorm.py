@@ -1,0 +1,253 @@
+"""Families with rotary positions and LayerNorm: GPT-NeoX and Pythia, StarCoder 2, StableLM, Nemotron, Falcon."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.huggingface.families.family import Family
+from megatron_terapipe.huggingface.families.layers import WindowOfAll
+from megatron_terapipe.huggingface.families.llama import ATTENTION_DROPOUT, swish
+from megatron_terapipe.huggingface.families.rotation import Rotation
+from megatron_terapipe.huggingface.families.setting import (
+    HEAD_SIZE,
+    UNGATED,
+    Always,
+    Biases,
+    Fields,
+    Fixed,
+    Reading,
+    Same,
+    SizeKeys,
+    Word,
+    Written,
+    heads_of_keys,
+    sizes,
+)
+from megatron_terapipe.huggingface.families.settings_file import COUNT, NUMBER, SWITCH
+from megatron_terapipe.huggingface.families.tensor_names import TensorNames
+
+_LAYERNORM = Always(normalization="layernorm")
+
+GPT_NEOX = Family(
+    name="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    settings=(
+        *sizes(
+            vocab_size=50432,
+            hidden_size=6144,
+            intermediate_size=24576,
+            num_hidden_layers=44,
+            num_attention_heads=64,
+            max_position_embeddings=2048,
+            initializer_range=0.02,
+        ),
+        Rotation(base_key="rotary_emb_base", part=0.25, part_key="rotary_pct"),
+        _LAYERNORM,
+        Same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
+        Biases(qkv="attention_bias", projection="attention_bias", mlp=True, default=True),
+        Word("hidden_act", "activation", UNGATED, "gelu"),
+        Same("use_parallel_residual", "parallel_residual", SWITCH, True),
+        Fixed("is_decoder", (False, True)),
+        Written({"hidden_dropout": "hidden_dropout", "classifier_dropout": None}),
+        ATTENTION_DROPOUT,
+    ),
+    tensors=TensorNames(
+        prefix="gpt_neox.",
+        words="embed_in",
+        query_key_value=("attention.query_key_value",),
+        grouped=True,
+        projection="attention.dense",
+        up=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+        final_norm="final_layer_norm",
+        output="embed_out",
+        not_weights=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+    ),
+)
+
+STARCODER2 = Family(
+    name="starcoder2",
+    architecture="Starcoder2ForCausalLM",
+    settings=(
+        *sizes(
+            tied=True,
+            vocab_size=49152,
+            hidden_size=3072,
+            intermediate_size=12288,
+            num_hidden_layers=30,
+            num_attention_heads=24,
+            max_position_embeddings=4096,
+            initializer_range=0.018042,
+        ),
+        heads_of_keys(2),
+        HEAD_SIZE,
+        Rotation(),
+        _LAYERNORM,
+        Same("norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
+        Biases(qkv="use_bias", projection="use_bias", mlp="use_bias", default=True),
+        Word("hidden_act", "activation", UNGATED, "gelu_pytorch_tanh"),
+        WindowOfAll(),
+        Written({"residual_dropout": "hidden_dropout", "embedding_dropout": "hidden_dropout"}),
+        ATTENTION_DROPOUT,
+    ),
+    tensors=TensorNames(up=("mlp.c_fc",), down="mlp.c_proj"),
+)
+
+
+class _ParallelWithOneNorm:
+    """Attention and MLP side by side, which then have one norm."""
+
+    keys: Sequence[str] = ("use_parallel_residual",)
+
+    def read(self, reading: Reading) -> Fields:
+        """Return the fields of the residual."""
+        parallel = reading.file.value("use_parallel_residual", SWITCH, False)
+        return {"parallel_residual": parallel, "shared_block_norm": parallel}
+
+    def write(self, model: ModelConfig) -> Mapping[str, Any]:
+        """Return the key."""
+        return {"use_parallel_residual": model.parallel_residual}
+
+
+STABLELM = Family(
+    name="stablelm",
+    architecture="StableLmForCausalLM",
+    settings=(
+        *sizes(
+            vocab_size=50304,
+            hidden_size=2560,
+            intermediate_size=6912,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            max_position_embeddings=4096,
+            initializer_range=0.02,
+        ),
+        heads_of_keys(32),
+        Rotation(part=0.25),
+        _LAYERNORM,
+        Same("layer_norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
+        Biases(qkv="use_qkv_bias"),
+        swish(),
+        _ParallelWithOneNorm(),
+        Fixed("qk_layernorm", (False,)),
+        Written({"hidden_dropout": "hidden_dropout"}),
+        ATTENTION_DROPOUT,
+    ),
+    tensors=TensorNames(),
+)
+
+NEMOTRON = Family(
+    name="nemotron",
+    architecture="NemotronForCausalLM",
+    settings=(
+        *sizes(
+            vocab_size=256000,
+            hidden_size=6144,
+            intermediate_size=24576,
+            num_hidden_layers=32,
+            num_attention_heads=48,
+            max_position_embeddings=4096,
+            initializer_range=0.0134,
+        ),
+        heads_of_keys(None),
+        HEAD_SIZE,
+        Rotation(part=0.5),
+        Always(normalization="layernorm", apply_layernorm_1p=True),
+        Same("norm_eps", "layernorm_epsilon", NUMBER, 1e-5),
+        Biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
+        Word("hidden_act", "activation", UNGATED, "relu2"),
+        ATTENTION_DROPOUT,
+    ),
+    tensors=TensorNames(up=("mlp.up_proj",)),
+)
+
+
+class _FalconLayers:
+    """Key heads and norms of Falcon, whose 40 B has an architecture of its own.
+
+    The first has one key head, or as many as query heads, and one norm for attention and MLP side by side. The new one
+    has any number of key heads, and two norms unless the file says one.
+    """
+
+    keys: Sequence[str] = (
+        *("new_decoder_architecture", "multi_query", "parallel_attn", "num_kv_heads", "num_ln_in_parallel_attn"),
+        *("alibi", "n_embed"),
+    )
+
+    def read(self, reading: Reading) -> Fields:
+        """Return the fields of heads and norms."""
+        file, fields = reading
+        file.expect("alibi", (False, None), False)
+        file.expect("n_embed", (None, fields["hidden_size"]))
+        new = file.value("new_decoder_architecture", SWITCH, False)
+        parallel = file.value("parallel_attn", SWITCH, True)
+        heads = file.value("num_kv_heads", COUNT, None, nullable=True)
+        if not new:
+            heads = 1 if file.value("multi_query", SWITCH, True) else None
+        norms = file.value("num_ln_in_parallel_attn", COUNT, None, nullable=True) or (2 if new else 1)
+        if (new and not parallel) or norms > (2 if new else 1):
+            raise ConfigError(
+                f"{file.where} has parallel_attn {parallel} and num_ln_in_parallel_attn {norms} with "
+                f"new_decoder_architecture {new}, for which transformers has no layer: get the file again"
+            )
+        found = {"parallel_residual": parallel, "shared_block_norm": parallel and norms == 1}
+        return found if heads is None else {**found, "num_key_value_heads": heads}
+
+    def write(self, model: ModelConfig) -> Mapping[str, Any]:
+        """Return the keys, in the first architecture where it has the model."""
+        key_heads, heads = model.num_key_value_heads, model.num_attention_heads
+        several = key_heads not in (1, heads) or (model.parallel_residual and not model.shared_block_norm)
+        return {
+            "new_decoder_architecture": several,
+            "multi_query": key_heads == 1,
+            "parallel_attn": model.parallel_residual,
+            "num_kv_heads": key_heads,
+            "num_ln_in_parallel_attn": (1 if model.shared_block_norm else 2) if several else None,
+            "alibi": False,
+        }
+
+
+def _falcon_tensors(model: ModelConfig) -> TensorNames:
+    two_side_by_side = model.parallel_residual and not model.shared_block_norm
+    return TensorNames(
+        prefix="transformer.",
+        words="word_embeddings",
+        blocks="h",
+        query_key_value=("self_attention.query_key_value",),
+        grouped=True,
+        projection="self_attention.dense",
+        up=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+        attention_norm="ln_attn" if two_side_by_side else "input_layernorm",
+        mlp_norm="ln_mlp" if two_side_by_side else "post_attention_layernorm",
+        final_norm="ln_f",
+    )
+
+
+FALCON = Family(
+    name="falcon",
+    architecture="FalconForCausalLM",
+    settings=(
+        *sizes(
+            SizeKeys(ffn="ffn_hidden_size"),
+            tied=True,
+            vocab_size=65024,
+            hidden_size=4544,
+            ffn_hidden_size=None,
+            num_hidden_layers=32,
+            num_attention_heads=71,
+            max_position_embeddings=2048,
+            initializer_range=0.02,
+        ),
+        Rotation(),
+        _LAYERNORM,
+        Same("layer_norm_epsilon", "layernorm_epsilon", NUMBER, 1e-5),
+        Biases(qkv="bias", projection="bias", mlp="bias"),
+        Word("activation", "activation", UNGATED, "gelu"),
+        _FalconLayers(),
+        Written({"hidden_dropout": "hidden_dropout"}),
+        ATTENTION_DROPOUT,
+    ),
+    tensors=_falcon_tensors,
+)

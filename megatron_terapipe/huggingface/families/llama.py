@@ -1,0 +1,181 @@
+"""Llama, and the families that differ from it in a few settings."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.huggingface.families.family import Family
+from megatron_terapipe.huggingface.families.layers import RotatedLayers, WindowAfterLayer, WindowOfAll
+from megatron_terapipe.huggingface.families.rotation import Rotation
+from megatron_terapipe.huggingface.families.setting import (
+    GATED,
+    HEAD_SIZE,
+    Always,
+    Biases,
+    Fixed,
+    Reciprocal,
+    Same,
+    Setting,
+    Word,
+    Written,
+    heads_of_keys,
+    sizes,
+)
+from megatron_terapipe.huggingface.families.settings_file import COUNT, NUMBER
+from megatron_terapipe.huggingface.families.tensor_names import TensorNames
+
+ATTENTION_DROPOUT = Written({"attention_dropout": "attention_dropout"})
+
+_USUAL_SIZES: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+}
+
+
+def llama_like(
+    name: str,
+    architecture: str,
+    *settings: Setting,
+    rotation: Setting | None = None,
+    biases: Biases | None = None,
+    key_heads: int | None = None,
+    head_size: Same = HEAD_SIZE,
+    epsilon: float = 1e-6,
+    tensors: TensorNames | Callable[[ModelConfig], TensorNames] | None = None,
+    tied: bool = False,
+    **defaults: Any,
+) -> Family:
+    """Return a family with rotary positions, RMSNorm, gated MLPs and grouped-query attention.
+
+    Args:
+        name: its `model_type`.
+        architecture: its class.
+        *settings: what it has beyond these.
+        rotation: setting of its rotations, if it is not the usual one.
+        biases: matrices with biases; by default none has.
+        key_heads: key and value heads where the file does not say; None for as many as query heads.
+        head_size: setting of the width of a head.
+        epsilon: of its norms, where the file does not say.
+        tensors: names of its tensors, if they are not those of Llama.
+        tied: whether the output layer shares the word embedding where the file does not say.
+        **defaults: sizes where the file does not say, if they are not those of Llama.
+    """
+    return Family(
+        name=name,
+        architecture=architecture,
+        settings=(
+            *sizes(tied=tied, **_USUAL_SIZES | defaults),
+            heads_of_keys(key_heads),
+            head_size,
+            rotation or Rotation(),
+            Always(normalization="rmsnorm"),
+            Same("rms_norm_eps", "layernorm_epsilon", NUMBER, epsilon),
+            biases or Biases(),
+            *settings,
+            ATTENTION_DROPOUT,
+        ),
+        tensors=tensors or TensorNames(),
+    )
+
+
+def swish(default: str = "silu") -> Word:
+    """Return the setting of the activation function before the gate."""
+    return Word("hidden_act", "activation", GATED, default)
+
+
+LLAMA = llama_like(
+    "llama",
+    "LlamaForCausalLM",
+    swish(),
+    Fixed("pretraining_tp", (1, None)),
+    biases=Biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
+)
+
+MISTRAL = llama_like(
+    "mistral",
+    "MistralForCausalLM",
+    swish(),
+    WindowOfAll(4096),
+    key_heads=8,
+    intermediate_size=14336,
+    max_position_embeddings=131072,
+)
+
+_QWEN: dict[str, Any] = {
+    "key_heads": 32,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "max_position_embeddings": 32768,
+}
+
+QWEN2 = llama_like("qwen2", "Qwen2ForCausalLM", swish(), WindowAfterLayer(), biases=Biases(qkv=True), **_QWEN)
+
+QWEN3 = llama_like(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    swish(),
+    WindowAfterLayer(),
+    Always(qk_norm="head"),
+    head_size=Same("head_dim", "kv_channels", COUNT, 128),
+    biases=Biases(qkv="attention_bias", projection="attention_bias"),
+    **_QWEN,
+)
+
+OLMO2 = llama_like(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    swish(),
+    Always(qk_norm="all-heads", norm_placement="post"),
+    biases=Biases(qkv="attention_bias", projection="attention_bias"),
+    epsilon=1e-5,
+    vocab_size=50304,
+)
+
+SMOLLM3 = llama_like(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    swish(),
+    RotatedLayers(),
+    rotation=Rotation(base=2_000_000.0),
+    biases=Biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
+    key_heads=4,
+    tied=True,
+    vocab_size=128256,
+    hidden_size=2048,
+    num_hidden_layers=36,
+    num_attention_heads=16,
+    max_position_embeddings=32768,
+)
+
+GRANITE = llama_like(
+    "granite",
+    "GraniteForCausalLM",
+    swish(),
+    Same("embedding_multiplier", "embedding_multiplier", NUMBER, 1.0),
+    Same("residual_multiplier", "residual_multiplier", NUMBER, 1.0),
+    Same("attention_multiplier", "softmax_scale", NUMBER, 1.0),
+    Reciprocal("logits_scaling", "logit_multiplier", -1, 1.0),
+    biases=Biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
+)
+
+PHI3 = llama_like(
+    "phi3",
+    "Phi3ForCausalLM",
+    swish(),
+    WindowOfAll(),
+    Written({"resid_pdrop": "hidden_dropout", "embd_pdrop": "hidden_dropout"}),
+    # It matters with longrope alone.
+    Written({"original_max_position_embeddings": None}),
+    rotation=Rotation(part=1.0, scalings=()),
+    epsilon=1e-5,
+    tensors=TensorNames(query_key_value=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    vocab_size=32064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    max_position_embeddings=4096,
+)

@@ -1,0 +1,100 @@
+"""All families, and the one that a file or a model belongs to."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.huggingface.families import gemma, gpt2, layernorm, llama
+from megatron_terapipe.huggingface.families.family import Family, check_expressible
+from megatron_terapipe.huggingface.families.settings_file import CONFIG_FILE, WORD, SettingsFile
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            *(gpt2.GPT2, llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3),
+            *(gemma.GEMMA, gemma.GEMMA2, gemma.GEMMA3_TEXT, llama.PHI3, llama.OLMO2, llama.SMOLLM3, llama.GRANITE),
+            *(layernorm.GPT_NEOX, layernorm.STARCODER2, layernorm.STABLELM, layernorm.NEMOTRON, layernorm.FALCON),
+            *(gpt2.OPT, gpt2.GPT_BIGCODE),
+        )
+    }
+)
+"""By the `model_type` of their `config.json`. A model that several can express is written as the first of them."""
+
+
+def read_model(path: str | Path, flag: str) -> tuple[Family, ModelConfig]:
+    """Return the family and the model of a `config.json`; its sequences are as long as it has positions.
+
+    Args:
+        path: the file, or the folder that holds it.
+        flag: flag that named it, for errors.
+
+    Raises:
+        UserError: if it cannot be read, or our models cannot be such a model.
+    """
+    family, file = _read(path, flag)
+    return family, family.read(file)
+
+
+def read_fields(path: str | Path, flag: str) -> dict[str, Any]:
+    """Return the fields of the model section that a `config.json` sets; the length of sequences is not among them.
+
+    Args:
+        path: the file, or the folder that holds it.
+        flag: flag that named it, for errors.
+
+    Raises:
+        UserError: if it cannot be read, or our models cannot be such a model.
+    """
+    family, file = _read(path, flag)
+    family.read(file)
+    return family.fields(file)
+
+
+def _read(path: str | Path, flag: str) -> tuple[Family, SettingsFile]:
+    file = SettingsFile.read(path, flag)
+    return family_named(file.value("model_type", WORD), file.where), file
+
+
+def is_model_folder(path: str | Path) -> bool:
+    """Whether a folder holds a model of Hugging Face, and so a `config.json`."""
+    return (Path(path) / CONFIG_FILE).is_file()
+
+
+def family_named(name: str, where: str) -> Family:
+    """Return a family by its `model_type`.
+
+    Args:
+        name: its name.
+        where: place of the name, for the error.
+
+    Raises:
+        ConfigError: if there is none of that name.
+    """
+    if name not in FAMILIES:
+        raise ConfigError(
+            f"{where} is a model of type {name}, which cannot be trained here: give one of {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]
+
+
+def family_of(model: ModelConfig) -> Family:
+    """Return the first family that can express a model.
+
+    Raises:
+        ConfigError: if there is none, saying why not the one that is nearest to it.
+    """
+    differences = {family.name: _number_of_differences(family, model) for family in FAMILIES.values()}
+    nearest = FAMILIES[min(differences, key=lambda name: differences[name])]
+    check_expressible(nearest, model)
+    return nearest
+
+
+def _number_of_differences(family: Family, model: ModelConfig) -> float:
+    try:
+        return len(family.differences(model))
+    except ConfigError:  # What it would write makes no model.
+        return float("inf")

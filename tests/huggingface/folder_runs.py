@@ -1,0 +1,87 @@
+"""What ranks run: one training step that begins with a folder of Hugging Face, and its gradients."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.checkpoint.find import find_checkpoint
+from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.dataset_splits import DatasetSplits
+from megatron_terapipe.data.tokenizer import ByteTokenizer
+from megatron_terapipe.training import build_engine as trainer_engine
+from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.launch_environment import LaunchEnvironment
+from megatron_terapipe.training.run import Run
+from tests.huggingface.tiny import VOCAB
+from tests.training.gpt_runs import RecordingSGD
+
+SEQ = 32
+FLAGS = (
+    f"--seq-length {SEQ} --zero-stage 0 --micro-batch-size 2 --global-batch-size 4 --train-iters 10 --lr 1e-2"
+    " --clip-grad 0 --mock-data"
+)
+PP2 = "--pipeline-model-parallel-size 2 --token-slices 13,1,7,11"
+TP2 = "--tensor-model-parallel-size 2 --token-slices 14,2,6,10 --sequence-parallel"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a rank.
+
+    Attributes:
+        loss: mean over the tokens of the batch.
+        gradients: by layer of the pipeline and name in it.
+        cuts: the dimension that tensor-parallel ranks share, if any, of each.
+    """
+
+    loss: float
+    gradients: dict[tuple[int, str], np.ndarray]
+    cuts: dict[tuple[int, str], int | None]
+
+
+def first_steps(folders: list[Path], flags: str) -> list[Step]:
+    """On every rank: the first step from each folder, each with an engine of its own."""
+    return [_first_step(folder, flags) for folder in folders]
+
+
+def batches() -> list[Batch]:
+    """The micro-batches of the step."""
+    generator = torch.Generator().manual_seed(2)
+    samples = [torch.randint(0, VOCAB, (2, SEQ + 1), generator=generator) for _ in range(2)]
+    return [Batch(tokens=each[:, :-1], labels=each[:, 1:], loss_mask=torch.ones(2, SEQ)) for each in samples]
+
+
+def _first_step(folder: Path, flags: str) -> Step:
+    def optimizer(_: object, parameters: Any) -> RecordingSGD:
+        return RecordingSGD([parameter for _, parameter in parameters], lr=1.0)
+
+    with patch.object(trainer_engine, "build_optimizer", optimizer):
+        engine = trainer_engine.build_engine(run_of(folder, flags))
+    loss = engine.train_batch(iter(batches())).item()
+    seen, gradients, cuts = engine.optimizer.seen, {}, {}
+    for name, parameter in engine.module.named_parameters():
+        layer, _, rest = name.replace("tied_modules.embedding", "0").partition(".")
+        gradients[int(layer), rest] = seen[parameter].numpy()
+        cuts[int(layer), rest] = getattr(parameter, "partition_dim", None)
+    return Step(loss, gradients, cuts)
+
+
+def run_of(folder: Path, flags: str) -> Run:
+    """A run from a folder, prepared but for its data."""
+    launch = LaunchEnvironment.read()
+    config = parse_arguments(f"{FLAGS} {flags} --load {folder}".split())
+    layout = config.parallel.layout(launch.world_size)
+    return Run(
+        config=config,
+        launch=launch,
+        layout=layout,
+        tokenizer=ByteTokenizer(),
+        datasets=DatasetSplits(train=None, valid=None, test=None),
+        deepspeed_settings=deepspeed_config(config, layout),
+        checkpoint=find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.optimizer),
+    )

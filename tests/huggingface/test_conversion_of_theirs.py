@@ -1,0 +1,78 @@
+"""Models of transformers, of every family: their logits here, and their tensors bit for bit when they go back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.huggingface.export import export_checkpoint
+from megatron_terapipe.huggingface.families.registry import FAMILIES
+from megatron_terapipe.huggingface.importing import import_model
+from megatron_terapipe.inference.whole_model import WholeModel
+from tests.huggingface.models import logits
+
+transformers = pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.torch").load_file
+from tests.huggingface.tiny import TINY, VOCAB, tiny_model  # noqa: E402
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, 32), generator=torch.Generator().manual_seed(1))
+
+
+def test_every_family_is_here() -> None:
+    assert {kind for kind, _ in TINY.values()} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_there_and_back(tmp_path: Path, tokens: torch.Tensor, name: str) -> None:
+    theirs = tiny_model(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    directory = import_model(tmp_path / "theirs", tmp_path / "ours")
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(_logits(directory, tokens), expected, rtol=0, atol=TOLERANCE)
+    export_checkpoint(directory, tmp_path / "back")
+    _check_tensors(tmp_path / "theirs", tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32, attn_implementation="eager"
+    )
+    assert back.config.model_type == TINY[name][0]
+    with torch.no_grad():
+        assert torch.equal(back(tokens).logits, expected)
+
+
+def _logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
+    whole = WholeModel(ModelConfig(**CheckpointInfo.read(directory).model)).load(directory).eval()
+    return logits(whole, tokens)[..., :VOCAB]
+
+
+def _check_tensors(first: Path, second: Path) -> None:
+    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        rows = _unread_rows(name)
+        assert torch.equal(tensor[rows:], after[name][rows:]), name
+
+
+def _unread_rows(name: str) -> int:
+    """OPT has two positions that no token is at."""
+    return 2 if name == "model.decoder.embed_positions.weight" else 0
+
+
+def test_a_model_may_be_written_as_another_family_that_has_it(tmp_path: Path, tokens: torch.Tensor) -> None:
+    theirs: Any = tiny_model("llama")
+    theirs.save_pretrained(tmp_path / "theirs")
+    directory = import_model(tmp_path / "theirs", tmp_path / "ours")
+    export_checkpoint(directory, tmp_path / "back", family="mistral")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    assert back.config.model_type == "mistral"
+    with torch.no_grad():
+        torch.testing.assert_close(back(tokens).logits, theirs(tokens).logits, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,109 @@
+"""Training goes on from a folder of Hugging Face: the first step, in token slices on two ranks, has the loss and the
+gradients of transformers' own autograd.
+
+Gradients are turned into theirs by the rules of the weights, which are linear. An error is the norm of a tensor's
+difference over the norm of the tensor.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.huggingface.families.family import Family
+from megatron_terapipe.huggingface.families.registry import read_model
+from megatron_terapipe.huggingface.weights.folder import meta_layer, rules_of
+from megatron_terapipe.huggingface.weights.layer_rules import split_layer
+from tests.distributed import run_distributed
+from tests.huggingface.folder_runs import PP2, TP2, Step, batches, first_steps
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+from tests.huggingface.tiny import TINY, tiny_model
+
+TOLERANCE = 1e-5
+SHARED_BY_TENSOR_RANKS = ["gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite"]
+"""Of each way to lay out the weights of a layer one."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each tiny model, in files of some tensors each."""
+    made = {}
+    for name in TINY:
+        made[name] = tmp_path_factory.mktemp(name)
+        tiny_model(name).save_pretrained(made[name], max_shard_size="40KB")
+    return made
+
+
+@pytest.fixture(scope="module")
+def on_two_stages(folders: dict[str, Path]) -> dict[str, list[Step]]:
+    """The first step of each model on two stages, rank after rank."""
+    return _steps(folders, list(TINY), PP2)
+
+
+@pytest.fixture(scope="module")
+def on_two_tensor_ranks(folders: dict[str, Path]) -> dict[str, list[Step]]:
+    """The first step of some models on two ranks that share each layer, rank after rank."""
+    return _steps(folders, SHARED_BY_TENSOR_RANKS, TP2)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_two_stages_with_four_token_slices(
+    folders: dict[str, Path], on_two_stages: dict[str, list[Step]], name: str
+) -> None:
+    _check(name, folders[name], on_two_stages[name])
+
+
+@pytest.mark.parametrize("name", SHARED_BY_TENSOR_RANKS)
+def test_two_tensor_ranks_with_four_token_slices(
+    folders: dict[str, Path], on_two_tensor_ranks: dict[str, list[Step]], name: str
+) -> None:
+    _check(name, folders[name], on_two_tensor_ranks[name])
+
+
+def _steps(folders: dict[str, Path], names: list[str], flags: str) -> dict[str, list[Step]]:
+    by_rank = run_distributed(first_steps, 2, [folders[name] for name in names], flags)
+    return {name: [steps[index] for steps in by_rank] for index, name in enumerate(names)}
+
+
+def _check(name: str, folder: Path, steps: list[Step]) -> None:
+    theirs = tiny_model(name)
+    loss = _loss(theirs)
+    loss.backward()
+    assert [step.loss for step in steps] == [pytest.approx(loss.item(), rel=TOLERANCE)] * 2
+    family, model = read_model(folder, "--load")
+    found = _as_theirs(family, model, steps)
+    # Its files have an older name for the output layer of GPT-NeoX.
+    output = family.names(model).output
+    expected = {key.replace("lm_head.", f"{output}."): each.grad for key, each in theirs.named_parameters()}
+    assert found.keys() == expected.keys()
+    for key, gradient in found.items():
+        error = (gradient - expected[key]).norm() / expected[key].norm().clamp(min=1e-12)
+        # A bias of keys moves all scores of a query alike: its gradient is nothing but rounding.
+        negligible = expected[key].norm() < 1e-6
+        assert negligible or error < TOLERANCE, f"{key}: {error}"
+
+
+def _loss(theirs: Any) -> torch.Tensor:
+    losses = [F.cross_entropy(theirs(each.tokens).logits.flatten(0, 1), each.labels.flatten()) for each in batches()]
+    return torch.stack(losses).mean()
+
+
+def _as_theirs(family: Family, model: ModelConfig, steps: list[Step]) -> dict[str, torch.Tensor]:
+    whole: dict[int, dict[str, torch.Tensor]] = {}
+    for layer, name in {key: None for step in steps for key in step.gradients}:
+        parts = [step.gradients[layer, name] for step in steps if (layer, name) in step.gradients]
+        cut = next(step.cuts[layer, name] for step in steps if (layer, name) in step.cuts)
+        shape = dict(meta_layer(model, layer).named_parameters())[name].shape
+        # A stage has the whole gradient, of a tied weight both stages have it; a tensor-parallel rank has its part.
+        gradient = parts[0] if parts[0].shape == shape else np.concatenate(parts, cut)
+        whole.setdefault(layer, {})[name] = torch.from_numpy(gradient)
+    theirs: dict[str, torch.Tensor] = {}
+    for layer, gradients in whole.items():
+        theirs |= split_layer(rules_of(model, family, layer), gradients)
+    return theirs

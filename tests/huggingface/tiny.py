@@ -1,0 +1,137 @@
+"""Small random models of every family, built by transformers from its own classes."""
+
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB, POSITIONS = 101, 64
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    # Large weights, so that every one of them counts in the logits.
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_LEARNED: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": POSITIONS,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 100.0,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+_TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
+_FALCON = {"ffn_hidden_size": 48}
+
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "gpt2-untied-relu-unscaled": (
+        "gpt2",
+        {"activation_function": "relu", "tie_word_embeddings": False, "scale_attn_weights": False, "n_inner": 40},
+    ),
+    "llama": ("llama", {}),
+    "llama-tied-biased-wide-heads": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 12, "tie_word_embeddings": True},
+    ),
+    "llama-attention-bias": ("llama", {"attention_bias": True, "hidden_act": "gelu"}),
+    "llama-3.1": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-yarn": ("llama", {"rope_parameters": _YARN}),
+    "llama-yarn-deepseek": (
+        "llama",
+        {"rope_parameters": _YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.2, "mscale_all_dim": 0.7}},
+    ),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "mistral-whole": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 12}),
+    "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": _TYPES}),
+    "gemma": ("gemma", {"head_dim": 12}),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 12, "sliding_window": 6, "query_pre_attn_scalar": 9, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": ("gemma3_text", {"head_dim": 12, "sliding_window": 6, "sliding_window_pattern": 2}),
+    "gemma3-scaled": (
+        "gemma3_text",
+        {
+            "head_dim": 12,
+            "sliding_window": 6,
+            "layer_types": _TYPES,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "phi3": ("phi3", {"sliding_window": 9, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "smollm3-listed": ("smollm3", {"no_rope_layers": [0, 0, 1], "attention_bias": True}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 3.0,
+            "attention_bias": True,
+        },
+    ),
+    "gpt_neox": ("gpt_neox", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "gpt_neox-serial": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "starcoder2": ("starcoder2", {"sliding_window": 8}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "nemotron": ("nemotron", {}),
+    "falcon-7b": ("falcon", _FALCON),
+    "falcon-40b": ("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": (
+        "falcon",
+        _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-serial": ("falcon", _FALCON | {"parallel_attn": False, "multi_query": False, "bias": True}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}),
+    "opt-unbiased": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2, "enable_bias": False}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_bigcode-many-key-heads": ("gpt_bigcode", {"multi_query": False}),
+}
+"""The `model_type` of each, and its settings beside the common ones."""
+
+
+def tiny_model(name: str) -> Any:
+    """A model of transformers, in fp32 and without dropout, of which no bias and no norm is as it starts."""
+    kind, settings = TINY[name]
+    common = _LEARNED if kind in ("gpt2", "gpt_bigcode") else _COMMON
+    config = transformers.CONFIG_MAPPING[kind](**common | settings, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
