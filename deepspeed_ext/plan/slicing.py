@@ -1,6 +1,6 @@
 """How a sequence is cut into token slices."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import sqrt
@@ -125,17 +125,52 @@ class TokenSlices:
         Raises:
             PlanError: if there are more token slices than multiples of `granularity`, or a cost is negative.
         """
-        _check_count(seq_length, num_token_slices, granularity)
         if linear_cost < 0 or attention_cost < 0 or linear_cost + attention_cost == 0:
             raise PlanError(f"costs {linear_cost}, {attention_cost} of a token must be positive")
         total = linear_cost * seq_length + attention_cost * seq_length**2 / 2
+
+        def end(share: float) -> float:
+            # The stable root of a*e + b*e^2/2 = cost; it also holds for b = 0.
+            return 2 * share * total / (linear_cost + sqrt(linear_cost**2 + 2 * attention_cost * share * total))
+
+        return cls._at(end, seq_length, num_token_slices, granularity)
+
+    @classmethod
+    def of_equal_cost(
+        cls, seq_length: int, num_token_slices: int, cost: Callable[[float], float], *, granularity: int = 1
+    ) -> "TokenSlices":
+        """Cut so that every token slice costs the same, up to `granularity` tokens, whatever tokens cost.
+
+        Args:
+            seq_length: tokens of the sequence.
+            num_token_slices: token slices wanted.
+            cost: of the first tokens, given their number, which need not be whole; grows with it.
+            granularity: cut at multiples of this.
+
+        Raises:
+            PlanError: if there are more token slices than multiples of `granularity`.
+        """
+        whole = cost(seq_length)
+
+        def end(share: float) -> float:
+            low, high = 0.0, float(seq_length)
+            while low < (middle := (low + high) / 2) < high:
+                low, high = (middle, high) if cost(middle) < share * whole else (low, middle)
+            return high
+
+        return cls._at(end, seq_length, num_token_slices, granularity)
+
+    @classmethod
+    def _at(
+        cls, end: Callable[[float], float], seq_length: int, num_token_slices: int, granularity: int
+    ) -> "TokenSlices":
+        """Cut where shares j/S of the whole cost end, at the nearest multiples that leave every token slice one."""
+        _check_count(seq_length, num_token_slices, granularity)
         ends = [0]
         for index in range(1, num_token_slices):
-            cost = total * index / num_token_slices
-            # The stable root of a*e + b*e^2/2 = cost; it also holds for b = 0.
-            end = 2 * cost / (linear_cost + sqrt(linear_cost**2 + 2 * attention_cost * cost))
             room_left = (seq_length // granularity - (num_token_slices - index)) * granularity
-            ends.append(min(max(round(end / granularity) * granularity, ends[-1] + granularity), room_left))
+            nearest = round(end(index / num_token_slices) / granularity) * granularity
+            ends.append(min(max(nearest, ends[-1] + granularity), room_left))
         return cls(tuple(end - start for start, end in pairwise([*ends, seq_length])))
 
 

@@ -139,7 +139,9 @@ def _transgan_block(index: int, tokens: int, width: int, window: int) -> Layer:
             Product(width, 4 * width, parallel[0]),  # type: ignore[arg-type]
             Product(4 * width, width, parallel[1]),  # type: ignore[arg-type]
         ),
-        attention=Attention(TRANSGAN_HEADS, TRANSGAN_HEADS, width // TRANSGAN_HEADS, causal=False, window=window**2),
+        attention=Attention(
+            TRANSGAN_HEADS, TRANSGAN_HEADS, width // TRANSGAN_HEADS, causal=False, separate_window=window**2
+        ),
         num_norms=2,
         activation_width=4 * width,
         extra_output_elements=TRANSGAN_MASK,

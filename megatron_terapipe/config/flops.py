@@ -9,6 +9,7 @@ FLOPs count a multiplication and an addition as two, and only matrix products, a
 twice its forward. Bytes and FLOPs are of the whole model, before any parallelism divides them.
 """
 
+from megatron_terapipe.config.attended_positions import attended_positions
 from megatron_terapipe.config.block_shape import BlockShape
 from megatron_terapipe.config.model import ModelConfig
 
@@ -137,32 +138,19 @@ def attention_flops_per_position(model: ModelConfig, block: BlockShape) -> int:
     return 4 * model.num_attention_heads * model.kv_channels if block.num_key_value_heads else 0
 
 
-def model_linear_flops_per_token(model: ModelConfig) -> int:
-    """`linear_flops_per_token` of all blocks together."""
-    return sum(linear_flops_per_token(model, block) for block in model.blocks)
-
-
-def model_attention_flops_per_position(model: ModelConfig) -> int:
-    """`attention_flops_per_position` of all blocks together."""
-    return sum(attention_flops_per_position(model, block) for block in model.blocks)
-
-
 def token_forward_flops(model: ModelConfig, block: BlockShape, prefix_len: int) -> int:
-    """Forward FLOPs of a token in one block. It attends to the tokens before it and to itself.
+    """Forward FLOPs of a token in one block. It attends to itself and to the tokens before it, or in its window.
 
     Args:
         model: the model section.
         block: shape of the block.
         prefix_len: tokens before it.
     """
-    positions = prefix_len + 1
-    return linear_flops_per_token(model, block) + attention_flops_per_position(model, block) * positions
+    return block_forward_flops(model, block, 1, prefix_len)
 
 
 def block_forward_flops(model: ModelConfig, block: BlockShape, num_tokens: int, prefix_len: int = 0) -> int:
-    """Forward FLOPs in one block of a token slice, causal attention counted exactly.
-
-    The sum of `token_forward_flops` over its tokens.
+    """Forward FLOPs in one block of a token slice, causal attention and sliding windows counted exactly.
 
     Args:
         model: shape of the model.
@@ -170,7 +158,7 @@ def block_forward_flops(model: ModelConfig, block: BlockShape, num_tokens: int, 
         num_tokens: length of the token slice.
         prefix_len: tokens before it.
     """
-    positions = num_tokens * prefix_len + num_tokens * (num_tokens + 1) // 2
+    positions = int(attended_positions(prefix_len, prefix_len + num_tokens, block.window))
     linear = num_tokens * linear_flops_per_token(model, block)
     return linear + attention_flops_per_position(model, block) * positions
 
@@ -195,8 +183,8 @@ def iteration_flops(model: ModelConfig, num_sequences: int, *, causal: bool = Fa
     """FLOPs of one optimizer step: forward and backward of `num_sequences` sequences.
 
     Without options these are the model FLOPs of Korthikanti appendix A, 72BLsh^2(1 + s/6h + V/12hL): every token
-    counted as if it attended to the whole sequence, as published utilizations are. With `recompute` these are the
-    hardware FLOPs of SC'21 equation 3, 96BLsh^2(1 + s/6h + V/16Lh).
+    counted as if it attended to the whole sequence, or to a whole window, as published utilizations are. With
+    `recompute` these are the hardware FLOPs of SC'21 equation 3, 96BLsh^2(1 + s/6h + V/16Lh).
 
     Args:
         model: shape of the model.

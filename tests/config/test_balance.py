@@ -1,5 +1,6 @@
 """Token slices of equal length or equal work, and what several ranks that share them need."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,9 +64,20 @@ def test_balanced_token_slices_are_whole_tiles_where_they_are_long(granularity: 
 
 def cost_of(model: ModelConfig, start: int, end: int) -> float:
     """Forward and backward of all layers, token by token: products thrice, attention 3.5 times."""
-    linear = flops.model_linear_flops_per_token(model)
-    attention = flops.model_attention_flops_per_position(model)
-    return sum(3 * linear + 3.5 * attention * (position + 1) for position in range(start, end))
+    cost = 0.0
+    for block in model.blocks:
+        linear, each = flops.linear_flops_per_token(model, block), flops.attention_flops_per_position(model, block)
+        seen = sum(min(position + 1, block.window or model.seq_length) for position in range(start, end))
+        cost += 3 * linear * (end - start) + 3.5 * each * seen
+    return cost
+
+
+def ends_are_nearest(model: ModelConfig, cut: TokenSlices) -> None:
+    """Half a tile before each end too little is done, half a tile behind it too much."""
+    whole = cost_of(model, 0, model.seq_length)
+    for index, (_, end) in enumerate(list(cut.bounds())[:-1], start=1):
+        share = whole * index / len(cut)
+        assert cost_of(model, 0, end - TILE // 2) <= share <= cost_of(model, 0, end + TILE // 2)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +98,34 @@ def test_token_slices_cost_the_same_whatever_the_layers(entries: str | None) -> 
         heterogeneous_layers_config_path=entries and f'{{"block_configs": {entries}}}',
     )
     cut = balanced_token_slices(model, 4)
+    ends_are_nearest(model, cut)
     costs = [cost_of(model, start, end) for start, end in cut.bounds()]
-    # Each end is off by half a tile of the dearest tokens or less.
-    assert max(costs) - min(costs) <= 2 * cost_of(model, model.seq_length - TILE // 2, model.seq_length)
     even = TokenSlices.uniform(2048, 4)
     uneven = [cost_of(model, start, end) for start, end in even.bounds()]
     assert max(costs) < max(uneven)
+
+
+@pytest.mark.parametrize("window", [1, 100, 1024, 2047])
+@pytest.mark.parametrize("without", [None, "2"])
+def test_token_slices_cost_the_same_in_windows(window: int, without: str | None) -> None:
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        seq_length=2048,
+        sliding_window=window,
+        window_attn_skip_freq=without,
+    )
+    ends_are_nearest(model, balanced_token_slices(model, 4))
+
+
+def test_token_slices_behind_a_full_window_are_equally_long() -> None:
+    model = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=4, seq_length=8192, sliding_window=512)
+    first, *others = balanced_token_slices(model, 8).lengths
+    assert first > max(others)
+    assert max(others) - min(others) <= TILE
+    whole = balanced_token_slices(replace(model, sliding_window=None), 8).lengths
+    assert whole[1] > 2 * whole[-1]
 
 
 def test_layers_that_do_not_attend_are_cut_evenly() -> None:

@@ -75,9 +75,9 @@ def test_closed_forms(layers: int, heads: int, width: int, batch: int) -> None:
     assert flops.iteration_flops(model, batch, recompute=True) == pytest.approx(executed, rel=1e-12)
 
 
-@given(draw.lists(draw.integers(1, 40), min_size=1, max_size=6))
-def test_token_slices_add_up_to_the_sequence(lengths: list[int]) -> None:
-    model = gpt(2, 32, 4, sum(lengths), 100)
+@given(draw.lists(draw.integers(1, 40), min_size=1, max_size=6), draw.none() | draw.integers(1, 80))
+def test_token_slices_add_up_to_the_sequence(lengths: list[int], window: int | None) -> None:
+    model = gpt(2, 32, 4, sum(lengths), 100, sliding_window=window)
     block = model.blocks[0]
     prefixes = [sum(lengths[:index]) for index in range(len(lengths))]
     parts = sum(flops.block_forward_flops(model, block, *part) for part in zip(lengths, prefixes, strict=True))
@@ -90,6 +90,16 @@ def test_causal_attention_is_about_half() -> None:
     attention = flops.attention_flops_per_position(model, model.blocks[0])
     saved = flops.iteration_flops(model, 1) - flops.iteration_flops(model, 1, causal=True)
     assert saved == 3 * attention * (1024 * 1023 // 2)
+
+
+def test_tokens_in_a_window_attend_to_as_many_as_it_has() -> None:
+    model = gpt(2, 64, 4, 1024, 1)
+    alternating = gpt(2, 64, 4, 1024, 1, sliding_window=100, window_attn_skip_freq="2")
+    attention = flops.attention_flops_per_position(model, model.blocks[0])
+    saved = flops.iteration_flops(model, 1) - flops.iteration_flops(alternating, 1)
+    assert saved == 3 * attention * 1024 * (1024 - 100)
+    saved = flops.iteration_flops(model, 1, causal=True) - flops.iteration_flops(alternating, 1, causal=True)
+    assert saved == 3 * attention * sum(max(position + 1 - 100, 0) for position in range(1024))
 
 
 def test_activation_bytes_are_korthikantis_less_dropout_and_scores() -> None:
@@ -193,4 +203,3 @@ def test_uneven_layers_add_up() -> None:
     )
     saved = flops.iteration_flops(even, 2, causal=True) - flops.iteration_flops(model, 2, causal=True)
     assert saved == 2 * 3 * less > 0
-    assert flops.model_attention_flops_per_position(model) == 2 * flops.attention_flops_per_position(even, usual)

@@ -13,7 +13,6 @@ from tests.model.configs import OF_FAMILIES, SEQ, llama_config, model_config
 
 ROWS = 4
 OF_128 = {"hidden_size": 128, "kv_channels": 32}
-NO_WINDOWS = {"sliding_window": None, "window_attn_skip_freq": None, "rotary_base_local": None}
 SHAPES = {
     "plain": model_config(hidden_size=128),
     "grouped": model_config(hidden_size=128, num_key_value_heads=1),
@@ -28,7 +27,7 @@ SHAPES = {
     "dropout": llama_config(hidden_size=128, ffn_hidden_size=192, hidden_dropout=0.1, attention_dropout=0.1),
     "norms_in_parallel": model_config(hidden_size=128, parallel_residual=True),
     "one_norm_for_both": model_config(hidden_size=128, parallel_residual=True, shared_block_norm=True),
-    **{name: model_config(**parts | OF_128 | NO_WINDOWS) for name, parts in OF_FAMILIES.items()},
+    **{name: model_config(**parts | OF_128) for name, parts in OF_FAMILIES.items()},
 }
 PARTS = [
     BlockShape(num_key_value_heads=0, ffn_hidden_size=64),
@@ -56,11 +55,19 @@ def kept_bytes(model: ModelConfig, block: BlockShape, dtype: torch.dtype, cut: t
             received = hidden[:, start:end].detach().clone().requires_grad_()
             outputs.append(layer(received, state.past(0, index)))
     if block.num_key_value_heads:
-        for tensor in state.keys_and_values(0, None).read(0, SEQ):
+        for tensor in kept_keys_and_values(state, block.window):
             keep(tensor)
     for parameter in layer.parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def kept_keys_and_values(state: SequenceState, window: int | None) -> list[torch.Tensor]:
+    """Of the whole sequence; in a window those of each token slice apart."""
+    held = state.keys_and_values(0, window)
+    if window is None:
+        return list(held.read(0, SEQ))
+    return [each for pair in held._of_token_slices.values() for each in pair]
 
 
 def left_out_bytes(

@@ -69,6 +69,23 @@ def test_balanced_costs_are_equal_within_a_token(num_token_slices, seq_length, l
     assert all(abs(cost(end) - cost(start) - target) <= dearest_token for start, end in cut.bounds())
 
 
+@given(st.integers(1, 8), st.integers(100, 2000), weights, weights)
+def test_equal_costs_are_those_of_the_closed_form(num_token_slices, seq_length, linear_cost, attention_cost):
+    assume(linear_cost + attention_cost > 0)
+    cut = TokenSlices.of_equal_cost(
+        seq_length, num_token_slices, lambda tokens: linear_cost * tokens + attention_cost * tokens * tokens / 2
+    )
+    closed = TokenSlices.balanced(seq_length, num_token_slices, linear_cost=linear_cost, attention_cost=attention_cost)
+    ends, expected = ([end for _, end in each.bounds()] for each in (cut, closed))
+    # Where a real number lies between two tokens, rounding may go either way.
+    assert all(abs(end - other) <= 1 for end, other in zip(ends, expected, strict=True))
+
+
+def test_equal_costs_may_have_a_bend():
+    cut = TokenSlices.of_equal_cost(1000, 4, lambda tokens: min(tokens, 200) * 3 + tokens, granularity=20)
+    assert cut.lengths == (100, 100, 400, 400)
+
+
 def test_balanced_token_slices_shrink_along_the_sequence():
     cut = TokenSlices.balanced(2048, 8, linear_cost=1000, attention_cost=1)
     assert list(cut.lengths) == sorted(cut.lengths, reverse=True)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,14 @@ FAST = Device(name="fast", memory_bytes=40e9, memory_bandwidth=1.5e12, half_flop
 SLOW = Device(name="slow", memory_bytes=16e9, memory_bandwidth=0.9e12, half_flops=120e12, single_flops=15e12)
 
 
-def small_model(num_layers: int = 6, seq_length: int = 512, hidden_size: int = 1024) -> ModelConfig:
+def small_model(num_layers: int = 6, seq_length: int = 512, hidden_size: int = 1024, **features: Any) -> ModelConfig:
     return ModelConfig(
-        num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=8, seq_length=seq_length, vocab_size=32000
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=8,
+        seq_length=seq_length,
+        vocab_size=32000,
+        **features,
     )
 
 
@@ -41,7 +47,7 @@ def mixed_cluster() -> Cluster:
     return Cluster(nodes=(node("a", FAST), node("b", SLOW, network=3e9), node("c", FAST), node("d", SLOW, network=3e9)))
 
 
-def small_problem(cluster: Cluster | None = None, global_batch_size: int = 8, **model: int) -> SearchProblem:
+def small_problem(cluster: Cluster | None = None, global_batch_size: int = 8, **model: Any) -> SearchProblem:
     return SearchProblem(
         workload=gpt_workload(small_model(**model)),
         cluster=cluster or small_cluster(),

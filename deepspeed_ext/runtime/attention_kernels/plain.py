@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepspeed_ext.plan.attention_tiles import SCORES_AT_ONCE, tile_length
 from deepspeed_ext.pointwise import Pointwise
 from deepspeed_ext.runtime.attention_kernels.interface import Attended, Gradients, QueryTile, query_tiles
 from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, head_rows, scaled_mask
@@ -38,13 +39,6 @@ class AttentionDropout:
         """
         rows = head_rows(self.place.rows(length, device), self.first_head, num_heads)
         return rows, self.place.columns(self.first_key, num_keys, device), self.probability
-
-
-SCORES_AT_ONCE = 2**27
-"""Scores that exist at once: 512 MiB in fp32, and as much again for each tensor of their shape."""
-
-MIN_TILE = 128
-"""Queries of a tile in a narrow window: fewer at once would launch many small kernels."""
 
 
 class PlainAttention:
@@ -161,16 +155,8 @@ class PlainAttention:
 
     def _tiles(self, query: Tensor, key: Tensor) -> Iterator[QueryTile]:
         rows, num_queries, heads, _ = query.shape
-        num_keys = key.shape[1]
-        at_once = num_queries
-        if self._window is not None:
-            # A tile of n queries computes W - 1 + n keys for each, where W would do.
-            at_once = min(at_once, max(self._window // 2, MIN_TILE))
-            num_reached = min(num_keys, self._window - 1 + at_once)
-        else:
-            num_reached = num_keys
-        at_once = min(at_once, max(1, self._scores_at_once // (rows * heads * num_reached)))
-        return query_tiles(num_queries, num_keys, self._window, at_once)
+        at_once = tile_length(num_queries, key.shape[1], rows * heads, self._window, self._scores_at_once)
+        return query_tiles(num_queries, key.shape[1], self._window, at_once)
 
     def _numbers(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, float] | tuple[()]:
         if self._dropout is None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CHANGES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads"),
-    *("seq_length", "vocab_size"),
+    *("seq_length", "sliding_window", "vocab_size"),
 )
 """Fields of the model section that flags of the search may change."""
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_ext.plan.attention_tiles import SCORES_AT_ONCE, longest_in_window
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.op_times.software import Software
@@ -42,6 +43,10 @@ class TokenMemory(NamedTuple):
         freed_by_input_gradient: how much less than `activations` waits for the weight gradients, where the backward is
             in two parts: the inputs of products, and the gradients of their outputs (docs/adr/0017). Below zero where
             that is more.
+        scores: what the backward holds more of attention that is written out, `SCORE_LIMIT` at most.
+        window_gradients: of a sequence, not of a token: sums of the gradients of keys and values in the reach of a
+            sliding window, where a sequence has several token slices. Its keys and values are among `activations`: each
+            token slice's are freed by its own backward (docs/adr/0035).
     """
 
     activations: ScalarOrArray
@@ -50,6 +55,16 @@ class TokenMemory(NamedTuple):
     logits: ScalarOrArray
     working: ScalarOrArray
     freed_by_input_gradient: ScalarOrArray
+    scores: ScalarOrArray = 0.0
+    window_gradients: ScalarOrArray = 0.0
+
+
+SCORE_BYTES = 16
+"""Bytes of a score in the backward of attention that is written out: scores, weights and the gradients of both, in
+fp32."""
+
+SCORE_LIMIT = SCORE_BYTES * SCORES_AT_ONCE
+"""Bytes that these take at most, tile by tile."""
 
 
 def token_memory(
@@ -152,16 +167,21 @@ class _Kept:
         hidden = element * layer.hidden_size * whole
         attention = layer.attention
         mlp_width = element * layer.activation_width / size
-        query = key_value = scores = log_sums = normed_heads = 0.0 * size
+        query = key_value = scores = log_sums = normed_heads = tile_scores = 0.0 * size
+        window = None
         if attention is not None:
             query = element * attention.query_heads * attention.head_size / size
             key_value = 2 * element * attention.key_value_heads * attention.head_size / size
             log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
             normed_heads = element * attention.normed_channels / size
-            positions = attention.window or layer.tokens
+            positions = attention.most_positions(layer.tokens)
             # Probabilities before and after dropout, and its mask: 5as of equation 1.
             copies = 2 * element + 1 if self.software.attention_dropout else element
             scores = copies * attention.query_heads * positions / size
+            window = attention.sliding_window
+            if attention.written_out:
+                in_tile = layer.tokens if window is None else min(window - 1 + longest_in_window(window), layer.tokens)
+                tile_scores = SCORE_BYTES * attention.query_heads * in_tile / size
         has_attention, has_mlp = attention is not None, layer.activation_width > 0
         num_parts = has_attention + has_mlp
         masks = num_parts * layer.hidden_size * whole if self.software.residual_dropout else 0.0 * size
@@ -193,6 +213,18 @@ class _Kept:
             again = inputs + activated
             kept = everything - again
         owned = flash and has_attention
+        if owned and window is not None:
+            # Each token slice keeps its own; while it runs, those in reach are put together.
+            return TokenMemory(
+                activations=kept + key_value,
+                key_values=0.0 * size,
+                key_value_gradients=0.0 * size,
+                logits=0.0 * size,
+                working=again + gradients + key_value,
+                freed_by_input_gradient=kept + key_value - self.operands(),
+                scores=tile_scores,
+                window_gradients=(window - 1) * key_value * (4 / element),
+            )
         return TokenMemory(
             activations=kept,
             key_values=key_value if owned else 0.0 * size,
@@ -200,6 +232,7 @@ class _Kept:
             logits=0.0 * size,
             working=again + gradients,
             freed_by_input_gradient=kept - self.operands(),
+            scores=tile_scores if owned else 0.0 * size,
         )
 
     def operands(self) -> ScalarOrArray:

@@ -15,7 +15,7 @@ from deepspeed_ext.plan.dependencies import result
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES
 from deepspeed_ext.plan.simulate.wiring import KINDS, OpColumns
-from megatron_terapipe.search.cost.activation_memory import LogitLimits, ScalarOrArray
+from megatron_terapipe.search.cost.activation_memory import SCORE_LIMIT, LogitLimits, ScalarOrArray
 
 Numbers = NDArray[np.float64]
 
@@ -30,6 +30,9 @@ class StageBytes(NamedTuple):
         logits: kept by head and loss.
         working: held in addition by a backward while it runs.
         freed: part of `activations` that a BI frees if the backward is in two parts; below zero if it leaves more.
+        scores: held in addition to `working` by attention that is written out, `SCORE_LIMIT` at most.
+        window_gradients: of a whole micro-batch, not of a token: gradients of keys and values in the reach of sliding
+            windows, where sequences have several token slices.
         head_working: `working` of the head, which is separate because it has a limit.
         limits: of logits and of `head_working` on a rank, in bytes.
     """
@@ -40,6 +43,8 @@ class StageBytes(NamedTuple):
     logits: Numbers
     working: Numbers
     freed: Numbers
+    scores: Numbers | float = 0.0
+    window_gradients: Numbers | float = 0.0
     head_working: Numbers | float = 0.0
     limits: LogitLimits = LogitLimits(inf, inf)
 
@@ -116,11 +121,15 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) ->
     held_logits = np.minimum(held_logits, of_stage.limits.kept)
     first, last = order.token_slice == 0, order.token_slice == len(lengths) - 1
     sequence = tokens.sum() * of_stage.key_values[order.stage]
-    gradients = tokens[:-1].sum() * of_stage.key_value_gradients[order.stage]
+    gradients = tokens[:-1].sum() * of_stage.key_value_gradients
+    gradients = (gradients + (len(tokens) > 1) * of_stage.window_gradients)[order.stage]
     comes = np.where(is_forward & first, sequence, 0.0) + np.where(is_turn & last, gradients, 0.0)
     held_key_values = _during(comes, np.where(is_turn & first, sequence + gradients, 0.0))
-    of_head = np.broadcast_to(of_stage.head_working, of_stage.working.shape)[order.stage]
-    working = np.maximum(own * of_stage.working[order.stage], np.minimum(own * of_head, of_stage.limits.working))
+    of_head, of_scores = (
+        np.broadcast_to(each, of_stage.working.shape)[order.stage] for each in (of_stage.head_working, of_stage.scores)
+    )
+    of_blocks = own * of_stage.working[order.stage] + np.minimum(own * of_scores, SCORE_LIMIT)
+    working = np.maximum(of_blocks, np.minimum(own * of_head, of_stage.limits.working))
     working = np.where(is_turn, working, 0.0)
     at = int(np.argmax(held_activations + held_logits + held_key_values + working))
     return Held(float(held_activations[at]), float(held_key_values[at]), float(held_logits[at]), float(working[at]))

@@ -28,7 +28,7 @@ from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-WORKING = TokenMemory._fields.index("working")
+WORKING, SCORES = TokenMemory._fields.index("working"), TokenMemory._fields.index("scores")
 
 TRANSFERS = 3
 """Messages of one token slice that a stage holds beside its activations: one on its way in, one on its way out, and
@@ -171,7 +171,7 @@ class MemoryModel:
             ]
             # A layer may have more rows of a sequence than the sequence has tokens, or fewer: windows, pooling.
             rows_per_token = np.array([layer.tokens / self.workload.seq_length for layer in self.counter.kinds])
-            self._tokens[key] = rows_per_token * np.array(rows, dtype=float).T
+            self._tokens[key] = rows_per_token * np.array([np.broadcast_arrays(*row) for row in rows], dtype=float).T
         return self._tokens[key]
 
     def fits(self, memory: Sequence[RankMemory]) -> bool:
@@ -215,18 +215,20 @@ class MemoryModel:
     def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:
         """Bytes of a token of a micro-batch on each stage."""
         of_kind = self.token_bytes(strategy.tensor_parallel_size, strategy.recompute, strategy.sequence_parallel)
-        activations, key_values, key_value_gradients, logits, _, freed = of_kind @ counts.per_stage.T
+        sequences = float(strategy.micro_batch_size)
+        stages = dict(zip(TokenMemory._fields, sequences * (of_kind @ counts.per_stage.T), strict=True))
         is_head = np.array([layer.kind == "head" for layer in self.counter.kinds], dtype=bool)
         # Of what layers hold while they run, only the most counts: they run one after the other.
-        present = np.where(counts.per_stage > 0, of_kind[WORKING], 0.0)
-        sequences = float(strategy.micro_batch_size)
+        present, scores = (np.where(counts.per_stage > 0, of_kind[each], 0.0) for each in (WORKING, SCORES))
         return StageBytes(
-            activations=sequences * activations,
-            key_values=sequences * key_values,
-            key_value_gradients=sequences * key_value_gradients,
-            logits=sequences * logits,
+            activations=stages["activations"],
+            key_values=stages["key_values"],
+            key_value_gradients=stages["key_value_gradients"],
+            logits=stages["logits"],
             working=sequences * present[:, ~is_head].max(axis=1, initial=0.0),
-            freed=sequences * freed,
+            freed=stages["freed_by_input_gradient"],
+            scores=sequences * scores.max(axis=1, initial=0.0),
+            window_gradients=stages["window_gradients"],
             head_working=sequences * present[:, is_head].max(axis=1, initial=0.0),
             limits=logit_limits(self.software, ELEMENT_BYTES[self.precision]),
         )

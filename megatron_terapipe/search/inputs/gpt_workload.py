@@ -53,7 +53,15 @@ def _block(model: ModelConfig, shape: BlockShape) -> Layer:
     products: list[Product] = []
     attention = None
     if shape.num_key_value_heads:
-        attention = Attention(heads, shape.num_key_value_heads, head_size, normed=model.qk_norm != "none")
+        attention = Attention(
+            heads,
+            shape.num_key_value_heads,
+            head_size,
+            # A window as long as the sequence hides nothing, and the trainer treats it as none.
+            sliding_window=shape.window if (shape.window or model.seq_length) < model.seq_length else None,
+            normed=model.qk_norm != "none",
+            written_out=model.attention_softcap is not None or model.attention_dropout > 0,
+        )
         products.append(Product(hidden, (heads + 2 * shape.num_key_value_heads) * head_size, "column"))
         products.append(Product(heads * head_size, hidden, "row"))
     if shape.ffn_hidden_size:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_terapipe.config.attended_positions import attended_positions
+
 Parallel = Literal["column", "row", "none"]
 """How tensor-parallel ranks share a matrix: by its outputs, by its inputs, or not at all."""
 
@@ -40,21 +42,34 @@ class Product:
 class Attention:
     """The attention of a layer; its heads are shared by tensor-parallel ranks.
 
+        sliding window of 3     x . . . . .        separate windows of 3     x x x . . .
+        (causal)                x x . . . .        (not causal)              x x x . . .
+                                x x x . . .                                  x x x . . .
+                                . x x x . .                                  . . . x x x
+                                . . x x x .                                  . . . x x x
+                                . . . x x x                                  . . . x x x
+
     Attributes:
         query_heads: heads of the query.
         key_value_heads: heads of key and value, at most as many.
         head_size: width of a head.
         causal: whether a token attends to itself and those before it only.
-        window: tokens of the windows that attend to themselves alone, which are not causal; None = the whole sequence.
+        separate_window: tokens of windows that attend to themselves alone, which are not causal, as in Swin; None = the
+            whole sequence.
+        sliding_window: tokens up to its own that a token attends to, itself included, where it is causal; None = all.
         normed: whether queries and keys have norms.
+        written_out: whether no fused kernel computes it, as with a soft cap of the scores or dropout of the weights:
+            its scores are then in memory, tile by tile.
     """
 
     query_heads: int
     key_value_heads: int
     head_size: int
     causal: bool = True
-    window: int | None = None
+    separate_window: int | None = None
+    sliding_window: int | None = None
     normed: bool = False
+    written_out: bool = False
 
     @property
     def normed_channels(self) -> int:
@@ -74,11 +89,19 @@ class Attention:
             end: token behind the last.
             tokens: tokens of the sequence.
         """
-        if self.window is not None:
-            return (end - start) * self.window
+        if self.separate_window is not None:
+            return (end - start) * self.separate_window
         if not self.causal:
             return (end - start) * tokens
-        return (end - start) * (end + start + 1) / 2
+        return attended_positions(start, end, self.sliding_window)  # type: ignore[no-any-return]
+
+    def most_positions(self, tokens: int) -> int:
+        """Positions that a token attends to at most.
+
+        Args:
+            tokens: tokens of the sequence.
+        """
+        return min(self.separate_window or self.sliding_window or tokens, tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

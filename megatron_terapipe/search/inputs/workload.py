@@ -56,7 +56,7 @@ class Workload:
         """Whether sequences can be cut into token slices: every layer sees the same tokens, and none a later one."""
         return all(
             layer.tokens == self.seq_length
-            and (layer.attention is None or (layer.attention.causal and layer.attention.window is None))
+            and (layer.attention is None or (layer.attention.causal and layer.attention.separate_window is None))
             for layer in self.layers
         )
 

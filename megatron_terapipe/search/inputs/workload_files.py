@@ -59,7 +59,24 @@ class AttentionEntry(Entry):
     key_value_heads: Count | None = None
     head_size: Count
     causal: bool = True
-    window: Count | None = None
+    separate_window: Count | None = None
+    sliding_window: Count | None = None
+    normed: bool = False
+    written_out: bool = False
+
+    @model_validator(mode="after")
+    def _one_window(self) -> "AttentionEntry":
+        if self.sliding_window and not self.causal:
+            raise ValueError(
+                f"has sliding_window {self.sliding_window}, which reaches back from a token, and is not causal: give "
+                "causal true, or separate_window for windows that attend to themselves alone"
+            )
+        if self.separate_window and self.causal:
+            raise ValueError(
+                f"has separate_window {self.separate_window}, which attends to itself alone, and is causal: give "
+                "causal false, or sliding_window for the tokens up to a token"
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "AttentionEntry":
@@ -103,7 +120,10 @@ class LayerEntry(Entry):
                 given.key_value_heads or given.query_heads,
                 given.head_size,
                 causal=given.causal,
-                window=given.window,
+                separate_window=given.separate_window,
+                sliding_window=given.sliding_window,
+                normed=given.normed,
+                written_out=given.written_out,
             )
         )
         weights = sum(product.weights for product in products)
@@ -112,9 +132,9 @@ class LayerEntry(Entry):
             if getattr(self, name) > parameters:
                 problem = f"is more than the layer's {parameters} parameters"
                 raise fault(f"{where}.{name}", getattr(self, name), problem, "correct one of them")
-        if attention is not None and attention.window is not None and self.tokens % attention.window:
+        if attention is not None and attention.separate_window is not None and self.tokens % attention.separate_window:
             problem = f"does not divide the layer's {self.tokens} tokens"
-            raise fault(f"{where}.attention.window", attention.window, problem, "change one of them")
+            raise fault(f"{where}.attention.separate_window", attention.separate_window, problem, "change one of them")
         same = ("kind", "tokens", "hidden_size", "unshared_parameters", "num_norms", "activation_width", "gated")
         shared = ("shared_weight", "shared_parameters", "extra_output_elements", "forward_s")
         return Layer(

@@ -26,12 +26,18 @@ def shape_of(layer: Layer) -> Shape:
 def shape_to_json(shape: Shape) -> dict[str, Any]:
     """The JSON object of a shape."""
     kind, hidden_size, products, attention, num_norms, activation_width, gated = shape
+    # What most layers do not have is not in their entries.
+    more: dict[str, Any] = {"normed_heads": True} if attention and attention.normed else {}
+    if attention and attention.sliding_window is not None:
+        more["sliding_window"] = attention.sliding_window
+    if attention and attention.written_out:
+        more["written_out"] = True
     return {
         "kind": kind,
         "hidden_size": hidden_size,
         "products": [[each.inputs, each.outputs, each.parallel] for each in products],
         "attention": attention and [attention.query_heads, attention.key_value_heads, attention.head_size],
-        **({"normed_heads": True} if attention and attention.normed else {}),
+        **more,
         "num_norms": num_norms,
         "activation_width": activation_width,
         "gated": gated,
@@ -42,6 +48,8 @@ def shape_in_words(shape: Shape) -> str:
     """For errors."""
     kind, hidden_size, products, attention, *_ = shape
     heads = f", {attention.query_heads} heads" if attention else ""
+    if attention and attention.sliding_window is not None:
+        heads += f" in a window of {attention.sliding_window}"
     vocabulary = f", {products[0].outputs} outputs" if kind == "head" else ""
     width = f", MLP of {shape[5]}" if kind == "block" else ""
     return f"a {kind} of hidden size {hidden_size}{heads}{width}{vocabulary}"

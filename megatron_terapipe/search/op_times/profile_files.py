@@ -88,6 +88,8 @@ class ShapeEntry(Entry):
     num_norms: CountOrNone
     activation_width: CountOrNone
     gated: bool
+    sliding_window: Count | None = None
+    written_out: bool = False
 
     def shape(self) -> Shape:
         """Return it as profiles keep it."""
@@ -95,7 +97,14 @@ class ShapeEntry(Entry):
         attention = None
         if self.attention is not None:
             query_heads, key_value_heads, head_size = self.attention
-            attention = Attention(query_heads, key_value_heads, head_size, normed=self.normed_heads)
+            attention = Attention(
+                query_heads,
+                key_value_heads,
+                head_size,
+                sliding_window=self.sliding_window,
+                normed=self.normed_heads,
+                written_out=self.written_out,
+            )
         sizes = self.num_norms, self.activation_width, self.gated
         return (self.kind, self.hidden_size, products, attention, *sizes)
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.inputs.layer import Attention, Layer
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
 from megatron_terapipe.search.op_times.profile import Profile, ProfiledLayer, Shape, shape_in_words, shape_of
@@ -131,9 +131,9 @@ class MeasuredProfile:
     def _surfaces(self) -> Mapping[tuple[Shape, int], _Surfaces]:
         return {
             (each.shape, each.tensor_parallel_size): _Surfaces(
-                Surface.through([point.point("forward_s") for point in each.points]),
-                Surface.through([point.point("input_gradient_s") for point in each.points]),
-                Surface.through([point.point("weight_gradient_s") for point in each.points]),
+                Surface.through([point.point("forward_s") for point in each.points], _window(each.shape)),
+                Surface.through([point.point("input_gradient_s") for point in each.points], _window(each.shape)),
+                Surface.through([point.point("weight_gradient_s") for point in each.points], _window(each.shape)),
             )
             for each in self.profile.layers
             if each.recompute == "none"
@@ -160,3 +160,9 @@ class MeasuredProfile:
                 if points:
                     found[key] = Surface.through(points)
         return found
+
+
+def _window(shape: Shape) -> int | None:
+    """Sliding window of a layer of a shape."""
+    attention: Attention | None = shape[3]
+    return None if attention is None else attention.sliding_window

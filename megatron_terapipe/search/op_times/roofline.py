@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from deepspeed_ext.plan.attention_tiles import longest_in_window
+from megatron_terapipe.config.attended_positions import positions_in_reach
 from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD, FLASH_BACKWARD_PER_FORWARD, logits_computed_again
 from megatron_terapipe.search.inputs.cluster import Device
-from megatron_terapipe.search.inputs.layer import Layer, Product
+from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, ScalarOrArray
 from megatron_terapipe.search.op_times.software import ELEMENT_BYTES, Software
@@ -18,6 +20,14 @@ LAUNCHES = {"product": 3, "attention": 8, "norm": 1, "activation": 1, "residual"
 SCORE_BYTES = 13
 """Bytes that one score moves where scores are written out: the product writes it (2), softmax reads and writes it (4),
 dropout reads and writes it with a mask (5), the product with the values reads it (2)."""
+
+WRITTEN_OUT_BYTES = (12, 2)
+"""Bytes that one score moves where our own kernel writes them out: the product writes it in fp32 (4), its exponential
+sum and its weight are computed (4 + 4); the weight, in the type of the values, is written and read (twice 2 or 4)."""
+
+WRITTEN_OUT_BACKWARD_BYTES = 36
+"""And in its backward, all in fp32: scores and gradients of weights are written (8) and read (8), weights and gradients
+of scores written (8), and read by three products (12)."""
 
 BACKWARD_MOVES = 1.5
 """Bytes that the backward of element-wise work moves, in those of its forward: it reads the gradient and an input, and
@@ -161,26 +171,65 @@ class Roofline:
     ) -> _Part:
         attention, software, efficiency = layer.attention, self.software, self.efficiency
         assert attention is not None
-        if software.skips_masked_scores or not attention.causal or attention.window is not None:
-            pairs = sequences * attention.positions(start, end, layer.tokens)  # type: ignore[arg-type,operator]
-        else:
-            pairs = sequences * (end - start) * end
         flash = software.attention == "flash"
-        peak = device.peak_flops(self.precision)
-        reached = peak * (efficiency.flash_efficiency if flash else efficiency.attention_efficiency)
-        # fp32 is read by 4 bytes, and needs no tensor core.
-        if attention.head_size % 8 and self.precision != "fp32":
-            reached = reached * efficiency.misaligned_efficiency
-        computing = attention.flops_per_position / tp * pairs / reached
+        tokens = end - start
+        if flash and attention.written_out:
+            computing, computing_back, moving_scores, moving_back = self._written_out(
+                attention, device, tp, sequences, start, end
+            )
+        else:
+            if software.skips_masked_scores or not attention.causal:
+                pairs = sequences * attention.positions(start, end, layer.tokens)  # type: ignore[arg-type,operator]
+            else:
+                pairs = sequences * tokens * end
+            peak = device.peak_flops(self.precision)
+            reached = peak * (efficiency.flash_efficiency if flash else efficiency.attention_efficiency)
+            # fp32 is read by 4 bytes, and needs no tensor core.
+            if attention.head_size % 8 and self.precision != "fp32":
+                reached = reached * efficiency.misaligned_efficiency
+            computing = attention.flops_per_position / tp * pairs / reached
+            computing_back = (FLASH_BACKWARD_PER_FORWARD if flash else BACKWARD_PER_FORWARD) * computing
+            score_bytes = 0.0 if flash else SCORE_BYTES * attention.query_heads / tp
+            moving_scores = self._moving_s(device, score_bytes * pairs)
+            moving_back = BACKWARD_MOVES * moving_scores
         heads = attention.query_heads + attention.key_value_heads
-        kept = self._moving_s(
-            device, self._element_bytes * attention.head_size * sequences * ((end - start) * heads + end * heads) / tp
-        )
-        moving = kept if flash else kept + self._moving_s(device, SCORE_BYTES * attention.query_heads / tp * pairs)
-        times = FLASH_BACKWARD_PER_FORWARD if flash else BACKWARD_PER_FORWARD
-        forward = computing + moving
+        in_reach = positions_in_reach(start, end, attention.sliding_window)
+        elements = tokens * heads + in_reach * heads
+        if flash and attention.sliding_window is not None:
+            # Keys and values of the token slices in reach are put together: read, and written.
+            elements = elements + 2 * 2 * in_reach * attention.key_value_heads
+        kept = self._moving_s(device, self._element_bytes * attention.head_size * sequences * elements / tp)
+        forward = computing + kept + moving_scores
         selective = forward if software.selective_recomputes == "attention" else 0.0
-        return _Part(forward, times * computing + BACKWARD_MOVES * moving, 0.0, selective, LAUNCHES["attention"])
+        back = computing_back + BACKWARD_MOVES * kept + moving_back
+        return _Part(forward, back, 0.0, selective, LAUNCHES["attention"])
+
+    def _written_out(
+        self,
+        attention: Attention,
+        device: Device,
+        tp: ScalarOrArray,
+        sequences: ScalarOrArray,
+        start: ScalarOrArray,
+        end: ScalarOrArray,
+    ) -> tuple[ScalarOrArray, ScalarOrArray, ScalarOrArray, ScalarOrArray]:
+        """Seconds of products, forward and backward, and of moving scores, forward and backward.
+
+        Scores are computed in fp32, and so is the whole backward (`attention_kernels.plain`). Masked ones are computed
+        too; in a window those out of the reach of a tile are not.
+        """
+        window, reached = attention.sliding_window, end
+        if window is not None:
+            reached = np.minimum(end, window - 1 + np.minimum(end - start, longest_in_window(window)))
+        pairs = sequences * (end - start) * reached
+        # Two products of as many FLOPs: scores, and weights times values; the backward has five.
+        product = attention.flops_per_position / tp * pairs / 2 / self.efficiency.attention_efficiency
+        in_fp32, in_precision = (product / device.peak_flops(each) for each in ("fp32", self.precision))
+        scores = attention.query_heads / tp * pairs
+        fixed, of_element = WRITTEN_OUT_BYTES
+        moving = self._moving_s(device, (fixed + of_element * self._element_bytes) * scores)
+        moving_back = self._moving_s(device, WRITTEN_OUT_BACKWARD_BYTES * scores)
+        return in_fp32 + in_precision, 5 * in_fp32, moving, moving_back
 
     def _element_wise(
         self, layer: Layer, device: Device, tp: ScalarOrArray, rows: ScalarOrArray, sequence_parallel: bool

@@ -2,8 +2,9 @@
 
 Between points the times follow the terms that an op has,
 
-    fixed + linear R + quadratic R (start + end + 1) / 2 + prefix B start        R = B (end - start) rows of B sequences
+    fixed + linear R + quadratic B positions + prefix B before        R = B (end - start) rows of B sequences
 
+with the positions that tokens attend to (`config.attended_positions`) and the tokens in reach before the token slice,
 whose coefficients, none below zero, are fitted to all points. What the points differ from the fit by is a factor, and
 the logarithm of that factor is interpolated: over the start of the token slice, then over its length, then over the
 micro-batch, each time by how far the logarithm of the fit has come from one point to the next. So the surface goes
@@ -19,6 +20,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.config.attended_positions import attended_positions, positions_in_reach
 from megatron_terapipe.search.op_times.layer_times import Numbers, ScalarOrArray
 
 Whole = NDArray[np.int64]
@@ -43,17 +45,22 @@ class Point(NamedTuple):
     seconds: float
 
 
-def terms(micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray) -> tuple[ScalarOrArray, ...]:
+def terms(
+    micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, window: int | None = None
+) -> tuple[ScalarOrArray, ...]:
     """Terms of an op without their coefficients; arguments broadcast.
 
     Args:
         micro_batch_size: sequences.
         start: first token of the token slice.
         end: token behind its last one.
+        window: tokens that a token attends to, itself included; None for all before it.
     """
-    rows = np.multiply(micro_batch_size, np.subtract(end, start))
-    positions = rows * (np.add(start, end) + 1) / 2
-    return np.ones_like(rows, dtype=float), rows, positions, micro_batch_size * np.asarray(start)
+    begin, stop = np.asarray(start), np.asarray(end)
+    rows = np.multiply(micro_batch_size, stop - begin)
+    positions = micro_batch_size * attended_positions(begin, stop, window)
+    before = micro_batch_size * (positions_in_reach(begin, stop, window) - (stop - begin))
+    return np.ones_like(rows, dtype=float), rows, positions, before
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +80,29 @@ class Surface:
         coefficients: [4] of the fitted terms.
         sizes: [M] micro-batch sizes that were measured.
         by_size: what was measured of each.
+        window: tokens that a token attends to, itself included; None for all before it.
     """
 
     coefficients: Numbers
     sizes: Numbers
     by_size: tuple[_Lengths, ...]
+    window: int | None = None
 
     @classmethod
-    def through(cls, points: Sequence[Point]) -> "Surface":
+    def through(cls, points: Sequence[Point], window: int | None = None) -> "Surface":
         """Fit a surface through points.
 
         A point that took longer than one that is larger in every way is noise: both are moved to their mean first.
+
+        Args:
+            points: what was measured.
+            window: tokens that a token attends to, itself included; None for all before it.
         """
         seconds = np.maximum(np.array([point.seconds for point in points], dtype=float), TINY_S)
         sizes, starts, ends = (np.array([point[axis] for point in points]) for axis in range(3))
         seconds = _growing(sizes, starts, ends - starts, seconds)
-        coefficients = _fit(np.stack(terms(sizes, starts, ends), axis=1), seconds)
-        log_factors = np.log(seconds / _fitted(coefficients, sizes, starts, ends))
+        coefficients = _fit(np.stack(terms(sizes, starts, ends, window), axis=1), seconds)
+        log_factors = np.log(seconds / _fitted(coefficients, sizes, starts, ends, window=window))
         found = []
         for size in np.unique(sizes):
             lengths = np.unique((ends - starts)[sizes == size])
@@ -102,7 +115,7 @@ class Surface:
                     tuple(log_factors[row] for row in rows),
                 )
             )
-        return cls(coefficients, np.unique(sizes).astype(float), tuple(found))
+        return cls(coefficients, np.unique(sizes).astype(float), tuple(found), window)
 
     def __call__(
         self, micro_batch_size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, *, parts: ScalarOrArray = 1.0
@@ -119,20 +132,23 @@ class Surface:
         by_size = [
             self._log_factor(each, held, begin, stop) for each, held in zip(self.sizes, self.by_size, strict=True)
         ]
-        log_factor = _between(
-            self.sizes, size, np.stack(by_size), lambda each: _fitted(self.coefficients, each, begin, stop)
-        )
-        return _fitted(self.coefficients, size, begin, stop, parts) * np.exp(log_factor)
+        log_factor = _between(self.sizes, size, np.stack(by_size), lambda each: self._fitted(each, begin, stop))
+        return self._fitted(size, begin, stop, parts) * np.exp(log_factor)
+
+    def _fitted(
+        self, size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, parts: ScalarOrArray = 1.0
+    ) -> Numbers:
+        return _fitted(self.coefficients, size, start, end, parts, window=self.window)
 
     def _log_factor(self, size: float, held: _Lengths, start: Numbers, end: Numbers) -> Numbers:
         """Logarithm of measured over fitted time, for micro-batches of a measured size."""
         length = end - start
 
         def fitted(length: ScalarOrArray) -> Numbers:
-            return _fitted(self.coefficients, size, start, start + length)
+            return self._fitted(size, start, start + length)
 
         of_lengths = [
-            np.interp(np.log(fitted(each)), np.log(_fitted(self.coefficients, size, known, known + each)), factors)
+            np.interp(np.log(fitted(each)), np.log(self._fitted(size, known, known + each)), factors)
             if len(known) > 1
             else np.full(length.shape, factors[0])
             for each, known, factors in zip(held.lengths, held.starts, held.log_factors, strict=True)
@@ -163,9 +179,15 @@ def _between(knots: Numbers, wanted: Numbers, values: Numbers, fitted: Callable[
 
 
 def _fitted(
-    coefficients: Numbers, size: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray, parts: ScalarOrArray = 1.0
+    coefficients: Numbers,
+    size: ScalarOrArray,
+    start: ScalarOrArray,
+    end: ScalarOrArray,
+    parts: ScalarOrArray = 1.0,
+    *,
+    window: int | None = None,
 ) -> Numbers:
-    fixed, *others = map(np.multiply, coefficients, terms(size, start, end))
+    fixed, *others = map(np.multiply, coefficients, terms(size, start, end, window))
     return cast(Numbers, np.maximum(fixed + sum(others) / parts, TINY_S))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.activation_memory import logit_limits
+from megatron_terapipe.search.cost.activation_memory import SCORE_LIMIT, TokenMemory, logit_limits
 from megatron_terapipe.search.cost.layer_counts import LayerCounts
 from megatron_terapipe.search.cost.live_memory import Held
 from megatron_terapipe.search.cost.memory_model import MemoryModel
@@ -55,16 +55,23 @@ class GridMemory:
             [model.token_bytes(grid.tensor_parallel_size, recompute, parallel) for parallel in grid.sequence_parallel]
             for recompute in grid.recompute
         ]
-        activations, key_values, gradients, logits, working, _ = np.moveaxis(np.array(tables), (0, 1), (2, 3))
-        self._kept, self._gradients, self._logits = activations + key_values, gradients, logits
-        """Each [K, R, Q] bytes of a token of one sequence: kept, gradients of keys and values, logits."""
+        each = TokenMemory(*np.moveaxis(np.array(tables), (0, 1), (2, 3)))
+        self._kept, self._logits = np.asarray(each.activations + each.key_values), np.asarray(each.logits)
+        """Each [K, R, Q] bytes of a token of one sequence: kept, logits."""
+        self._gradients, self._window_gradients = (
+            np.asarray(each.key_value_gradients),
+            np.asarray(each.window_gradients),
+        )
+        """Each [K, R, Q] bytes of gradients of keys and values: of a token, and of a sequence in a sliding window."""
         own = np.array([1 / grid.tensor_parallel_size if parallel else 1.0 for parallel in grid.sequence_parallel])
         sequences = (sizes / self._num_token_slices)[:, :, None, None] * own
         self._messages = np.asarray(model.message_bytes(grid.pipeline_parallel_size, sequences))
         """[B, S, 1, Q] bytes."""
         self._limits = logit_limits(model.software, ELEMENT_BYTES[model.precision])
-        working = self._token_slice[:, :, None, None] * working[:, None, None]
-        is_head = np.any(logits, axis=(1, 2))
+        tokens = self._token_slice[:, :, None, None]
+        working, scores = (tokens * np.asarray(part)[:, None, None] for part in (each.working, each.scores))
+        working += np.minimum(scores, SCORE_LIMIT)
+        is_head = np.any(self._logits, axis=(1, 2))
         working[is_head] = np.minimum(working[is_head], self._limits.working)
         self._working = working
         """[K, B, S, R, Q] bytes that the backward of each kind of layer holds while it runs."""
@@ -132,10 +139,14 @@ class GridMemory:
             return np.asarray((tokens @ of_stage).reshape(*tokens.shape[:3], *each.shape[1:]))
 
         last = stages[:, -1]
-        gradients = last @ self._gradients.reshape(kinds, -1)
-        gradients = gradients.reshape(len(ranks), 1, 1, *self._gradients.shape[1:])
+        gradients, of_windows = (
+            (last @ each.reshape(kinds, -1)).reshape(len(ranks), 1, 1, *each.shape[1:])
+            for each in (self._gradients, self._window_gradients)
+        )
         # The first backward is one of the last stage of the rank.
-        waiting = (self._sequence - self._token_slice)[:, :, None, None] * gradients
+        before = self._sequence - self._token_slice
+        sequences = np.where(before > 0, self._sequence / self._model.workload.seq_length, 0.0)
+        waiting = before[:, :, None, None] * gradients + sequences[:, :, None, None] * of_windows
         return Held(
             activations=on_all_stages(self._kept),
             key_values=waiting,

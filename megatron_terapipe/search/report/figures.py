@@ -28,13 +28,14 @@ def tokens_per_s(strategy: Strategy, workload: Workload, iteration_time_s: float
 def model_flops(workload: Workload) -> float:
     """Return the FLOPs of the model for one sequence, forward and backward, as published utilizations count them.
 
-    Every token counts as if it attended to the whole sequence, and nothing is recomputed (Korthikanti et al., arXiv
-    2205.05198 appendix A); the trainer's logs count so, too (`config.flops.iteration_flops`).
+    Every token counts as if it attended to the whole sequence, or to as many tokens as a window has, and nothing is
+    recomputed (Korthikanti et al., arXiv 2205.05198 appendix A); the trainer's logs count so, too
+    (`config.flops.iteration_flops`).
     """
     forward = sum(layer.tokens * layer.linear_flops_per_token for layer in workload.layers)
     for layer in workload.layers:
         if layer.attention is not None:
-            positions = layer.attention.window or layer.tokens
+            positions = layer.attention.most_positions(layer.tokens)
             forward += layer.tokens * positions * layer.attention.flops_per_position
     # The backward of a product is two products of its size.
     return 3.0 * forward

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -181,7 +181,7 @@ def model_flags(model: ModelConfig) -> list[str]:
     for each in fields(ModelConfig):
         # Defaults follow from other fields, so a flag can go only if the model is the same without it.
         fewer = {name: value for name, value in given.items() if name != each.name}
-        if each.default is not MISSING and each.name in given and ModelConfig(**fewer) == whole:
+        if each.default is not MISSING and each.name in given and _builds(fewer, whole):
             given = fewer
     words = []
     for name, value in given.items():
@@ -189,6 +189,13 @@ def model_flags(model: ModelConfig) -> list[str]:
         if value is not True:
             words.append(str(value))
     return words
+
+
+def _builds(settings: Mapping[str, Any], whole: ModelConfig) -> bool:
+    try:
+        return ModelConfig(**settings) == whole
+    except ConfigError:  # Another setting needs what is left out.
+        return False
 
 
 def _quoted(words: Sequence[str]) -> str:

@@ -23,8 +23,9 @@ def naive_time_s(trial: Trial) -> float:
     passes = 4 if strategy.recompute == "full" else 3
     flops = 0.0
     for layer in workload.layers:
-        # Tables count every token as if it attended to the whole sequence.
-        attention = layer.attention.flops_per_position * layer.tokens if layer.attention is not None else 0
+        # Tables count every token as if it attended to the whole sequence, or window.
+        attended = layer.attention
+        attention = 0 if attended is None else attended.flops_per_position * attended.most_positions(layer.tokens)
         forward = layer.tokens * (layer.linear_flops_per_token + attention)
         flops += forward * (passes if layer.kind in ("block", "other") else 3)
     sequences = strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size

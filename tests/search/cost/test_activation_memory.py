@@ -72,6 +72,7 @@ def test_published_savings() -> None:
         {"norm_placement": "post", "num_key_value_heads": 8},
         {"parallel_residual": True},
         {"parallel_residual": True, "shared_block_norm": True, "qk_norm": "head"},
+        {"attention_softcap": 30.0},
     ],
 )
 def test_ours_is_the_trainers_own_formula(recompute: str, parts: dict[str, object]) -> None:
@@ -81,6 +82,33 @@ def test_ours_is_the_trainers_own_formula(recompute: str, parts: dict[str, objec
     assert found.activations + found.key_values == expected
     assert found.key_values == flops.key_value_bytes_per_token(model, model.blocks[0], 2)
     assert found.key_value_gradients == 2 * found.key_values  # fp32
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_keys_in_windows_go_with_their_token_slice(recompute: str) -> None:
+    window = 100
+    (model, layer), (_, whole) = block(sliding_window=window), block()
+    expected = flops.block_activation_bytes_per_token(model, model.blocks[0], 2, recompute)
+    found, without = memory(layer, TERAPIPE, recompute=recompute), memory(whole, TERAPIPE, recompute=recompute)
+    assert (found.activations, found.key_values, found.key_value_gradients) == (expected, 0, 0)
+    # An input gradient lets go of them, weight gradients do not need them.
+    assert found.activations - found.freed_by_input_gradient == without.activations - without.freed_by_input_gradient
+    # In fp32, of the tokens that a token slice reaches back to.
+    assert found.window_gradients == (window - 1) * 2 * without.key_values
+    assert without.window_gradients == 0
+
+
+def test_scores_that_are_written_out_are_held_while_the_backward_runs() -> None:
+    (_, layer), (_, windowed), (_, flash) = (
+        block(attention_softcap=30.0),
+        block(attention_softcap=30.0, sliding_window=1000),
+        block(),
+    )
+    assert memory(layer, TERAPIPE).scores == 4 * 4 * HEADS * TOKENS
+    assert memory(layer, TERAPIPE, size=8).scores == 4 * 4 * HEADS * TOKENS / 8
+    # A tile of 500 queries reaches 999 tokens back.
+    assert memory(windowed, TERAPIPE).scores == 4 * 4 * HEADS * (999 + 500)
+    assert memory(flash, TERAPIPE).scores == 0
 
 
 def test_what_is_recomputed_is_held_while_the_backward_runs() -> None:

@@ -8,7 +8,7 @@ from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES
 from deepspeed_ext.plan.timeline import Span, Timeline
-from megatron_terapipe.search.cost.activation_memory import LogitLimits
+from megatron_terapipe.search.cost.activation_memory import SCORE_LIMIT, LogitLimits
 from megatron_terapipe.search.cost.live_memory import StageBytes, peak_held, rank_order, steady_micro_batches
 
 CASES = [
@@ -77,3 +77,17 @@ def test_1f1b_in_closed_form() -> None:
     held = [peak_held(rank_order("1f1b", shape, rank), (1,) * token_slices, ones).activations for rank in range(ranks)]
     assert held == [ranks - rank - 1 + token_slices for rank in range(ranks)]
     assert all(first > second for first, second in pairwise(held))
+
+
+def test_gradients_in_the_reach_of_windows_are_there_while_backwards_run() -> None:
+    """Bytes whatever the length, where a sequence has several token slices; F0 F1 B1 B0 of one micro-batch."""
+    nothing = StageBytes(*[np.zeros(1)] * 6, window_gradients=5.0 * np.ones(1))
+    for lengths, expected in (((6, 2), 5.0), ((8,), 0.0)):
+        shape = PipelineShape(1, 1, len(lengths))
+        assert peak_held(rank_order("1f1b", shape, 0), lengths, nothing).key_values == expected
+
+
+def test_scores_have_a_limit() -> None:
+    nothing = StageBytes(*[np.zeros(1)] * 4, 3.0 * np.ones(1), np.zeros(1), scores=SCORE_LIMIT / 4 * np.ones(1))
+    for length, expected in ((2, SCORE_LIMIT / 2 + 6), (8, SCORE_LIMIT + 24)):
+        assert peak_held(rank_order("1f1b", PipelineShape(1, 1), 0), (length,), nothing).working == expected

@@ -13,6 +13,7 @@ from tests.architecture.sources import ROOT
 
 TRIALS = ROOT.parent / "shared" / "reference" / "trials"
 GPT = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 100}
+HEADS = {"query_heads": 2, "head_size": 2}
 LAYER = {"tokens": 8, "hidden_size": 4, "products": [{"inputs": 4, "outputs": 16}]}
 
 
@@ -67,6 +68,16 @@ def test_layers_that_the_trainer_does_not_know() -> None:
     assert workload.config is None
 
 
+def test_layers_in_sliding_windows_can_be_cut() -> None:
+    attention = HEADS | {"sliding_window": 3, "normed": True, "written_out": True}
+    layer = LAYER | {"tokens": 8, "attention": attention}
+    workload = parse_workload({"seq_length": 8, "layers": [layer]}, "m.json")
+    assert workload.can_cut_tokens
+    (layer,) = workload.layers
+    assert (layer.attention.sliding_window, layer.attention.normed_channels) == (3, 8)
+    assert layer.attention.positions(2, 8, 8) == 6 * 3
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
@@ -96,8 +107,16 @@ def test_layers_that_the_trainer_does_not_know() -> None:
         ({"seq_length": 8, "layers": [LAYER | {"forward_s": {"1": -1}}]}, "is not seconds by tensor-parallel size"),
         ({"seq_length": 8, "layers": [LAYER | {"unshared_parameters": 65}]}, "is more than the layer's 64 parameters"),
         (
-            {"seq_length": 8, "layers": [LAYER | {"attention": {"query_heads": 2, "head_size": 2, "window": 3}}]},
-            "m.json: layers[0].attention.window 3 does not divide the layer's 8 tokens",
+            {"seq_length": 8, "layers": [LAYER | {"attention": HEADS | {"causal": False, "separate_window": 3}}]},
+            "m.json: layers[0].attention.separate_window 3 does not divide the layer's 8 tokens",
+        ),
+        (
+            {"seq_length": 8, "layers": [LAYER | {"attention": HEADS | {"separate_window": 4}}]},
+            "has separate_window 4, which attends to itself alone, and is causal",
+        ),
+        (
+            {"seq_length": 8, "layers": [LAYER | {"attention": HEADS | {"causal": False, "sliding_window": 4}}]},
+            "has sliding_window 4, which reaches back from a token, and is not causal",
         ),
         (
             {
@@ -142,7 +161,7 @@ def test_transgan_has_the_layers_that_amp_counts() -> None:
     wide, windowed = workload.layers[3], workload.layers[41]
     assert (wide.tokens, wide.hidden_size) == (81, 1024)
     assert windowed.attention is not None
-    assert (windowed.tokens // windowed.attention.window, windowed.hidden_size) == (256, 16)  # type: ignore[operator]
+    assert (windowed.tokens // windowed.attention.separate_window, windowed.hidden_size) == (256, 16)  # type: ignore[operator]
     # Each step of upsampling hands on what the next takes: pixels x channels never shrink before the colours.
     sizes = [layer.output_elements for layer in workload.layers[:-1]]
     assert sizes == sorted(sizes)

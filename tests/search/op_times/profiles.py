@@ -20,30 +20,37 @@ def workload() -> Workload:
     return gpt_workload(MODEL)
 
 
-def seconds(size: int, start: int, end: int, tensor: int = 1) -> float:
+def seconds(size: int, start: int, end: int, tensor: int = 1, window: int | None = None) -> float:
     """A forward: fixed, linear and quadratic."""
     rows = size * (end - start)
-    return 1e-4 + (2e-6 * rows + 1e-8 * rows * (start + end + 1) / 2) / tensor
+    positions = size * sum(min(token + 1, window or end) for token in range(start, end))
+    return 1e-4 + (2e-6 * rows + 1e-8 * positions) / tensor
 
 
-def op_point(size: int, start: int, end: int, tensor: int = 1, recomputed: float = 0.0) -> OpPoint:
-    forward = seconds(size, start, end, tensor)
+def op_point(
+    size: int, start: int, end: int, tensor: int = 1, recomputed: float = 0.0, window: int | None = None
+) -> OpPoint:
+    forward = seconds(size, start, end, tensor, window)
     return OpPoint(size, start, end, forward, 1.5 * forward + recomputed * size * (end - start), 0.8 * forward)
 
 
-def profile(tensor_parallel_sizes: tuple[int, ...] = (1, 2), *, selective: bool = True) -> Profile:
-    model = workload()
+def profile(
+    tensor_parallel_sizes: tuple[int, ...] = (1, 2), *, selective: bool = True, model: ModelConfig = MODEL
+) -> Profile:
+    layers_of_model = gpt_workload(model).layers
     cuts = [(size, start, start + length) for size in SIZES for length in LENGTHS for start in range(0, 64, length)]
     layers = []
-    for layer in {shape_of(each): each for each in model.layers}.values():
+    for layer in {shape_of(each): each for each in layers_of_model}.values():
         places = cuts if layer.attention else [(size, 0, length) for size in SIZES for length in LENGTHS]
+        window = layer.attention.sliding_window if layer.attention else None
         for tensor in tensor_parallel_sizes:
-            points = tuple(op_point(*place, tensor) for place in places)
+            points = tuple(op_point(*place, tensor, window=window) for place in places)
             layers.append(
                 ProfiledLayer(shape=shape_of(layer), tensor_parallel_size=tensor, recompute="none", points=points)
             )
             if layer.attention and selective:
-                points = tuple(op_point(size, 0, length, tensor, 5e-7) for size in (1, 4) for length in (8, 64))
+                cheap = [(size, 0, length, tensor, 5e-7, window) for size in (1, 4) for length in (8, 64)]
+                points = tuple(op_point(*each) for each in cheap)
                 layers.append(
                     ProfiledLayer(
                         shape=shape_of(layer), tensor_parallel_size=tensor, recompute="selective", points=points

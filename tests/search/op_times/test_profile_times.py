@@ -132,3 +132,19 @@ def test_other_sizes_are_refused() -> None:
     )
     longer = gpt_workload(replace(MODEL, seq_length=128, max_position_embeddings=128))
     assert times(measured, longer.layers[1], end=128).forward > times(measured).forward
+
+
+def test_layers_with_and_without_a_window_are_measured_apart() -> None:
+    """Each has a surface of its own, over the positions that its tokens attend to."""
+    model = replace(MODEL, sliding_window=10, window_attn_skip_freq="2")
+    measured = MeasuredProfile(profile(model=model))
+    windowed, whole = gpt_workload(model).layers[1:3]
+    for layer, window in ((windowed, 10), (whole, None)):
+        for start, end in ((0, 24), (5, 30), (40, 61)):
+            assert times(measured, layer, start=start, end=end).forward == pytest.approx(
+                seconds(1, start, end, window=window), rel=1e-6
+            )
+    assert times(measured, windowed, start=48, end=64).forward < times(measured, whole, start=48, end=64).forward
+    other = gpt_workload(replace(MODEL, sliding_window=20)).layers[1]
+    with pytest.raises(ConfigError, match=r"4 heads in a window of 20, MLP of 256; it has .* in a window of 10"):
+        times(measured, other)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.op_times.roofline import Roofline
@@ -80,6 +81,72 @@ def test_later_token_slices_attend_to_more() -> None:
     assert np.all(np.diff(np.asarray(grid.forward)) > 0)
     # Cutting a sequence computes nothing less.
     assert np.sum(grid.forward) > times().forward
+
+
+def attending(**settings: object) -> Layer:
+    assert BLOCK.attention is not None
+    return replace(BLOCK, attention=replace(BLOCK.attention, **settings))
+
+
+def of(layer: Layer, **grid: object) -> LayerTimes:
+    sizes = {"tensor_parallel_size": 1.0, "micro_batch_size": 1.0, "start": 0.0, "end": 2048.0} | grid
+    return Roofline(HardwareEfficiency(), TERAPIPE)(LayerQuery(layer, A100, **sizes))  # type: ignore[arg-type]
+
+
+def test_token_slices_behind_a_full_window_take_as_long_as_each_other() -> None:
+    starts = np.array([0.0, 512.0, 1024.0, 1536.0])
+    for software_reads in ({}, {"written_out": True}):
+        layer = attending(sliding_window=400, **software_reads)
+        grid = of(layer, start=starts, end=starts + 512)
+        first, *others = np.asarray(grid.forward)
+        assert others == pytest.approx([others[0]] * 3, rel=1e-12)
+        assert (
+            first < others[0] < np.asarray(of(attending(**software_reads), start=starts, end=starts + 512).forward)[3]
+        )
+
+
+def test_a_window_costs_what_its_pairs_do() -> None:
+    """Of a whole sequence, a window of a quarter has 7/16 of the pairs; beside it keys are put together in a copy."""
+    small = replace(HardwareEfficiency(), memory_efficiency=1.0)
+    roofline = Roofline(small, TERAPIPE)
+    device = replace(A100, memory_bandwidth=1e30)
+
+    def attention_s(layer: Layer) -> float:
+        def forward(what: Layer) -> float:
+            sizes = {"tensor_parallel_size": 1.0, "micro_batch_size": 1.0, "start": 0.0, "end": 2048.0}
+            return float(roofline(LayerQuery(what, device, **sizes)).forward)  # type: ignore[arg-type]
+
+        return forward(layer) - forward(replace(layer, attention=None))
+
+    pairs = {window: sum(min(token + 1, window) for token in range(2048)) for window in (512, 2048)}
+    assert attention_s(attending(sliding_window=512)) / attention_s(BLOCK) == pytest.approx(
+        pairs[512] / pairs[2048], rel=1e-9
+    )
+
+
+def test_attention_that_is_written_out_costs_more() -> None:
+    flash, written = of(BLOCK), of(attending(written_out=True))
+    assert written.forward > 1.2 * flash.forward
+    assert written.input_gradient > 1.2 * flash.input_gradient
+    assert written.weight_gradient == flash.weight_gradient
+
+
+def test_norms_of_queries_and_keys_take_time_and_launches() -> None:
+    plain, normed = of(BLOCK), of(attending(normed=True))
+    assert normed.forward > plain.forward
+    assert normed.launch_forward > plain.launch_forward
+
+
+def test_windows_and_scores_in_grids_are_as_their_numbers() -> None:
+    starts, lengths = np.array([[0.0], [700.0]]), np.array([64.0, 300.0, 1000.0])
+    for settings_of_attention in ({"sliding_window": 400}, {"sliding_window": 400, "written_out": True}):
+        layer = attending(**settings_of_attention)
+        grid = of(layer, start=starts, end=starts + lengths)
+        for row, start in enumerate(starts[:, 0].tolist()):
+            for column, length in enumerate(lengths.tolist()):
+                one = of(layer, start=start, end=start + length)
+                for part, whole in zip(one[:3], grid[:3], strict=True):
+                    assert np.asarray(whole)[row, column] == pytest.approx(part, rel=1e-12)
 
 
 def test_grids_are_as_their_numbers() -> None:

@@ -1,6 +1,7 @@
 """Bounds in closed form never exceed what the simulator and the memory model say of a strategy, and are close to it."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,9 +34,13 @@ def coarse(problem: SearchProblem) -> Choices:
     )
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_bounds_of_time(name: str) -> None:
-    problem = small_problem(CLUSTERS[name], global_batch_size=16, num_layers=13)
+FEATURES = {"sliding_window": 100, "window_attn_skip_freq": "2", "attention_softcap": 30.0, "qk_norm": "head"}
+"""Layers of two kinds, and attention that is written out."""
+
+
+@pytest.mark.parametrize(("name", "features"), [*((name, {}) for name in CLUSTERS), ("uniform", FEATURES)])
+def test_bounds_of_time(name: str, features: dict[str, Any]) -> None:
+    problem = small_problem(CLUSTERS[name], global_batch_size=16, num_layers=13, **features)
     efficiency = HardwareEfficiency(op_s=1e-4)
     pricings = [Pricing(problem.workload, order, efficiency=efficiency) for order in node_orders(problem.cluster)]
     rng = np.random.default_rng(0)
@@ -52,11 +57,12 @@ def test_bounds_of_time(name: str) -> None:
     assert 0.9 < np.median(estimates) < 1.1
 
 
-def test_what_is_rejected_for_its_memory_does_not_fit() -> None:
+@pytest.mark.parametrize("features", [{}, FEATURES], ids=["plain", "windows"])
+def test_what_is_rejected_for_its_memory_does_not_fit(features: dict[str, Any]) -> None:
     cluster = small_cluster(num_nodes=1, num_devices=4)
     (node,) = cluster.nodes
     small = replace(node, device=replace(node.device, memory_bytes=5.2e9))
-    problem = small_problem(Cluster(nodes=(small,)), global_batch_size=16, num_layers=13, seq_length=1024)
+    problem = small_problem(Cluster(nodes=(small,)), global_batch_size=16, num_layers=13, seq_length=1024, **features)
     pricing = Pricing(problem.workload, problem.cluster)
     roomy = Pricing(problem.workload, cluster)
     choices = coarse(problem)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cluster
@@ -15,6 +16,7 @@ from megatron_terapipe.search.inputs.workload_files import read_workload
 from megatron_terapipe.search.report.launch import launch_of, model_flags, nodes_in_order
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from tests.model.configs import MODELS
 from tests.search.report.answers import answer
 
 
@@ -23,10 +25,8 @@ def words_of(command: str) -> list[str]:
     return shlex.split(command.split("pretrain_gpt.py", 1)[1])
 
 
-@pytest.mark.parametrize("name", MODEL_PRESETS)
-def test_flags_rebuild_the_model(name: str) -> None:
-    model = read_workload(name).config
-    assert model is not None
+@pytest.mark.parametrize("model", [*(read_workload(name).config for name in MODEL_PRESETS), *MODELS.values()])
+def test_flags_rebuild_the_model(model: ModelConfig) -> None:
     config = parse_arguments(
         [*model_flags(model), "--mock-data", *"--train-iters 1 --lr 1 --micro-batch-size 1".split()]
     )
