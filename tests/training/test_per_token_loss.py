@@ -22,7 +22,8 @@ from tests.training.gpt_runs import SEQ, VOCAB, Setup, run_of
 from tests.training.test_gpt_equivalence import WholePast
 
 EVAL_ITERS, MICRO_BATCHES, ROWS = 2, 2, 2
-FLAGS = f"--num-token-slices 4 --eod-mask-loss --eval-iters {EVAL_ITERS}"
+# Weights large enough that samples differ in their loss.
+FLAGS = f"--init-method-std 0.2 --num-token-slices 4 --eod-mask-loss --eval-iters {EVAL_ITERS}"
 
 
 class Documents:
