@@ -68,7 +68,7 @@ def convert(
 
 
 NEEDED = (
-    *(("num_layers",), ("hidden_size",), ("num_attention_heads",), ("seq_length",), ("train_iters",)),
+    *(("num_layers",), ("hidden_size",), ("num_attention_heads",), ("seq_length",), ("optimizer",), ("train_iters",)),
     ("train_micro_batch_size_per_gpu", "train_batch_size"),
     ("data_path", "train_data_paths"),
     ("vocab_file",),

@@ -44,9 +44,9 @@ def convert_optimizer(conversion: Conversion, defaults: Defaults) -> None:
         conversion.refuse(f"optimizer {kind}", "it can be adam or sgd", TRAINING)
     if kind.startswith("cpu"):
         conversion.remark(f"optimizer {kind}", "the optimizer stays on the accelerator")
-    if decay and (kind == "cpu_torch_adam" or params.get("adam_w_mode") is False):
+    if decay and False in (params.get("adam_w_mode"), params.get("adamw_mode")):
         conversion.refuse(f"weight_decay {decay} in the gradient", "weights decay apart from the gradient", TRAINING)
-    known = {"lr", "betas", "eps", "weight_decay", "momentum", "torch_adam", "adam_w_mode"}
+    known = {"lr", "betas", "eps", "weight_decay", "momentum", "torch_adam", "adam_w_mode", "adamw_mode"}
     for name in sorted(set(params) - known):
         conversion.refuse(f"optimizer.params.{name}", "the optimizer has no such parameter", TRAINING)
     conversion.flag("--lr", as_number("optimizer.params.lr", params.get("lr", 0.001)))

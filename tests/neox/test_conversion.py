@@ -214,6 +214,9 @@ def test_defaults_of_files_from_before_december_2023() -> None:
         ({"pipe_parallel_size": 2, "pipe_partition_method": "parameters"}, "--stage-partition parameters"),
         ({"optimizer": {"type": "SGD", "params": {"momentum": 0.5}}}, "--optimizer sgd --sgd-momentum 0.5"),
         ({"optimizer": {"params": {"weight_decay": 0.3}}}, "--weight-decay 0.3"),
+        ({"optimizer": {"params": {"adam_w_mode": False, "weight_decay": 0}}}, "--weight-decay 0"),
+        # NeoX means torch's Adam by it, and takes DeepSpeed's.
+        ({"optimizer": {"type": "cpu_torch_adam"}}, "--weight-decay 0.1"),
         ({"use_wandb": True, "wandb_run_name": "x"}, "--wandb-project neox --wandb-exp-name x"),
         ({"save": "a b", "checkpoint_factor": 5, "keep_last_n_checkpoints": 3}, "--save-interval 5"),
         (
@@ -244,7 +247,10 @@ def test_settings_and_their_flags(changes: dict[str, Any], words: str) -> None:
             {"optimizer": {"params": {"freeze_step": 3}}},
             "optimizer.params.freeze_step: the optimizer has no such param",
         ),
-        ({"optimizer": {"type": "cpu_torch_adam"}}, "weight_decay 0.1 in the gradient: weights decay apart from the"),
+        (
+            {"optimizer": {"params": {"adam_w_mode": False}}},
+            "weight_decay 0.1 in the gradient: weights decay apart from the",
+        ),
         (
             {"soft_prompt_tuning": {"enabled": True}},
             f"soft_prompt_tuning: there are no prompts that are trained: {MODEL}",
