@@ -137,7 +137,7 @@ class ModelConfig:
     """Type of the norms before attention, MLP and output layer."""
 
     apply_layernorm_1p: bool = False
-    """Keep the weights of norms less 1, so that weight decay draws them to 1."""
+    """Keep the weights of norms less 1."""
 
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Where the norms of a layer are: on the inputs of attention and MLP (`pre`), on their outputs before these are

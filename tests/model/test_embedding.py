@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from deepspeed_ext.runtime.sequence.documents import Documents
 from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, keep_mask
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
+from tests.model import plain
 from tests.model.configs import SEQ, llama_config, model_config
 from tests.model.plain import hidden_state, in_token_slices
 
@@ -83,3 +85,22 @@ def test_an_output_layer_has_a_weight_of_its_own_and_no_bias() -> None:
     logits = output(hidden).compute()
     torch.testing.assert_close(logits[..., :257], hidden @ weight[:257].T, rtol=1e-13, atol=1e-14)
     assert torch.all(logits[..., 257:] == float("-inf"))
+
+
+def test_words_and_logits_have_factors_and_a_cap() -> None:
+    parts = {"embedding_multiplier": 5.5, "logit_multiplier": 0.25, "logit_softcap": 1.5}
+    model = model_config(**parts)
+    embedding, output = WordEmbedding(model, ALONE).double(), OutputLayer(model, ALONE).double()
+    tokens = torch.tensor([[3, 256, 3], [0, 1, 2]])
+    torch.testing.assert_close(embedding(tokens), 5.5 * embedding.weight[tokens], rtol=1e-15, atol=0)
+    hidden = 20 * hidden_state(32, SEQ)
+    for weight, logits in [
+        (embedding.weight, tied_logits(embedding, hidden)),
+        (output.linear.weight, output(hidden)),
+    ]:
+        expected = plain.logits(weight, model, hidden)
+        assert expected.abs().max() > 0.9 * 1.5
+        torch.testing.assert_close(logits.compute()[..., :257], expected, rtol=1e-13, atol=1e-14)
+        targets = torch.arange(2 * SEQ).view(2, SEQ)
+        losses = F.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="none")
+        torch.testing.assert_close(logits.cross_entropy(targets).flatten(), losses, rtol=1e-12, atol=1e-12)

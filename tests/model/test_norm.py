@@ -1,11 +1,13 @@
 """Norms against torch's own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megatron_terapipe.model.norm import LayerNorm, RMSNorm
+from megatron_terapipe.model.norm import AllHeadsRMSNorm, LayerNorm, RMSNorm
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from tests.model.configs import model_config
 
@@ -51,6 +53,45 @@ def test_the_gradients_of_rmsnorm_are_those_of_its_values() -> None:
     assert torch.autograd.gradcheck(
         lambda weight: torch.func.functional_call(norm, {"weight": weight}, hidden), drawn(12, seed=3)
     )
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_weights_less_1_are_the_same_norm(kind: type[nn.Module]) -> None:
+    whole = norm_of(kind)
+    less = kind(replace(MODEL, apply_layernorm_1p=True), TensorParallelRanks()).double()
+    less.load_state_dict(whole.state_dict() | {"weight": whole.weight.detach() - 1})
+    hidden, coefficients = drawn(2, 3, 12), drawn(2, 3, 12, seed=1).detach()
+    outputs = whole(hidden), less(hidden)
+    torch.testing.assert_close(*outputs, rtol=1e-13, atol=1e-13)
+    gradients = [
+        torch.autograd.grad((output * coefficients).sum(), [hidden, *norm.parameters()])
+        for output, norm in zip(outputs, (whole, less), strict=True)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_in_bf16_a_weight_less_1_keeps_digits_that_1_would_swallow() -> None:
+    norm = RMSNorm(replace(MODEL, apply_layernorm_1p=True, layernorm_epsilon=1e-12), TensorParallelRanks())
+    norm = norm.to(torch.bfloat16)
+    norm.weight.data.fill_(2**-10)
+    hidden = torch.full((1, 1, 12), 255.0, dtype=torch.bfloat16)
+    hidden[..., ::2] *= -1
+    assert torch.equal(norm(hidden), hidden / 255)  # 1 + 2^-10 is rounded once, at the end
+    norm.weight.data.fill_(2**-7 - 2**-12)
+    assert torch.all(norm(hidden).abs() == 1 + 2**-7)
+
+
+@pytest.mark.parametrize("one_plus", [False, True])
+def test_a_norm_over_all_heads_is_one_over_their_channels(one_plus: bool) -> None:
+    norm = AllHeadsRMSNorm(
+        replace(MODEL, kv_channels=3, apply_layernorm_1p=one_plus), TensorParallelRanks(), 4
+    ).double()
+    assert torch.all(norm.weight == (0 if one_plus else 1))
+    norm.weight.data = drawn(12, seed=3).detach()
+    heads = drawn(2, 5, 4, 3)
+    weight = norm.weight + one_plus
+    expected = F.rms_norm(heads.flatten(-2), (12,), weight, 1e-3).view_as(heads)
+    torch.testing.assert_close(norm(heads), expected, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])

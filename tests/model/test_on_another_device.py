@@ -16,7 +16,7 @@ from deepspeed_ext.runtime.sequence.documents import Documents
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.inference.whole_model import WholeModel
 from megatron_terapipe.model.gpt import gpt_loss
-from tests.model.configs import SEQ, model_config
+from tests.model.configs import OF_FAMILIES, SEQ, model_config
 
 LLAMA = {
     "position_embedding_type": "rope",
@@ -35,6 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], Documents | None]] = {
     "packed llama": (LLAMA, PACKED),
     "dropout": (DROPOUT, None),
     "dropout, packed": (LLAMA | DROPOUT, PACKED),
+    **{name: (OF_FAMILIES[name], None) for name in ("gptj_like", "qwen3_like", "olmo2_like")},
 }
 
 

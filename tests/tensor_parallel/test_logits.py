@@ -21,8 +21,15 @@ ALL = ROWS * sum(LENGTHS) * VOCABULARY
 class Head:
     """A weight, and token slices of a sequence that go through it."""
 
-    def __init__(self, limit: int, dtype: torch.dtype = torch.float64) -> None:
-        self.live = LiveLogits(limit)
+    def __init__(
+        self,
+        limit: int,
+        dtype: torch.dtype = torch.float64,
+        *,
+        words: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        self.live, self.words, self.softcap = LiveLogits(limit), words, softcap
         self.weight = drawn(VOCABULARY, WIDTH, seed=1, dtype=dtype).requires_grad_()
         self.hidden = [drawn(ROWS, length, WIDTH, seed=2 + length, dtype=dtype).requires_grad_() for length in LENGTHS]
         generator = torch.Generator().manual_seed(0)
@@ -30,7 +37,8 @@ class Head:
 
     def forward(self, index: int) -> Tensor:
         """Loss of a token slice, its tokens weighted."""
-        losses = Logits(self.hidden[index], self.weight, ALONE, self.live).cross_entropy(self.targets[index])
+        logits = Logits(self.hidden[index], self.weight, ALONE, self.live, words=self.words, softcap=self.softcap)
+        losses = logits.cross_entropy(self.targets[index])
         return (losses * drawn(*losses.shape, seed=index, dtype=losses.dtype)).sum()
 
     def step(self, *, last_first: bool = True) -> list[Tensor]:
@@ -72,6 +80,31 @@ def test_loss_and_gradients_do_not_depend_on_how_many_logits_may_be_alive(limit:
     sum(expected).backward()
     expected += [plain.weight.grad, *(hidden.grad for hidden in plain.hidden)]
     for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("limit", [ALL, 7 * VOCABULARY])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("words", [VOCABULARY, 2000])
+def test_padding_counts_nothing_and_a_cap_bends_logits(words: int, softcap: float | None, limit: int) -> None:
+    """Loss and gradients are those of the vocabulary without padding, whose weights get no gradient at all."""
+    head = Head(limit, words=words, softcap=softcap)
+    head.targets = [targets % words for targets in head.targets]
+    with torch.no_grad():
+        head.weight[2000:] *= 100  # likelier than any word, if it counted
+    found = head.step()
+    assert not head.weight.grad[words:].any()
+    weight = head.weight.detach()[:words].requires_grad_()
+    hidden = [each.detach().requires_grad_() for each in head.hidden]
+    expected = []
+    for index, targets in enumerate(head.targets):
+        logits = (hidden[index] @ weight.T).flatten(0, 1)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        expected.append((losses * drawn(ROWS, LENGTHS[index], seed=index).flatten()).sum())
+    sum(expected).backward()
+    whole_gradient = F.pad(weight.grad, (0, 0, 0, VOCABULARY - words))
+    for got, wanted in zip(found, [*expected, whole_gradient, *(each.grad for each in hidden)], strict=True):
         torch.testing.assert_close(got, wanted.detach(), rtol=1e-12, atol=1e-12)
 
 
