@@ -74,8 +74,7 @@ def convert_checkpoints(conversion: Conversion) -> None:
             conversion.flag("--keep-last-n-checkpoints", kept)
     if conversion.settings.get("load") is not None:
         reason = (
-            "checkpoints of this trainer can be loaded, those of NeoX by way of Hugging Face's format and "
-            "python -m megatron_terapipe.convert"
+            "it takes checkpoints of this trainer, and in Hugging Face's format, to which NeoX's tools convert its own"
         )
         conversion.remark("load", reason)
 

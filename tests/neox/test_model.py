@@ -1,9 +1,11 @@
 """The model that NeoX builds from its settings is the model that the flags describe."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.attention import layer_kinds
 from megatron_terapipe.neox.convert import convert
@@ -138,6 +140,30 @@ def test_what_neox_leaves_out_of_its_own_layers_is_remarked() -> None:
     conversion = converted(sliding_window_width=64, gpt_j_residual=True, use_bias_in_mlp=False)
     assert parsed(conversion).model.sliding_window is None
     assert {setting for setting, _ in conversion.remarks} == {"sliding_window_width", "gpt_j_residual"}
+
+
+PYTHIA = {
+    "num_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "seq_length": 2048,
+    "max_position_embeddings": 2048,
+    "pos_emb": "rotary",
+    "rotary_pct": 0.25,
+    "no_weight_tying": True,
+    "gpt_j_residual": True,
+    "attention_config": [[["flash"], 12]],
+}
+
+
+def test_pythia_is_the_preset_of_its_name() -> None:
+    """But for what the published configuration does not keep: how weights started."""
+    ours = parsed(converted(**PYTHIA)).model
+    preset = parse_arguments(
+        "--model-preset pythia-160m --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data".split()
+    ).model
+    differing = {each.name for each in fields(ours) if getattr(ours, each.name) != getattr(preset, each.name)}
+    assert differing <= {"vocab_size"}
 
 
 @pytest.mark.parametrize(
