@@ -44,8 +44,8 @@ def main() -> int:
             own.mkdir()
             for attempt in attempts(checkout.resolve(), own):
                 outcomes.append(outcome_of(attempt))
-                print(f"\r{len(outcomes)} tried", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+                if sys.stderr.isatty():
+                    print(f"\r{len(outcomes)} tried", end="", file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps(as_json(outcomes), indent=2))
     else:

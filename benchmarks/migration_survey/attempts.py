@@ -67,12 +67,13 @@ class Outcome:
 
 def outcome_of(attempt: Attempt) -> Outcome:
     """Return what becomes of an attempt in this process; nothing is started."""
+    if attempt.refusal:
+        return Outcome(attempt=attempt, line=attempt.refusal)
+    # Without it DeepSpeed looks for a device, and says that it found none.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Imported here: torch and DeepSpeed take seconds.
     from megatron_terapipe.training.dry_run import dry_run
 
-    if attempt.refusal:
-        return Outcome(attempt=attempt, line=attempt.refusal)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         with chdir(attempt.directory), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             config = read_arguments([*attempt.words, *HERE]).config

@@ -33,18 +33,26 @@ def attempts(checkout: Path, folder: Path) -> Iterator[Attempt]:
     yield from attempts_of_scripts("Megatron-LM, scripts", checkout, ("examples",), folder)
 
 
-def words_of(model_args: Mapping[str, str]) -> Iterator[str]:
+def words_of(model_args: Mapping[str, Any]) -> Iterator[str]:
     """Yield the words of a command, by the rules of Megatron's `_run_training.sh`.
 
-    `true` is a flag without a value; a list in brackets is several words; any other value is one word.
+    `true` is a flag without a value; a list in brackets is several words; any other value is one word. The number of
+    the repetition is that of the first.
+
+    Args:
+        model_args: values as text, by flag. Those of a merged mapping (`<<`) are replaced by its own.
     """
-    for flag, value in model_args.items():
+    merged = model_args.get("<<", {})
+    for flag, value in {**merged, **model_args}.items():
+        if flag == "<<":
+            continue
         yield flag
-        listed = re.fullmatch(r"\[(.*)\]", value.strip())
+        text = f"[{' '.join(value)}]" if isinstance(value, list) else value.strip()
+        listed = re.fullmatch(r"\[(.*)\]", text)
         if listed:
             yield from shlex.split(listed[1])
-        elif value.strip() != "true":
-            yield value.strip()
+        elif text != "true":
+            yield text.replace("${REPEAT}", "1")
 
 
 def _pretrains(document: Mapping[str, Any]) -> bool:

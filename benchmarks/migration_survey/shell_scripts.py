@@ -76,8 +76,9 @@ def _run(script: Path, directory: Path, programs: Path) -> list[tuple[str, ...]]
     """Run a script, and return the words that follow the program in each command that it would start."""
     record = programs.parent / "record"
     record.unlink(missing_ok=True)
-    # Newer scripts are told by arguments where data and checkpoints are; others pass arguments on to the command.
-    told = re.search(r"\$\{?1\b", script.read_text(encoding="utf-8", errors="replace"))
+    # Newer scripts keep in variables what their arguments say of data and checkpoints; others pass arguments on.
+    text = script.read_text(encoding="utf-8", errors="replace")
+    told = re.search(r"^\s*(export\s+)?\w+=[\"']?\$\{?1\b", text, re.MULTILINE) and "$#" not in text
     arguments = [f"argument{number}" for number in range(1, 7)] if told else []
     environment = {
         "PATH": str(programs),
@@ -149,8 +150,8 @@ def _make_programs(folder: Path) -> None:
     _write_program(
         folder / "mkdir", f'#!/bin/bash\nfor each in "$@"; do {inside} && {mkdir} -p "$each"; done\nexit 0\n'
     )
-    for name in ("sleep", "whoami", "hostname", "ssh"):
-        _write_program(folder / name, f"#!/bin/bash\n{'echo user' if name in ('whoami', 'hostname') else 'exit 0'}\n")
+    for name, does in {"whoami": "echo user", "hostname": "echo worker-0", "ssh": "exit 1"}.items():
+        _write_program(folder / name, f"#!/bin/bash\n{does}\n")
     (folder / "environment").write_text("command_not_found_handle() { return 0; }\n")
 
 

@@ -93,6 +93,8 @@ ACCEPTED_FLAGS: Mapping[str, AcceptedFlag] = MappingProxyType(
         **_each("grad-reduce-in-bf16", "gradients are reduced in the type they add up in, which is no less exact"),
         **_each("embedding-weights-in-fp32", "a row that is looked up has the same digits"),
         **_each("use-precision-aware-optimizer", "the optimizer keeps weights, gradients and states in fp32"),
+        # Data.
+        **_each("repeated-dataloader", "after the last sample the data starts again"),
         # Logs.
         **_each("log-throughput", "the throughput is in every line of the log"),
         **_each(

@@ -18,11 +18,6 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     # Parallelism.
     _each("pipeline-model-parallel-layout", "layers are dealt in their order: use --stage-partition"),
     _each(
-        "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split",
-        "only transformer layers are dealt out: use --decoder-first-pipeline-num-layers or"
-        " --decoder-last-pipeline-num-layers",
-    ),
-    _each(
         "ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading",
         "sequences are computed piece by piece as token slices: use --num-token-slices",
     ),

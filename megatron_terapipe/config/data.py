@@ -46,6 +46,16 @@ TOKENIZER_SPELLINGS: Mapping[str, str] = MappingProxyType(
 """Names that Megatron and NeoX give them."""
 
 
+TOKENIZER_LIBRARIES: Mapping[str, str | None] = MappingProxyType(
+    {
+        "sentencepiece": "SentencePieceTokenizer",
+        "huggingface": "HuggingFaceTokenizer",
+        "tiktoken": "TikTokenizer",
+    }
+)
+"""Names that Megatron gives the packages that they are made with."""
+
+
 _NUMBERS = {1: "a file", 2: "two files"}
 
 
@@ -107,6 +117,7 @@ class DataConfig:
         derived="GPT2BPETokenizer with --vocab-file and --merge-file, else byte",
         choices=tuple(TOKENIZER_FILES),
         spellings=TOKENIZER_SPELLINGS,
+        translations={"--tokenizer-library": TOKENIZER_LIBRARIES},
     )
     """Tokenizer that the data was preprocessed with. HFTokenizer is HuggingFaceTokenizer; SPMTokenizer,
     GPTSentencePieceTokenizer and Llama2Tokenizer are SentencePieceTokenizer. NullTokenizer takes texts of token ids

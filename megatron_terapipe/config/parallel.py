@@ -13,11 +13,12 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.options import (
     check_choices,
     check_positive,
+    flag,
     one_of,
     option,
     resolve,
 )
-from megatron_terapipe.config.stage_layers import listed_stages, uniform_stages
+from megatron_terapipe.config.stage_layers import listed_stages, uniform_stages, weighed_stages
 from megatron_terapipe.errors import ConfigError
 
 AUTO = "auto"
@@ -128,6 +129,12 @@ class ParallelConfig:
     """Transformer layers of the last pipeline rank, which also holds the output layer; the others share the rest
     evenly."""
 
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage, where all stages have equally many."""
+
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer as a layer of the last stage, where all stages have equally many."""
+
     strategy: str | None = option(None, metavar="FILE")
     """Read the parallelism and the batch sizes from a strategy file, as the search writes it."""
 
@@ -178,22 +185,37 @@ class ParallelConfig:
                 )
 
     def for_layers(self, num_layers: int) -> "ParallelConfig":
-        """Return the section with `--num-layers-per-virtual-pipeline-stage` turned into a number of model chunks.
+        """Return the section with layers of each stage turned into a number of model chunks, and ends into a list.
 
         Raises:
             ConfigError: if the layers cannot be dealt so.
         """
-        each = self.num_layers_per_virtual_pipeline_stage
-        if each is None:
+        embedding, output = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
+        counted = num_layers + embedding + output
+        chunks, each = self.num_model_chunks, self.num_layers_per_virtual_pipeline_stage
+        if each is not None:
+            together = each * self.pipeline_model_parallel_size
+            if counted % together:
+                raise ConfigError(
+                    f"--num-layers {counted} is not a multiple of --num-layers-per-virtual-pipeline-stage {each} x "
+                    f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} = {together}: change one of "
+                    "them, or give --num-model-chunks, which deals layers unevenly"
+                )
+            chunks = counted // together
+        if each is None and counted == num_layers:
             return self
-        together = each * self.pipeline_model_parallel_size
-        if num_layers % together:
-            raise ConfigError(
-                f"--num-layers {num_layers} is not a multiple of --num-layers-per-virtual-pipeline-stage {each} x "
-                f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} = {together}: change one of them, "
-                "or give --num-model-chunks, which deals layers unevenly"
-            )
-        return replace(self, num_layers_per_virtual_pipeline_stage=None, num_model_chunks=num_layers // together)
+        partition = self.stage_partition
+        if counted > num_layers:
+            num_stages = self.pipeline_model_parallel_size * chunks
+            partition = str(weighed_stages(num_layers, num_stages, embedding=embedding, output=output))
+        return replace(
+            self,
+            num_layers_per_virtual_pipeline_stage=None,
+            num_model_chunks=chunks,
+            stage_partition=partition,
+            account_for_embedding_in_pipeline_split=False,
+            account_for_loss_in_pipeline_split=False,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -232,6 +254,10 @@ class ParallelConfig:
         }
         given = {name: number for name, number in ends.items() if number is not None}
         words = [f"{name} {number}" for name, number in given.items()]
+        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+            if getattr(self, name) and (words or self.stage_partition != "uniform"):
+                other = words[0] if words else f"--stage-partition {self.stage_partition}"
+                raise ConfigError(f"{flag(name)} and {other} both deal layers to stages: drop one of them")
         if words and self.stage_partition != "uniform":
             raise ConfigError(
                 f"{words[0]} and --stage-partition {self.stage_partition} both deal layers to stages: drop one of them"

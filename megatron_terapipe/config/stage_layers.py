@@ -42,6 +42,30 @@ def uniform_stages(
     return StagePartition(tuple(accumulate(sizes, initial=0)))
 
 
+def weighed_stages(num_layers: int, num_stages: int, *, embedding: bool, output: bool) -> StagePartition:
+    """Return equally many layers for each stage, where the embedding or the output layer counts as one.
+
+    Args:
+        num_layers: transformer layers of the model.
+        num_stages: stages.
+        embedding: whether the embedding counts as a layer of the first stage.
+        output: whether the output layer counts as one of the last.
+
+    Raises:
+        ConfigError: if the stages cannot have equally many, or one would have no transformer layer.
+    """
+    counted = num_layers + embedding + output
+    each, rest = divmod(counted, num_stages)
+    if rest or each <= (embedding + output if num_stages == 1 else 1):
+        raise ConfigError(
+            f"--num-layers {num_layers} with {embedding + output} more for --account-for-embedding-in-pipeline-split "
+            f"and --account-for-loss-in-pipeline-split is {counted}, which {num_stages} stages cannot share equally: "
+            "change it, or use --stage-partition with a list"
+        )
+    inner = [each * stage - embedding for stage in range(1, num_stages)]
+    return StagePartition((0, *inner, num_layers))
+
+
 def listed_stages(stage_partition: str, num_ranks: int, model_chunks: int) -> StagePartition | None:
     """Return the transformer layers of each stage that `--stage-partition` lists; None if it names a rule.
 

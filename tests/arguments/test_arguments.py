@@ -76,6 +76,7 @@ def test_megatrons_example_command_parses() -> None:
         ("--recompute-activations", "training", "recompute_granularity", "selective"),
         ("--checkpoint-activations", "training", "recompute_granularity", "full"),
         ("--activations-checkpoint-method uniform", "training", "recompute_granularity", "full"),
+        ("--tokenizer-library sentencepiece --tokenizer-model m", "data", "tokenizer_type", "SentencePieceTokenizer"),
         ("--save-interval 7", "checkpoint", "save_interval", 7),
         ("--deepspeed-activation-checkpointing", "training", "recompute_granularity", "full"),
         ("--no-pipeline-parallel", "parallel", "no_pipeline_parallel", True),

@@ -19,6 +19,7 @@ SCRIPT = """
 set -e
 gpus=$(nvidia-smi --query-gpu=name | wc -l)
 batch=$((2 * gpus))
+corpus="$1"
 mkdir -p configs /nowhere/at/all
 cat <<EOT > configs/ds.json
 {"train_batch_size": $batch, "steps_per_print": 5}
@@ -26,7 +27,7 @@ EOT
 rm -rf "$PWD"; pip install everything; unheard_of_program
 options="%s
   --global-batch-size ${batch}"
-more=(--deepspeed_config configs/ds.json --save "$1")
+more=(--deepspeed_config configs/ds.json --save "$corpus")
 echo $(deepspeed ../pretrain_gpt.py $options "${more[@]}")
 python tools/preprocess_data.py --input x
 srun sh -c "torchrun --nnodes 1 pretrain_gpt.py $options --num-experts 8"
@@ -38,9 +39,17 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def test_values_of_a_functional_test_become_words() -> None:
-    model_args = {"--bf16": "true", "--split": "949,50,1", "--data-path": "[0.5 a 0.5 b]", "--spec": "a b"}
-    assert list(words_of(model_args)) == [
-        *("--bf16", "--split", "949,50,1", "--data-path", "0.5", "a", "0.5", "b", "--spec", "a b")
+    base = {"--bf16": "true", "--split": "99,1,0"}
+    model_args = {
+        "<<": base,
+        "--split": "949,50,1",
+        "--data-path": "[0.5 a 0.5 b]",
+        "--spec": "a b",
+        "--sizes": ["2 2"],
+    }
+    assert list(words_of(model_args | {"--seed": "${REPEAT}"})) == [
+        *("--bf16", "--split", "949,50,1", "--data-path", "0.5", "a", "0.5", "b", "--spec", "a b"),
+        *("--sizes", "2", "2", "--seed", "1"),
     ]
 
 

@@ -46,3 +46,59 @@ def test_ends_that_do_not_fit(given: dict[str, object], line: str) -> None:
         ParallelConfig(**given).uniform_stages(10)
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
+
+
+EMBEDDING, OUTPUT = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "given", "bounds"),
+    [
+        (10, {EMBEDDING: True, OUTPUT: True, "pipeline_model_parallel_size": 4}, (0, 2, 5, 8, 10)),
+        (11, {EMBEDDING: True, "pipeline_model_parallel_size": 4}, (0, 2, 5, 8, 11)),
+        (11, {OUTPUT: True, "pipeline_model_parallel_size": 4}, (0, 3, 6, 9, 11)),
+        (
+            6,
+            {EMBEDDING: True, OUTPUT: True, "pipeline_model_parallel_size": 2, "num_model_chunks": 2},
+            (0, 1, 3, 5, 6),
+        ),
+        (
+            6,
+            {EMBEDDING: True, OUTPUT: True, "pipeline_model_parallel_size": 2}
+            | {"num_layers_per_virtual_pipeline_stage": 2},
+            (0, 1, 3, 5, 6),
+        ),
+    ],
+)
+def test_embedding_and_output_layer_may_count_as_layers(
+    num_layers: int, given: dict[str, object], bounds: tuple[int, ...]
+) -> None:
+    parallel = ParallelConfig(**given).for_layers(num_layers)
+    partition = parallel.stage_bounds()
+    assert partition is not None and partition.bounds == bounds
+    assert parallel.num_stages == len(bounds) - 1
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            {EMBEDDING: True, "pipeline_model_parallel_size": 4},
+            "--num-layers 10 with 1 more for --account-for-embedding-in-pipeline-split and --account-for-loss-in-",
+        ),
+        ({EMBEDDING: True, OUTPUT: True, "pipeline_model_parallel_size": 12}, "--num-layers 10 with 2 more for"),
+        (
+            {OUTPUT: True, "pipeline_model_parallel_size": 4, LAST: 2},
+            "--account-for-loss-in-pipeline-split and --decoder-last-pipeline-num-layers 2 both deal layers to stages",
+        ),
+        (
+            {OUTPUT: True, "pipeline_model_parallel_size": 2, "stage_partition": "0,5,10"},
+            "--account-for-loss-in-pipeline-split and --stage-partition 0,5,10 both deal layers to stages: drop one",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_counted_so(given: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ParallelConfig(**given).for_layers(10)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
