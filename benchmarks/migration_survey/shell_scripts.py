@@ -25,6 +25,9 @@ LAUNCHERS = "deepspeed torchrun python python3 srun mpirun mpiexec accelerate ap
 KEPT = ("*.sh", "*.json", "*.yaml", "*.yml", "*.txt", "*.cfg", "hostfile")
 """Files of a checkout that scripts read."""
 
+TO_A_LOG = re.compile(r"""(2>&1\s*)?(&>>?|(?<![&<\d])>>?)\s*["']?[^\s"'|;&<>]*(log|LOG)[^\s"'|;&<>]*["']?""")
+"""What sends the output of a command to a log. Its directory is not here, and then the command would not be run."""
+
 PROGRAM = "pretrain_gpt.py"
 GPUS = 8
 SECONDS = 60
@@ -128,7 +131,8 @@ def _copy_texts(checkout: Path, tree: Path) -> None:
                 and not path.is_symlink()
                 and path.stat().st_size < 2**18
             ):
-                shutil.copyfile(path, target / name)
+                text = path.read_text(encoding="utf-8", errors="replace")
+                (target / name).write_text(TO_A_LOG.sub("", text) if name.endswith(".sh") else text, encoding="utf-8")
 
 
 def _make_programs(folder: Path) -> None:

@@ -17,6 +17,7 @@ DATA = "--lr 1 --vocab-file vocab.json --merge-file merges.txt --tokenizer-type 
 
 SCRIPT = """
 set -e
+log_path=/nowhere/log
 gpus=$(nvidia-smi --query-gpu=name | wc -l)
 batch=$((2 * gpus))
 corpus="$1"
@@ -30,7 +31,7 @@ options="%s
 more=(--deepspeed_config configs/ds.json --save "$corpus")
 echo $(deepspeed ../pretrain_gpt.py $options "${more[@]}")
 python tools/preprocess_data.py --input x
-srun sh -c "torchrun --nnodes 1 pretrain_gpt.py $options --num-experts 8"
+srun sh -c "torchrun --nnodes 1 pretrain_gpt.py $options --num-experts 8" &>> ${log_path}/run.log
 """
 
 
