@@ -1,8 +1,8 @@
 """Build the configuration from a command line, and from the files and presets that it names."""
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
 from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
@@ -19,6 +19,7 @@ from megatron_terapipe.checkpoint.directories import names_model_folder
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.precision import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
@@ -66,8 +67,9 @@ def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
     given |= file.values()
     with file.named_in_errors():
         _check_accepted(line)
+        about_zero = list(_run_under_zero(given))
         config = build_config(given)
-    return Arguments(config=config, notices=(*notices(line, config), *file.notices()))
+    return Arguments(config=config, notices=(*notices(line, config), *file.notices(), *about_zero))
 
 
 def build_config(given: Mapping[str, Any]) -> Config:
@@ -122,6 +124,16 @@ def _overlay(given: dict[str, Any], strategy: Mapping[str, Any], path: str) -> N
 
 def _comparable(value: object) -> object:
     return value.replace(" ", "") if isinstance(value, str) else value
+
+
+def _run_under_zero(given: dict[str, Any]) -> Iterator[str]:
+    """Run ZeRO 0 as ZeRO 1 where DeepSpeed needs it, which changes only where states are; yield a line about it."""
+    names = {each.name for each in fields(PrecisionConfig)}
+    precision = PrecisionConfig(**{name: value for name, value in given.items() if name in names})
+    if given.get("zero_stage") == 0 and precision.needs_zero:
+        given["zero_stage"] = 1
+        dtype = "fp16" if precision.fp16 else "bf16 with gradients that add up in fp32"
+        yield f"--zero-stage 0 is run as --zero-stage 1, which trains the same: DeepSpeed needs it for {dtype}"
 
 
 def _check_accepted(line: CommandLine) -> None:

@@ -139,14 +139,14 @@ class Config:
 
     def _check_precision(self) -> None:
         precision, zero_stage = self.precision, self.optimizer.zero_stage
-        # DeepSpeed 0.19 leaves the loss unscaled here, yet divides the gradients by the scale.
-        if precision.fp16 and zero_stage == 0:
+        if not precision.needs_zero or zero_stage != 0:
+            return
+        if precision.fp16:
             raise ConfigError("--fp16 with --zero-stage 0 would train on wrongly scaled gradients: use --zero-stage 1")
-        if precision.accumulate_allreduce_grads_in_fp32 and precision.bf16 and zero_stage == 0:
-            raise ConfigError(
-                "--accumulate-allreduce-grads-in-fp32 with --bf16 and --zero-stage 0 is not in DeepSpeed: "
-                "use --zero-stage 1"
-            )
+        raise ConfigError(
+            "--accumulate-allreduce-grads-in-fp32 with --bf16 and --zero-stage 0 is not in DeepSpeed: use "
+            "--zero-stage 1"
+        )
 
     def _tokens_per_step(self) -> int:
         """Tokens of a sample or of an iteration, whichever training is counted in."""

@@ -192,7 +192,7 @@ class ParallelConfig:
         """
         embedding, output = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         counted = num_layers + embedding + output
-        chunks, each = self.num_model_chunks, self.num_layers_per_virtual_pipeline_stage
+        model_chunks, each = self.num_model_chunks, self.num_layers_per_virtual_pipeline_stage
         if each is not None:
             together = each * self.pipeline_model_parallel_size
             if counted % together:
@@ -201,17 +201,17 @@ class ParallelConfig:
                     f"--pipeline-model-parallel-size {self.pipeline_model_parallel_size} = {together}: change one of "
                     "them, or give --num-model-chunks, which deals layers unevenly"
                 )
-            chunks = counted // together
+            model_chunks = counted // together
         if each is None and counted == num_layers:
             return self
         partition = self.stage_partition
         if counted > num_layers:
-            num_stages = self.pipeline_model_parallel_size * chunks
+            num_stages = self.pipeline_model_parallel_size * model_chunks
             partition = str(weighed_stages(num_layers, num_stages, embedding=embedding, output=output))
         return replace(
             self,
             num_layers_per_virtual_pipeline_stage=None,
-            num_model_chunks=chunks,
+            num_model_chunks=model_chunks,
             stage_partition=partition,
             account_for_embedding_in_pipeline_split=False,
             account_for_loss_in_pipeline_split=False,

@@ -61,6 +61,15 @@ class PrecisionConfig:
             raise ConfigError(f"--min-loss-scale {self.min_loss_scale} is not a whole number: give one, such as 1")
 
     @property
+    def needs_zero(self) -> bool:
+        """Whether DeepSpeed trains so only under ZeRO 1.
+
+        Without ZeRO, DeepSpeed 0.19 leaves the loss of fp16 unscaled, yet divides the gradients by the scale, and adds
+        gradients of bf16 up in bf16.
+        """
+        return self.fp16 or (self.bf16 and self.accumulate_allreduce_grads_in_fp32)
+
+    @property
     def dtype(self) -> Literal["fp32", "fp16", "bf16"]:
         """Type of the parameters and of what flows between stages."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"

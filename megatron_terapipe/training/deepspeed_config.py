@@ -30,7 +30,9 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
     path = config.deepspeed.deepspeed_config
     if path is None:
         return _merge(decided, preferred)
-    return _merge(decided, _merge(read_deepspeed_file(path, decided, _optimizer(config.optimizer)), preferred))
+    needs_zero = config.precision.needs_zero
+    file = read_deepspeed_file(path, decided, _optimizer(config.optimizer), needs_zero=needs_zero)
+    return _merge(decided, _merge(file, preferred))
 
 
 def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:

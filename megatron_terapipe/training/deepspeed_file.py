@@ -59,13 +59,16 @@ class _Fault:
     by_flag: bool = False
 
 
-def read_deepspeed_file(path: str, decided: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def read_deepspeed_file(
+    path: str, decided: Mapping[str, Any], optimizer: Mapping[str, Any], *, needs_zero: bool = False
+) -> dict[str, Any]:
     """Read the file that `--deepspeed-config` names; `auto` and null stand for what we decide.
 
     Args:
         path: the file.
         decided: settings that flags and the engine decide; the file may repeat them, not change them.
         optimizer: type and params of the optimizer that the file may repeat; DeepSpeed does not build it.
+        needs_zero: whether a file that asks for ZeRO 0 is run under ZeRO 1.
 
     Returns:
         The settings that are left to hand to DeepSpeed.
@@ -74,6 +77,9 @@ def read_deepspeed_file(path: str, decided: Mapping[str, Any], optimizer: Mappin
         ConfigError: if it cannot be read, or for all that is wrong with it, in one line.
     """
     file = read_deepspeed_settings(path)
+    zero = file.get("zero_optimization")
+    if needs_zero and isinstance(zero, dict) and zero.get("stage") == 0:
+        zero["stage"] = 1
     faults = [
         *_unknown(file, {*decided, *OTHERS, "optimizer", *(name.split(".")[0] for name in (*NOT_HERE, *NO_EFFECT))}),
         *_not_here(file),

@@ -143,3 +143,34 @@ def test_settings_without_effect_are_said_in_one_line(tmp_path: Path) -> None:
         f"activation_checkpointing.number_checkpoints ({recomputed})"
     )
     deepspeed_config(arguments.config, arguments.config.parallel.layout(2))
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "line"),
+    [
+        ("--fp16 --zero-stage 0", None, "DeepSpeed needs it for fp16"),
+        ("--fp16", {"zero_optimization": {"stage": 0}}, "DeepSpeed needs it for fp16"),
+        (
+            "--bf16 --zero-stage 0",
+            {"zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "fp32"}},
+            "DeepSpeed needs it for bf16 with gradients that add up in fp32",
+        ),
+    ],
+)
+def test_zero_0_is_run_as_zero_1_where_deepspeed_needs_it(tmp_path: Path, words: str, file: object, line: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(file))
+    more = [] if file is None else ["--deepspeed_config", str(path)]
+    arguments = read_arguments([*BARE.split(), *"--lr 1 --micro-batch-size 2".split(), *words.split(), *more])
+    assert arguments.config.optimizer.zero_stage == 1
+    (said,) = [said for said in arguments.notices if "zero-stage" in said]
+    assert said == f"--zero-stage 0 is run as --zero-stage 1, which trains the same: {line}"
+    settings = deepspeed_config(arguments.config, arguments.config.parallel.layout(1))
+    assert settings["zero_optimization"]["stage"] == 1
+
+
+@pytest.mark.parametrize("words", ["--bf16 --zero-stage 0", "--zero-stage 0"])
+def test_zero_0_stays_where_deepspeed_trains_without_it(words: str) -> None:
+    arguments = read_arguments([*BARE.split(), *"--lr 1 --micro-batch-size 2".split(), *words.split()])
+    assert arguments.config.optimizer.zero_stage == 0
+    assert not [said for said in arguments.notices if "zero-stage" in said]
