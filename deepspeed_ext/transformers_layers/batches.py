@@ -43,18 +43,26 @@ def split_batch(batch: Any, token_slices: TokenSlices) -> list[TokenSliceBatch]:
             f"the data loader yields {others[0]!r}, which a model would take and token slices cannot: drop it in the "
             "collator"
         )
-    tokens, labels = batch["input_ids"], batch["labels"]
-    # The label of a position is the token after it; the last one has none.
-    labels = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    tokens, labels = batch["input_ids"], _shifted(batch["labels"])
     if (mask := batch.get("attention_mask")) is not None:
         _check_padding(mask, labels)
-    num_labelled = int((labels != IGNORED).sum())
+    num_labelled = labelled_tokens(batch)
     if not num_labelled:
         raise UserError("a micro-batch has no label but -100, so its loss has no value: leave such rows out")
     return [
         TokenSliceBatch(part.inputs, part.labels, 1 / num_labelled)
         for part in split_along_sequence((tokens, labels), token_slices)
     ]
+
+
+def labelled_tokens(batch: Mapping[str, Any]) -> int:
+    """Number of tokens of a micro-batch that count in the loss, for the module's `loss_tokens`."""
+    return int((_shifted(batch["labels"]) != IGNORED).sum())
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    """Labels [B, N] of the token after each, as transformers shifts them; the last one has none."""
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

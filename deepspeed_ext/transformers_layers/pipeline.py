@@ -7,10 +7,12 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.saving import gathered_by_first_rank
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from deepspeed_ext.runtime.stages import takes_past
 from deepspeed_ext.transformers_layers.attention import NAME, use_token_slices
@@ -54,6 +56,21 @@ def pipeline_layers(model: "PreTrainedModel") -> list[Any]:
             model.set_attn_implementation(own_attention)
             raise
     return layers
+
+
+def gathered_state_dict(engine: PipelineEngine, model: "PreTrainedModel") -> dict[str, Tensor] | None:
+    """Weights of the layers of all pipeline ranks, by their names in the model, for `model.save_pretrained`.
+
+    Args:
+        engine: engine of this rank; every rank must call this.
+        model: the model that its layers are of.
+
+    Returns:
+        The weights [...] on rank 0, on the CPU; None on all others.
+    """
+    engine.complete_weights()
+    own = set(engine.module.parameters())
+    return gathered_by_first_rank(engine, {name: weight for name, weight in model.named_parameters() if weight in own})
 
 
 def _layers(parts: Parts) -> list[Any]:

@@ -93,7 +93,7 @@ LAYERS = (
     Layer(
         ("deepspeed_ext.transformers_layers", "deepspeed_ext.transformers_layers.*"),
         (*PLAN, "deepspeed_ext.runtime"),
-        ("torch", "deepspeed.pipe", "transformers"),
+        ("torch", "deepspeed.pipe", "deepspeed.runtime.pipe", "transformers"),
     ),
     Layer(("megatron_terapipe.tensor_parallel", "megatron_terapipe.tensor_parallel.*"), packages=("torch",)),
     Layer(

@@ -1,6 +1,7 @@
 """Every block of Python that a document shows runs, the blocks of a document one after the other."""
 
 import ast
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def names_of_the_text() -> dict[str, Any]:
     }
 
 
-def run_blocks(path: Path) -> None:
+def run_blocks(path: Path, directory: Path) -> None:
+    os.chdir(directory)  # Some blocks write files.
     names = names_of_the_text()
     for block in blocks_of(path):
         if block.language == "python":
@@ -64,5 +66,5 @@ def run_blocks(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WITH_PYTHON, ids=lambda path: str(path.relative_to(ROOT)))
-def test_blocks_run(path: Path) -> None:
-    run_distributed(run_blocks, 1, path)
+def test_blocks_run(path: Path, tmp_path: Path) -> None:
+    run_distributed(run_blocks, 1, path, tmp_path)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.transformers_layers import split_batch, summed_loss
+from deepspeed_ext.transformers_layers import labelled_tokens, split_batch, summed_loss
 
 CUT = TokenSlices((3, 1, 2))
 TOKENS = torch.arange(12).reshape(2, 6)
@@ -41,6 +41,10 @@ def test_a_mask_may_be_left_out_and_entries_may_be_none() -> None:
     parts = split_batch({"input_ids": TOKENS, "labels": TOKENS, "attention_mask": None, "token_type_ids": None}, CUT)
     assert plain[0].loss_weight == parts[0].loss_weight == 1 / 10
     assert plain[2].labels.tolist() == [[5, -100], [11, -100]]
+
+
+def test_tokens_that_count_are_counted() -> None:
+    assert labelled_tokens(batch()) == 5 + 3
 
 
 def test_losses_of_half_precision_are_computed_in_fp32() -> None:

@@ -1,12 +1,20 @@
 """Models of transformers, unmodified, train in token slices as they do on their own."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from deepspeed_ext.transformers_layers import pipeline_layers, split_batch, summed_loss
+from deepspeed_ext.transformers_layers import (
+    gathered_state_dict,
+    labelled_tokens,
+    pipeline_layers,
+    split_batch,
+    summed_loss,
+)
 from tests.distributed import run_distributed
 from tests.runtime.reference import relative_error
 from tests.runtime.training import Setup, as_numpy, build
@@ -66,6 +74,33 @@ def test_dropout_does_not_depend_on_token_slices() -> None:
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-12
     plain_loss, _ = models.plain_gradients(models.model_of("gpt2"))
     assert abs(plain_loss - expected_loss) > 1e-3
+
+
+def _trained(directory: str) -> dict[str, Any]:
+    """Train two steps in bf16, save the model, and evaluate."""
+    model = models.model_of("gpt2")
+    setup = Setup(pp=2, cut=CUT, dtype="bf16")
+    keywords = {"loss_fn": summed_loss, "split_batch": split_batch, "loss_tokens": labelled_tokens}
+    engine = build(setup, layers=pipeline_layers(model), activation_spec=None, **keywords)
+    for step in range(2):
+        engine.train_batch(iter(models.batches(step=step)))
+    state = gathered_state_dict(engine, model)
+    names = None if state is None else set(state)
+    if state is not None:
+        model.save_pretrained(directory, state_dict=state)
+    _, outputs, _ = engine.eval_batch(iter(models.batches(1)), num_micro_batches=1, return_output_label=True)
+    return {"outputs": None if outputs is None else as_numpy(outputs), "names": names}
+
+
+def test_the_weights_of_all_stages_are_saved_as_transformers_does(tmp_path: Path) -> None:
+    first, last = run_distributed(_trained, 2, str(tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    assert first["names"] == {name for name, _ in loaded.named_parameters()}
+    assert last["names"] is None
+    logits = as_numpy(loaded(models.batches(1)[0]["input_ids"]).logits)
+    assert relative_error(last["outputs"], logits) < 2e-2
+    fresh = models.model_of("gpt2").bfloat16().eval()
+    assert relative_error(as_numpy(fresh(models.batches(1)[0]["input_ids"]).logits), logits) > 0.1
 
 
 def test_the_model_runs_on_its_own_again() -> None:
