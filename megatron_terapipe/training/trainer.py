@@ -121,4 +121,9 @@ def attention_notes(config: Config, device: torch.device, *, flash_attention_3: 
             " warning: dropout in attention keeps it from flash kernels, and its scores are written out: give "
             "--attention-dropout 0 if you can"
         )
+    if config.model.attention_softcap is not None:
+        lines.append(
+            f" warning: no flash kernel knows --attention-softcap {config.model.attention_softcap:g}, and scores of "
+            "attention are written out: that is slower, and the model's to decide"
+        )
     return lines

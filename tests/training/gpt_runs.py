@@ -47,6 +47,7 @@ FAMILIES = {
         " --apply-layernorm-1p --softmax-scale 0.5 --attention-softcap 1.5 --logit-softcap 0.5"
         " --embedding-multiplier 5.5"
     ),
+    "mistral": f"{LLAMA} --sliding-window 6",
     "olmo": (
         f"{LLAMA} --norm-placement post --qk-norm all-heads --rotary-scaling yarn --rotary-scaling-factor 4"
         " --rotary-original-length 8 --rotary-beta-fast 1.5 --rotary-beta-slow 0.3"

@@ -13,10 +13,13 @@ REQUIRED = (
 
 def test_a_device_is_told_of_what_slows_it_down() -> None:
     slow = parse_arguments((REQUIRED + "--attention-dropout 0.1").split())
+    capped = parse_arguments((REQUIRED + "--bf16 --attention-softcap 50").split())
     fast = parse_arguments((REQUIRED + "--bf16 --attention-dropout 0").split())
     cuda = torch.device("cuda")
     dtype, dropout = attention_notes(slow, cuda, flash_attention_3=False)
     assert "--bf16" in dtype
     assert "--attention-dropout 0" in dropout
+    (softcap,) = attention_notes(capped, cuda, flash_attention_3=False)
+    assert "--attention-softcap 50" in softcap
     assert attention_notes(fast, cuda, flash_attention_3=True) == [" attention by FlashAttention-3"]
     assert attention_notes(slow, torch.device("cpu"), flash_attention_3=False) == []

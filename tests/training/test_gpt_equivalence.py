@@ -114,6 +114,10 @@ SETUPS = [
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {DROPOUT} {PACKED}", fp64=True, family="gemma", micro_batches=3),
     Setup(4, f"{TP2} {PP2} {UNEVEN} {SELECTIVE}", fp64=True, family="granite"),
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {SELECTIVE}", fp64=True, family="gptj"),
+    # A window that hides keys from every kernel but that of dropout; token slices shorter and longer than it.
+    Setup(2, f"{PP2} {UNEVEN} {ZERO_BUBBLE} {PACKED}", fp64=True, family="mistral", micro_batches=3),
+    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {FULL}", fp64=True, family="mistral", micro_batches=3),
+    Setup(2, f"{PP2} {UNIFORM} {BF16} {ZERO}", family="mistral"),
     # Every axis at once.
     Setup(8, f"{TP2} {PP2} {EVEN} {SP} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True),
     Setup(8, f"{TP2} {PP2} {UNEVEN} {UNTIED} {DROPOUT} {ZERO}"),

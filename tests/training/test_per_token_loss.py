@@ -68,7 +68,14 @@ def expected(setup: Setup, *, per_token: bool) -> float:
     return float(np.mean([total / count for total, count in zip(sums, counts, strict=True)]))
 
 
-@pytest.mark.parametrize("flags", ["", "--pipeline-model-parallel-size 2"], ids=["two_replicas", "two_stages"])
+WINDOWS = "--sliding-window 9 --window-attn-skip-freq 2"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--pipeline-model-parallel-size 2", f"--pipeline-model-parallel-size 2 {WINDOWS}"],
+    ids=["two_replicas", "two_stages", "windows"],
+)
 def test_an_evaluation_is_the_mean_over_all_its_tokens(flags: str) -> None:
     setups = [
         Setup(2, f"{FLAGS} {flags} {per_token}", MICRO_BATCHES) for per_token in ("", "--calculate-per-token-loss")
