@@ -10,12 +10,14 @@ import torch
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.checkpoint.find import find_checkpoint
+from megatron_terapipe.checkpoint.save import save_checkpoint
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.data.dataset_splits import DatasetSplits
 from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
+from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.run import Run
 from tests.huggingface.tiny import VOCAB
 from tests.training.gpt_runs import RecordingSGD
@@ -54,6 +56,37 @@ def batches() -> list[Batch]:
     generator = torch.Generator().manual_seed(2)
     samples = [torch.randint(0, VOCAB, (2, SEQ + 1), generator=generator) for _ in range(2)]
     return [Batch(tokens=each[:, :-1], labels=each[:, 1:], loss_mask=torch.ones(2, SEQ)) for each in samples]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that a folder began, and the run that the same command started afterwards.
+
+    Attributes:
+        start: iteration at which the second began.
+        family: that its checkpoint names.
+        loss: of the iteration after the checkpoint, in the first run.
+        loss_again: of the same iteration, in the second.
+    """
+
+    start: int
+    family: str | None
+    loss: float
+    loss_again: float
+
+
+def resume(folder: Path, save: Path) -> Resumed:
+    """On every rank: train from a folder, save, train on; then the same command again."""
+    flags = f"{PP2} --save {save}"
+    run = run_of(folder, flags)
+    engine = trainer_engine.build_engine(run)
+    engine.train_batch(iter(batches()))
+    save_checkpoint(engine, str(save), run.checkpoint_info(Progress(iteration=1, consumed_samples=4)))
+    loss = engine.train_batch(iter(batches())).item()
+    again = run_of(folder, flags)
+    assert again.checkpoint is not None
+    engine = trainer_engine.build_engine(again)
+    return Resumed(again.start.iteration, again.checkpoint[1].family, loss, engine.train_batch(iter(batches())).item())
 
 
 def _first_step(folder: Path, flags: str) -> Step:

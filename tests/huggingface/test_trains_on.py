@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from megatron_terapipe.convert import main
+from megatron_terapipe.errors import CheckpointError
 from tests.checkpoint.runs import BEFORE, ROWS, SEQ, VOCAB, Task, Way, batches, perform
 from tests.distributed import run_distributed
+from tests.huggingface.folder_runs import resume, run_of
+from tests.huggingface.models import MODELS, save, whole_model
 
 transformers = pytest.importorskip("transformers")
+from tests.huggingface.tiny import tiny_model  # noqa: E402
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --finetune"
 LLAMA = (
@@ -57,3 +61,36 @@ def test_the_first_loss_is_theirs(tmp_path: Path, family: str) -> None:
     for (outcome,) in outcomes:
         assert outcome.losses[0] == pytest.approx(expected.item(), rel=1e-6)
         assert outcome.losses[-1] < outcome.losses[0]
+
+
+def test_the_same_command_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    tiny_model("qwen3").save_pretrained(tmp_path / "theirs")
+    outcomes = run_distributed(resume, 2, tmp_path / "theirs", tmp_path / "ours")
+    for outcome in outcomes:
+        assert (outcome.start, outcome.family) == (1, "qwen3")
+        assert outcome.loss_again == outcome.loss
+    assert main(["to-huggingface", "--load", str(tmp_path / "ours"), "--output", str(tmp_path / "back")]) == 0
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "back").model_type == "qwen3"
+
+
+def test_a_folder_of_another_model_than_what_was_saved_is_named(tmp_path: Path) -> None:
+    for name in ("qwen3", "llama"):
+        tiny_model(name).save_pretrained(tmp_path / name)
+    save(whole_model(MODELS["llama"]), MODELS["llama"], tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="the checkpoint has --hidden-size 48, this run 32: set --hidden-size 48"):
+        run_of(tmp_path / "llama", f"--save {tmp_path / 'ours'} --no-load-optim")
+
+
+def test_flags_that_contradict_a_folder_are_named(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="the checkpoint has --ffn-hidden-size 48, this run 56: set --ffn-hidden"):
+        run_of(tmp_path, "--ffn-hidden-size 56")
+    assert run_of(tmp_path, "--make-vocab-size-divisible-by 8 --hidden-dropout 0.1").checkpoint is not None
+
+
+def test_a_damaged_folder_is_named_before_anything_starts(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="40KB")
+    path = next(tmp_path.glob("model-00002-of-*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=f"{path.name} cannot be read"):
+        run_of(tmp_path, "")

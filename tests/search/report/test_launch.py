@@ -11,8 +11,9 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.huggingface.families.registry import FAMILIES
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cluster
-from megatron_terapipe.search.inputs.workload_files import read_workload
+from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
 from megatron_terapipe.search.report.launch import launch_of, model_flags, nodes_in_order
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
@@ -27,6 +28,16 @@ def words_of(command: str) -> list[str]:
 
 @pytest.mark.parametrize("model", [*(read_workload(name).config for name in MODEL_PRESETS), *MODELS.values()])
 def test_flags_rebuild_the_model(model: ModelConfig) -> None:
+    config = parse_arguments(
+        [*model_flags(model), "--mock-data", *"--train-iters 1 --lr 1 --micro-batch-size 1".split()]
+    )
+    assert config.model == model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flags_rebuild_the_model_of_every_family(name: str) -> None:
+    model = parse_workload({"model_type": name}, "config.json").config
+    assert model is not None
     config = parse_arguments(
         [*model_flags(model), "--mock-data", *"--train-iters 1 --lr 1 --micro-batch-size 1".split()]
     )
