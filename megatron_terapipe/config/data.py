@@ -97,9 +97,9 @@ class DataConfig:
     `valid` and `test`, and a string or a list of words under each."""
 
     data_cache_path: str | None = option(None, metavar="DIR|none")
-    """Directory for the shuffled order of documents and samples. The next start reads it, and the ranks of a host share
-    it. Default: `index_cache` beside the first of the data files, if that can be written. With `none` every rank that
-    reads data computes the order in memory."""
+    """Directory for the shuffled order of documents and samples, and for the range of the token ids of each data file.
+    The next start reads it, and the ranks of a host share it. Default: `index_cache` beside the first of the data
+    files, if that can be written. With `none` every rank that reads data computes the order in memory."""
 
     data_impl: str = option("mmap", metavar="{mmap,infer}")
     """How data files are read: always through memory maps."""

@@ -5,6 +5,7 @@ Data that another tokenizer wrote is mostly found by its largest id. It is read 
 
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from megatron_terapipe.data.tokenizer import Tokenizer
 from megatron_terapipe.errors import DataError
 
 _TOKENS_AT_ONCE = 1 << 24
+_READERS = 8
+"""Threads that wait for the disk, as file systems of clusters serve many at once."""
 _SILENT_S, _SPEAKS_EVERY_S = 5.0, 10.0
 """Seconds before the first line of progress, and between lines."""
 
@@ -56,7 +59,12 @@ def token_range(dataset: IndexedDataset, cache: IndexCache) -> tuple[int, int]:
 
 
 def _range(tokens: NDArray[np.number], name: str) -> NDArray[np.int64]:
-    """Return the smallest and the largest of ids [tokens], read piece by piece: [2]."""
+    """Return the smallest and the largest of ids [tokens], read in pieces, several at a time: [2]."""
+
+    def of_piece(start: int) -> tuple[int, int, int]:
+        piece = tokens[start : start + _TOKENS_AT_ONCE]
+        return int(piece.min()), int(piece.max()), piece.nbytes
+
     found = np.zeros(2, np.int64)
     progress = tqdm(
         total=tokens.nbytes,
@@ -67,9 +75,8 @@ def _range(tokens: NDArray[np.number], name: str) -> NDArray[np.int64]:
         mininterval=_SPEAKS_EVERY_S,
         file=sys.stderr,
     )
-    with progress:
-        for start in range(0, len(tokens), _TOKENS_AT_ONCE):
-            piece = tokens[start : start + _TOKENS_AT_ONCE]
-            found[:] = min(found[0], piece.min()), max(found[1], piece.max())
-            progress.update(piece.nbytes)
+    with progress, ThreadPoolExecutor(_READERS) as readers:
+        for smallest, largest, num_bytes in readers.map(of_piece, range(0, len(tokens), _TOKENS_AT_ONCE)):
+            found[:] = min(found[0], smallest), max(found[1], largest)
+            progress.update(num_bytes)
     return found
