@@ -22,10 +22,10 @@ REAL = "cat sed awk grep egrep cut tr head tail wc date basename dirname expr se
 LAUNCHERS = "deepspeed torchrun python python3 srun mpirun mpiexec accelerate aprun jsrun uv"
 """Programs that write down their words."""
 
-KEPT = ("*.sh", "*.json", "*.yaml", "*.yml", "*.txt", "*.cfg", "hostfile")
+KEPT = ("*.sh", "*.json", "*.yaml", "*.yml", "*.txt", "*.cfg", "hostfile", "pretrain_gpt.py")
 """Files of a checkout that scripts read."""
 
-TO_A_LOG = re.compile(r"""(2>&1\s*)?(&>>?|(?<![&<\d])>>?)\s*["']?[^\s"'|;&<>]*(log|LOG)[^\s"'|;&<>]*["']?""")
+TO_A_LOG = re.compile(r"""(2>&1[ \t]*)?(&>>?|(?<![&<\d])>>?)[ \t]*["']?[^\s"'|;&<>]*(log|LOG)[^\s"'|;&<>]*["']?""")
 """What sends the output of a command to a log. Its directory is not here, and then the command would not be run."""
 
 PROGRAM = "pretrain_gpt.py"

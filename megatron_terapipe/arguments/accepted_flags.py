@@ -80,6 +80,7 @@ ACCEPTED_FLAGS: Mapping[str, AcceptedFlag] = MappingProxyType(
             "the engine plans the traffic; the result is the same",
         ),
         **_each("use-cpu-initialization lazy-mpu-init", "weights are made on the CPU, then moved"),
+        **_each("decoupled-weight-decay", "Adam decays weights apart from the gradient"),
         **_each("ds-fused-adam", "the optimizer is apex's or torch's fused AdamW"),
         # Learning rate.
         **_each(

@@ -38,7 +38,8 @@ _OPERATION: Mapping[str, IdleFlag] = {
     **_operation(
         0,
         "use-dist-ckpt auto-detect-ckpt-format async-save use-persistent-ckpt-worker async-ckpt-use-cpu-shm"
-        " ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure"
+        " ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load"
+        " ckpt-assume-constant-structure"
         " ckpt-fully-parallel-save-replicate-local ckpt-fully-parallel-load-replicate-local"
         " no-ckpt-load-validate-sharding-integrity dist-ckpt-save-pre-mcore-014 dist-ckpt-optim-fully-reshardable"
         " distrib-optim-fully-reshardable-mem-efficient no-strict-fsdp-dtensor-load load-main-params-from-ckpt"
@@ -69,7 +70,8 @@ _OPERATION: Mapping[str, IdleFlag] = {
         " no-gradient-reduce-div-fusion use-nccl-ub disable-symmetric-registration use-sharp"
         " disable-gloo-process-groups tp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs"
         " tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad disable-tp-comm-split-ag"
-        " disable-tp-comm-split-rs tp-comm-overlap-disable-qkv tp-comm-overlap-disable-fc1"
+        " tp-comm-atomic-ag tp-comm-atomic-rs batch-p2p-comm disable-tp-comm-split-rs tp-comm-overlap-disable-qkv"
+        " tp-comm-overlap-disable-fc1"
         " sync-tp-duplicated-parameters",
     ),
     **_operation(
@@ -89,13 +91,13 @@ _OPERATION: Mapping[str, IdleFlag] = {
         " distribute-checkpointed-activations distribute-saved-activations scattered-embeddings split-transformers"
         " memory-centric-tiled-linear",
     ),
-    **_operation(1, "tile-factor"),
+    **_operation(1, "tile-factor num-microbatches-with-partial-activation-checkpoints"),
     **_operation("*", "recompute-modules"),
     # Kernels, graphs of kernels, and their random generators.
     **_operation(
         0,
         "no-clone-scatter-output-in-embedding use-fused-weighted-squared-relu fused-single-qkv-rope"
-        " no-bias-geglu-fusion disable-mem-efficient-ln disable-parameter-transpose-cache"
+        " no-bias-geglu-fusion memory-efficient-layer-norm disable-mem-efficient-ln disable-parameter-transpose-cache"
         " te-rng-tracker use-te-rng-tracker inference-rng-tracker enable-cuda-graph external-cuda-graph"
         " cuda-graph-use-single-mempool cuda-graph-retain-backward-graph abort-on-unmet-fused-kernel-constraints",
     ),
@@ -139,7 +141,8 @@ _OPERATION: Mapping[str, IdleFlag] = {
         1,
         "straggler-ctrlr-port straggler-minmax-count one-logger-project one-logger-run-name app-tag-run-name"
         " app-tag-run-version wandb-entity wandb-group wandb-team logging-level log-path log-level log-level-replica"
-        " codecarbon-dir config-logger-dir save-config-filepath memory-snapshot-path log-memory-interval"
+        " codecarbon-dir dump-param-to-param-group-map config-logger-dir save-config-filepath memory-snapshot-path"
+        " log-memory-interval"
         " runtime-time-unit throughput-window-size flight-recorder-dump-path flight-recorder-trace-buffer-size",
     ),
     **_operation("*", "modules-to-filter"),
@@ -153,7 +156,8 @@ _DEPENDENT: Mapping[str, IdleFlag] = {
         " moe-router-enable-expert-bias moe-router-force-load-balancing moe-router-padding-for-fp8"
         " moe-router-padding-for-quantization moe-per-layer-logging moe-enable-deepep moe-permute-fusion"
         " moe-pad-expert-input-to-capacity moe-apply-probs-on-input moe-token-dropping disable-moe-token-dropping"
-        " moe-pad-experts-for-cuda-graph-inference overlap-moe-expert-parallel-comm expert-parallel"
+        " ep-overlap-early-attn-memory-release moe-pad-experts-for-cuda-graph-inference"
+        " overlap-moe-expert-parallel-comm expert-parallel"
         " create-moe-param-group enable-expert-tensor-parallelism use-tutel use-router-expert-parallelism"
         " disable-moe-top2-2nd-expert-sampling",
         one="expert-tensor-parallel-size moe-ffn-hidden-size moe-shared-expert-intermediate-size moe-layer-freq"
@@ -179,7 +183,7 @@ _DEPENDENT: Mapping[str, IdleFlag] = {
     **_beside("--mtp-num-layers", bare="mtp-standalone mtp-use-repeated-layer", one="mtp-loss-scaling-factor"),
     **_beside(
         "--fp8-format",
-        bare="fp8-param-gather no-fp8-wgrad first-last-layers-bf16 reuse-grad-buf-for-mxfp8-param-ag",
+        bare="tp-only-amax-red fp8-param-gather no-fp8-wgrad first-last-layers-bf16 reuse-grad-buf-for-mxfp8-param-ag",
         one="fp8-recipe fp8-quantizer-factory fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo"
         " num-layers-at-start-in-bf16 num-layers-at-end-in-bf16",
     ),
@@ -207,10 +211,15 @@ _DEPENDENT: Mapping[str, IdleFlag] = {
     ),
     **_beside("--cpu-optimizer", bare="use-pin-memory"),
     **_beside(
+        "--cpu-offloading-num-layers",
+        bare="cpu-offloading-activations cpu-offloading-weights cpu-offloading-double-buffering",
+    ),
+    **_beside(
         "--use-megatron-fsdp",
         bare="fsdp-double-buffer fsdp-manual-registration keep-fp8-transpose-cache"
         " keep-fp8-transpose-cache-when-using-custom-fsdp enable-full-sharding-in-hsdp init-model-with-meta-device",
-        one="data-parallel-sharding-strategy suggested-communication-unit-size outer-dp-sharding-strategy",
+        one="megatron-fsdp-version data-parallel-sharding-strategy suggested-communication-unit-size"
+        " outer-dp-sharding-strategy",
     ),
     **_beside("--use-torch-fsdp2", bare="torch-fsdp2-no-reshard-after-forward"),
     **_beside(

@@ -54,6 +54,7 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     _each("warmup", "it is an old name: use --lr-warmup-fraction"),
     # Precision.
     _each("disable-bf16-reduced-precision-matmul", "matrix products add up as torch has them by default: drop it"),
+    _each("batch-invariant-mode", "kernels are not chosen so: use --deterministic-mode"),
     # Data.
     _each("encoder-seq-length", "it is ambiguous: use --seq-length"),
     _each(

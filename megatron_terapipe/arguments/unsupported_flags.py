@@ -88,7 +88,8 @@ _TRAININGS: Mapping[str, str] = {
         TRAINING,
     ),
     **_each(
-        "fp8-format fp8-e4m3 fp8-hybrid fp4-format kitchen-config-file kitchen-recipe-number",
+        "fp8-format fp8-e4m3 fp8-hybrid fp4-format kitchen-config-file kitchen-recipe-number use-kitchen"
+        " use-kitchen-attention kitchen-attention-backend quant-recipe",
         "numbers of 8 bits and less are not in this trainer",
         TRAINING,
     ),
@@ -112,12 +113,14 @@ _TRAININGS: Mapping[str, str] = {
         "the loss is that of the next token at every position",
         TRAINING,
     ),
+    **_each("no-decoupled-weight-decay", "Adam decays weights apart from the gradient", TRAINING),
     **_each("use-bnb-optimizer", "optimizers of 8 bits are not in this trainer", TRAINING),
     **_each(
         "inference ds-inference output-bert-embeddings inference-batch-times-seqlen-threshold max-tokens-to-oom"
         " flash-decode use-legacy-static-engine inference-max-requests inference-max-seq-length"
         " inference-max-batch-size inference-dynamic-batching symmetric-ar-type nccl-all-reduce-for-prefill"
-        " mlp-chunks-for-prefill disable-chunked-prefill decode-only-cuda-graphs use-dataset-only",
+        " mlp-chunks-for-prefill disable-chunked-prefill decode-only-cuda-graphs use-inference-optimized-layers"
+        " use-dataset-only",
         "this command only trains",
         TRAINING,
     ),

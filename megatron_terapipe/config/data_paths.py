@@ -50,7 +50,8 @@ def read_split(split: str) -> tuple[float, float, float]:
     Raises:
         ConfigError: if `split` is not up to three numbers of which the first is positive.
     """
-    numbers = [_number(part) for part in split.split(",")]
+    # Scripts that collect their flags in arrays pass the quotes on.
+    numbers = [_number(part) for part in split.strip("'\"").split(",")]
     shares = [number for number in numbers if number is not None and 0 <= number < 1e30]
     if len(shares) != len(numbers) or len(shares) > 3 or not shares[0] > 0:
         raise ConfigError(f"--split {split} is not three shares, the first above 0: write it as 969,30,1")

@@ -33,6 +33,8 @@ def without_files(config: Config) -> Config:
         config.logging,
         metrics_file=None,
         tensorboard_dir=None,
+        wandb_project=None,
+        wandb_exp_name=None,
         wandb_save_dir=None,
         timeline=None,
         timeline_iterations=None,

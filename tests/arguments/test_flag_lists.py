@@ -70,12 +70,59 @@ OUT_OF_SCOPE = """
     retro-workdir retro-add-retriever bert-load mask-prob vision-pretraining num-experts moe-loss-coeff kd
     num-layers-teacher curriculum-learning-legacy
 """
-# Of Megatron-LM as it is now.
+# Of Megatron-LM as it is now, by its own groups.
 MODERN = """
     position-embedding-type rotary-base norm-epsilon num-query-groups group-query-attention use-mcore-models
     transformer-impl no-gradient-accumulation-fusion no-masked-softmax-fusion attention-backend add-bias-linear
     apply-layernorm-1p heterogeneous-layers-config-path overlap-grad-reduce overlap-param-gather qk-layernorm
     rotary-interleaved use-rope-scaling add-qkv-bias context-parallel-size tp-comm-overlap
+    encoder-num-layers decoder-num-layers softmax-type window-size window-attn-skip-freq relative-attention-num-buckets
+    relative-attention-max-distance rope-scaling-factor no-rope-freq mrope-section quick-geglu
+    activation-func-clamp-value glu-linear-offset onnx-safe multi-latent-attention mtp-num-layers
+    mtp-loss-scaling-factor
+    log-straggler disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count
+    run-workload-inspector-server inprocess-restart inprocess-max-iterations inprocess-granularity no-one-logger
+    one-logger-project one-logger-run-name one-logger-async app-tag-run-name app-tag-run-version enable-ft-package
+    calc-ft-timeouts config-logger-dir log-throughput log-progress log-energy no-barrier-with-level-1-timing
+    wandb-entity logging-level
+    muon-momentum muon-no-split-qkv muon-use-nesterov perform-rl-step grpo-group-size rl-prompts-per-eval
+    decrease-batch-size-if-needed no-check-for-nan-in-loss-and-grad check-for-spiky-loss check-for-large-grads
+    distribute-saved-activations recompute-modules cpu-offloading-num-layers no-clone-scatter-output-in-embedding
+    iterations-to-skip result-rejected-tracker-filename disable-gloo-process-groups use-pytorch-profiler
+    record-memory-history memory-snapshot-path tp-comm-overlap-cfg disable-tp-comm-overlap-ag
+    tp-comm-bootstrap-backend use-cpu-initialization empty-unused-memory-level deterministic-mode
+    check-weight-hash-across-dp-replicas-interval calculate-per-token-loss train-sync-interval
+    use-fused-weighted-squared-relu rope-type cross-entropy-loss-fusion optimizer-cpu-offload
+    optimizer-offload-fraction dump-param-to-param-group-map no-pin-cpu-grads use-legacy-models manual-gc
+    manual-gc-interval no-manual-gc-eval pipeline-model-parallel-comm-backend high-priority-stream-groups
+    use-te-activation-func error-injection-rate error-injection-type rerun-mode data-parallel-random-init
+    embedding-init-method-std init-method-xavier-uniform decoupled-lr decoupled-min-lr
+    save-retain-interval load-main-params-from-ckpt no-strict-fsdp-dtensor-load non-persistent-save-interval
+    non-persistent-ckpt-type pretrained-checkpoint ckpt-step no-initialization use-mp-args-from-checkpoint-args
+    no-use-tokenizer-model-from-checkpoint-args use-dist-ckpt use-persistent-ckpt-worker auto-detect-ckpt-format
+    dist-ckpt-format ckpt-format ckpt-convert-format ckpt-convert-save ckpt-fully-parallel-save
+    no-ckpt-fully-parallel-save async-save ckpt-fully-parallel-load ckpt-assume-constant-structure
+    dist-ckpt-strictness dist-ckpt-save-pre-mcore-014 dist-ckpt-optim-fully-reshardable
+    distrib-optim-fully-reshardable-mem-efficient grad-reduce-in-bf16 apply-query-key-layer-scaling
+    disable-bf16-reduced-precision-matmul reuse-grad-buf-for-mxfp8-param-ag pipeline-model-parallel-layout
+    microbatch-group-size-per-virtual-pipeline-stage overlap-p2p-communication-warmup-flush
+    distributed-timeout-seconds-after-init defer-embedding-wgrad-compute wgrad-deferral-limit no-align-grad-reduce
+    ddp-num-buckets ddp-bucket-size ddp-average-in-collective overlap-param-gather-with-optimizer-step
+    no-align-param-gather use-ring-exchange-p2p account-for-embedding-in-pipeline-split
+    account-for-loss-in-pipeline-split use-nccl-ub use-sharp use-megatron-fsdp data-parallel-sharding-strategy
+    num-distributed-optimizer-instances use-torch-fsdp2 cp-comm-type hierarchical-context-parallel-sizes
+    nccl-communicator-config-path use-tp-pp-dp-mapping replication replication-jump full-validation
+    multiple-validation-sets test-mode padded-vocab-size tokenizer-metadata tiktoken-pattern
+    tiktoken-num-special-tokens tiktoken-special-tokens legacy-tokenizer trust-remote-code data-args-path
+    per-split-data-args-path no-mmap-bin-files num-dataset-builder-threads object-storage-cache-path
+    mid-level-dataset-surplus allow-ambiguous-pad-tokens adlr-autoresume retriever-seq-length qk-l2-norm
+    expert-model-parallel-size expert-tensor-parallel-size moe-layer-freq moe-ffn-hidden-size moe-grouped-gemm
+    moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-token-dispatcher-type moe-permute-fusion
+    overlap-moe-expert-parallel-comm delay-wgrad-compute q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim
+    v-head-dim mscale mscale-all-dim enable-experimental spec hybrid-attention-ratio hybrid-override-pattern
+    mamba-state-dim is-hybrid-model yaml-cfg use-precision-aware-optimizer main-grads-dtype exp-avg-dtype disable-msc
+    kitchen-config-file sft fim-data fp8-format fp8-recipe fp4-format te-rng-tracker enable-cuda-graph
+    cuda-graph-impl cuda-graph-scope cuda-graph-warmup-steps inference-max-requests flash-decode
 """
 MODEL_AND_PARALLEL = """
     sequence-parallel use-rotary-position-embeddings rotary-position-embeddings-theta rotary-percent rotary-base

@@ -17,6 +17,8 @@ DATA = "--lr 1 --vocab-file vocab.json --merge-file merges.txt --tokenizer-type 
 
 SCRIPT = """
 set -e
+LOG_PATH=$2 # <where logs go>
+LOGS=3
 log_path=/nowhere/log
 gpus=$(nvidia-smi --query-gpu=name | wc -l)
 batch=$((2 * gpus))
@@ -28,7 +30,7 @@ EOT
 rm -rf "$PWD"; pip install everything; unheard_of_program
 options="%s
   --global-batch-size ${batch}"
-more=(--deepspeed_config configs/ds.json --save "$corpus")
+more=(--deepspeed_config configs/ds.json --save "$corpus" --seed $LOGS)
 echo $(deepspeed ../pretrain_gpt.py $options "${more[@]}")
 python tools/preprocess_data.py --input x
 srun sh -c "torchrun --nnodes 1 pretrain_gpt.py $options --num-experts 8" &>> ${log_path}/run.log
@@ -60,7 +62,9 @@ def test_a_script_is_run_with_every_program_replaced(tmp_path: Path) -> None:
     script.write_text(SCRIPT % f"{MODEL} {DATA}")
     first, second = attempts_of_scripts("set", tmp_path / "checkout", ("examples",), _empty(tmp_path / "copy"))
     assert (first.name, second.name) == ("examples/gpt/train.sh #1", "examples/gpt/train.sh #2")
-    assert first.words[-6:] == words("--global-batch-size 16 --deepspeed_config configs/ds.json --save argument1")
+    assert first.words[-8:] == words(
+        "--global-batch-size 16 --deepspeed_config configs/ds.json --save argument1 --seed 3"
+    )
     assert second.words[-4:] == words("--global-batch-size 16 --num-experts 8")
     assert (first.directory / "configs" / "ds.json").read_text().startswith('{"train_batch_size": 16')
     assert [path.name for path in script.parent.iterdir()] == ["train.sh"]

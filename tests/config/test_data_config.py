@@ -28,6 +28,7 @@ def test_one_body_of_data_is_split() -> None:
         assert data.weighted_prefixes(part) == ((0.3, "a"), (0.7, "b"))
     assert data.has_validation()
     assert not DataConfig(data_path=("a",), split="1").has_validation()
+    assert DataConfig(data_path=("a",), split="'3,1,0'").split_shares() == (0.75, 0.25, 0.0)
 
 
 def test_parts_may_have_data_of_their_own() -> None:
