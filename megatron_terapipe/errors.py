@@ -13,3 +13,10 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete, or of another model."""
+
+
+MODEL_CANNOT_BE_TRAINED = "this model cannot be trained here"
+"""How a line ends about a part of a model that this trainer does not have: without it, another would be trained."""
+
+TRAINING_CANNOT_BE_RUN = "this training cannot be run here"
+"""How a line ends about data, loss or numbers that this trainer does not have."""

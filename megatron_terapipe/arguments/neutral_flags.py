@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron_terapipe.arguments.unsupported_flags import MODEL, TRAINING
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED as MODEL
+from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN as TRAINING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,11 +7,8 @@ run never says to drop it.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-MODEL = "this model cannot be trained here"
-"""How a line about the model ends."""
-
-TRAINING = "this training cannot be run here"
-"""How a line about the data, the loss or the numbers ends."""
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED as MODEL
+from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN as TRAINING
 
 
 def _each(names: str, reason: str, end: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from megatron_terapipe.config.deepspeed_settings import (
     read_deepspeed_settings,
     switched_on,
 )
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN, ConfigError
 
 NOT_HERE = {
     "scheduler": "the learning rate is built from --lr-decay-style and its like",
@@ -25,16 +25,22 @@ NOT_HERE = {
     "zero_optimization.offload_param": "weights stay on the accelerator",
     "amp": "number types are chosen with --fp16 and --bf16",
     "torch_autocast": "number types are chosen with --fp16 and --bf16",
-    "curriculum_learning": "sequences have one length",
-    "data_efficiency": "data is read by the trainer",
     "elasticity": "it is no longer in DeepSpeed",
-    "compression_training": "it is no longer in DeepSpeed",
-    "sparse_attention": "attention is dense",
     "autotuning": "it needs a launcher of its own",
     "hybrid_engine": "the engine is the one of token slices",
-    "weight_quantization": "weights are not quantized",
 }
-"""Settings that would change the training, or cannot work here, and why. Switched off, they may stand in a file."""
+"""Settings that cannot work here, and why. Switched off, they may stand in a file."""
+
+OTHER_TRAININGS = {
+    "curriculum_learning": "sequences have one length",
+    "data_efficiency": "sequences have one length, and every layer sees all tokens",
+    "progressive_layer_drop": "every layer is always trained",
+    "compression_training": "weights are neither pruned nor quantized",
+    "weight_quantization": "weights are neither pruned nor quantized",
+    "eigenvalue": "weights are neither pruned nor quantized",
+    "sparse_attention": "attention is dense",
+}
+"""Settings without which another training would be run, and why they are not here."""
 
 OTHERS = {
     *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "disable_python_gc"),
@@ -43,7 +49,7 @@ OTHERS = {
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "use_data_before_expert_parallelism"),
     *("managed_gradient_accumulation", "dataloader_drop_last", "checkpoint", "aio", "datastates_ckpt", "nebula"),
     *("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "timers", "compile", "expert_parallel"),
-    *("activation_checkpointing", "eigenvalue", "progressive_layer_drop"),
+    *("activation_checkpointing"),
 }
 """Sections and settings of DeepSpeed's that pass through."""
 
@@ -57,6 +63,7 @@ class _Fault:
 
     text: str
     by_flag: bool = False
+    is_another_training: bool = False
 
 
 def read_deepspeed_file(
@@ -81,7 +88,15 @@ def read_deepspeed_file(
     if needs_zero and isinstance(zero, dict) and zero.get("stage") == 0:
         zero["stage"] = 1
     faults = [
-        *_unknown(file, {*decided, *OTHERS, "optimizer", *(name.split(".")[0] for name in (*NOT_HERE, *NO_EFFECT))}),
+        *_unknown(
+            file,
+            {
+                *decided,
+                *OTHERS,
+                "optimizer",
+                *(name.split(".")[0] for name in (*NOT_HERE, *OTHER_TRAININGS, *NO_EFFECT)),
+            },
+        ),
         *_not_here(file),
         *_disagreements({key: value for key, value in file.items() if key != "optimizer"}, decided),
         *_optimizer_faults(file.get("optimizer", {}), optimizer),
@@ -93,6 +108,14 @@ def read_deepspeed_file(
 
 
 def _line(faults: list[_Fault]) -> str:
+    """Say which faults end the run for good, then the others with their remedy."""
+    trainings = [f"sets {fault.text}" for fault in faults if fault.is_another_training]
+    lines = [f"{'; '.join(trainings)}: {TRAINING_CANNOT_BE_RUN}"] if trainings else []
+    others = [fault for fault in faults if not fault.is_another_training]
+    return "; ".join([*lines, _with_remedy(others)] if others else lines)
+
+
+def _with_remedy(faults: list[_Fault]) -> str:
     texts = list(dict.fromkeys(f"sets {fault.text}" for fault in faults))
     several = len(texts) > 1
     by_flag = sum(fault.by_flag for fault in faults)
@@ -109,13 +132,13 @@ def _unknown(file: Mapping[str, Any], known: set[str]) -> Iterator[_Fault]:
 
 
 def _not_here(file: Mapping[str, Any]) -> Iterator[_Fault]:
-    for name, reason in NOT_HERE.items():
+    for name, reason in {**NOT_HERE, **OTHER_TRAININGS}.items():
         first, _, second = name.partition(".")
         value = file.get(first)
         if second:
             value = value.get(second) if isinstance(value, Mapping) else None
         if switched_on(value):
-            yield _Fault(text=f"{name}, but {reason}")
+            yield _Fault(text=f"{name}, but {reason}", is_another_training=name in OTHER_TRAININGS)
 
 
 def _disagreements(file: Mapping[str, Any], decided: Mapping[str, Any], prefix: str = "") -> Iterator[_Fault]:

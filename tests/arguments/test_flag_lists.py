@@ -13,9 +13,11 @@ from megatron_terapipe.arguments.idle_flags import IDLE_FLAGS
 from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
 from megatron_terapipe.arguments.parser import spellings
 from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
-from megatron_terapipe.arguments.unsupported_flags import FAMILIES, MODEL, TRAINING, UNSUPPORTED_FLAGS
+from megatron_terapipe.arguments.unsupported_flags import FAMILIES, UNSUPPORTED_FLAGS
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import flag
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED as MODEL
+from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN as TRAINING
 from megatron_terapipe.errors import ConfigError
 from pretrain_gpt import main
 

@@ -190,7 +190,17 @@ def test_file_passes_through_where_we_have_no_opinion(tmp_path: Path) -> None:
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             "--deepspeed-config FILE sets zero_optimization.offload_optimizer, but the optimizer stays on the",
         ),
-        ({"curriculum_learning": {"enabled": True}}, "--deepspeed-config FILE sets curriculum_learning, but sequences"),
+        (
+            {"curriculum_learning": {"enabled": True}, "progressive_layer_drop": {"enabled": True}},
+            "--deepspeed-config FILE sets curriculum_learning, but sequences have one length; sets "
+            "progressive_layer_drop, but every layer is always trained: this training cannot be run here",
+        ),
+        (
+            {"data_efficiency": {"enabled": True}, "gradient_clippin": 1},
+            "--deepspeed-config FILE sets data_efficiency, but sequences have one length, and every layer sees all "
+            "tokens: this training cannot be run here; sets gradient_clippin, which DeepSpeed does not know "
+            "(gradient_clipping?): remove it from the file",
+        ),
         ({"data_parallel_size": 2}, "--deepspeed-config FILE sets data_parallel_size, but it follows from the world"),
         ([], "--deepspeed-config FILE is not a JSON object: write one"),
     ],
