@@ -222,9 +222,13 @@ class Roofline:
         if window is not None:
             reached = np.minimum(end, window - 1 + np.minimum(end - start, longest_in_window(window)))
         pairs = sequences * (end - start) * reached
-        # Two products of as many FLOPs: scores, and weights times values; the backward has five.
-        product = attention.flops_per_position / tp * pairs / 2 / self.efficiency.attention_efficiency
-        in_fp32, in_precision = (product / device.peak_flops(each) for each in ("fp32", self.precision))
+        # Two products of as many FLOPs: scores, and weights times values; the backward has five. In fp32 they are bound
+        # by the peak, and reach what large products do.
+        product, efficiency = attention.flops_per_position / tp * pairs / 2, self.efficiency
+        in_fp32 = product / (device.peak_flops("fp32") * efficiency.gemm_efficiency)
+        in_precision = product / (device.peak_flops(self.precision) * efficiency.attention_efficiency)
+        if self.precision == "fp32":
+            in_precision = in_fp32
         scores = attention.query_heads / tp * pairs
         fixed, of_element = WRITTEN_OUT_BYTES
         moving = self._moving_s(device, (fixed + of_element * self._element_bytes) * scores)

@@ -7,8 +7,10 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 
 from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.model.gpt import gpt_layers
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.inputs.workload_files import read_workload
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from tests.model.configs import MODELS, SEQ, model_config
 
@@ -24,6 +26,13 @@ def built_parameters(model: ModelConfig, ranks: TensorParallelRanks) -> int:
                 tied.add(spec.key)
             total += sum(parameter.numel() for parameter in spec.build().parameters())
     return total
+
+
+@pytest.mark.parametrize("name", MODEL_PRESETS)
+def test_parameters_of_published_models_are_those_of_the_built_model(name: str) -> None:
+    workload = read_workload(name)
+    assert workload.config is not None
+    assert workload.parameters == built_parameters(workload.config, TensorParallelRanks())
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
