@@ -1,5 +1,6 @@
 """State of a micro-batch on a stage, from one token slice to the next."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -50,6 +51,10 @@ class SequenceState:
         forward_only: bool = False,
     ) -> None:
         self.token_slices, self.forward_only = token_slices, forward_only
+        self.attended: Counter[tuple[int, int]] = Counter()
+        """Calls of attention, by layer and first position of the token slice."""
+        self.ends = dict(token_slices.bounds())
+        """End of each token slice by its first position."""
         self.seed, self.sequences, self.documents = seed, tuple(sequences), documents
         self._layers: dict[int, tuple[int | None, KeyValueState]] = {}
         self.shared: dict[tuple[int, str], Any] = {}
@@ -157,8 +162,15 @@ class Past:
             [B, N, H, D].
 
         Raises:
-            UserError: if the layer has another window already.
+            UserError: if the layer has another window already, or these are not the tokens of the token slice.
         """
+        length = self._sequence.ends[self.prefix_len] - self.prefix_len
+        if query.shape[1] != length:
+            raise UserError(
+                f"layer {self._layer} attends with {query.shape[1]} tokens, and its token slice has {length}: hand "
+                "past.attend [rows, tokens, heads, dimension], and the same token_slices to every rank"
+            )
+        self._sequence.attended[self._layer, self.prefix_len] += 1
         if window is not None and window >= self._sequence.token_slices.seq_length:
             window = None  # It hides nothing.
         return TokenSliceAttention.apply(

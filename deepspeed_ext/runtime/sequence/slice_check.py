@@ -103,10 +103,16 @@ def _run(layer: StageLayer, hidden: Any, entries: Mapping[str, Any], cut: TokenS
     def part(tensors: Any, bounds: tuple[int, int]) -> Any:
         return cut_along_sequence(tensors, cut.seq_length, *bounds)
 
-    return [
+    outputs = [
         layer.run(part(hidden, bounds), state, index, part(entries, bounds))
         for index, bounds in enumerate(cut.bounds())
     ]
+    if max(state.attended.values(), default=0) > 1:
+        raise UserError(
+            f"{layer.name} calls past.attend more than once, and keys of the second call take the place of those of "
+            "the first: make it two layers"
+        )
+    return outputs
 
 
 def _difference(whole: list[Any], parts: list[Any], cut: TokenSlices) -> float | None:

@@ -30,6 +30,13 @@ class OwnAttention(models.Block):
         return hidden + self.mlp(hidden)
 
 
+class Twice(models.Block):
+    """Attends twice, so that the keys of the second time take the place of those of the first."""
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        return super().forward(super().forward(hidden, past), past)
+
+
 class PositionsFromZero(models.Embedding):
     """Counts positions from the start of the token slice."""
 
@@ -83,7 +90,10 @@ def test_layers_that_see_earlier_token_slices_or_mix_nothing_pass(dtype: torch.d
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("make", "inputs", "name"),
-    [(OwnAttention, HIDDEN, "OwnAttention"), (PositionsFromZero, TOKENS, "PositionsFromZero")],
+    [
+        (OwnAttention, HIDDEN, "OwnAttention"),
+        (PositionsFromZero, TOKENS, "PositionsFromZero"),
+    ],
 )
 def test_others_are_named_in_one_line(
     make: Callable[[], nn.Module], inputs: Tensor, name: str, dtype: torch.dtype
@@ -118,6 +128,21 @@ def test_a_layer_that_needs_a_whole_token_slice_is_not_checked() -> None:
             return hidden.view(2, 200, models.HIDDEN)
 
     assert check(Fixed(), torch.randn(2, 200, models.HIDDEN))
+
+
+def test_a_layer_with_two_attentions_is_found() -> None:
+    with pytest.raises(UserError, match=r"layer 0 \(Twice\) calls past.attend more than once"):
+        check(Twice(), HIDDEN)
+
+
+def test_heads_before_tokens_are_found() -> None:
+    class HeadsFirst(models.Block):
+        def forward(self, hidden: Tensor, past: Past) -> Tensor:
+            heads = hidden.unflatten(-1, (4, -1)).transpose(1, 2)
+            return past.attend(heads, heads, heads).transpose(1, 2).flatten(2)
+
+    with pytest.raises(UserError, match="layer 0 attends with 4 tokens, and its token slice has 24: "):
+        check(HeadsFirst(), HIDDEN)
 
 
 # ---------------------------------------------------------------------- in the engine
