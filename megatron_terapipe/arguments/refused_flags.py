@@ -39,7 +39,6 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     # Model.
     _each("encoder-num-layers", "it is another name: use --num-layers"),
     _each("add-position-embedding", "it is an old name: use --position-embedding-type learned_absolute"),
-    _each("qk-l2-norm", "norms on queries and keys have weights: use --qk-norm head if the model has them, too"),
     _each("onnx-safe", "GELU with the error function has a name of its own: use --activation gelu-exact"),
     _each("use-te-activation-func", "it does not say which form of GELU it means: use --activation"),
     _each("dropout", "it is ambiguous: use --hidden-dropout and --attention-dropout"),

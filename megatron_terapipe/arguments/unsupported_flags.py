@@ -30,6 +30,7 @@ _MODELS: Mapping[str, str] = {
         "attention is that of the transformer, without gates, indexers or recurrence",
         MODEL,
     ),
+    **_each("qk-l2-norm", "norms on queries and keys have weights", MODEL),
     **_each("quick-geglu", "a gate with the quick form of GELU is not in this trainer", MODEL),
     **_each("glu-activation", "of the gated activations only those of --activation are in this trainer", MODEL),
     **_each("mrope-section", "positions are those of text, in one dimension", MODEL),

@@ -15,7 +15,7 @@ from megatron_terapipe.config.options import (
     resolve,
 )
 from megatron_terapipe.config.rotation import check_rotation, resolve_rotation
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +60,7 @@ class ModelConfig:
         shorthands={"--use-rotary-position-embeddings": "rope"},
         # Scripts pass it beside RoPE: it speaks of the learned positions.
         fallbacks={"--no-position-embedding": "none"},
+        elsewhere=dict.fromkeys(("relative", "mrope", "alibi", "yarn"), MODEL_CANNOT_BE_TRAINED),
     )
     """How the model encodes positions: `learned_absolute` adds a learned vector for each position, `rope` rotates
     queries and keys, `none` does neither."""

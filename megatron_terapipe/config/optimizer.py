@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, flag
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, flag, option
+from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,7 +15,9 @@ class OptimizerConfig:
         ConfigError: if a value is out of range, or two contradict each other.
     """
 
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Literal["adam", "sgd"] = option(
+        "adam", elsewhere=dict.fromkeys(("muon", "dist_muon", "lion"), TRAINING_CANNOT_BE_RUN)
+    )
     """Optimizer. `adam` decays weights separately from the gradient (AdamW), as Megatron's does."""
 
     lr: float

@@ -40,6 +40,10 @@ class Option:
     spellings: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of its values."""
 
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Values that other trainers have and this one does not, and how the line about each ends: choosing another value
+    would make another model."""
+
     translations: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     """Flags of other projects with words of their own, and what each word means here."""
 
@@ -130,6 +134,9 @@ def check_choices(section: Any) -> None:
         choices = _choices(hints[declared.name], declared)
         value = getattr(section, declared.name)
         if choices and value is not None and value not in choices:
+            ending = option_of(declared).elsewhere.get(value)
+            if ending is not None:
+                raise ConfigError(f"{flag(declared.name)} {value} is not in this trainer: {ending}")
             raise ConfigError(f"{flag(declared.name)} {value} is not known: choose {one_of(choices)}")
 
 

@@ -27,6 +27,27 @@ def test_the_form_of_gelu_is_megatrons(words: str, activation: str) -> None:
     assert parse_arguments(line.split()).model.activation == activation
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--position-embedding-type mrope",
+            "--position-embedding-type mrope is not in this trainer: this model cannot be",
+        ),
+        ("--optimizer muon", "--optimizer muon is not in this trainer: this training cannot be run here"),
+        (
+            "--position-embedding-type rop",
+            "--position-embedding-type rop is not known: choose learned_absolute, rope or",
+        ),
+    ],
+)
+def test_a_value_that_makes_another_model_is_not_to_be_replaced(words: str, line: str) -> None:
+    sizes = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(f"{sizes} --train-iters 10 --lr 1e-3 --mock-data {words}".split())
+    assert str(caught.value).startswith(line)
+
+
 def test_rows_of_the_vocabulary() -> None:
     line = (
         "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --train-iters 9"

@@ -39,7 +39,7 @@ def assert_refused(rule: str, remedy: str, **given: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "rule", "remedy"),
     [
-        ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi is not known", "choose learned_absolu"),
+        ({"position_embedding_type": "ropes"}, "--position-embedding-type ropes is not known", "choose learned_absol"),
         ({"normalization": "batch"}, "--normalization batch is not known", "choose layernorm or rmsnorm"),
         (
             {"activation": "reglu"},
