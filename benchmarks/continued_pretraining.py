@@ -1,12 +1,12 @@
 """Does continued pretraining learn what a plain loop over transformers learns? The same folder, samples and AdamW.
 
-    python -m benchmarks.continued_pretraining --output runs/continued [--folder FOLDER] [--iterations 50]
+    python -m benchmarks.continued_pretraining --output runs/continued [--folder FOLDER] [--seq-length 64]
 
     ours    `pretrain_gpt.py --load FOLDER` on two stages, with four token slices
     theirs  a loop over the model of transformers, in one process
 
 The text is the State of the Union addresses, byte by byte. Without --folder a Llama with the rotations of 3.1 and
-124 M parameters is drawn at random. Ends with the largest difference of a loss.
+100 M parameters is drawn at random. Ends with the largest difference of a loss.
 """
 
 import argparse
@@ -34,7 +34,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 12,
     "num_key_value_heads": 4,
     "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": True,
     "rope_parameters": {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -44,9 +44,8 @@ LLAMA: dict[str, Any] = {
         "original_max_position_embeddings": 1024,
     },
 }
-SEQ_LENGTH = 64
 TRAINING = (
-    f"--seq-length {SEQ_LENGTH} --micro-batch-size 1 --global-batch-size 2 --lr 1e-4 --lr-decay-style constant"
+    "--micro-batch-size 2 --global-batch-size 2 --lr 1e-4 --lr-decay-style constant"
     " --weight-decay 0.1 --clip-grad 1.0 --zero-stage 0 --split 100,0,0 --tokenizer-type byte --log-interval 5"
     " --pipeline-model-parallel-size 2 --num-token-slices 4"
 )
@@ -125,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/continued"))
     parser.add_argument("--folder", type=Path, help="model to continue (default: a random one)")
+    parser.add_argument("--seq-length", type=int, default=64)
     parser.add_argument("--iterations", type=int, default=50)
     options = parser.parse_args(argv)
     prepare(options.output)
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     draw_model(folder)
     metrics = options.output / "ours.jsonl"
     data = f"--data-path {options.output}/speeches_text_document --train-iters {options.iterations}"
-    words = f"{TRAINING} {data} --load {folder} --metrics-file {metrics}".split()
+    words = f"{TRAINING} --seq-length {options.seq_length} {data} --load {folder} --metrics-file {metrics}".split()
     theirs = dict(enumerate(losses_of_transformers(parse_arguments(words), folder), start=1))
     (options.output / "theirs.json").write_text(json.dumps(theirs))
     ours = train_ours(words, metrics)

@@ -39,9 +39,6 @@ LLAMA: dict[str, Any] = COMMON | {
 }
 MODELS: dict[str, ModelConfig] = {
     "gpt2": ModelConfig(**COMMON),
-    "gpt2-small-shaped": ModelConfig(
-        num_layers=2, hidden_size=768, num_attention_heads=12, seq_length=1024, vocab_size=50257
-    ),
     "gpt2-untied-relu": ModelConfig(**COMMON, activation="relu", untie_embeddings_and_output_weights=True),
     "gpt2-exact-gelu": ModelConfig(**COMMON, activation="gelu-exact", ffn_hidden_size=100),
     "llama": ModelConfig(**LLAMA),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.huggingface.families.family import Family
-from megatron_terapipe.huggingface.families.registry import read_model
+from megatron_terapipe.huggingface.families.registry import FAMILIES, read_model
 from megatron_terapipe.huggingface.weights.folder import meta_layer, rules_of
 from megatron_terapipe.huggingface.weights.layer_rules import split_layer
 from tests.distributed import run_distributed
@@ -26,6 +26,13 @@ pytest.importorskip("safetensors")
 from tests.huggingface.tiny import TINY, tiny_model
 
 TOLERANCE = 1e-5
+TRAINED = [
+    *("gpt2", "llama", "llama-tied-biased-wide-heads", "llama-3.1", "llama-yarn", "mistral", "qwen2", "qwen2-windows"),
+    *("qwen3", "gemma", "gemma2", "gemma3", "gemma3-scaled", "phi3", "olmo2", "smollm3", "granite", "gpt_neox"),
+    *("gpt_neox-serial", "starcoder2", "stablelm", "stablelm-parallel", "nemotron", "falcon-7b", "falcon-40b"),
+    *("falcon-11b", "opt", "gpt_bigcode"),
+]
+"""Of each family all whose layers compute something of their own. The others differ in names and sizes."""
 SHARED_BY_TENSOR_RANKS = ["gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "phi3", "granite"]
 """Of each way to lay out the weights of a layer one."""
 
@@ -34,7 +41,7 @@ SHARED_BY_TENSOR_RANKS = ["gpt2", "llama-3.1", "qwen3", "olmo2", "gpt_neox", "ph
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder of each tiny model, in files of some tensors each."""
     made = {}
-    for name in TINY:
+    for name in TRAINED:
         made[name] = tmp_path_factory.mktemp(name)
         tiny_model(name).save_pretrained(made[name], max_shard_size="40KB")
     return made
@@ -43,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def on_two_stages(folders: dict[str, Path]) -> dict[str, list[Step]]:
     """The first step of each model on two stages, rank after rank."""
-    return _steps(folders, list(TINY), PP2)
+    return _steps(folders, TRAINED, PP2)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +59,11 @@ def on_two_tensor_ranks(folders: dict[str, Path]) -> dict[str, list[Step]]:
     return _steps(folders, SHARED_BY_TENSOR_RANKS, TP2)
 
 
-@pytest.mark.parametrize("name", TINY)
+def test_every_family_is_trained() -> None:
+    assert {TINY[name][0] for name in TRAINED} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_two_stages_with_four_token_slices(
     folders: dict[str, Path], on_two_stages: dict[str, list[Step]], name: str
 ) -> None:
