@@ -1,11 +1,13 @@
 """A `config.json` is read with its types checked, and refused in one line where our models cannot be so."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError, UserError
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of, read_fields, read_model
@@ -124,3 +126,44 @@ def test_a_model_is_written_as_the_first_family_that_has_it() -> None:
     assert family_of(read("phi3", sliding_window=9)).name == "mistral"
     assert family_of(read("falcon")).name == "falcon"
     assert family_of(read("opt")).name == "gpt2"
+
+
+def sizes(layers: int, hidden: int, ffn: int, heads: int, key_heads: int, words: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "vocab_size": words,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "published"),
+    [
+        ("llama", sizes(32, 4096, 14336, 32, 8, 128256), 8.03e9),
+        ("qwen2", sizes(28, 3584, 18944, 28, 4, 152064), 7.62e9),
+        ("qwen3", sizes(36, 4096, 12288, 32, 8, 151936), 8.19e9),
+        ("gemma", sizes(18, 2048, 16384, 8, 1, 256000), 2.51e9),
+        ("gemma2", sizes(42, 3584, 14336, 16, 8, 256000), 9.24e9),
+        ("gemma3_text", sizes(26, 1152, 6912, 4, 1, 262144), 1.00e9),
+        ("phi3", sizes(32, 3072, 8192, 32, 32, 32064), 3.82e9),
+        ("olmo2", sizes(32, 4096, 11008, 32, 32, 100352), 7.30e9),
+        ("smollm3", sizes(36, 2048, 11008, 16, 4, 128256), 3.08e9),
+        ("granite", {**sizes(40, 2048, 8192, 32, 8, 49155), "tie_word_embeddings": True}, 2.53e9),
+        ("gpt_neox", {**sizes(24, 2048, 8192, 16, 16, 50304), "rotary_pct": 0.25}, 1.41e9),
+        ("starcoder2", sizes(30, 3072, 12288, 24, 2, 49152), 3.03e9),
+        ("stablelm", {**sizes(24, 2048, 5632, 32, 32, 100352), "use_qkv_bias": True}, 1.64e9),
+        ("falcon", {**sizes(32, 4544, 0, 71, 1, 65024), "num_kv_heads": 71}, 6.92e9),
+        ("opt", {**sizes(24, 2048, 0, 32, 32, 50272), "ffn_dim": 8192, "word_embed_proj_dim": 2048}, 1.32e9),
+        (
+            "gpt_bigcode",
+            {"n_layer": 40, "n_embd": 6144, "n_head": 48, "n_positions": 8192, "vocab_size": 49152},
+            15.5e9,
+        ),
+    ],
+)
+def test_models_are_as_large_as_published(name: str, settings: dict[str, Any], published: float) -> None:
+    model = replace(read(name, **settings), make_vocab_size_divisible_by=1)
+    assert model_parameters(model) == pytest.approx(published, rel=5e-3)
