@@ -55,9 +55,9 @@ class RotaryTable:
 
     def _computed(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # In fp64: in fp32 a position of 100,000 would be off by a hundredth of a turn.
-        frequencies = torch.tensor(self.rotation.frequencies, dtype=torch.float64, device=device)
         positions = torch.arange(length, dtype=torch.float64, device=device)
-        angles = positions.unsqueeze(-1) * frequencies
+        # Frequencies go to the device as arguments of kernels: a tensor made of a list would be copied, and waited for.
+        angles = torch.stack([positions * frequency for frequency in self.rotation.frequencies], dim=-1)
         return torch.stack((angles.cos(), angles.sin())).mul_(self.rotation.factor).to(dtype)
 
 
