@@ -40,6 +40,7 @@ SETUPS = {
     "gpt, packed, dropout, zero-bubble": Setup(flags=f"{CUT} {PACKED} {DROPOUT} --pipeline-schedule zero-bubble"),
     "llama, packed, recomputed": Setup(flags=f"{CUT} {LLAMA} {PACKED} --recompute-activations"),
     "llama, dropout, layers recomputed": Setup(flags=f"{CUT} {LLAMA} {DROPOUT} --recompute-granularity full"),
+    "norms of heads, scaled rotations": Setup(flags=CUT, family="qwen"),
 }
 
 LOOKS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2"}
