@@ -70,8 +70,9 @@ def read_settings(config: Mapping[str, Any] | str | Path | None, keywords: Mappi
 
 
 def settings_without_effect(settings: Mapping[str, Any]) -> str | None:
-    """A warning that lists the sections that change nothing here; None if there are none."""
-    idle = [f"{name} ({remedy})" for name, remedy in WITHOUT_EFFECT.items() if _at(settings, name) is not None]
+    """A warning that lists the sections that are on and change nothing here; None if there are none."""
+    found = ((name, remedy, _at(settings, name)) for name, remedy in WITHOUT_EFFECT.items())
+    idle = [f"{name} ({remedy})" for name, remedy, value in found if value is not None and value is not False]
     return f"without effect in the DeepSpeed configuration: {', '.join(idle)}" if idle else None
 
 

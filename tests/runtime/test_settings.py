@@ -51,6 +51,7 @@ def test_what_is_switched_off_may_stand_there() -> None:
 
 def test_sections_without_effect_are_listed_in_one_line() -> None:
     assert settings_without_effect({"train_batch_size": 8, "pipeline": {"activation_checkpoint_interval": 1}}) is None
+    assert settings_without_effect({"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}) is None
     line = settings_without_effect({"activation_checkpointing": {"profile": True}, "pipeline": {"stages": 4}})
     assert line == (
         "without effect in the DeepSpeed configuration: activation_checkpointing (recompute with the module's "
