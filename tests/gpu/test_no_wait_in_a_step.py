@@ -14,6 +14,7 @@ LLAMA = (
 )
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 PACKED = "--reset-position-ids --reset-attention-mask"
+WINDOWS = "--sliding-window 9 --window-attn-skip-freq 2"
 
 
 @pytest.mark.gpu
@@ -24,6 +25,8 @@ PACKED = "--reset-position-ids --reset-attention-mask"
         f"{CUT} --bf16",
         f"{CUT} --bf16 {LLAMA}",
         f"{CUT} --bf16 {LLAMA} {PACKED} --recompute-activations",
+        f"{CUT} --bf16 {LLAMA} {WINDOWS} {PACKED}",
+        f"{CUT} --bf16 {LLAMA} {WINDOWS} --attention-softcap 30",
         f"{CUT} --bf16 {DROPOUT}",
         f"{CUT} --bf16 {LLAMA} {DROPOUT} --recompute-granularity full",
         f"{CUT} {LLAMA} --pipeline-schedule zero-bubble",

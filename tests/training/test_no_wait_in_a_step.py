@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
-from deepspeed_ext.runtime.attention_kernels import CudaFlash, CudaFlashOfRuns
+from deepspeed_ext.runtime.attention_kernels import AttentionKernel, CudaFlash, CudaFlashOfRuns, PlainAttention
 from deepspeed_ext.runtime.engine import _METHODS
 from deepspeed_ext.runtime.sequence import sequence_state
 from megatron_terapipe.data.batch import Batch
@@ -35,10 +35,13 @@ LLAMA = (
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 PACKED = "--reset-position-ids --reset-attention-mask"
 CUT = "--num-token-slices 3 --token-slices 9,15,8"
+WINDOWS = "--sliding-window 9 --window-attn-skip-freq 2"
 SETUPS = {
     "gpt": Setup(flags=CUT),
     "gpt, packed, dropout, zero-bubble": Setup(flags=f"{CUT} {PACKED} {DROPOUT} --pipeline-schedule zero-bubble"),
     "llama, packed, recomputed": Setup(flags=f"{CUT} {LLAMA} {PACKED} --recompute-activations"),
+    "llama, windows, packed": Setup(flags=f"{CUT} {LLAMA} {WINDOWS} {PACKED}"),
+    "llama, windows, soft cap": Setup(flags=f"{CUT} {LLAMA} {WINDOWS} --attention-softcap 30"),
     "llama, dropout, layers recomputed": Setup(flags=f"{CUT} {LLAMA} {DROPOUT} --recompute-granularity full"),
     "norms of heads, scaled rotations": Setup(flags=CUT, family="qwen"),
 }
@@ -99,6 +102,11 @@ def loaded(batch: Batch) -> Batch:
     return replace(batch, tokens=batch.tokens.contiguous(), labels=batch.labels.contiguous())
 
 
+def _kernel(query: Tensor, window: int | None, softcap: float | None) -> AttentionKernel:
+    """What a CUDA device would be given for bf16."""
+    return CudaFlash(window) if softcap is None else PlainAttention(window=window, softcap=softcap)
+
+
 def crossings(setup: Setup) -> Counter[tuple[str, str]]:
     """Where host and device meet in a step of an engine: kind of instruction, and what it did."""
     engine = build_engine(run_of(setup))
@@ -115,7 +123,7 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
         found[at[-1].kind.value, what] += 1
 
     kernels = patch.multiple(
-        sequence_state, kernel_for=lambda *_: CudaFlash(), kernel_of_runs_for=lambda *_: CudaFlashOfRuns()
+        sequence_state, kernel_for=_kernel, kernel_of_runs_for=lambda _, window: CudaFlashOfRuns(window)
     )
     # Torch does not know of autocast on the meta device.
     autocast = patch.object(torch, "is_autocast_enabled", lambda device_type: False)
