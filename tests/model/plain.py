@@ -97,22 +97,26 @@ def mlp(layer: MLP, model: ModelConfig, hidden: Tensor) -> Tensor:
             gate, up = gate + layer.up.bias[0], up + layer.up.bias[1]
         return product(layer.down, GATES[model.activation](gate) * up)
     wide = product(layer.up, hidden)
-    if model.activation == "gelu":
-        wide = gelu(wide)
-    else:
-        assert model.activation == "squared-relu"
-        wide = torch.where(wide > 0, wide**2, 0.0)
-    return product(layer.down, wide)
+    return product(layer.down, ACTIVATIONS[model.activation](wide))
 
 
 def gelu(wide: Tensor) -> Tensor:
     return 0.5 * wide * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)))
 
 
+def exact_gelu(wide: Tensor) -> Tensor:
+    return 0.5 * wide * (1 + torch.erf(wide / 2**0.5))
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": gelu,
+    "gelu-exact": exact_gelu,
+    "squared-relu": lambda wide: torch.where(wide > 0, wide**2, 0.0),
+}
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": lambda gate: gate * torch.sigmoid(gate),
     "geglu": gelu,
-    "geglu-exact": lambda gate: 0.5 * gate * (1 + torch.erf(gate / 2**0.5)),
+    "geglu-exact": exact_gelu,
 }
 
 
