@@ -19,28 +19,29 @@ from benchmarks.migration_survey.attempts import Attempt, outcome_of
 from benchmarks.migration_survey.table import as_json, table
 
 ORIGINS: Mapping[str, Callable[[Path, Path], Iterator[Attempt]]] = {
-    "--megatron-lm": megatron_lm.attempts,
-    "--megatron-deepspeed": megatron_deepspeed.attempts,
-    "--gpt-neox": gpt_neox.attempts,
+    "megatron_lm": megatron_lm.attempts,
+    "megatron_deepspeed": megatron_deepspeed.attempts,
+    "gpt_neox": gpt_neox.attempts,
 }
-"""By flag, what yields the attempts of a checkout; each takes the checkout and a folder for files of its own."""
+"""By name, what yields the attempts of a checkout; each takes the checkout and a folder for files of its own."""
 
 
 def main() -> int:
     """Run the survey. Returns the exit code: 1 if an attempt ended in anything but one line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for flag in ORIGINS:
-        parser.add_argument(flag, type=Path, metavar="DIR", help="a checkout")
+    parser.add_argument("--megatron-lm", type=Path, metavar="DIR", help="a checkout of Megatron-LM")
+    parser.add_argument("--megatron-deepspeed", type=Path, metavar="DIR", help="a checkout of Megatron-DeepSpeed")
+    parser.add_argument("--gpt-neox", type=Path, metavar="DIR", help="a checkout of GPT-NeoX")
     parser.add_argument("--lines", action="store_true", help="show the line of every refusal, too")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args()
     outcomes = []
     with TemporaryDirectory() as folder:
-        for flag, attempts in ORIGINS.items():
-            checkout = getattr(options, flag.strip("-").replace("-", "_"))
+        for name, attempts in ORIGINS.items():
+            checkout = getattr(options, name)
             if checkout is None:
                 continue
-            own = Path(folder, flag.strip("-"))
+            own = Path(folder, name)
             own.mkdir()
             for attempt in attempts(checkout.resolve(), own):
                 outcomes.append(outcome_of(attempt))

@@ -9,7 +9,7 @@ COMMANDS = {
     "data.corpus": ("--output x --limit-megabytes a", "argument --limit-megabytes: invalid float value: 'a'"),
     "generate": ("--load x --prompt a --top-q 1", "unrecognized arguments: --top-q 1"),
     "convert": ("to-huggingface --load x", "the following arguments are required: --output"),
-    "neox.__main__": ("", "the following arguments are required: CONFIG.yml"),
+    "neox.__main__": ("", "the following arguments are required: CONFIG"),
 }
 
 
