@@ -9,6 +9,7 @@ from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.deepspeed_values import DeepSpeedValues
 from megatron_terapipe.arguments.flags import flags
 from megatron_terapipe.arguments.model_sources import (
+    how_to_load_a_model,
     preset_settings,
     take_model_folder,
     take_model_from_checkpoint,
@@ -81,7 +82,9 @@ def build_config(given: Mapping[str, Any]) -> Config:
     declared = list(flags())
     missing = [flag(each.name) for each in declared if each.default is MISSING and each.name not in given]
     if missing:
-        raise ConfigError(f"{', '.join(missing)} must be given: add {'it' if len(missing) == 1 else 'them'}")
+        said = f"{', '.join(missing)} must be given: add {'it' if len(missing) == 1 else 'them'}"
+        of_load = given.get("load") and "--num-layers" in missing
+        raise ConfigError(f"{said}; {how_to_load_a_model(given['load'])}" if of_load else said)
     sections = {
         section: section_class(
             **{each.name: given[each.name] for each in declared if each.section == section and each.name in given}

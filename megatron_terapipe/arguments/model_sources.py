@@ -12,6 +12,7 @@ from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.registry import is_model_folder, read_fields
+from megatron_terapipe.huggingface.families.settings_file import CONFIG_FILE
 from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 
 
@@ -25,6 +26,11 @@ def preset_settings(name_or_path: str) -> Mapping[str, Any]:
         UserError: if it is neither, or our models cannot be such a model.
     """
     if name_or_path not in MODEL_PRESETS and ("/" in name_or_path or Path(name_or_path).exists()):
+        if not Path(name_or_path).exists() and not name_or_path.endswith(".json"):
+            raise ConfigError(
+                f"--model-preset {name_or_path} is not here, and nothing is downloaded: download {CONFIG_FILE} of the "
+                "model, and give its path"
+            )
         return read_fields(name_or_path, "--model-preset")
     return find_preset(name_or_path).settings
 
@@ -42,6 +48,20 @@ def take_model_from_checkpoint(given: dict[str, Any]) -> None:
         # A model that was imported has as many positions as it can process, and nobody chose to train on so many.
         if name != "seq_length" or info.was_trained:
             given.setdefault(name, value)
+
+
+def how_to_load_a_model(load: str) -> str:
+    """Return how a run gets its model from `--load`, for a command line that gives no sizes of a model.
+
+    Args:
+        load: the directory, which is no folder of Hugging Face.
+    """
+    if latest_checkpoint(load) is not None:
+        return f"--use-checkpoint-args takes the model from --load {load}"
+    return (
+        f"--load {load} holds no model: neither a checkpoint, nor {CONFIG_FILE} and weights of Hugging Face, which are "
+        "not downloaded here"
+    )
 
 
 def take_model_folder(given: dict[str, Any]) -> None:

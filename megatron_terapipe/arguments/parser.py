@@ -268,8 +268,9 @@ def _refusal(name: str, values: Sequence[str], known: Sequence[str]) -> str | No
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    nearest = get_close_matches(name, known, n=1)
-    return f"did you mean {nearest[0]}?" if nearest else "see --help"
+    # Dashes, which every flag begins with, would make all names alike.
+    nearest = get_close_matches(name.removeprefix("--"), [each.removeprefix("--") for each in known], n=1, cutoff=0.7)
+    return f"did you mean --{nearest[0]}?" if nearest else "see --help"
 
 
 def _with_dashes(word: str) -> str:

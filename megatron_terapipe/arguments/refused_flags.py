@@ -37,7 +37,7 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     _each("deepscale-config", "it is an old name: use --deepspeed-config"),
     _each("deepspeed-mpi", "the launcher decides this: use deepspeed --launcher openmpi"),
     # Model.
-    _each("encoder-num-layers", "it is another name: use --num-layers"),
+    _each("encoder-num-layers", "it has another name: use --num-layers"),
     _each("add-position-embedding", "it is an old name: use --position-embedding-type learned_absolute"),
     _each("onnx-safe", "GELU with the error function has a name of its own: use --activation gelu-exact"),
     _each("use-te-activation-func", "it does not say which form of GELU it means: use --activation"),

@@ -27,11 +27,11 @@ def parse_json(text: str, described: str) -> object:
         described: its place, for the error.
 
     Raises:
-        ConfigError: if it is not JSON, or has a key twice.
+        ConfigError: if it is not JSON, is nested too deeply, or has a key twice.
     """
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{described} is not JSON ({error}): mend it") from None
 
 

@@ -270,7 +270,7 @@ class ModelConfig:
         if self.seq_length > self.max_position_embeddings:
             raise ConfigError(
                 f"--seq-length {self.seq_length} is more than --max-position-embeddings "
-                f"{self.max_position_embeddings}: raise the latter to {self.seq_length}"
+                f"{self.max_position_embeddings}: lower the former, or raise the latter to {self.seq_length}"
             )
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:

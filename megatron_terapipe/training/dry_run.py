@@ -1,6 +1,7 @@
 """A dry run: all checks of a run that need neither its devices nor its hosts, and the lines that it prints."""
 
 from megatron_terapipe.config import Config
+from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.parallel import OPTIMISED
 from megatron_terapipe.planning.cost_model import machine_in_words
 from megatron_terapipe.training.absent_files import absent_files, without_files
@@ -29,13 +30,16 @@ def _lines(run: Run, unchecked: list[str]) -> list[str]:
     batch, model = run.config.batch, run.config.model
     lengths = ", ".join(map(str, run.config.token_slices().lengths))
     found = f", found for {machine_in_words(run.config)}"
+    sequences = "sequence" if batch.micro_batch_size == 1 else "sequences"
     rows = {
+        "model": f"{model_parameters(model):,} parameters in {model.num_layers} transformer layers of width "
+        f"{model.hidden_size}",
         "ranks": f"{layout.world_size} = {layout.data_parallel_size} data x {layout.tensor_parallel_size} tensor x "
         f"{layout.pipeline_parallel_size} pipeline parallel" + (", sequence parallel" * parallel.sequence_parallel),
         "stages": _stages(run),
         "token slices": f"{pipeline.num_token_slices} of {lengths} tokens{found * run.found_token_slices}",
         "schedule": f"{parallel.pipeline_schedule}, {pipeline.num_micro_batches} micro-batches of "
-        f"{batch.micro_batch_size} sequences on each replica{found * (parallel.pipeline_schedule == OPTIMISED)}",
+        f"{batch.micro_batch_size} {sequences} on each replica{found * (parallel.pipeline_schedule == OPTIMISED)}",
         "batch": f"{run.global_batch_size} sequences of {model.seq_length} tokens, {run.train_iters} iterations",
         "precision": f"{run.config.precision.dtype}, ZeRO {run.config.optimizer.zero_stage}, recompute "
         f"{run.config.training.recompute_granularity}",

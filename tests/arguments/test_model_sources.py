@@ -58,6 +58,11 @@ def test_a_preset_may_be_a_file_of_hugging_face(folder: Path, file: str) -> None
     ("words", "said"),
     [
         (("--model-preset", "{}/gone.json"), "gone.json cannot be read"),
+        (
+            ("--model-preset", "Qwen/Qwen2.5-7B"),
+            "--model-preset Qwen/Qwen2.5-7B is not here, and nothing is downloaded",
+        ),
+        (("--load", "Qwen/Qwen2.5-7B"), "add them; --load Qwen/Qwen2.5-7B holds no model: neither a checkpoint, nor"),
         (("--model-preset", "llama2-7q"), "--model-preset llama2-7q is not known: did you mean llama2-7b?"),
         (("--model-preset", "{}"), "--seq-length must be given: add it"),
         (("--load", "{}"), "--seq-length must be given: add it"),
@@ -72,6 +77,11 @@ def test_a_preset_may_be_a_file_of_hugging_face(folder: Path, file: str) -> None
 )
 def test_what_does_not_fit_is_said(folder: Path, words: tuple[str, ...], said: str) -> None:
     assert said in refusal("--mock-data", *(word.format(folder) for word in words))
+
+
+def test_a_file_that_is_nested_without_end_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+    assert "config.json is not JSON (maximum recursion depth exceeded" in refusal("--model-preset", folder)
 
 
 def test_a_run_begins_with_a_folder(folder: Path) -> None:

@@ -78,7 +78,7 @@ def test_what_they_cannot_express_is_named(
             {"model_type": "bert"},
             "config.json is a model of type bert, which cannot be trained here: give one of gpt2, llama",
         ),
-        ({"activation_function": "tanh"}, "sets activation_function to tanh, and our models have gelu_new or gelu_py"),
+        ({"activation_function": "tanh"}, 'sets activation_function to "tanh", and our models have "gelu_new" or "gel'),
         ({"scale_attn_by_inverse_layer_idx": True}, "sets scale_attn_by_inverse_layer_idx to true"),
         ({"n_layer": 4}, "has no tensor transformer.h.3.attn.c_attn.bias, which its config.json asks for"),
         ({"n_layer": 2}, "has a tensor transformer.h.2.attn.c_attn.bias, for which a gpt2 of its config.json has no"),
@@ -108,14 +108,14 @@ def test_what_we_cannot_express_is_named(
             "leaves out low_freq_factor, which must be a number",
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scales the rotations of positions as dynamic, and our"),
-        ({"hidden_act": "quick_gelu"}, "sets hidden_act to quick_gelu, and our models have silu or swish"),
+        ({"hidden_act": "quick_gelu"}, 'sets hidden_act to "quick_gelu", and our models have "silu" or "swish"'),
         (
             {"attention_bias": True},
             "has no tensor model.layers.0.self_attn.k_proj.bias, which its config.json asks for",
         ),
         ({"num_key_value_heads": 3}, "has model.layers.0.self_attn.k_proj.weight (16, 48), which is not the (24, 48)"),
         ({"intermediate_size": 96}, "has model.layers.0.mlp.gate_proj.weight (80, 48), which is not the (96, 48)"),
-        ({"quantization_config": {"bits": 4}}, "sets quantization_config to {'bits': 4}, and our models have null"),
+        ({"quantization_config": {"bits": 4}}, 'sets quantization_config to {"bits": 4}, and our models have null'),
     ],
 )
 def test_a_llama_that_is_not_ours_is_named(

@@ -12,7 +12,6 @@ from megatron_terapipe.huggingface.families.setting import (
     HEAD_SIZE,
     Always,
     Biases,
-    Fixed,
     Reciprocal,
     Same,
     Setting,
@@ -92,7 +91,8 @@ LLAMA = llama_like(
     "llama",
     "LlamaForCausalLM",
     swish(),
-    Fixed("pretraining_tp", (1, None)),
+    # Another order of computing the same.
+    Written({"pretraining_tp": None}),
     biases=Biases(qkv="attention_bias", projection="attention_bias", mlp="mlp_bias"),
 )
 

@@ -19,6 +19,10 @@ _SECTIONS = ("rope_scaling", "rope_parameters")
 that is not empty."""
 
 
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Sections of `rope_parameters` in Gemma 3, whose layers with a window have rotations of their own."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotation:
     """Positions that rotate queries and keys.
@@ -46,6 +50,8 @@ class Rotation:
         """Return the fields of rotations."""
         file, fields = reading
         section = next((found for name in _SECTIONS if (found := file.section(name))), file.section(_SECTIONS[0]))
+        for layer_type in _LAYER_TYPES:
+            section.expect(layer_type, (None,))
         return {
             "position_embedding_type": "rope",
             "rotary_base": float(section.value("rope_theta", NUMBER, file.value(self.base_key, NUMBER, self.base))),
@@ -82,9 +88,9 @@ def read_scaling(section: SettingsFile, max_positions: int, accepted: Sequence[s
     if kind == "default":
         return {"rotary_scaling": "none"}
     if kind not in accepted:
-        choices = one_of(["default", *accepted])
+        choices = f"not at all, or as {one_of(accepted)}" if accepted else "not at all"
         raise ConfigError(
-            f"{section.where} scales the rotations of positions as {kind}, and our models as {choices}: this model "
+            f"{section.where} scales the rotations of positions as {kind}, and our models {choices}: this model "
             "cannot be trained here"
         )
     fields: dict[str, Any] = {"rotary_scaling": kind}
@@ -161,7 +167,7 @@ class RotationByLayer:
         file, fields = reading
         windows = self._windows.read(reading)
         nested, scaling = file.section("rope_parameters"), file.section("rope_scaling")
-        whole, local = nested.section("full_attention"), nested.section("sliding_attention")
+        whole, local = map(nested.section, _LAYER_TYPES)
         for each in (nested, scaling, whole, local, file):
             each.expect("partial_rotary_factor", (1, None))
         if nested and not whole and not local:

@@ -1,5 +1,6 @@
 """A `config.json`, whose values are checked as they are read."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -132,7 +133,6 @@ class SettingsFile:
 
 
 def _shown(value: object) -> str:
-    """Return a value about as the file writes it, cut to a length that fits into a line."""
-    words = {None: "null", True: "true", False: "false"}
-    text = words[value] if value is None or isinstance(value, bool) else str(value) or "''"
+    """Return a value as the file writes it, cut to a length that fits into a line."""
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."

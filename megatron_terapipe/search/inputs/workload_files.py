@@ -212,6 +212,11 @@ def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None)
         return parse_workload({"preset": path_or_preset}, f"preset {path_or_preset}", changes)
     if not Path(path_or_preset).exists() and "/" not in path_or_preset and "." not in Path(path_or_preset).name:
         raise ConfigError(f"model {path_or_preset} is neither a file nor a preset: {_nearest_preset(path_or_preset)}")
+    if not Path(path_or_preset).exists() and not Path(path_or_preset).suffix[1:].isalpha():
+        raise ConfigError(
+            f"model {path_or_preset} is not here, and nothing is downloaded: download {CONFIG_FILE} of the model, and "
+            "give its path"
+        )
     return parse_workload(parse_text(read_text(path_or_preset), path_or_preset), path_or_preset, changes)
 
 

@@ -64,7 +64,8 @@ def flops_utilization(
 def time_text(seconds: float) -> str:
     """Return seconds as text with three significant digits."""
     for scale, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if seconds * scale >= 1 or unit == "us":
+        # From 999.5 ms on, three digits say 1 s.
+        if seconds * scale >= 0.9995 or unit == "us":
             return f"{seconds * scale:.3g} {unit}" if seconds * scale < 1000 else f"{seconds * scale:,.0f} {unit}"
     raise AssertionError
 
@@ -80,7 +81,7 @@ def interval_text(prediction: Prediction) -> str:
 def bytes_text(num_bytes: float) -> str:
     """Return bytes as text, in units of powers of 1000, as data sheets count them."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
-        if num_bytes >= scale:
+        if num_bytes >= 0.9995 * scale:
             return f"{num_bytes / scale:.3g} {unit}"
     return f"{num_bytes / 1e3:.3g} kB"
 
@@ -88,7 +89,8 @@ def bytes_text(num_bytes: float) -> str:
 def count_text(number: float) -> str:
     """Return a large number as short text: `12.9 B`."""
     for scale, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= scale:
+        # From 999.5 M on, three digits say 1 B.
+        if number >= 0.9995 * scale:
             return f"{number / scale:.3g}{unit}"
     return f"{number:.3g}"
 

@@ -144,6 +144,8 @@ def test_errors(document: Any, message: str) -> None:
 def test_neither_a_file_nor_a_preset() -> None:
     with pytest.raises(ConfigError, match=r"model gpt3-13 is neither a file nor a preset: did you mean gpt3-13b\?"):
         read_workload("gpt3-13")
+    with pytest.raises(UserError, match=r"model Qwen/Qwen2.5-7B is not here, and nothing is downloaded"):
+        read_workload("Qwen/Qwen2.5-7B")
     with pytest.raises(UserError, match=r"missing\.json cannot be read"):
         read_workload("missing.json")
 
@@ -204,5 +206,5 @@ def test_a_model_of_hugging_face(tmp_path: Path) -> None:
         assert (whole.name, whole.seq_length, len(whole.layers)) == ("gemma2", 8192, 7)
         assert read_workload(str(path), {"seq_length": 512, "num_layers": 2}).seq_length == 512
     (tmp_path / "config.json").write_text(json.dumps(settings | {"hidden_size": "256"}))
-    with pytest.raises(ConfigError, match="sets hidden_size to 256, and it must be a whole number above 0"):
+    with pytest.raises(ConfigError, match='sets hidden_size to "256", and it must be a whole number above 0'):
         read_workload(str(tmp_path))

@@ -12,6 +12,7 @@ from megatron_terapipe.search.report.answer import answer_json
 from megatron_terapipe.search.report.comparison import compare
 from megatron_terapipe.search.report.figures import (
     bytes_text,
+    count_text,
     flops_utilization,
     interval_text,
     model_flops,
@@ -90,8 +91,16 @@ def test_figures() -> None:
 
 
 @pytest.mark.parametrize(
+    ("number", "text"),
+    [(999_885_952, "1 B"), (999_400_000, "999 M"), (8_030_261_248, "8.03 B"), (494e6, "494 M"), (12, "12")],
+)
+def test_counts(number: float, text: str) -> None:
+    assert count_text(number) == text
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
-    [(12.345, "12.3 s"), (1234.5, "1,234 s"), (0.0123, "12.3 ms"), (0.9996, "1e+03 ms"), (3e-6, "3 us"), (0.0, "0 us")],
+    [(12.345, "12.3 s"), (1234.5, "1,234 s"), (0.0123, "12.3 ms"), (0.9996, "1 s"), (3e-6, "3 us"), (0.0, "0 us")],
 )
 def test_times(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
