@@ -2,8 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
@@ -11,6 +13,10 @@ from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
 from megatron_terapipe.errors import CheckpointError, ConfigError
+from megatron_terapipe.huggingface.families.registry import is_model_folder, read_model
+
+if TYPE_CHECKING:
+    from megatron_terapipe.inference.whole_model import WholeModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser(prog="python -m megatron_terapipe.generate", description=__doc__)
-    parser.add_argument("--load", required=True, metavar="CHECKPOINTS", help="directory that a run saved to")
+    parser.add_argument(
+        "--load",
+        required=True,
+        metavar="CHECKPOINTS",
+        help="directory that a run saved to, or a folder of Hugging Face",
+    )
     parser.add_argument("--load-tag", metavar="TAG", help="checkpoint, such as global_step100 (default: the newest)")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text to continue")
@@ -76,36 +87,26 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
     """Yield the prompt, then the new text as it comes."""
     text_before = _prompt(options)
     # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
-    import torch
-
-    from megatron_terapipe.checkpoint.directories import existing_checkpoint
-    from megatron_terapipe.checkpoint.info import CheckpointInfo
     from megatron_terapipe.data.text_stream import TextStream
     from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
     from megatron_terapipe.inference.generation import generate
-    from megatron_terapipe.inference.whole_model import WholeModel
 
-    directory = existing_checkpoint(options.load, options.load_tag)
-    info = CheckpointInfo.read(directory)
+    source = _model_folder(options) if is_model_folder(options.load) else _checkpoint(options)
     if options.tokenizer_type is not None:
         settings = tokenizer_settings(options)
-    elif info.tokenizer:
-        settings = TokenizerSettings(**info.tokenizer)
+    elif source.tokenizer:
+        settings = TokenizerSettings(**source.tokenizer)
     else:
-        raise CheckpointError(f"checkpoint {directory} knows no tokenizer: add --tokenizer-type and its files")
+        raise CheckpointError(f"{source.name} knows no tokenizer: add --tokenizer-type and its files")
     tokenizer = build_tokenizer(settings)
-    config = ModelConfig(**info.model)
-    # On `meta` nothing is drawn only to be overwritten.
-    with torch.device("meta"):
-        model = WholeModel(config)
-    model = model.load(directory, info.tensor_parallel_size).float().eval()
+    model = source.load()
     prompt = tokenizer.encode(text_before)
     text = TextStream(tokenizer, prompt)
     tokens = generate(
         model,
         prompt,
         options.max_new_tokens,
-        max_positions=config.max_position_embeddings,
+        max_positions=source.model.max_position_embeddings,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
         temperature=options.temperature,
@@ -117,6 +118,70 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
     for token in tokens:
         yield text.push(token)
     yield text.rest()
+
+
+class _Source(NamedTuple):
+    """Where the model comes from.
+
+    Attributes:
+        name: its name in errors.
+        model: the model section.
+        tokenizer: settings of its tokenizer; empty if it names none.
+        load: loads the weights, once everything else is known to be good.
+    """
+
+    name: str
+    model: ModelConfig
+    tokenizer: Mapping[str, Any]
+    load: Callable[[], "WholeModel"]
+
+
+def _checkpoint(options: argparse.Namespace) -> _Source:
+    from megatron_terapipe.checkpoint.directories import existing_checkpoint
+    from megatron_terapipe.checkpoint.info import CheckpointInfo
+
+    directory = existing_checkpoint(options.load, options.load_tag)
+    info = CheckpointInfo.read(directory)
+    model = ModelConfig(**info.model)
+
+    def load() -> "WholeModel":
+        return _ready(_empty(model).load(directory, info.tensor_parallel_size))
+
+    return _Source(f"checkpoint {directory}", model, info.tokenizer, load)
+
+
+def _model_folder(options: argparse.Namespace) -> _Source:
+    from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
+    from megatron_terapipe.huggingface.weights.folder import FolderWeights
+
+    if options.load_tag is not None:
+        raise ConfigError(
+            f"--load-tag {options.load_tag} names a checkpoint, and --load {options.load} is a model of Hugging Face: "
+            "drop it"
+        )
+    folder = Path(options.load)
+    family, model = read_model(folder, "--load")
+    weights = FolderWeights(folder, family, model)
+    weights.check()
+
+    def load() -> "WholeModel":
+        return _ready(_empty(model).take(lambda index, _: weights.layer(index)))
+
+    return _Source(f"--load {folder}", model, tokenizer_of(folder), load)
+
+
+def _empty(model: ModelConfig) -> "WholeModel":
+    """A model whose weights nobody has drawn: on `meta` nothing is drawn only to be overwritten."""
+    import torch
+
+    from megatron_terapipe.inference.whole_model import WholeModel
+
+    with torch.device("meta"):
+        return WholeModel(model)
+
+
+def _ready(model: "WholeModel") -> "WholeModel":
+    return model.float().eval()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """GPT with all its layers on one process: to generate with, and to hold pipelines against."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,15 @@ class WholeModel(nn.Module):
         Raises:
             CheckpointError: if a layer's file is missing or broken.
         """
-        saved = SavedWeights(directory, tensor_parallel_size)
+        return self.take(SavedWeights(directory, tensor_parallel_size).whole)
+
+    def take(self, weights: Callable[[int, nn.Module], Mapping[str, Tensor]]) -> "WholeModel":
+        """Take the weights of all layers.
+
+        Args:
+            weights: gives those [...] of a layer by name, whole, from its number and the layer itself.
+        """
         for index, layer in self.layers.items():
-            weights = saved.whole(int(index), layer)
-            layer.load_state_dict(weights, assign=any(weight.is_meta for weight in layer.parameters()))
+            on_meta = any(weight.is_meta for weight in layer.parameters())
+            layer.load_state_dict(weights(int(index), layer), assign=on_meta)
         return self
