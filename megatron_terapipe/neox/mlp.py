@@ -33,14 +33,14 @@ def convert_mlp(conversion: Conversion) -> None:
         conversion.refuse(f"mlp_type {older}", "it can be regular or llama")
     elif name == "gelu" and fused:
         activation = "gelu"
+    hidden_size = conversion.count("hidden_size")
+    asked, multiple = _asked(conversion, hidden_size or 0), conversion.count("mlp_multiple_of")
     if activation is None:
         conversion.refuse(f"activation {name}", "it can be gelu, relu, swiglu or geglu")
         return
     conversion.flag("--activation", activation)
-    hidden_size = conversion.count("hidden_size")
     width = older_gated_width if older == "llama" else engine_width if engine else mlp_width
     if hidden_size is not None:
-        asked, multiple = _asked(conversion, hidden_size), conversion.count("mlp_multiple_of")
         conversion.flag("--ffn-hidden-size", width(asked, hidden_size, gated=name in GATED, multiple=multiple or None))
 
 

@@ -136,6 +136,12 @@ def test_models_that_cannot_be_trained(changes: dict[str, Any], line: str) -> No
     assert str(caught.value).startswith(line)
 
 
+def test_a_refused_activation_leaves_no_other_setting_unread() -> None:
+    with pytest.raises(ConfigError) as caught:
+        converted(activation="mish", intermediate_size=128, mlp_multiple_of=64)
+    assert str(caught.value).count(";") == 0 and "intermediate_size" not in str(caught.value)
+
+
 def test_what_neox_leaves_out_of_its_own_layers_is_remarked() -> None:
     conversion = converted(sliding_window_width=64, gpt_j_residual=True, use_bias_in_mlp=False)
     assert parsed(conversion).model.sliding_window is None
