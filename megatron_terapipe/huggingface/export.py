@@ -12,8 +12,10 @@ from megatron_terapipe.checkpoint.find import check_files
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.options import one_of
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
-from megatron_terapipe.huggingface.families.registry import FAMILIES, family_named, family_of
+from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of
 from megatron_terapipe.huggingface.tokenizer_files import export_tokenizer
 from megatron_terapipe.huggingface.weights.folder import meta_layer, rules_of
 from megatron_terapipe.huggingface.weights.layer_rules import split_layer
@@ -72,7 +74,9 @@ def export_checkpoint(
 def _chosen_family(model: ModelConfig, wanted: str | None, origin: str | None) -> Family:
     """The family that is asked for, or that the model came from, or the first that can express it."""
     if wanted is not None:
-        family = family_named(wanted, "--family")
+        if wanted not in FAMILIES:
+            raise ConfigError(f"--family {wanted} is not known: choose {one_of(list(FAMILIES))}")
+        family = FAMILIES[wanted]
         check_expressible(family, model)
         return family
     if origin in FAMILIES and not FAMILIES[origin].differences(model):

@@ -128,6 +128,12 @@ def test_a_llama_that_is_not_ours_is_named(
     assert said in refusal(capsys, "from-huggingface", "--load", tmp_path / "theirs", "--output", tmp_path / "back")
 
 
+def test_a_family_that_is_not_known_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(whole_model(LLAMA), LLAMA, tmp_path / "ours")
+    words = ("to-huggingface", "--load", tmp_path / "ours", "--output", tmp_path / "theirs", "--family", "lama")
+    assert refusal(capsys, *words).startswith("error: --family lama is not known: choose gpt2, llama, ")
+
+
 def _no_config(directory: Path) -> None:
     (directory / "config.json").unlink()
 
