@@ -62,12 +62,14 @@ CALLS: dict[str, tuple[Pointwise, Callable[[], tuple[Any, ...]]]] = {
     ),
     "weights": (
         plain._weights,
-        lambda: (numbers(*SCORES), 0.5, torch.float64, bits(2, 4, 6), bits(9), 0.3),
+        lambda: (numbers(*SCORES), 0.5, None, None, torch.float64, bits(2, 4, 6), bits(9), 0.3),
     ),
+    "weights_in_a_window": (plain._weights, lambda: (numbers(*SCORES), 0.5, 4, 2.0, torch.float64)),
     "backward": (
         plain._backward,
-        lambda: (numbers(*SCORES), 0.5, *ROWS, bits(2, 4, 6), bits(9), 0.3),
+        lambda: (numbers(*SCORES), 0.5, None, None, *ROWS, bits(2, 4, 6), bits(9), 0.3),
     ),
+    "backward_in_a_window": (plain._backward, lambda: (numbers(*SCORES), 0.5, 4, 2.0, *ROWS)),
     "dropped": (positional_dropout._dropped, lambda: (numbers(2, 6, 8), bits(2, 6), bits(8), 0.3)),
     "dropped_onto": (
         positional_dropout._dropped_onto,

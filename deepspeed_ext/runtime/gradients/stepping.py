@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from deepspeed_ext.runtime.ledger.observers import REDUCTIONS, SUMS, UPDATE, Obs
 
 
 def _phase(name: str, method: Callable[["SteppingEngine"], None]) -> Callable[..., None]:
+    @wraps(method)
     def execute(engine: "SteppingEngine") -> None:
         with engine.observers.phase(name):
             method(engine)
