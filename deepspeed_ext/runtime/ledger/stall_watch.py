@@ -31,8 +31,8 @@ communicators are about to give up, there should have been an answer."""
 _ANSWERS = 3
 """Looks at the store that a living rank surely takes while another waits for answers."""
 
-_PARTING_S = 1.0
-"""How long to wait for a thread that is to end: calls to a store that answers take less."""
+_PARTING_S = 10.0
+"""How long to wait for a thread that is to end: calls to a store that answers take less, on a busy host too."""
 
 
 class StallWatch:
