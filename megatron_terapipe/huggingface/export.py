@@ -79,7 +79,7 @@ def _chosen_family(model: ModelConfig, wanted: str | None, origin: str | None) -
         family = FAMILIES[wanted]
         check_expressible(family, model)
         return family
-    if origin in FAMILIES and not FAMILIES[origin].differences(model):
+    if origin is not None and origin in FAMILIES and not FAMILIES[origin].differences(model):
         return FAMILIES[origin]
     return family_of(model)
 
