@@ -38,7 +38,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of an attempt."""
+    """Result of an attempt."""
 
     attempt: Attempt
     """The attempt."""

@@ -26,7 +26,7 @@ KEPT = ("*.sh", "*.json", "*.yaml", "*.yml", "*.txt", "*.cfg", "hostfile", "pret
 """Files of a checkout that scripts read."""
 
 TO_A_LOG = re.compile(r"""(2>&1[ \t]*)?(&>>?|(?<![&<\d])>>?)[ \t]*["']?[^\s"'|;&<>]*(log|LOG)[^\s"'|;&<>]*["']?""")
-"""What sends the output of a command to a log. Its directory is not here, and then the command would not be run."""
+"""Redirection of the output of a command to a log. Its directory is not here, and then the command would not be run."""
 
 PROGRAM = "pretrain_gpt.py"
 GPUS = 8

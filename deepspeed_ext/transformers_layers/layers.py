@@ -77,7 +77,7 @@ class PlacedLayer(nn.Module):
 
 
 class EmbeddingEnd(PlacedLayer):
-    """What follows the embedding of tokens: that of positions is added, and dropout.
+    """End of the embedding: the embedding of positions is added, then dropout is applied.
 
     Args:
         positions: embedding of positions; None for none.

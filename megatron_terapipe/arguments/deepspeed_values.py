@@ -13,7 +13,7 @@ from megatron_terapipe.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedValues:
-    """What a DeepSpeed file says of our fields."""
+    """Values of our fields that a DeepSpeed file gives."""
 
     path: str | None
     """The file; None if there is none."""

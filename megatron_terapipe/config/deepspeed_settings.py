@@ -43,8 +43,8 @@ class Setting:
     """The fields."""
 
     read: Callable[[Any], tuple[Any, ...]] | None = None
-    """What a value of the setting makes of the fields, () for nothing; raises ValueError with the kind of value that it
-    has to be. None if the file cannot set the fields."""
+    """Values of the fields that a value of the setting gives, () for nothing; raises ValueError with the kind of value
+    that it has to be. None if the file cannot set the fields."""
 
     decided_by: str = ""
     """Flag that decides it, if that is not the flag of the fields."""
@@ -133,7 +133,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         "optimizer.params.momentum": Setting(fields=("sgd_momentum",), read=_number),
     }
 )
-"""What decides each setting, by its name with dots."""
+"""Each setting that fields of ours decide, by its name with dots."""
 
 
 def read_deepspeed_settings(path: str) -> dict[str, Any]:

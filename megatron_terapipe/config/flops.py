@@ -61,7 +61,7 @@ def block_parameters(model: ModelConfig, block: BlockShape) -> int:
 
 
 def block_unshared_parameters(model: ModelConfig, block: BlockShape) -> int:
-    """Those of a block of which every tensor-parallel rank has a copy: norms, and biases behind a reduction.
+    """Parameters of a block of which every tensor-parallel rank has a copy: norms, and biases behind a reduction.
 
     Args:
         model: the model section.

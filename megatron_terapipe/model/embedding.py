@@ -80,7 +80,7 @@ class PositionEmbedding(nn.Module):
 
 
 class _Head:
-    """What lies between the last norm and the loss, beside a weight.
+    """Settings of the logits, beside their weight.
 
     Args:
         model: the model section, with its vocabulary size known.

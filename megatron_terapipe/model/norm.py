@@ -104,7 +104,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _RMSNormOverRanks(torch.autograd.Function):
-    """The same where each rank has as many of the channels: the ranks' means are averaged, forward and backward."""
+    """RMSNorm where each rank has as many of the channels: the ranks' means are averaged, forward and backward."""
 
     @staticmethod
     def forward(ctx, hidden, weight, epsilon: float, one_plus: bool, ranks: TensorParallelRanks):

@@ -105,7 +105,7 @@ class _RotateProduct(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """The same for heads that are no longer a part of the product."""
+    """Rotation of heads that are no longer a part of the product; its gradient turns back."""
 
     @staticmethod
     def forward(ctx, heads, cosine, sine, interleaved: bool):

@@ -17,7 +17,7 @@ class Defaults:
 
 
 SINCE_2023_12 = Defaults(dropout=0.0, weight_decay=0.1)
-"""Those of NeoX since December 2023."""
+"""Defaults of NeoX since December 2023."""
 
 BEFORE_2023_12 = Defaults(dropout=0.1, weight_decay=0.01)
-"""Those of NeoX until then, version 2.0 included."""
+"""Defaults of NeoX until then, version 2.0 included."""

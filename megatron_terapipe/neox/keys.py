@@ -95,7 +95,7 @@ TRAININGS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "amp": ((), "number types are those of fp16 and bf16"),
     }
 )
-"""The same for settings of the data, the loss and the numbers."""
+"""Settings of the data, the loss and the numbers, likewise: the values that agree, and the reason."""
 
 _KERNELS = "kernels are chosen by what the machine has"
 _RECOMPUTE = "whole layers are recomputed, without variants"

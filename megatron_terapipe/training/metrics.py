@@ -30,7 +30,7 @@ class IterationMetrics:
     params_norm: float | None = None
     """None unless asked for."""
     decoupled_learning_rate: float | None = None
-    """That of the word embedding and of the output layer; None if it is not set apart."""
+    """Learning rate of the word embedding and of the output layer; None if it is not set apart."""
     num_zeros_in_grad: int | None = None
     """Before clipping; None unless asked for."""
     timers: Mapping[str, tuple[float, ...]] | None = None

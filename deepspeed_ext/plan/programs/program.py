@@ -27,7 +27,7 @@ class InstructionKind(StrEnum):
     BACKWARD = "backward"
     """Roughly: `autograd.backward(buffers[b].outputs, inbox[i, m, t])`."""
     INPUT_GRADIENT = "input gradient"
-    """The same, but products of weights are deferred. Roughly: `buffers[b].deferred_wgrads = products not computed`."""
+    """Backward with deferred products of weights. Roughly: `buffers[b].deferred_wgrads = products not computed`."""
     WEIGHT_GRADIENT = "weight gradient"
     """Roughly: `for product in buffers[b].deferred_wgrads: product()`."""
     SEND_GRADIENT = "send gradient"

@@ -128,7 +128,7 @@ def _tile_length(window: int) -> int:
 
 
 def _mask(tile: QueryTile, window: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores [N, E] of a tile: 0 in the window of a query, minus infinity elsewhere."""
+    """Mask that is added to the scores [N, E] of a tile: 0 in the window of a query, minus infinity elsewhere."""
     num_queries, num_keys = tile.end - tile.first, tile.end_key - tile.first_key
     # Keys from the first of a query's window on, up to its own.
     last = num_keys - num_queries

@@ -29,7 +29,7 @@ class SteppingEngine(PipelineEngine):
     """DeepSpeed's pipeline engine, with our sums of gradients and gathers of weights around its optimizers' step."""
 
     observers: Observers
-    """Those who surround what the engine does."""
+    """Observers of the ops and phases of a step."""
     _reductions: GradientReductions | None = None
     """Sums over replicas that start while backwards run."""
     _gathers: ParameterGathers | None = None

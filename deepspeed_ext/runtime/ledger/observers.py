@@ -1,4 +1,4 @@
-"""What surrounds the ops and the phases of a step: clocks, and ranges with names for profilers."""
+"""Observers of the ops and the phases of a step: clocks, and ranges with names for profilers."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

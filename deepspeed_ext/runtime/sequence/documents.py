@@ -121,7 +121,7 @@ class SeenKeys(NamedTuple):
     runs: Runs
 
     def within(self, window: int, start: int) -> "SeenKeys":
-        """Those of these keys that windows reach.
+        """Keys that windows reach, of these.
 
         Args:
             window: tokens that a token attends to, itself included.

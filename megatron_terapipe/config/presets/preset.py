@@ -1,4 +1,4 @@
-"""What a preset is, and the settings that the models of several publishers share."""
+"""The class of a preset, and the settings that the models of several publishers share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ LLAMA: Mapping[str, Any] = MappingProxyType(
         "disable_bias_linear": True,
     }
 )
-"""What Llama has unlike GPT-2, and most models after it, too."""
+"""Settings of Llama and of most models after it, which GPT-2 does not have."""
 
 UNTIED: Mapping[str, Any] = MappingProxyType({"untie_embeddings_and_output_weights": True})
 """An output layer with weights of its own."""

@@ -12,7 +12,7 @@ from megatron_terapipe.training.instruments.timers import Timers, seconds_over_r
 
 
 class Instruments:
-    """Those that the flags ask for.
+    """Instruments that the flags ask for.
 
     Args:
         logging: the logging section.
