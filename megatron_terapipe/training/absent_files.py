@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_terapipe.config import CheckpointConfig, Config
-from megatron_terapipe.config.data import TOKENIZER_FILES, Part
+from megatron_terapipe.config.data import TOKENIZER_FILES
 
 ASSUMED_VOCABULARY = 50257
 """Tokens of a vocabulary whose file is not here: those of GPT-2."""
@@ -52,10 +52,8 @@ def absent_files(config: Config) -> Iterator[str]:
     if files:
         assumed = "" if config.model.vocab_size else f" (taken to have {ASSUMED_VOCABULARY} tokens)"
         yield f"tokenizer {' '.join(files)}{assumed}"
-    parts: tuple[Part, ...] = ("train", "valid", "test")
-    prefixes = dict.fromkeys(prefix for part in parts for _, prefix in config.data.weighted_prefixes(part))
-    if prefixes:
-        yield f"data {' '.join(prefixes)}"
+    if config.data.prefixes:
+        yield f"data {' '.join(config.data.prefixes)}"
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.load is not None:
         yield f"checkpoints {checkpoint.load}"

@@ -8,16 +8,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.save import save_checkpoint
 from megatron_terapipe.data.batch import Batch
-from megatron_terapipe.data.dataset_splits import DatasetSplits
-from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.training.build_engine import build_engine
-from megatron_terapipe.training.deepspeed_config import deepspeed_config
-from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.run import Run
+from tests.training.prepared import prepared_run
 
 SEQ, VOCAB, ROWS = 16, 257, 8
 BEFORE, AFTER = 3, 3
@@ -96,19 +92,8 @@ def _perform(task: Task) -> Outcome:
 
 def run_of(way: Way, load: Path | None = None) -> Run:
     """A way, prepared but for its data: micro-batches come from `batches`."""
-    launch = LaunchEnvironment.read()
     words = f"{FLAGS} {way.flags}".split()
-    config = parse_arguments(words if load is None else [*words, "--load", str(load)])
-    layout = config.parallel.layout(launch.world_size)
-    return Run(
-        config=config,
-        launch=launch,
-        layout=layout,
-        tokenizer=ByteTokenizer(),
-        datasets=DatasetSplits(train=None, valid=None, test=None),
-        deepspeed_settings=deepspeed_config(config, layout),
-        checkpoint=find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.optimizer),
-    )
+    return prepared_run(parse_arguments(words if load is None else [*words, "--load", str(load)]))
 
 
 def info_of(run: Run) -> CheckpointInfo:

@@ -9,18 +9,14 @@ import numpy as np
 import torch
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.checkpoint.save import save_checkpoint
 from megatron_terapipe.data.batch import Batch
-from megatron_terapipe.data.dataset_splits import DatasetSplits
-from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.training import build_engine as trainer_engine
-from megatron_terapipe.training.deepspeed_config import deepspeed_config
-from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.run import Run
 from tests.huggingface.tiny import VOCAB
 from tests.training.gpt_runs import RecordingSGD
+from tests.training.prepared import prepared_run
 
 SEQ = 32
 FLAGS = (
@@ -106,15 +102,4 @@ def _first_step(folder: Path, flags: str) -> Step:
 
 def run_of(folder: Path, flags: str) -> Run:
     """A run from a folder, prepared but for its data."""
-    launch = LaunchEnvironment.read()
-    config = parse_arguments(f"{FLAGS} {flags} --load {folder}".split())
-    layout = config.parallel.layout(launch.world_size)
-    return Run(
-        config=config,
-        launch=launch,
-        layout=layout,
-        tokenizer=ByteTokenizer(),
-        datasets=DatasetSplits(train=None, valid=None, test=None),
-        deepspeed_settings=deepspeed_config(config, layout),
-        checkpoint=find_checkpoint(config.checkpoint, config.model, layout, config.optimizer.optimizer),
-    )
+    return prepared_run(parse_arguments(f"{FLAGS} {flags} --load {folder}".split()))

@@ -11,13 +11,11 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.data.batch import Batch
-from megatron_terapipe.data.dataset_splits import DatasetSplits
-from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.planning.pipeline_plan import with_found_token_slices
 from megatron_terapipe.training import build_engine as trainer_engine
-from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.run import Run
+from tests.training.prepared import prepared_run
 
 SEQ, VOCAB = 32, 257
 # Weights large enough that attention is not uniform; larger ones, and fp32 itself rounds a gradient's 6th digit away.
@@ -114,17 +112,7 @@ def run_of(setup: Setup) -> Run:
     layout = parse_arguments(argv).parallel.layout(launch.world_size)
     global_batch_size = 2 * setup.micro_batches * layout.data_parallel_size
     config = parse_arguments([*argv, "--global-batch-size", str(global_batch_size)])
-    config = with_found_token_slices(config, layout.data_parallel_size)
-    layout = config.parallel.layout(launch.world_size)
-    return Run(
-        config=config,
-        launch=launch,
-        layout=layout,
-        tokenizer=ByteTokenizer(),
-        datasets=DatasetSplits(train=None, valid=None, test=None),
-        deepspeed_settings=deepspeed_config(config, layout),
-        checkpoint=None,
-    )
+    return prepared_run(with_found_token_slices(config, layout.data_parallel_size))
 
 
 def batches(setup: Setup, data_rank: int) -> list[Batch]:

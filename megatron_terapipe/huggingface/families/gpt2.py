@@ -1,6 +1,7 @@
 """Families with learned positions and LayerNorm: GPT-2, GPT-BigCode (SantaCoder, StarCoder), OPT."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
@@ -63,6 +64,22 @@ def _gpt2_settings(activation: str) -> tuple[Setting, ...]:
     )
 
 
+_TENSORS = TensorNames(
+    prefix="transformer.",
+    words="wte",
+    positions="wpe",
+    blocks="h",
+    query_key_value=("attn.c_attn",),
+    projection="attn.c_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    attention_norm="ln_1",
+    mlp_norm="ln_2",
+    final_norm="ln_f",
+    not_weights=(".attn.bias", ".attn.masked_bias"),
+)
+"""Names of the tensors of GPT-2 and of GPT-BigCode, whose matrices lie differently."""
+
 GPT2 = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
@@ -79,21 +96,7 @@ GPT2 = Family(
             )
         ),
     ),
-    tensors=TensorNames(
-        prefix="transformer.",
-        words="wte",
-        positions="wpe",
-        blocks="h",
-        query_key_value=("attn.c_attn",),
-        projection="attn.c_proj",
-        up=("mlp.c_fc",),
-        down="mlp.c_proj",
-        attention_norm="ln_1",
-        mlp_norm="ln_2",
-        final_norm="ln_f",
-        transposed=True,
-        not_weights=(".attn.bias", ".attn.masked_bias"),
-    ),
+    tensors=replace(_TENSORS, transposed=True),
 )
 
 
@@ -120,21 +123,7 @@ GPT_BIGCODE = Family(
         # Another order of computing the same.
         Written(dict.fromkeys(("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"))),
     ),
-    tensors=TensorNames(
-        prefix="transformer.",
-        words="wte",
-        positions="wpe",
-        blocks="h",
-        query_key_value=("attn.c_attn",),
-        grouped=True,
-        projection="attn.c_proj",
-        up=("mlp.c_fc",),
-        down="mlp.c_proj",
-        attention_norm="ln_1",
-        mlp_norm="ln_2",
-        final_norm="ln_f",
-        not_weights=(".attn.bias", ".attn.masked_bias"),
-    ),
+    tensors=replace(_TENSORS, grouped=True),
 )
 
 
