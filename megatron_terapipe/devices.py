@@ -36,6 +36,36 @@ MIB = 2**20
 GUESS = "a guess"
 """Source of figures that have none."""
 
+GENERATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "P100": "pascal",
+        "V100": "volta",
+        "T4": "turing",
+        "RTX 20": "turing",
+        "A10G": "ampere",
+        "A10, A30": "ampere",
+        "A40": "ampere",
+        "A100": "ampere",
+        "A800": "ampere",
+        "RTX 30": "ampere",
+        "L4, L40S": "ada",
+        "RTX 40": "ada",
+        "H100": "hopper",
+        "H800": "hopper",
+        "H200": "hopper",
+        "GH200": "hopper",
+        "B200": "blackwell",
+        "GB200": "blackwell",
+        "MI250X": "cdna2",
+        "MI300X": "cdna3",
+        GUESS: "cpu",
+    }
+)
+"""Architecture of the devices of each row of the list above, which decides how well kernels run."""
+
+GENERATION_NAMES = tuple(dict.fromkeys(GENERATIONS.values()))
+"""All architectures."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
@@ -48,6 +78,7 @@ class Device:
         half_flops: FLOP/s of dense fp16 or bf16 matrix products, by the data sheet.
         single_flops: FLOP/s of dense fp32 products, likewise.
         is_gpu: whether kernels are launched by a host beside it.
+        generation: architecture, in `GENERATIONS`; empty = not known.
     """
 
     name: str
@@ -56,6 +87,7 @@ class Device:
     half_flops: float
     single_flops: float
     is_gpu: bool = True
+    generation: str = ""
 
     def peak_flops(self, precision: str) -> float:
         """FLOP/s of matrix products in `fp16`, `bf16` or `fp32`."""
@@ -97,6 +129,7 @@ def _entry(
         half_flops=half * 1e12,
         single_flops=single * 1e12,
         is_gpu=is_gpu,
+        generation=GENERATIONS[source],
     )
     return LibraryDevice(device=device, source=source, machine=machine, aliases=aliases)
 

@@ -161,6 +161,7 @@ def cluster_json(nodes: Sequence[Node]) -> dict[str, Any]:
                     "half_flops": f"{node.device.half_flops!r} FLOP/s",
                     "single_flops": f"{node.device.single_flops!r} FLOP/s",
                     "is_gpu": node.device.is_gpu,
+                    **({"generation": node.device.generation} if node.device.generation else {}),
                 },
                 "devices": node.num_devices,
                 "inside": link(node.inside),

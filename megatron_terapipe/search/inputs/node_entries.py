@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from megatron_terapipe.devices import GENERATION_NAMES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs import library
 from megatron_terapipe.search.inputs.cluster import Device, Link, Node
@@ -46,6 +47,7 @@ class DeviceEntry(Entry):
     half_flops: Speed | None = None
     single_flops: Speed | None = None
     is_gpu: bool | None = None
+    generation: Literal[tuple(GENERATION_NAMES)] | None = None  # type: ignore[valid-type]
 
     def read(self, where: str) -> tuple[Device, Machine]:
         """Return the device, and the machine it is usually in; `where` is the place of the entry, for errors."""

@@ -56,6 +56,7 @@ def _device(device: Device) -> dict[str, Any]:
         "half_flops": f"{device.half_flops!r} FLOP/s",
         "single_flops": f"{device.single_flops!r} FLOP/s",
         "is_gpu": device.is_gpu,
+        **({"generation": device.generation} if device.generation else {}),
     }
 
 
