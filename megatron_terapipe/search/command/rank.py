@@ -15,18 +15,20 @@ from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
     add_constraint_flags,
     add_cost_flags,
+    add_headroom_flag,
     add_model_flags,
     cluster_of,
     constraints_of,
+    headroom_of,
     model_of,
     precision_of,
     progress_bar,
     read_one_strategy,
 )
-from megatron_terapipe.search.command.warnings import memory_note, smaller_cluster_note
+from megatron_terapipe.search.command.warnings import headroom_note, memory_note, smaller_cluster_note
 from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.grid_prices import FITS, ProgressCallback
+from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked, predict_one
 from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.report.answer import Answer, answer_json
@@ -199,6 +201,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--effort", type=float, default=1.0, metavar="X", help="amount of simulation; 1 takes seconds (default: 1)"
     )
+    add_headroom_flag(group)
     group.add_argument(
         "--explain",
         nargs="?",
@@ -228,7 +231,11 @@ def run(options: argparse.Namespace) -> int:
     cluster, notes = cluster_of(options)
     precision = precision_of(options, cluster)
     problem = SearchProblem(
-        workload=workload, cluster=cluster, global_batch_size=options.global_batch_size, precision=precision
+        workload=workload,
+        cluster=cluster,
+        global_batch_size=options.global_batch_size,
+        precision=precision,
+        memory_headroom=headroom_of(options),
     )
     constraints = constraints_of(options)
     choices = all_choices(problem).constrained(constraints)
@@ -237,7 +244,8 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     with progress_bar(options.progress) as progress:
         result = search(problem, choices, costs.pricing_on, top=options.top, effort=options.effort, progress=progress)
-        warnings = [] if not result.entries else [memory_note(result.entries, costs.pricing_on(cluster))]
+        pricing = costs.pricing_on(cluster)
+        warnings = [memory_note(result.entries, pricing), headroom_note(result, problem, pricing)]
         if result.entries and len({node.device for node in cluster.nodes}) > 1:
             warnings.append(smaller_cluster_note(result.entries[0], problem, constraints, costs.pricing_on, progress))
         if result.entries and options.propose_trials is not None:
@@ -300,6 +308,11 @@ def nothing_fits(result: SearchResult) -> str:
     rejected = [(name, number) for name, number in result.counts.rejected.items() if number and name not in doubles]
     if not rejected:
         return "no strategy can run: no layout of the ranks has the sizes that flags fix; drop one of these flags"
+    if result.too_full is not None:
+        return (
+            f"no strategy can run: {result.counts.rejected[HEADROOM]:,} fit the devices, but none keeps as much memory "
+            "free as --memory-headroom asks for; lower it, or take more devices or larger ones"
+        )
     last, number = rejected[-1]
     if last == FITS:
         nearest = f" (for one: {result.refused[0].reason})" if result.refused else ""

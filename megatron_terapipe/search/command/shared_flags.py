@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.library import needs_fp16
 from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.space.problem import MEMORY_HEADROOM
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ CHANGES = (
 
 FLAGS_ALONE = "-"
 """MODEL that is no file and no preset: flags say all of it."""
+
+FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup
+"""What flags are added to."""
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -88,6 +93,34 @@ def add_constraint_flags(parser: argparse.ArgumentParser) -> None:
     )
     for each, words in in_places(DIMENSIONS, "flag_help"):
         group.add_argument(each.flag, metavar=each.kind.metavar, help=words)
+
+
+def add_headroom_flag(parser: FlagSet) -> None:
+    """Add the flag for the memory that the winner leaves free."""
+    parser.add_argument(
+        "--memory-headroom",
+        metavar="SHARE",
+        default=str(MEMORY_HEADROOM),
+        help=f"share of each device's memory to keep free, such as 0.1 or 10%% (default: {MEMORY_HEADROOM})",
+    )
+
+
+def headroom_of(options: argparse.Namespace) -> float:
+    """Return the share of memory to keep free, in [0, 1).
+
+    Raises:
+        ConfigError: if it is no such share.
+    """
+    text = str(options.memory_headroom).strip()
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < 1:
+        raise ConfigError(
+            f"--memory-headroom {text} is not a share of the memory from 0 to below 1: give one such as 0.05 or 5%"
+        )
+    return share
 
 
 def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:

@@ -195,10 +195,16 @@ def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[Pricing,
 
 
 def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -> tuple[str, ...]:
-    """Return a note if the best cut needs more memory than there is; the cut changes what a schedule keeps."""
+    """Return a note if the best cut leaves no headroom in memory; the cut changes what a schedule keeps."""
+    from megatron_terapipe.search.space.problem import MEMORY_HEADROOM
+
     cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
-    reason = pricing.why_it_does_not_fit(cut, pricing.memory_model.predict(cut))
-    return () if reason is None else (f"with these token slices: {reason}",)
+    memory = pricing.memory_model.predict(cut)
+    for headroom in (0.0, MEMORY_HEADROOM):
+        reason = pricing.why_it_does_not_fit(cut, memory, headroom)
+        if reason is not None:
+            return (f"with these token slices: {reason}",)
+    return ()
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -11,9 +11,11 @@ from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
     add_constraint_flags,
     add_cost_flags,
+    add_headroom_flag,
     add_model_flags,
     cluster_of,
     constraints_of,
+    headroom_of,
     model_of,
     precision_of,
 )
@@ -46,6 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--global-batch-size", type=int, required=True, metavar="N", help="sequences of one optimizer step"
     )
     group.add_argument("--top", type=int, default=3, metavar="K", help="strategies of the search to run (default: 3)")
+    add_headroom_flag(group)
     group.add_argument("--strategies", metavar="S.jsonl", help="run the strategies of this file instead, one per line")
     group.add_argument("--iterations", type=int, default=10, metavar="N", help="iterations of each run (default: 10)")
     group.add_argument(
@@ -117,6 +120,7 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) < least:
             words = f"--{name.replace('_', '-')} {getattr(options, name)}"
             raise ConfigError(f"{words} is not a whole number from {least}: give one")
+    headroom_of(options)
     if not options.timeout_s > 0:
         raise ConfigError(f"--timeout-s {options.timeout_s:g} is not above 0: give seconds")
     if options.trainer and not Path(options.trainer).is_file():
@@ -153,7 +157,13 @@ def _strategies(
             assert workload.config is not None
             check_trainable(each, workload.config)
         return found
-    problem = SearchProblem(workload=workload, cluster=cluster, global_batch_size=batch, precision=precision)
+    problem = SearchProblem(
+        workload=workload,
+        cluster=cluster,
+        global_batch_size=batch,
+        precision=precision,
+        memory_headroom=headroom_of(options),
+    )
     with progress_bar() as progress:
         result = search(
             problem,

@@ -1,5 +1,6 @@
 """Warnings about the winner of a ranking: memory that is nearly full, and nodes that slow the others down."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,13 +9,13 @@ from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.grid_prices import ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.rank.search import search
-from megatron_terapipe.search.report.figures import flops_utilization, time_text
+from megatron_terapipe.search.rank.search import SearchResult, search
+from megatron_terapipe.search.report.figures import flops_utilization, strategy_text, time_text
 from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.search.space.problem import MEMORY_HEADROOM, SearchProblem
 from megatron_terapipe.strategy import Strategy
 
-FULL = 0.95
+FULL = 1 - MEMORY_HEADROOM
 """Share of a device's memory above which a prediction that is a few per cent off means out of memory."""
 
 EFFORT = 0.2
@@ -57,6 +58,29 @@ def memory_note(entries: Sequence[Ranked], pricing: Pricing) -> str | None:
     return f"{words}: rank {roomy.rank} takes {fullness(roomy, pricing):.0%} and {slower:.1%} longer"
 
 
+def headroom_note(result: SearchResult, problem: SearchProblem, pricing: Pricing) -> str | None:
+    """Return what keeping memory free costs; None if nothing that fits without headroom is faster.
+
+    Args:
+        result: a winner, and perhaps a faster strategy that is too full.
+        problem: what was asked.
+        pricing: on the cluster, in the order of its hostfile.
+    """
+    full = result.too_full
+    if full is None or full.prediction is None:
+        return None
+    left = 1 - fullness(full, pricing)
+    words = (
+        f"{strategy_text(full.strategy)} takes {time_text(full.prediction.iteration_time_s)}, but leaves {left:.1%} of "
+        f"a device's memory free, less than the {100 * problem.memory_headroom:.3g} % asked for"
+    )
+    allow = f"--memory-headroom {math.floor(1000 * left) / 1000:g}"
+    if not result.entries or result.entries[0].prediction is None:
+        return f"{words}: {allow} allows it"
+    saved = 1 - full.prediction.iteration_time_s / result.entries[0].prediction.iteration_time_s
+    return f"{words}: {allow} allows it and saves {saved:.1%}"
+
+
 def parts_of(cluster: Cluster) -> list[Cluster]:
     """Return the cluster without its slowest devices, without those and the next slowest, and so on."""
     speeds = sorted({node.device.half_flops for node in cluster.nodes})
@@ -97,6 +121,7 @@ def smaller_cluster_note(
             global_batch_size=problem.global_batch_size,
             precision=problem.precision,
             software=problem.software,
+            memory_headroom=problem.memory_headroom,
         )
         choices = all_choices(smaller).constrained({**_near(winner.strategy, constraints), **constraints})
         found = search(smaller, choices, pricing_on, top=1, effort=EFFORT, refine=False, progress=progress).entries

@@ -68,20 +68,24 @@ class Pricing:
             notes=time.notes,
         )
 
-    def why_it_does_not_fit(self, strategy: Strategy, memory: tuple[RankMemory, ...]) -> str | None:
+    def why_it_does_not_fit(
+        self, strategy: Strategy, memory: tuple[RankMemory, ...], headroom: float = 0.0
+    ) -> str | None:
         """Return which pipeline rank needs more memory than its smallest device has; None if none does.
 
         Args:
             strategy: the strategy.
             memory: memory of each pipeline rank.
+            headroom: share of each device that must stay free.
         """
-        usable_share = self.memory_model.overheads.usable_share
+        usable_share = self.memory_model.overheads.usable_share * (1 - headroom)
+        kept_free = f", {100 * headroom:.3g} % kept free" if headroom else ""
         for rank, devices in enumerate(self.cost_model.groups(strategy).devices):
             smallest = min(devices, key=lambda device: device.memory_bytes)
             usable, needed = usable_share * smallest.memory_bytes, memory[rank].total
             if needed > usable:
                 return (
                     f"out of memory: pipeline rank {rank} needs {needed / GIB:.1f} GiB of {usable / GIB:.1f} GiB "
-                    f"({smallest.name})"
+                    f"({smallest.name}{kept_free})"
                 )
         return None

@@ -34,7 +34,7 @@ def refined(
     effort: float = 1.0,
     progress: ProgressCallback | None = None,
 ) -> list[Ranked]:
-    """Return improvements of the best strategies that fit the memory. What no flag fixes may change.
+    """Return improvements of the best strategies that leave the headroom free. What no flag fixes may change.
 
     Args:
         entries: simulated strategies of the space.
@@ -52,7 +52,7 @@ def refined(
         if progress is not None:
             progress(number, len(tried), "token slices")
         pricing = pricing_on(entry.cluster_in_order or problem.cluster)
-        found += _with_solved_cut(entry, pricing, choices)
+        found += _with_solved_cut(entry, problem, pricing, choices)
     if SOLVED in choices["stage_partition"]:
         for entry in ranked_in_order(without_repetitions([*best, *found], problem.workload.seq_length))[:top]:
             found += _with_solved_stages(entry, problem, pricing_on(entry.cluster_in_order or problem.cluster))
@@ -80,7 +80,7 @@ def _worth_cutting(best: Sequence[Ranked], problem: SearchProblem, choices: Choi
             yield entry
 
 
-def _with_solved_cut(entry: Ranked, pricing: Pricing, choices: Choices) -> list[Ranked]:
+def _with_solved_cut(entry: Ranked, problem: SearchProblem, pricing: Pricing, choices: Choices) -> list[Ranked]:
     # The solver compiles its kernels, and not every search needs it.
     from megatron_terapipe.search.rank.token_slices import solve_cut
 
@@ -93,7 +93,7 @@ def _with_solved_cut(entry: Ranked, pricing: Pricing, choices: Choices) -> list[
     except (ConfigError, PlanError):
         return []  # a schedule without room for more: the strategy stays as it is
     cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
-    return _priced(cut, pricing)
+    return _priced(cut, problem, pricing)
 
 
 def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing) -> list[Ranked]:
@@ -109,24 +109,24 @@ def _with_solved_stages(entry: Ranked, problem: SearchProblem, pricing: Pricing)
     )
     if partition == problem.partition(strategy.stage_partition, num_stages):
         return []
-    return _priced(replace(strategy, stage_partition=partition.bounds), pricing)
+    return _priced(replace(strategy, stage_partition=partition.bounds), problem, pricing)
 
 
 def _with_better_order(
     winner: Ranked, problem: SearchProblem, pricing_on: Callable[[Cluster], Pricing], evaluations: int
 ) -> list[Ranked]:
     def score(cluster: Cluster) -> float:
-        entries = _priced(winner.strategy, pricing_on(cluster))
+        entries = _priced(winner.strategy, problem, pricing_on(cluster))
         return entries[0].prediction.iteration_time_s if entries and entries[0].prediction else float("inf")
 
     start = winner.cluster_in_order or problem.cluster
     ordered = better_order(start, score, evaluations=max(evaluations, 2))
-    return _priced(winner.strategy, pricing_on(ordered)) if ordered != start else []
+    return _priced(winner.strategy, problem, pricing_on(ordered)) if ordered != start else []
 
 
-def _priced(strategy: Strategy, pricing: Pricing) -> list[Ranked]:
-    """Return the strategy with its price; empty if it does not fit the memory."""
+def _priced(strategy: Strategy, problem: SearchProblem, pricing: Pricing) -> list[Ranked]:
+    """Return the strategy with its price; empty if it does not leave the headroom free."""
     prediction = pricing.predict(strategy)
-    if pricing.why_it_does_not_fit(strategy, prediction.memory) is not None:
+    if pricing.why_it_does_not_fit(strategy, prediction.memory, problem.memory_headroom) is not None:
         return []
     return [Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster)]

@@ -76,16 +76,19 @@ class GridMemory:
         self._working = working
         """[K, B, S, R, Q] bytes that the backward of each kind of layer holds while it runs."""
 
-    def fits(self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts]) -> NDArray[np.bool_]:
-        """Return which strategies may fit the devices: [grid]; those that surely do not are False.
+    def fits(
+        self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts], headroom: float = 0.0
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which strategies may fit the devices, and which with headroom: two of [grid]; False = surely not.
 
         Args:
             groups: devices of the layout.
             counts: layers of each rank, by number of model chunks and place on the axis `partition`.
+            headroom: share of each device that must stay free for the second.
         """
         grid, overheads = self._grid, self._model.overheads
         smallest = np.array([min(each.memory_bytes for each in devices) for devices in groups.devices])
-        fits = np.zeros(grid.shape, dtype=bool)
+        fits, roomy = np.zeros(grid.shape, dtype=bool), np.zeros(grid.shape, dtype=bool)
         for (model_chunks, place), found in counts.items():
             ranks = _ranks_to_look_at(found)
             capacity = smallest[ranks] * overheads.usable_share
@@ -102,7 +105,8 @@ class GridMemory:
                     if possible[zero]:
                         total = self._total(found, ranks, schedule, zero, each)
                         fits[order, place, ..., zero] = np.all(total <= limit, axis=0)
-        return fits
+                        roomy[order, place, ..., zero] = np.all(total <= limit * (1 - headroom), axis=0)
+        return fits, roomy
 
     def _states(self, counts: LayerCounts, ranks: list[int], zero_stage: int) -> Counted:
         """[ranks] bytes whatever the schedule."""

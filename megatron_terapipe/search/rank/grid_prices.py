@@ -31,6 +31,9 @@ Flags = NDArray[np.bool_]
 FITS = "memory of the devices"
 """Name of the rejection of strategies that need more."""
 
+HEADROOM = "memory kept free (--memory-headroom)"
+"""Name of the rejection of strategies that fit the devices, but do not leave the headroom free."""
+
 COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; fix stage 0 to have it)"
 """Name of the rejection of strategies that add gradients up with fewer digits; `--zero-stage 0` alone keeps them."""
 
@@ -46,7 +49,8 @@ class PricedGrid:
         grid: the grid.
         node_order: number of the node order.
         partitions: bounds of stages by model chunks and place on the axis `partition`.
-        places: [n] flat index in the grid of each strategy.
+        places: [n] flat index in the grid of each strategy that may fit the devices.
+        roomy: [n] whether it may leave the headroom free; the others cannot win.
         estimate: [n] seconds in closed form.
         bound: [n] seconds at least.
     """
@@ -55,6 +59,7 @@ class PricedGrid:
     node_order: int
     partitions: dict[tuple[int, int], StagePartition]
     places: NDArray[np.int64]
+    roomy: Flags
     estimate: Floats
     bound: Floats
 
@@ -96,17 +101,19 @@ def price_space(
     for number, found in enumerate(legal_grids(problem, choices, counts)):
         if progress is not None:
             progress(number, total, "closed form")
-        different, fitting = np.zeros(found.grid.shape, dtype=bool), np.zeros(found.grid.shape, dtype=bool)
+        different, fitting, roomy = (np.zeros(found.grid.shape, dtype=bool) for _ in range(3))
         memory = GridMemory(found.grid, pricings[0].memory_model)
         for order, (pricing, table) in enumerate(zip(pricings, tables, strict=True)):
-            priced, legal, fits = _price(problem, found, order, pricing, table, memory)
+            priced, legal, fits, leaves_room = _price(problem, found, order, pricing, table, memory)
             different |= legal
             fitting |= fits
+            roomy |= leaves_room
             if len(priced.places):
                 yield priced
         counts.reject(SAME_STAGES, int((found.legal & ~different).sum()))
         counts.reject(FITS, int((different & ~fitting).sum()))
-        counts.reject(COARSE_SUMS, int((fitting & ~keeps_digits(found.grid, problem.precision)).sum()))
+        counts.reject(HEADROOM, int((fitting & ~roomy).sum()))
+        counts.reject(COARSE_SUMS, int((roomy & ~keeps_digits(found.grid, problem.precision)).sum()))
         counts.priced += int(different.sum())
 
 
@@ -139,8 +146,8 @@ def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
 
 def _price(
     problem: SearchProblem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables, memory: GridMemory
-) -> tuple[PricedGrid, Flags, Flags]:
-    """Return the strategies of a grid that may win; [grid] which differ from each other; [grid] which of those fit."""
+) -> tuple[PricedGrid, Flags, Flags, Flags]:
+    """Return the strategies of a grid that fit; [grid] which differ, which of those fit, which fit with headroom."""
     grid = found.grid
     cost_model = pricing.cost_model
     layout = ParallelLayout(
@@ -155,14 +162,15 @@ def _price(
         for key, partition in partitions.items()
     }
     legal = found.legal & _priceable(grid, partitions)
-    fits: Flags = memory.fits(groups, counts) & legal
+    fits, roomy = (legal & each for each in memory.fits(groups, counts, problem.memory_headroom))
     if not fits.any():
         nothing = np.zeros(0)
-        return PricedGrid(grid, order, partitions, nothing.astype(np.int64), nothing, nothing), legal, fits
+        none = nothing.astype(np.int64), nothing.astype(bool), nothing, nothing
+        return PricedGrid(grid, order, partitions, *none), legal, fits, roomy
     times = grid_times(grid, groups, cost_model, tables, counts, wanted=_pairs(fits))
     places = np.flatnonzero(fits & keeps_digits(grid, problem.precision))
     estimate, bound = times.estimate.ravel()[places], times.bound.ravel()[places]
-    return PricedGrid(grid, order, partitions, places, estimate, bound), legal, fits
+    return PricedGrid(grid, order, partitions, places, roomy.ravel()[places], estimate, bound), legal, fits, roomy
 
 
 def _pairs(flags: Flags) -> Flags:

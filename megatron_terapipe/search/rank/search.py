@@ -2,6 +2,9 @@
 
     all --rules--> legal --bytes at least--> may fit --seconds in closed form--> may win --simulated--> ranked
 
+What fits the devices but does not leave the headroom free cannot win. The fastest of those is found, so that its user
+knows what the headroom costs.
+
 The strategies with the lowest estimates are simulated first. A strategy whose lower bound is above the last of the
 ranking is never simulated. If the effort does not suffice for all others, the ranking says by how much the best of
 those could still win. The same question always has the same answer.
@@ -10,6 +13,7 @@ those could still win. The same question always has the same answer.
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +23,13 @@ from megatron_terapipe.search.cost.cost_model import pipeline_shape
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.finalists import refined
-from megatron_terapipe.search.rank.grid_prices import FITS, PricedGrid, ProgressCallback, price_space
+from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, PricedGrid, ProgressCallback, price_space
 from megatron_terapipe.search.rank.placement import node_orders, placement_of
 from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order, without_repetitions
 from megatron_terapipe.search.space.choices import Choices
 from megatron_terapipe.search.space.legal_grids import SearchCounts
 from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
@@ -36,6 +41,9 @@ MOST_OPS = 400_000
 
 OPS_OF_ONE = 8_000
 """Ops of a schedule that are generated at most; `cost/simulated_time.py` extrapolates the rest."""
+
+MOST_TOO_FULL = 8
+"""Strategies without headroom that are simulated, to know the fastest of them."""
 
 ROUNDING = 1e-9
 """Relative difference below which two times are the same."""
@@ -51,6 +59,7 @@ class SearchResult:
         proven: whether nothing that the space holds can be faster than the winner, under this model.
         could_save: share of the winner's time that the most promising strategy left out could save at most.
         refused: strategies that looked good in closed form and need too much memory on their schedule, a few.
+        too_full: the fastest found that fits the devices without the headroom, if it is faster than the winner.
     """
 
     entries: tuple[Ranked, ...]
@@ -58,6 +67,7 @@ class SearchResult:
     proven: bool
     could_save: float
     refused: tuple[Ranked, ...] = ()
+    too_full: Ranked | None = None
 
 
 def search(
@@ -93,12 +103,14 @@ def search(
     left = contest.lowest_bound_left
     best_s = ordered[0].prediction.iteration_time_s if ordered and ordered[0].prediction else np.inf
     could_save = max(0.0, 1 - left / best_s) if ordered and np.isfinite(left) else 0.0
+    too_full = contest.fastest_too_full(best_s)
     return SearchResult(
         entries=tuple(_in_hostfile_order(entry, problem.cluster) for entry in ordered),
         counts=counts,
         proven=could_save <= ROUNDING,
         could_save=could_save,
         refused=tuple(contest.refused),
+        too_full=None if too_full is None else _in_hostfile_order(too_full, problem.cluster),
     )
 
 
@@ -110,6 +122,11 @@ class _Contest:
     ) -> None:
         self._problem, self._pricings, self._grids = problem, pricings, grids
         self._counts, self._top = counts, top
+        self._estimate, self._bound = (_joined(grids, name, float) for name in ("estimate", "bound"))
+        self._roomy = _joined(grids, "roomy", bool)
+        self._too_full: list[int] = np.flatnonzero(~self._roomy).tolist()
+        """Places of the strategies that fit the devices, but do not leave the headroom free."""
+        self._first = np.cumsum([0, *(len(grid.places) for grid in grids)])
         self._shapes: set[tuple[str, PipelineShape]] = set()
         self._ops_left = 0.0
         self.ranked: list[Ranked] = []
@@ -127,15 +144,10 @@ class _Contest:
             effort: how much is simulated.
             progress: told what is being done.
         """
-        if not self._grids:
-            return
-        estimate = np.concatenate([grid.estimate for grid in self._grids])
-        bound = np.concatenate([grid.bound for grid in self._grids])
-        owner = np.repeat(np.arange(len(self._grids)), [len(grid.places) for grid in self._grids])
-        first = np.cumsum([0, *(len(grid.places) for grid in self._grids)])
+        bound = self._bound
         most, self._ops_left = max(int(MOST_STRATEGIES * effort), self._top), MOST_OPS * effort
         done = 0
-        for index in self._by_estimate(estimate).tolist():
+        for index in self._by_estimate(np.flatnonzero(self._roomy)):
             if bound[index] >= self._to_beat_s * (1 - ROUNDING):
                 continue
             if done >= most or (self._ops_left <= 0 and len(self.ranked) >= self._top):
@@ -144,21 +156,57 @@ class _Contest:
             if progress is not None:
                 progress(min(done, most), most, "simulated")
             done += 1
-            self._simulate(self._grids[owner[index]], int(index - first[owner[index]]))
+            self._simulate(index)
 
-    def _by_estimate(self, estimate: Floats) -> NDArray[np.int64]:
-        """Return the indices of estimates in rising order; equal ones in the order of the space."""
-        return np.argsort(np.round(estimate / estimate.min(), 10), kind="stable")
+    def fastest_too_full(self, to_beat_s: float) -> Ranked | None:
+        """Return the fastest of a few promising strategies that fit without headroom; None if none is faster.
 
-    def _simulate(self, grid: PricedGrid, index: int) -> None:
-        strategy = grid.strategy(index, self._problem)
-        pricing = self._pricings[grid.node_order]
+        Args:
+            to_beat_s: seconds that it must be faster than.
+        """
+        fastest, simulated = None, 0
+        for index in self._by_estimate(np.array(sorted(self._too_full), dtype=np.int64)):
+            if simulated >= MOST_TOO_FULL:
+                break
+            if self._bound[index] >= to_beat_s * (1 - ROUNDING):
+                continue
+            strategy, pricing = self._at(index)
+            simulated += 1
+            if pricing.why_it_does_not_fit(strategy, pricing.memory_model.predict(strategy)) is not None:
+                continue
+            prediction = pricing.predict(strategy)
+            if prediction.iteration_time_s < to_beat_s * (1 - ROUNDING):
+                to_beat_s = prediction.iteration_time_s
+                fastest = Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster)
+        return fastest
+
+    def _by_estimate(self, places: NDArray[np.int64]) -> list[int]:
+        """Return places in the order of their estimates; equal ones in the order of the space."""
+        if not len(places):
+            return []
+        estimate = self._estimate[places]
+        order = np.argsort(np.round(estimate / estimate.min(), 10), kind="stable")
+        found: list[int] = places[order].tolist()
+        return found
+
+    def _at(self, index: int) -> tuple[Strategy, Pricing]:
+        """Return the strategy at a place among all grids, and what prices it on its node order."""
+        owner = int(np.searchsorted(self._first, index, side="right")) - 1
+        grid = self._grids[owner]
+        return grid.strategy(int(index - self._first[owner]), self._problem), self._pricings[grid.node_order]
+
+    def _simulate(self, index: int) -> None:
+        strategy, pricing = self._at(index)
         memory = pricing.memory_model.predict(strategy)
         reason = pricing.why_it_does_not_fit(strategy, memory)
         if reason is not None:
             self._counts.reject(FITS, 1)
             if len(self.refused) < self._top:
                 self.refused.append(Ranked(strategy=strategy, prediction=None, feasible=False, reason=reason))
+            return
+        if pricing.why_it_does_not_fit(strategy, memory, self._problem.memory_headroom) is not None:
+            self._counts.reject(HEADROOM, 1)
+            self._too_full.append(index)
             return
         key = (strategy.schedule, pipeline_shape(strategy))
         if key not in self._shapes:
@@ -177,6 +225,11 @@ class _Contest:
         insort(self._times_s, prediction.iteration_time_s)
         if len(self._times_s) >= self._top:
             self._to_beat_s = self._times_s[self._top - 1]
+
+
+def _joined(grids: list[PricedGrid], name: str, dtype: type) -> NDArray[Any]:
+    """[n] an attribute of all grids."""
+    return np.concatenate([np.zeros(0, dtype), *(getattr(grid, name) for grid in grids)])
 
 
 def _in_hostfile_order(entry: Ranked, cluster: Cluster) -> Ranked:

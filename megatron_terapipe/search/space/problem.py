@@ -8,6 +8,9 @@ from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.software import TERAPIPE, Software
 
+MEMORY_HEADROOM = 0.05
+"""Share of a device's memory that is kept free where nobody says otherwise: predictions are a few per cent off."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
@@ -19,6 +22,7 @@ class SearchProblem:
         global_batch_size: sequences of one optimizer step.
         precision: `fp16`, `bf16` or `fp32`.
         software: the trainer that will run the answer.
+        memory_headroom: share of every device's memory that strategies leave free, in [0, 1).
     """
 
     workload: Workload
@@ -26,6 +30,7 @@ class SearchProblem:
     global_batch_size: int
     precision: str = "bf16"
     software: Software = TERAPIPE
+    memory_headroom: float = MEMORY_HEADROOM
     _partitions: dict[tuple[str, int], StagePartition] = field(default_factory=dict, compare=False, repr=False)
 
     def partition(self, stage_partition: str | tuple[int, ...], num_stages: int) -> StagePartition:

@@ -99,6 +99,10 @@ def test_the_same_question_has_the_same_answer(files: list[str], tmp_path: Path)
         (["--zero-stage", "0,3"], "--zero-stage 0,3 is not whole numbers from 0 to 1"),
         (["--top", "0"], "--top 0 is not a whole number from 1"),
         (["--effort", "0"], "--effort 0.0 is not above 0"),
+        (["--memory-headroom", "1.5"], "--memory-headroom 1.5 is not a share of the memory from 0 to below 1"),
+        (["--memory-headroom=-1%"], "--memory-headroom -1% is not a share"),
+        (["--memory-headroom", "nan"], "--memory-headroom nan is not a share"),
+        (["--memory-headroom", "some"], "--memory-headroom some is not a share"),
         (["--token-slices", "128,a"], "--token-slices 128,a is not lengths"),
     ],
 )
@@ -194,3 +198,11 @@ def test_measured_seconds_of_a_model_file_are_what_it_costs(tmp_path: Path, caps
     capsys.readouterr()
     assert main(words) == 2
     assert "layer 'other' has no forward_s, and others have" in capsys.readouterr().err
+
+
+def test_memory_that_nothing_leaves_free(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rank", *files, *FEW, "--memory-headroom", "99%", "--explain"]) == 1
+    printed = capsys.readouterr()
+    assert "fit the devices, but none keeps as much memory free as --memory-headroom asks for" in printed.err
+    assert "rejected: memory kept free (--memory-headroom)" in printed.out
+    assert "--memory-headroom 0.9" in printed.out and "allows it" in printed.out

@@ -8,6 +8,8 @@ import pytest
 from megatron_terapipe.planning.planned_run import check_trainable
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.rank.grid_prices import HEADROOM
+from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.space.choices import Choices, all_choices
 from megatron_terapipe.search.space.legal_grids import SearchCounts, broken_rule, legal_grids
@@ -51,6 +53,7 @@ def test_the_search_finds_what_trying_everything_finds(memory_bytes: float) -> N
     (node,) = small_cluster(num_nodes=1, num_devices=4).nodes
     device = replace(node.device, memory_bytes=memory_bytes)
     problem = small_problem(Cluster(nodes=(replace(node, device=device),)), num_layers=10)
+    problem = replace(problem, memory_headroom=0.0)
     choices = few(problem)
     result = search(problem, choices, pricing_on(problem), top=5, refine=False, effort=5)
     times = exhaustive(problem, choices)
@@ -122,3 +125,38 @@ def test_nothing_fits() -> None:
     problem = small_problem(tiny)
     result = search(problem, few(problem), pricing_on(problem))
     assert result.entries == () and result.counts.num_rejected == result.counts.total
+
+
+def crowded(memory_bytes: float, headroom: float) -> SearchProblem:
+    (node,) = small_cluster(num_nodes=1, num_devices=4).nodes
+    device = replace(node.device, memory_bytes=memory_bytes)
+    problem = small_problem(Cluster(nodes=(replace(node, device=device),)), num_layers=10)
+    return replace(problem, memory_headroom=headroom)
+
+
+def share_left(problem: SearchProblem, entry: Ranked) -> float:
+    return 1 - entry.prediction.peak_memory_bytes / problem.cluster.nodes[0].device.memory_bytes
+
+
+def test_every_ranked_strategy_leaves_the_headroom_free_and_the_fastest_other_is_named() -> None:
+    plain = crowded(5.9e9, 0.0)
+    fastest = search(plain, few(plain), pricing_on(plain), top=1).entries[0]
+    left = share_left(plain, fastest)
+    asked = replace(plain, memory_headroom=left + 0.02)
+    result = search(asked, few(asked), pricing_on(asked), top=30, effort=3)
+    assert result.entries
+    assert all(share_left(asked, entry) >= asked.memory_headroom for entry in result.entries)
+    # The rule has its own count, and every strategy is counted once.
+    assert result.counts.rejected[HEADROOM] > 0
+    full, winner = result.too_full, result.entries[0]
+    assert full is not None and share_left(asked, full) < asked.memory_headroom
+    assert full.prediction.iteration_time_s < winner.prediction.iteration_time_s
+    enough = search(plain, few(plain), pricing_on(plain), top=1)
+    assert enough.too_full is None and enough.counts.rejected[HEADROOM] == 0
+
+
+def test_where_nothing_leaves_the_headroom_the_fastest_that_fits_is_named() -> None:
+    problem = crowded(5.9e9, 0.6)
+    result = search(problem, few(problem), pricing_on(problem))
+    assert not result.entries and result.too_full is not None
+    assert 0 <= share_left(problem, result.too_full) < 0.6
