@@ -25,7 +25,7 @@ from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.cost.step_costs import StepCosts
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.op_times.layer_times import LayerQuery
-from megatron_terapipe.search.op_times.software import MEGATRON
+from megatron_terapipe.search.software.deepspeed import DEEPSPEED
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
@@ -33,7 +33,11 @@ Floats = NDArray[np.float64]
 REDUCTION_BYTES = 4
 """Bytes of an entry of a gradient on its way."""
 
-AMP_DEEPSPEED = replace(MEGATRON, name="deepspeed-0.3.13", reduction_bytes=REDUCTION_BYTES)
+AMP_DEEPSPEED = replace(
+    DEEPSPEED,
+    name="deepspeed-0.3.13",
+    communication=replace(DEEPSPEED.communication, reduction_bytes=REDUCTION_BYTES),
+)
 """Gradients travel in single precision; the rest as Megatron does."""
 
 BUFFERED_BYTES = 2 * 4 * 2**20

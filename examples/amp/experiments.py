@@ -22,7 +22,7 @@ from megatron_terapipe.search.inputs.cluster import Cluster, Node
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.op_times.software import Software
+from megatron_terapipe.search.software.description import Operator, Software
 
 PRECISION = "fp16"
 TENSOR_PARALLEL_SIZES = (1, 2, 4)
@@ -132,7 +132,12 @@ EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
             profiles=MappingProxyType({"transgan_P3": clusters.p3(0)}),
             efficiency=SLOW_NETWORK,
             # That its generator drops nothing is an assumption; peaks of memory then agree with which trials ran.
-            software=replace(AMP_DEEPSPEED, residual_dropout=False, attention_dropout=False),
+            software=replace(
+                AMP_DEEPSPEED,
+                operators=replace(AMP_DEEPSPEED.operators, residual=Operator(forward=3, backward=4.5)),
+                attention=replace(AMP_DEEPSPEED.attention, keeps_dropped=False),
+                residual_dropout=False,
+            ),
         ),
     }
 )

@@ -29,8 +29,9 @@ from megatron_terapipe.search.inputs.library import device, machine
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
-from megatron_terapipe.search.op_times.roofline import ACCUMULATION_BYTES, Roofline
-from megatron_terapipe.search.op_times.software import MEGATRON
+from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.software.description import Operator
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.strategy import Strategy
 
 LAYER_LAUNCH_S = 1.45e-3
@@ -51,12 +52,14 @@ PHYSICS = replace(
 )
 
 CODE = replace(
-    MEGATRON,
+    MEGATRON_LM,
     name="terapipe-2021",
+    title="the authors' code",
     # Its one message and the broadcast behind it take what parts from every rank and a gather behind them would.
-    shares_transfers=True,
+    operators=replace(MEGATRON_LM.operators, residual=Operator(forward=3, backward=4.5)),
+    products=replace(MEGATRON_LM.products, accumulation_bytes=ADDING_BYTES),
+    step_bytes=16,
     residual_dropout=False,
-    gradient_bytes=2,
 )
 
 
@@ -78,11 +81,8 @@ class LaunchedLayers:
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """See `OpTimes`."""
         times = self.roofline(query)
-        weights = sum(product.weights for product in query.layer.products) / query.tensor_parallel_size
-        reached = query.device.memory_bandwidth * self.roofline.efficiency.memory_efficiency
-        weight_gradient = times.weight_gradient - (ACCUMULATION_BYTES - ADDING_BYTES) * weights / reached
         half = LAYER_LAUNCH_S / 2
-        return LayerTimes(times.forward, times.input_gradient, weight_gradient, LAYER_LAUNCH_S, half, half)
+        return LayerTimes(times.forward, times.input_gradient, times.weight_gradient, LAYER_LAUNCH_S, half, half)
 
 
 def cluster_of(setting: Setting) -> Cluster:

@@ -149,27 +149,34 @@ LAYERS = (
         ("pydantic", "pydantic_core", "yaml"),
     ),
     Layer(
-        ("megatron_terapipe.search.op_times", "megatron_terapipe.search.op_times.*"),
+        ("megatron_terapipe.search.software", "megatron_terapipe.search.software.*"),
         search("inputs"),
+        ("numpy", "pydantic"),
+    ),
+    Layer(
+        ("megatron_terapipe.search.op_times", "megatron_terapipe.search.op_times.*"),
+        search("inputs", "software"),
         ("numpy", "pydantic", "scipy", "pyarrow", "aiconfigurator_core"),
     ),
     Layer(
-        ("megatron_terapipe.search.cost", "megatron_terapipe.search.cost.*"), search("inputs", "op_times"), ("numpy",)
+        ("megatron_terapipe.search.cost", "megatron_terapipe.search.cost.*"),
+        search("inputs", "software", "op_times"),
+        ("numpy",),
     ),
     Layer(
         ("megatron_terapipe.search.space", "megatron_terapipe.search.space.*"),
-        search("inputs", "op_times", "cost"),
+        search("inputs", "software", "op_times", "cost"),
         ("numpy",),
     ),
     Layer(
         ("megatron_terapipe.search.rank", "megatron_terapipe.search.rank.*"),
-        search("inputs", "op_times", "cost", "space"),
+        search("inputs", "software", "op_times", "cost", "space"),
         ("numpy", "numba"),
     ),
     # The run of a configuration, planned with the search's cost model and solvers.
     Layer(
         ("megatron_terapipe.planning", "megatron_terapipe.planning.*"),
-        search("inputs", "op_times", "cost", "rank"),
+        search("inputs", "software", "op_times", "cost", "rank"),
     ),
     Layer(
         ("megatron_terapipe.training", "megatron_terapipe.training.*"),
@@ -185,12 +192,12 @@ LAYERS = (
     ),
     Layer(
         ("megatron_terapipe.search.report", "megatron_terapipe.search.report.*"),
-        search("inputs", "op_times", "cost", "space", "rank"),
+        search("inputs", "software", "op_times", "cost", "space", "rank"),
         ("numpy", "rich"),
     ),
     Layer(
         ("megatron_terapipe.search.trials", "megatron_terapipe.search.trials.*"),
-        search("inputs", "op_times", "cost", "space", "rank", "report"),
+        search("inputs", "software", "op_times", "cost", "space", "rank", "report"),
         ("numpy", "pydantic", "scipy", "rich"),
     ),
     # Commands put the parts together: they may import anything of ours, and nobody imports them.

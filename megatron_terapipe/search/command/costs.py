@@ -17,7 +17,7 @@ from megatron_terapipe.search.op_times.profile_efficiency import measured_effici
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
 from megatron_terapipe.search.op_times.profile_files import read_profile
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
-from megatron_terapipe.search.op_times.software import TERAPIPE
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.search.trials.calibration import Calibration, calibrate, no_calibration
 from megatron_terapipe.search.trials.calibration_files import calibrated
 from megatron_terapipe.search.trials.cluster_calibrations import calibrated_slopes

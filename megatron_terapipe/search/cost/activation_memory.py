@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from deepspeed_ext.plan.attention_tiles import SCORES_AT_ONCE, longest_in_window
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
 from megatron_terapipe.search.inputs.layer import Layer
-from megatron_terapipe.search.op_times.software import Software
+from megatron_terapipe.search.software.description import Software
 
 ScalarOrArray = NDArray[np.float64] | float
 
@@ -176,7 +176,7 @@ class _Kept:
             normed_heads = element * attention.normed_channels / size
             positions = attention.most_positions(layer.tokens)
             # Probabilities before and after dropout, and its mask: 5as of equation 1.
-            copies = 2 * element + 1 if self.software.attention_dropout else element
+            copies = 2 * element + 1 if self.software.attention.keeps_dropped else element
             scores = copies * attention.query_heads * positions / size
             window = attention.sliding_window
             if attention.written_out:
@@ -189,7 +189,7 @@ class _Kept:
         norms, inputs = layer.kept_states * hidden, layer.normed_states * hidden
         widths = (1 + layer.gated) * mlp_width
         activated = 0.0 * size if self.reads_output else mlp_width
-        flash = self.software.attention == "flash"
+        flash = not self.software.attention.writes_scores
         core = log_sums if flash else scores
         everything = (
             norms

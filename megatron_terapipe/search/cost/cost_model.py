@@ -33,7 +33,8 @@ from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEffici
 from megatron_terapipe.search.op_times.layer_times import OpTimes
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
 from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.op_times.software import ELEMENT_BYTES, TERAPIPE, Software
+from megatron_terapipe.search.software.description import ELEMENT_BYTES, Software
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.strategy import Strategy
 
 __all__ = [
@@ -302,7 +303,7 @@ class CostModel:
             Messages(num_bytes, bandwidth[:, None], latency_s[:, None], crosses_nodes[:, None]),
             placed.groups.tensor.all_ranks.at(ranks[:, None]),
             self.efficiency,
-            in_parts=self.software.shares_transfers and not strategy.sequence_parallel,
+            in_parts=self.software.communication.shares_transfers and not strategy.sequence_parallel,
         )
 
     def _costs(self, placed: PlacedStrategy, stages: Floats) -> OpCosts:
@@ -311,7 +312,7 @@ class CostModel:
         forward, backward, weight = stages[kinds] + self.efficiency.op_s
         transfer: float | TransferCosts = 0.0
         if placed.strategy.pipeline_parallel_size > 1:
-            if self.software.overlaps_transfers:
+            if self.software.communication.overlaps_transfers:
                 transfer = self._transfers(placed)
             else:
                 sending = self._sending_s(placed)

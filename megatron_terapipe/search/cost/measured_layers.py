@@ -29,7 +29,7 @@ from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, Numbers, ScalarOrArray
 from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.op_times.software import ELEMENT_BYTES, Software
+from megatron_terapipe.search.software.description import ELEMENT_BYTES, Software
 
 CLEARLY = 1.2
 """How many times the launch limit a measurement must be for its device to be the reason: where both are alike, their

@@ -23,7 +23,8 @@ from megatron_terapipe.search.cost.prediction import RankMemory
 from megatron_terapipe.search.cost.state_memory import bucket_bytes, state_bytes
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.software import ELEMENT_BYTES, TERAPIPE, Software
+from megatron_terapipe.search.software.description import ELEMENT_BYTES, Software
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
@@ -120,15 +121,13 @@ class MemoryModel:
             pipeline_parallel_size: pipeline ranks.
             zero_stage: 0 or 1.
         """
-        each = state_bytes(
-            self.software.name, self.precision, zero_stage=zero_stage, data_parallel_size=data_parallel_size
-        )
+        each = state_bytes(self.software, self.precision, zero_stage=zero_stage, data_parallel_size=data_parallel_size)
         return Counted(
             weights=parameters * each.weights,
             gradients=parameters * each.gradients,
             optimizer=parameters * float(each.optimizer),
             step=parameters * float(each.step),
-            buffers=bucket_bytes(self.software.name, self.precision, parameters, zero_stage),
+            buffers=bucket_bytes(self.software, self.precision, parameters, zero_stage),
             communicators=float(
                 sum(size > 1 for size in (data_parallel_size, tensor_parallel_size, pipeline_parallel_size))
             ),

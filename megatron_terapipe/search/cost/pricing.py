@@ -8,7 +8,8 @@ from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import OpTimes
-from megatron_terapipe.search.op_times.software import TERAPIPE, Software
+from megatron_terapipe.search.software.description import Software
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.strategy import Strategy
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state of one parameter, as trainers keep them.
+"""Bytes of weights, gradients and optimizer state of one parameter, as a trainer keeps them.
 
 | trainer, precision, ZeRO stage | weights | gradients | optimizer | more during its step |
 |---|---|---|---|---|
@@ -20,16 +20,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.config.deepspeed import BUCKET_ELEMENTS
+from megatron_terapipe.search.software.description import Software
 
 ScalarOrArray = NDArray[np.float64] | float
 
-_BUCKETS = {"terapipe": BUCKET_ELEMENTS, "megatron": 500_000_000}
-"""Elements of ZeRO's buckets, one to reduce and one to gather, of this trainer and by DeepSpeed's default. A model with
-fewer parameters on a rank has smaller ones."""
 
-
-class StateBytes(NamedTuple):
+class RankBytes(NamedTuple):
     """Bytes of one parameter on a rank; arguments that were arrays make arrays.
 
     Attributes:
@@ -39,43 +35,33 @@ class StateBytes(NamedTuple):
         step: more while the optimizer steps; by then no activations are held.
     """
 
-    weights: float
-    gradients: float
+    weights: ScalarOrArray
+    gradients: ScalarOrArray
     optimizer: ScalarOrArray
     step: ScalarOrArray
 
 
-def state_bytes(software: str, precision: str, *, zero_stage: int, data_parallel_size: ScalarOrArray) -> StateBytes:
+def state_bytes(software: Software, precision: str, *, zero_stage: int, data_parallel_size: ScalarOrArray) -> RankBytes:
     """Bytes of one parameter, an array as `data_parallel_size` [...] is.
 
     Args:
-        software: name of the trainer.
+        software: the trainer.
         precision: `fp16`, `bf16` or `fp32`.
         zero_stage: 0 or 1.
-        data_parallel_size: ranks that share the optimizer state under ZeRO 1.
+        data_parallel_size: ranks that may divide some of them.
     """
-    share = 1.0 / data_parallel_size
-    if precision == "fp32":
-        return StateBytes(4, 4, 12 * share, 4 * share) if zero_stage else StateBytes(4, 4, 8.0, 0.0)
-    if software == "terapipe":
-        if precision == "bf16":
-            return StateBytes(2, 4, 12 * share, 0.0) if zero_stage else StateBytes(2, 2, 12 * share, 4 * share)
-        return StateBytes(2, 2, 12 * share, 4 * share) if zero_stage else StateBytes(2, 2, 12.0, 8.0)
-    if zero_stage:
-        return StateBytes(2, 2, 12 * share, 4 * share) if precision == "fp16" else StateBytes(2, 6, 12 * share, 0.0)
-    return StateBytes(2, 4, 12.0, 0.0)
+    each = software.state(precision, zero_stage).parameter
+    return RankBytes(*(each.on_rank(name, data_parallel_size) for name in RankBytes._fields))
 
 
-def bucket_bytes(software: str, precision: str, parameters: ScalarOrArray, zero_stage: int) -> ScalarOrArray:
+def bucket_bytes(software: Software, precision: str, parameters: ScalarOrArray, zero_stage: int) -> ScalarOrArray:
     """Bytes of the two buckets in which ZeRO 1 reduces gradients and gathers weights; 0 without it.
 
     Args:
-        software: name of the trainer.
+        software: the trainer.
         precision: `fp32`, `fp16` or `bf16`.
         parameters: parameters of a rank, a number or an array of any shape [...].
         zero_stage: ZeRO stage.
     """
-    if not zero_stage:
-        return 0.0 * parameters
-    element = 4 if precision == "fp32" or (software == "terapipe" and precision == "bf16") else 2
-    return 2 * element * np.minimum(parameters, _BUCKETS[software])
+    element = software.state(precision, zero_stage).bucket_element_bytes
+    return 2 * element * np.minimum(parameters, software.bucket_elements)

@@ -8,7 +8,7 @@ from megatron_terapipe.search.cost.collectives import all_gather_s, all_reduce_s
 from megatron_terapipe.search.cost.rank_groups import GroupTopology
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
-from megatron_terapipe.search.op_times.software import Software
+from megatron_terapipe.search.software.description import ELEMENT_BYTES, Software
 
 
 class StepCosts(NamedTuple):
@@ -52,13 +52,14 @@ def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTra
         precision: `fp32`, `fp16` or `bf16`.
         zero_stage: ZeRO stage.
     """
-    if software.reduction_bytes is not None:
-        reduced = software.reduction_bytes
+    stated = software.communication.reduction_bytes
+    if stated is not None:
+        reduced = stated
     elif precision == "bf16":
         return StepTraffic(4 if zero_stage else 2, True, True, 2)
     else:
         reduced = 4 if precision == "fp32" else 2
-    weight = 4 if precision == "fp32" else software.weight_bytes
+    weight = ELEMENT_BYTES[precision]
     return StepTraffic(reduced, not zero_stage, bool(zero_stage), weight)
 
 
@@ -89,7 +90,6 @@ def step_costs(
     """
     traffic = step_traffic(software, precision, zero_stage)
     gradients = traffic.reduced_bytes * parameters
-    kept = software.optimizer_bytes + software.gradient_bytes + software.weight_bytes
     reduce = all_reduce_s if traffic.reduces_to_all else reduce_scatter_s
     reduction = reduce(gradients, data_topology, efficiency)
     late = reduction * shared_parameters / np.maximum(parameters, 1.0)
@@ -104,7 +104,7 @@ def step_costs(
         0.0,
     )
     reached = memory_bandwidth * efficiency.memory_efficiency
-    return StepCosts(reduction, shared, efficiency.optimizer_passes * kept * stepped / reached, late)
+    return StepCosts(reduction, shared, efficiency.optimizer_passes * software.step_bytes * stepped / reached, late)
 
 
 def shown_reduction_s(

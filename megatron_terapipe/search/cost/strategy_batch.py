@@ -204,14 +204,14 @@ class StrategyBatch:
     def _with_messages(self, ops: Floats, efficiency: HardwareEfficiency) -> Floats:
         """[5, P, n] ops of a whole micro-batch, with the messages that block them."""
         model = self.model
-        if model.software.overlaps_transfers or not self.message.any():
+        if model.software.communication.overlaps_transfers or not self.message.any():
             return ops
         columns = np.arange(ops.shape[2])
         sending = sending_s(
             Messages(self.message, self.bandwidth, self.latency, self.crosses_nodes),
             self.tensor.at((self.rank_of_stage[: len(self.message)], columns)),
             efficiency,
-            in_parts=model.software.shares_transfers and not self.strategy.sequence_parallel,
+            in_parts=model.software.communication.shares_transfers and not self.strategy.sequence_parallel,
         )
         sending = np.where(self.message > 0, sending, 0.0)
         there, back = np.zeros_like(ops[0]), np.zeros_like(ops[0])
@@ -237,7 +237,7 @@ class StrategyBatch:
             efficiency=efficiency,
         )
         reduction = step.gradient_reduction
-        if self.model.software.overlaps_gradient_reduction:
+        if self.model.software.communication.overlaps_gradient_reduction:
             drains = self.strategy.schedule not in SPLIT_SCHEDULES
             reduction = exposed_reduction_s(step, last_op_s, self.first_stage.sum(axis=1), drains=drains)
         parts = (reduction, step.shared_weight, step.optimizer)

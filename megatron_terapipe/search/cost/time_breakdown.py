@@ -18,7 +18,7 @@ from megatron_terapipe.search.cost.stage_ops import (
 )
 from megatron_terapipe.search.cost.step_costs import StepCosts, exposed_reduction_s
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.software import Software
+from megatron_terapipe.search.software.description import Software
 
 Floats = NDArray[np.float64]
 
@@ -78,7 +78,7 @@ def time_prediction(
     busy = by_rank(np.sum(tables, axis=0))
     busiest = int(np.argmax(busy))
     reduction = step.gradient_reduction
-    if software.overlaps_gradient_reduction:
+    if software.communication.overlaps_gradient_reduction:
         last_op_s = np.array(costs.weight_gradient or costs.backward)[:ranks, 0]
         reduction = exposed_reduction_s(step, last_op_s, layers, drains=not split)
     blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)

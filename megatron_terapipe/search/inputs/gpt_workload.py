@@ -35,7 +35,13 @@ def gpt_workload(model: ModelConfig, name: str = "") -> Workload:
     layers = (
         end("embedding", words + positions, unshared_parameters=positions, **shared),
         *(blocks[shape] for shape in model.blocks),
-        end("norm", flops.norm_parameters(model), unshared_parameters=flops.norm_parameters(model), num_norms=1),
+        end(
+            "norm",
+            flops.norm_parameters(model),
+            unshared_parameters=flops.norm_parameters(model),
+            num_norms=1,
+            normalization=model.normalization,
+        ),
         end("head", words, products=(logits,), **shared),
     )
     return Workload(
@@ -67,6 +73,7 @@ def _block(model: ModelConfig, shape: BlockShape) -> Layer:
     if shape.ffn_hidden_size:
         products.append(Product(hidden, (1 + model.gated) * shape.ffn_hidden_size, "column"))
         products.append(Product(shape.ffn_hidden_size, hidden, "row"))
+    rotated = model.position_embedding_type == "rope" and shape.rotated
     kept_states, normed_states = flops.block_hidden_states(model, shape)
     return Layer(
         name="block",
@@ -82,4 +89,20 @@ def _block(model: ModelConfig, shape: BlockShape) -> Layer:
         normed_states=normed_states,
         activation_width=shape.ffn_hidden_size,
         gated=model.gated,
+        normalization=model.normalization,
+        num_biases=bool(attention) * (model.has_qkv_bias + model.has_projection_bias)
+        + 2 * bool(shape.ffn_hidden_size) * model.has_mlp_bias,
+        biased_channels=_biased_channels(model, shape),
+        rotary_channels=(heads + shape.num_key_value_heads) * model.rotary_channels if rotated else 0,
     )
+
+
+def _biased_channels(model: ModelConfig, shape: BlockShape) -> int:
+    """Outputs of the products of a block that have a bias."""
+    channels = 0
+    if shape.num_key_value_heads:
+        heads = model.num_attention_heads + 2 * shape.num_key_value_heads
+        channels += model.has_qkv_bias * heads * model.kv_channels + model.has_projection_bias * model.hidden_size
+    if shape.ffn_hidden_size:
+        channels += model.has_mlp_bias * ((1 + model.gated) * shape.ffn_hidden_size + model.hidden_size)
+    return channels

@@ -122,6 +122,10 @@ class Layer:
         normed_states: those that selective recomputation computes again, outputs of norms; None = one for each part.
         activation_width: width of the MLP's activation; 0 without.
         gated: whether that has a gate beside it.
+        normalization: `layernorm` or `rmsnorm`.
+        num_biases: products with a bias.
+        biased_channels: outputs of these, all together.
+        rotary_channels: channels of the queries and keys of a token that are rotated.
         shared_weight: name of the weight that another layer also uses (tied embedding); None = its own alone.
         shared_parameters: entries of that weight, which are among `parameters`.
         extra_output_elements: numbers that it hands on once per micro-batch, whatever its size (an attention mask).
@@ -142,6 +146,10 @@ class Layer:
     normed_states: int = None  # type: ignore[assignment]
     activation_width: int = 0
     gated: bool = False
+    normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
+    num_biases: int = 0
+    biased_channels: int = 0
+    rotary_channels: int = 0
     shared_weight: str | None = None
     shared_parameters: int = 0
     extra_output_elements: int = 0

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
@@ -103,6 +103,10 @@ class LayerEntry(Entry):
     num_norms: CountOrNone = 0
     activation_width: CountOrNone = 0
     gated: bool = False
+    normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
+    num_biases: CountOrNone = 0
+    biased_channels: CountOrNone = 0
+    rotary_channels: CountOrNone = 0
     shared_weight: Text | None = None
     shared_parameters: CountOrNone = 0
     extra_output_elements: CountOrNone = 0
@@ -135,7 +139,10 @@ class LayerEntry(Entry):
         if attention is not None and attention.separate_window is not None and self.tokens % attention.separate_window:
             problem = f"does not divide the layer's {self.tokens} tokens"
             raise fault(f"{where}.attention.separate_window", attention.separate_window, problem, "change one of them")
-        same = ("kind", "tokens", "hidden_size", "unshared_parameters", "num_norms", "activation_width", "gated")
+        same = (
+            *("kind", "tokens", "hidden_size", "unshared_parameters", "num_norms", "activation_width", "gated"),
+            *("normalization", "num_biases", "biased_channels", "rotary_channels"),
+        )
         shared = ("shared_weight", "shared_parameters", "extra_output_elements", "forward_s")
         return Layer(
             name=self.name or self.kind,

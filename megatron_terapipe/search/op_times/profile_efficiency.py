@@ -9,7 +9,8 @@ import numpy as np
 from megatron_terapipe.search.inputs.cluster import Cluster, Link
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.profile import Profile
-from megatron_terapipe.search.op_times.software import TERAPIPE, Software
+from megatron_terapipe.search.software.description import Software
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 
 LEAST_S = 1e-7
 """No message starts in less."""
@@ -51,7 +52,7 @@ def measured_efficiency(
             values[f"transfer_{link.where}_efficiency"] = 1 / (line.byte_s * data_sheet.bandwidth)
             values["transfer_s"] = _beyond_latency(line, data_sheet, 1)
     if profile.engine is not None:
-        kept = software.optimizer_bytes + software.gradient_bytes + software.weight_bytes
+        kept = software.step_bytes
         reached = node.device.memory_bandwidth * efficiency.memory_efficiency
         values["optimizer_passes"] = max(profile.engine.optimizer_s_per_parameter * reached / kept, LEAST_S)
         values["iteration_s"] = max(profile.engine.iteration_s, LEAST_S)

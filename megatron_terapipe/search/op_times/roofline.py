@@ -12,10 +12,7 @@ from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, ScalarOrArray
-from megatron_terapipe.search.op_times.software import ELEMENT_BYTES, Software
-
-LAUNCHES = {"product": 3, "attention": 8, "norm": 1, "activation": 1, "residual": 1, "embedding": 6, "loss": 12}
-"""Kernels that the forward of each part launches; a product's are itself, its bias, and casts or copies around it."""
+from megatron_terapipe.search.software.description import ELEMENT_BYTES, Operator, Software
 
 SCORE_BYTES = 13
 """Bytes that one score moves where scores are written out: the product writes it (2), softmax reads and writes it (4),
@@ -30,32 +27,37 @@ WRITTEN_OUT_BACKWARD_BYTES = 36
 of scores written (8), and read by three products (12)."""
 
 BACKWARD_MOVES = 1.5
-"""Bytes that the backward of element-wise work moves, in those of its forward: it reads the gradient and an input, and
-writes a gradient, where the forward reads one and writes one."""
-
-LOGIT_BYTES = 22
-"""Bytes that one logit moves in the loss: cast to fp32 (2 + 4), maximum (4), subtraction (8), exponential sum (4)."""
-
-LOGIT_GRADIENT_BYTES = 14
-"""And in its gradient: the softmax is read and scaled (8), and cast to half (4 + 2)."""
+"""Bytes that the backward of attention moves beside its products, in those of its forward: it reads gradients and what
+the forward read, and writes gradients, where the forward reads and writes once."""
 
 CORE_TILES = 1 / 108
 """A CPU core computes one tile after the other, where an A100 has a wave of 108 at once, one for each multiprocessor
 (NVIDIA A100 Tensor Core GPU Architecture, table 4): so much less is unfilled at the end, and before and behind a tile
 there is as little to wait for. Products of one core with 32 inputs run about as fast as those with 512."""
 
-ACCUMULATION_BYTES = 8
-"""Bytes that each micro-batch moves to add one weight's gradient: written (2), read with the sum (4), written (2)."""
-
 
 class _Part(NamedTuple):
-    """Seconds of one part of a layer: forward, BI and BW without what is recomputed, and what recompute repeats."""
+    """Seconds and kernels of one part of a layer; its backward is without what recomputation repeats.
 
-    forward: ScalarOrArray
-    input_gradient: ScalarOrArray
-    weight_gradient: ScalarOrArray
-    selective: ScalarOrArray
-    launches: float
+    Attributes:
+        forward: seconds of F.
+        input_gradient: seconds of BI.
+        weight_gradient: seconds of BW.
+        selective: seconds that selective recomputation repeats.
+        forward_kernels: kernels of F.
+        input_kernels: kernels of BI.
+        weight_kernels: kernels of BW.
+        selective_kernels: kernels that selective recomputation repeats.
+    """
+
+    forward: ScalarOrArray = 0.0
+    input_gradient: ScalarOrArray = 0.0
+    weight_gradient: ScalarOrArray = 0.0
+    selective: ScalarOrArray = 0.0
+    forward_kernels: float = 0.0
+    input_kernels: float = 0.0
+    weight_kernels: float = 0.0
+    selective_kernels: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Roofline:
         parts = [self._product(product, device, tp, rows) for product in layer.products]
         if layer.attention is not None:
             parts.append(self._attention(layer, device, tp, query.micro_batch_size, query.start, query.end))
-        parts.append(self._element_wise(layer, device, tp, rows, query.sequence_parallel))
+        parts += self._element_wise(layer, device, tp, rows, query.sequence_parallel)
         if layer.kind == "head":
             parts.append(self._loss(layer, device, tp, rows))
             if self.software.logits_at_once is not None:
@@ -110,20 +112,23 @@ class Roofline:
                 ]
         if layer.kind == "embedding":
             parts.append(self._embedding(layer, device, tp, rows))
-        forward = sum(part.forward for part in parts)
-        input_gradient = sum(part.input_gradient for part in parts)
-        weight_gradient = sum(part.weight_gradient for part in parts)
-        launch = sum(part.launches for part in parts) * self.launch_s(device)
-        launch_again = 0.0
+        whole = _Part(*(sum(each) for each in zip(*parts, strict=True)))
+        again, kernels_again = 0.0 * whole.forward, 0.0
         # Megatron recomputes transformer layers; embedding, last norm and head stay as they are.
         if layer.kind in ("block", "other"):
             if query.recompute == "full":
-                input_gradient = input_gradient + forward
-                launch_again = launch
+                again, kernels_again = whole.forward, whole.forward_kernels
             elif query.recompute == "selective":
-                input_gradient = input_gradient + sum(part.selective for part in parts)
-                launch_again = launch / 3
-        return LayerTimes(forward, input_gradient, weight_gradient, launch, launch + launch_again, launch)
+                again, kernels_again = whole.selective, whole.selective_kernels
+        launch = self.launch_s(device)
+        return LayerTimes(
+            whole.forward,
+            whole.input_gradient + again,
+            whole.weight_gradient,
+            launch * whole.forward_kernels,
+            launch * (whole.input_kernels + kernels_again),
+            launch * whole.weight_kernels,
+        )
 
     def launch_s(self, device: Device) -> float:
         """Host time of one launch. A CPU calls its kernels itself, with less in between."""
@@ -157,8 +162,16 @@ class Roofline:
         forward = self.product_s(device, rows, inputs, outputs)
         input_gradient = self.product_s(device, rows, outputs, inputs)
         weight_gradient = self.product_s(device, inputs, rows, outputs)
-        adding = self._moving_s(device, ACCUMULATION_BYTES * inputs * outputs)
-        return _Part(forward, input_gradient, weight_gradient + adding, 0.0, LAUNCHES["product"])
+        beside = self.software.products
+        adding = self._moving_s(device, beside.accumulation_bytes * inputs * outputs)
+        return _Part(
+            forward,
+            input_gradient,
+            weight_gradient + adding,
+            forward_kernels=beside.forward_kernels,
+            input_kernels=beside.backward_kernels / 2,
+            weight_kernels=beside.backward_kernels / 2,
+        )
 
     def _attention(
         self,
@@ -171,14 +184,14 @@ class Roofline:
     ) -> _Part:
         attention, software, efficiency = layer.attention, self.software, self.efficiency
         assert attention is not None
-        flash = software.attention == "flash"
+        core, flash = software.attention, not software.attention.writes_scores
         tokens = end - start
         if flash and attention.written_out:
             computing, computing_back, moving_scores, moving_back = self._written_out(
                 attention, device, tp, sequences, start, end
             )
         else:
-            if software.skips_masked_scores or not attention.causal:
+            if core.skips_masked or not attention.causal:
                 pairs = sequences * attention.positions(start, end, layer.tokens)  # type: ignore[arg-type,operator]
             else:
                 pairs = sequences * tokens * end
@@ -200,9 +213,16 @@ class Roofline:
             elements = elements + 2 * 2 * in_reach * attention.key_value_heads
         kept = self._moving_s(device, self._element_bytes * attention.head_size * sequences * elements / tp)
         forward = computing + kept + moving_scores
-        selective = forward if software.selective_recomputes == "attention" else 0.0
+        again = software.selective_recomputes == "attention"
         back = computing_back + BACKWARD_MOVES * kept + moving_back
-        return _Part(forward, back, 0.0, selective, LAUNCHES["attention"])
+        return _Part(
+            forward,
+            back,
+            selective=forward if again else 0.0,
+            forward_kernels=core.forward_kernels,
+            input_kernels=core.backward_kernels,
+            selective_kernels=core.forward_kernels if again else 0.0,
+        )
 
     def _written_out(
         self,
@@ -237,36 +257,55 @@ class Roofline:
 
     def _element_wise(
         self, layer: Layer, device: Device, tp: ScalarOrArray, rows: ScalarOrArray, sequence_parallel: bool
-    ) -> _Part:
-        """Norms, residuals, activation function, and copies of queries, keys and values into their places."""
-        size = self._element_bytes
+    ) -> list[_Part]:
+        """Norms, residuals, activation function, biases, rotation, and copies of heads into their places."""
+        operators, attention = self.software.operators, layer.attention
         shared = tp if sequence_parallel else 1.0
+        hidden = layer.hidden_size / shared
+        norm = operators.rmsnorm if layer.normalization == "rmsnorm" else operators.layernorm
+        activation = operators.gated_activation if layer.gated else operators.activation
         residuals = sum(product.parallel == "row" for product in layer.products)
-        norms = 2 * size * layer.num_norms * layer.hidden_size / shared
-        mask = 1 if self.software.residual_dropout else 0
-        adding = (3 * size + mask) * residuals * layer.hidden_size / shared
-        activation = (2 + layer.gated) * size * layer.activation_width / tp
-        copying: ScalarOrArray = 0.0
-        if layer.attention is not None and layer.attention.normed:
-            norms += 2 * size * layer.attention.normed_channels / tp
-        num_norms = layer.num_norms + 2 * (layer.attention is not None and layer.attention.normed)
-        launches = LAUNCHES["norm"] * num_norms + LAUNCHES["residual"] * residuals
-        launches += LAUNCHES["activation"] * bool(layer.activation_width)
-        if layer.attention is not None and self.software.attention == "scores":
-            heads = 2 * layer.attention.query_heads + 2 * layer.attention.key_value_heads
-            copying = 2 * size * heads * layer.attention.head_size / tp
-        forward = self._moving_s(device, rows * (norms + adding + activation + copying))
-        selective: ScalarOrArray = 0.0
-        if self.software.selective_recomputes == "norms":
-            selective = self._moving_s(device, rows * (norms + activation))
-        return _Part(forward, BACKWARD_MOVES * forward, 0.0, selective, launches)
+        # Operator, how many of it, numbers that each puts out, and whether selective recomputation repeats it.
+        work = [
+            (norm, layer.num_norms, hidden, True),
+            (operators.residual, residuals, hidden, False),
+            (activation, bool(layer.activation_width), layer.activation_width / tp, True),
+            (operators.bias, layer.num_biases, layer.biased_channels / max(layer.num_biases, 1) / tp, False),
+        ]
+        if attention is not None:
+            channels = attention.head_size / tp
+            heads = 2 * (attention.query_heads + attention.key_value_heads)
+            work += [
+                (operators.heads, 1, heads * channels, False),
+                (operators.rotary, bool(layer.rotary_channels), layer.rotary_channels / tp, False),
+                (operators.head_norm, 2 * attention.normed, attention.normed_channels / 2 / tp, False),
+            ]
+        norms_again = self.software.selective_recomputes == "norms"
+        return [
+            self._operator(operator, device, rows * numbers, count, repeated and norms_again)
+            for operator, count, numbers, repeated in work
+            if count
+        ]
+
+    def _operator(
+        self, operator: Operator, device: Device, numbers: ScalarOrArray, count: int = 1, repeated: bool = False
+    ) -> _Part:
+        """Element-wise work: `count` operators that put out so many numbers each."""
+        size = self._element_bytes
+        forward = count * self._moving_s(device, operator.bytes_forward(size) * numbers)
+        return _Part(
+            forward,
+            count * self._moving_s(device, operator.bytes_backward(size) * numbers),
+            selective=forward if repeated else 0.0,
+            forward_kernels=count * operator.forward_kernels,
+            input_kernels=count * operator.backward_kernels,
+            selective_kernels=count * operator.forward_kernels if repeated else 0.0,
+        )
 
     def _loss(self, layer: Layer, device: Device, tp: ScalarOrArray, rows: ScalarOrArray) -> _Part:
         vocabulary = sum(product.outputs for product in layer.products) / tp
         logits = rows * vocabulary * np.where(np.equal(tp, 1), self.efficiency.whole_loss_factor, 1.0)
-        forward = self._moving_s(device, LOGIT_BYTES * logits)
-        gradient = self._moving_s(device, LOGIT_GRADIENT_BYTES * logits)
-        return _Part(forward, gradient, 0.0, 0.0, LAUNCHES["loss"])
+        return self._operator(self.software.operators.loss, device, logits)
 
     def _logits_again(self, layer: Layer, tp: ScalarOrArray, sequences: ScalarOrArray) -> ScalarOrArray:
         """Share of the logits of a micro-batch that are computed again."""
@@ -276,7 +315,11 @@ class Roofline:
 
     def _embedding(self, layer: Layer, device: Device, tp: ScalarOrArray, rows: ScalarOrArray) -> _Part:
         """Looking rows up, and a dense gradient of the table, which is added to the sum."""
-        size = self._element_bytes
-        forward = self._moving_s(device, 4 * size * rows * layer.hidden_size)
-        table = ACCUMULATION_BYTES * layer.parameters_per_rank(tp)  # type: ignore[arg-type]
-        return _Part(forward, 0.0, forward + self._moving_s(device, table), 0.0, LAUNCHES["embedding"])
+        part = self._operator(self.software.operators.embedding, device, rows * layer.hidden_size)
+        table = self.software.products.accumulation_bytes * layer.parameters_per_rank(tp)  # type: ignore[arg-type]
+        return part._replace(
+            input_gradient=0.0,
+            weight_gradient=part.input_gradient + self._moving_s(device, table),
+            input_kernels=0.0,
+            weight_kernels=part.input_kernels,
+        )

@@ -22,7 +22,7 @@ from megatron_terapipe.search.cost.live_memory import Held
 from megatron_terapipe.search.cost.memory_model import MemoryModel
 from megatron_terapipe.search.cost.memory_overheads import Counted, total_bytes
 from megatron_terapipe.search.cost.rank_groups import RankGroups
-from megatron_terapipe.search.op_times.software import ELEMENT_BYTES
+from megatron_terapipe.search.software.description import ELEMENT_BYTES
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
 
 Floats = NDArray[np.float64]

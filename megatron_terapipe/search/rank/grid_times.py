@@ -59,7 +59,7 @@ def p2p_times(grid: StrategyGrid, groups: RankGroups, model: CostModel, counts: 
     """
     ranks = grid.pipeline_parallel_size
     shape = (len(grid.micro_batch), len(grid.token_slices), 1, 1)
-    if ranks == 1 or not model.software.overlaps_transfers:
+    if ranks == 1 or not model.software.communication.overlaps_transfers:
         return P2pTimes(np.zeros(shape), np.zeros(shape), np.zeros((shape[0], 1, 1, 1)))
     efficiency, links = model.efficiency, groups.pipe
     outputs = np.array([model.workload.layers[index].output_elements for index in counts.last_layers], dtype=float)
@@ -246,7 +246,7 @@ def _step_s(step: StepCosts, last_op_s: Floats, counts: LayerCounts, model: Cost
     Of reductions that overlap, those of the first rank are counted: the others have the time until it is done.
     """
     fixed = float(np.max(step.shared_weight)) + float(np.max(step.optimizer)) + model.efficiency.iteration_s
-    if not model.software.overlaps_gradient_reduction:
+    if not model.software.communication.overlaps_gradient_reduction:
         return np.asarray(float(np.max(step.gradient_reduction)) + fixed)
     first = StepCosts(*(float(np.broadcast_to(part, counts.parameters.shape)[0]) for part in step))
     return np.asarray(shown_reduction_s(first, last_op_s, float(counts.first_stage[0].sum())) + fixed)

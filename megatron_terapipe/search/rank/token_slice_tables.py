@@ -87,7 +87,7 @@ class TabulatedCosts:
         index = np.searchsorted(points, np.arange(grid.seq_length + 1))
         silent = np.zeros((2, len(kind_of_stage), 2))
         costs = cls(table, kind_of_stage, silent, index)
-        if cost_model.software.overlaps_transfers or len(kind_of_stage) == 1 or len(points) < 3:
+        if cost_model.software.communication.overlaps_transfers or len(kind_of_stage) == 1 or len(points) < 3:
             return costs
         return replace(costs, sending=_sending(cost_model, strategy, costs, points))
 

@@ -6,7 +6,8 @@ from functools import cached_property
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.software import TERAPIPE, Software
+from megatron_terapipe.search.software.description import Software
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 
 MEMORY_HEADROOM = 0.05
 """Share of a device's memory that is kept free where nobody says otherwise: predictions are a few per cent off."""

@@ -22,7 +22,9 @@ from megatron_terapipe.search.inputs.entries import Count, Entry, Text, fault, p
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.inputs.workload_files import GptEntry
-from megatron_terapipe.search.op_times.software import MEGATRON, SOFTWARE
+from megatron_terapipe.search.software.deepspeed import DEEPSPEED
+from megatron_terapipe.search.software.library import SOFTWARE
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.trials.trial import GIBIBYTE, Trial
 from megatron_terapipe.strategy import Strategy
 
@@ -58,6 +60,15 @@ def published_precision(source: str, group: str) -> str:
         if text in source and pattern.search(group):
             return precision
     return PUBLISHED_PRECISION
+
+
+DEEPSPEED_SOURCES = ("bigscience", "vTrain", "sailor")
+"""Texts in the source of trials that DeepSpeed's pipeline engine ran, as their publications say."""
+
+
+def published_software(source: str) -> str:
+    """Name of the software of a trial that names none: Megatron-LM, or what its publication says."""
+    return DEEPSPEED.name if any(text in source for text in DEEPSPEED_SOURCES) else MEGATRON_LM.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +184,7 @@ class TrialEntry(LooseEntry):
     model: dict[str, Any]
     cluster: dict[str, Any]
     strategy: StrategyEntry
-    software: Literal[tuple(SOFTWARE)] = MEGATRON.name  # type: ignore[valid-type]
+    software: Literal[tuple(SOFTWARE)] | None = None  # type: ignore[valid-type]
     precision: Literal["fp16", "bf16", "fp32"] | None = None
     measured: MeasuredEntry
 
@@ -241,7 +252,7 @@ class _Reader:
             workload=workload,
             cluster=cluster,
             strategy=strategy,
-            software=SOFTWARE[entry.software],
+            software=SOFTWARE[entry.software or published_software(entry.source)],
             precision=entry.precision or published_precision(entry.source, group),
             activation_limit=schedule.activation_limit,
             iteration_time_s=measured.iteration_time_s,

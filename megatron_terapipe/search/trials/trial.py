@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.software import Software
+from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.strategy import Strategy
 
 Model = TypeVar("Model")

@@ -7,7 +7,9 @@ from megatron_terapipe.config.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.cost.activation_memory import TokenMemory, logit_limits, token_memory
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.layer import Layer
-from megatron_terapipe.search.op_times.software import MEGATRON, TERAPIPE, Software
+from megatron_terapipe.search.software.description import Software
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 
 HIDDEN, HEADS, TOKENS = 6144, 64, 2048
 
@@ -25,7 +27,7 @@ def block(**parts: object) -> tuple[ModelConfig, Layer]:
 
 
 def memory(
-    layer: Layer, software: Software = MEGATRON, size: int = 1, recompute: str = "none", sequence: bool = False
+    layer: Layer, software: Software = MEGATRON_LM, size: int = 1, recompute: str = "none", sequence: bool = False
 ) -> TokenMemory:
     return token_memory(
         layer,
@@ -136,7 +138,7 @@ def test_ends() -> None:
     ours = memory(layers[-1], TERAPIPE, size=8)
     assert ours.logits == 2 * model.padded_vocab_size() / 8  # as they are, in bf16, up to a limit
     assert logit_limits(TERAPIPE, 2).kept == 2 * LOGITS_AT_ONCE
-    assert logit_limits(MEGATRON, 2).kept == inf
+    assert logit_limits(MEGATRON_LM, 2).kept == inf
     assert ours.freed_by_input_gradient == ours.activations
     assert memory(layers[0]).activations == HIDDEN  # masks of dropout
     assert memory(layers[0], TERAPIPE).activations == 0

@@ -14,18 +14,20 @@ from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_ke
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
-from megatron_terapipe.search.op_times.software import MEGATRON, TERAPIPE, Software
+from megatron_terapipe.search.software.description import Software
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from tests.search.cost.machines import A100, GPT, NODE, nodes, strategy
 
 TWO = nodes(2)
 
 
-def seconds(cluster: Cluster, software: Software = MEGATRON, **changes: object) -> float:
+def seconds(cluster: Cluster, software: Software = MEGATRON_LM, **changes: object) -> float:
     return CostModel(GPT, cluster, software=software).predict_time(strategy(**changes)).iteration_time_s
 
 
 def test_the_breakdown_adds_up() -> None:
-    for software in (TERAPIPE, MEGATRON):
+    for software in (TERAPIPE, MEGATRON_LM):
         predicted = CostModel(GPT, TWO, software=software).predict_time(strategy())
         assert predicted.breakdown.total_s == predicted.iteration_time_s
         assert all(getattr(predicted.breakdown, each.name) >= 0 for each in fields(predicted.breakdown))
@@ -34,7 +36,7 @@ def test_the_breakdown_adds_up() -> None:
 
 def test_the_peak_bounds_it() -> None:
     layout = {"data_parallel_size": 16, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "micro_batch_size": 4}
-    predicted = CostModel(GPT, TWO, software=MEGATRON).predict_time(strategy(**layout))
+    predicted = CostModel(GPT, TWO, software=MEGATRON_LM).predict_time(strategy(**layout))
     flops = 4 * 64 * sum(layer.forward_flops(0, 2048) for layer in GPT.layers)
     share = flops / predicted.breakdown.compute_s / (16 * A100.half_flops)
     assert 0.35 < share < HardwareEfficiency().gemm_efficiency
@@ -64,23 +66,23 @@ def test_layers_are_added_up_by_stage() -> None:
 def test_a_stage_is_as_slow_as_its_slowest_device() -> None:
     slow = replace(A100, name="slow", half_flops=100e12)
     mixed = Cluster(nodes=(NODE, replace(NODE, device=slow)))
-    model = CostModel(GPT, mixed, software=MEGATRON)
+    model = CostModel(GPT, mixed, software=MEGATRON_LM)
     by_stage = [row[0] for row in model.pipeline_costs(strategy()).forward]
     assert by_stage[2] > 1.5 * by_stage[1]
     # With replicas on both nodes the stage is as slow as the slow ones.
     replicas = strategy(data_parallel_size=16, tensor_parallel_size=1, pipeline_parallel_size=1)
-    both, fast = (CostModel(GPT, cluster, software=MEGATRON).pipeline_costs(replicas) for cluster in (mixed, TWO))
+    both, fast = (CostModel(GPT, cluster, software=MEGATRON_LM).pipeline_costs(replicas) for cluster in (mixed, TWO))
     assert both.forward[0][0] > 1.5 * fast.forward[0][0]
 
 
 def test_the_tied_embedding_is_reduced_where_two_ranks_hold_it() -> None:
-    model = CostModel(GPT, TWO, software=MEGATRON)
+    model = CostModel(GPT, TWO, software=MEGATRON_LM)
     assert model.predict_time(strategy()).breakdown.shared_weight_s > 0
     whole = strategy(data_parallel_size=8, pipeline_parallel_size=1)
     assert model.predict_time(whole).breakdown.shared_weight_s == 0
 
 
-@pytest.mark.parametrize("software", [TERAPIPE, MEGATRON])
+@pytest.mark.parametrize("software", [TERAPIPE, MEGATRON_LM])
 def test_sequence_parallel_ranks_send_their_part_of_the_tokens_alone(software: Software) -> None:
     model = CostModel(GPT, TWO, software=software)
     whole, parts = (
@@ -100,7 +102,7 @@ def test_one_rank_with_both_ends_steps_the_tied_embedding_once() -> None:
 
 
 def test_zero_divides_the_optimizer_step() -> None:
-    model = CostModel(GPT, TWO, software=MEGATRON)
+    model = CostModel(GPT, TWO, software=MEGATRON_LM)
     plain, divided = (model.predict_time(strategy(zero_stage=stage)).breakdown for stage in (0, 1))
     assert divided.optimizer_s == pytest.approx(plain.optimizer_s / 2)
 
@@ -110,7 +112,7 @@ def test_zero_divides_the_optimizer_step() -> None:
     what=st.sampled_from(["inside", "network", "cards", "latency", "memory_bandwidth", "half_flops"]),
     factor=st.floats(1, 8),
     layout=st.sampled_from([(2, 2, 4), (16, 1, 1), (1, 16, 1), (1, 8, 2), (4, 4, 1), (2, 1, 8)]),
-    software=st.sampled_from([TERAPIPE, MEGATRON]),
+    software=st.sampled_from([TERAPIPE, MEGATRON_LM]),
     schedule=st.sampled_from(["1f1b", "gpipe", "zero-bubble"]),
     token_slices=st.sampled_from([1, 4]),
 )
@@ -161,7 +163,7 @@ def test_a_strategy_that_does_not_fit_is_refused() -> None:
         seconds(TWO, stage_partition=(0, 3, 24))
 
 
-@pytest.mark.parametrize("software", [TERAPIPE, MEGATRON])
+@pytest.mark.parametrize("software", [TERAPIPE, MEGATRON_LM])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_a_batch_is_priced_as_its_members(software: Software, schedule: str) -> None:
     layouts = [(2, 2, 4), (16, 1, 1), (1, 8, 2), (2, 1, 8)]
@@ -192,7 +194,7 @@ def test_closed_forms_of_a_mixed_cluster_count_the_slowest_device_of_each_stage(
     """Not the first that the file lists: swapping nodes that hold replicas of the same stages changes nothing."""
     node = replace(NODE, device=replace(A100, name="slow", half_flops=100e12))
     orders = [Cluster(nodes=nodes) for nodes in ((NODE, node), (node, NODE))]
-    models = [CostModel(GPT, cluster, software=MEGATRON) for cluster in orders]
+    models = [CostModel(GPT, cluster, software=MEGATRON_LM) for cluster in orders]
     replicas = strategy(data_parallel_size=2, tensor_parallel_size=8, pipeline_parallel_size=1)
     stages = strategy(data_parallel_size=2, tensor_parallel_size=1, pipeline_parallel_size=8)
     times = [[float(StrategyBatch.of([m], [one]).times(m.efficiency)[0]) for m in models] for one in (replicas, stages)]

@@ -13,7 +13,7 @@ from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery
 from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.op_times.software import MEGATRON
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 
 FAST = Device(name="fast", memory_bytes=16e9, memory_bandwidth=900e9, half_flops=125e12, single_flops=15e12)
 SLOW = Device(name="slow", memory_bytes=16e9, memory_bandwidth=200e9, half_flops=20e12, single_flops=8e12)
@@ -53,7 +53,7 @@ def measured(layers, **forward_s):
     devices = {
         name: MeasuredDevice(
             device=FAST if name == "fast" else SLOW,
-            roofline=Roofline(replace(HardwareEfficiency(), gemm_area=0.0, gemm_depth=0.0), MEGATRON, "fp16"),
+            roofline=Roofline(replace(HardwareEfficiency(), gemm_area=0.0, gemm_depth=0.0), MEGATRON_LM, "fp16"),
             inside=LINK,
             forward_s={layer.name: {size: times(layer.name, size) for size in (1, 2)} for layer in layers},
         )

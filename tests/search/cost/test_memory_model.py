@@ -9,7 +9,7 @@ from megatron_terapipe.search.cost.memory_overheads import ON_CPU, Counted, Memo
 from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.op_times.software import MEGATRON
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.strategy import Strategy
 
 MIB = 2**20
@@ -109,7 +109,7 @@ def test_ranks_of_bloom() -> None:
     bounds = (0, *range(5, 66, 6), 70)
     strategy = Strategy(tensor_parallel_size=size, pipeline_parallel_size=12, zero_stage=0, stage_partition=bounds)
     ranks = MemoryModel(
-        workload=bloom, cluster=cluster(48), software=MEGATRON, precision="fp16", overheads=COUNTS_ALONE
+        workload=bloom, cluster=cluster(48), software=MEGATRON_LM, precision="fp16", overheads=COUNTS_ALONE
     ).predict(strategy)
     block = (12 * hidden**2 + 7 * hidden) / size + 6 * hidden
     assert ranks[1].weights == pytest.approx(2 * 6 * block)
@@ -120,7 +120,7 @@ def test_ranks_of_bloom() -> None:
 def test_zero_shares_the_optimizer_alone() -> None:
     def rank(zero_stage: int, size: int):  # type: ignore[no-untyped-def]
         strategy = Strategy(data_parallel_size=size, zero_stage=zero_stage, global_batch_size=8)
-        return MemoryModel(workload=workload(), cluster=cluster(), software=MEGATRON, precision="fp16").predict(
+        return MemoryModel(workload=workload(), cluster=cluster(), software=MEGATRON_LM, precision="fp16").predict(
             strategy
         )[0]
 
@@ -131,7 +131,7 @@ def test_zero_shares_the_optimizer_alone() -> None:
 
 def test_a_limit_on_activations() -> None:
     """Qi et al. (arXiv 2401.10241 section 4): ZB-2p holds twice what 1F1B does, ZB-1p as much, on every rank."""
-    model = MemoryModel(workload=workload(), cluster=cluster(), software=MEGATRON, precision="fp16")
+    model = MemoryModel(workload=workload(), cluster=cluster(), software=MEGATRON_LM, precision="fp16")
     strategy = Strategy(pipeline_parallel_size=4, global_batch_size=16, zero_stage=0)
     plain = [rank.activations for rank in model.predict(strategy)]
     for limit in (1.0, 2.0):

@@ -1,6 +1,7 @@
 import pytest
 
 from megatron_terapipe.search.cost.state_memory import bucket_bytes, state_bytes
+from megatron_terapipe.search.software.library import SOFTWARE
 
 
 @pytest.mark.parametrize(
@@ -9,9 +10,9 @@ from megatron_terapipe.search.cost.state_memory import bucket_bytes, state_bytes
         # ZeRO, arXiv 1910.02054 section 3.1: 2 + 2 + 12 = 16 bytes a parameter in half precision.
         ("terapipe", "fp16", 0, 16),
         ("terapipe", "fp16", 1, 2 + 2 + 12 / 4),
-        ("megatron", "fp16", 1, 2 + 2 + 12 / 4),
+        ("deepspeed", "fp16", 1, 2 + 2 + 12 / 4),
         # Sums in fp32 take 4 bytes more, which no rank shares; ours has them alone.
-        ("megatron", "bf16", 1, 2 + 6 + 12 / 4),
+        ("deepspeed", "bf16", 1, 2 + 6 + 12 / 4),
         ("terapipe", "bf16", 1, 2 + 4 + 12 / 4),
         # fp32: two moments of 4 bytes each; ZeRO 1 keeps a copy of the weights beside them.
         ("terapipe", "fp32", 0, 16),
@@ -19,11 +20,11 @@ from megatron_terapipe.search.cost.state_memory import bucket_bytes, state_bytes
     ],
 )
 def test_bytes_of_a_parameter(software: str, precision: str, zero_stage: int, total: float) -> None:
-    states = state_bytes(software, precision, zero_stage=zero_stage, data_parallel_size=4)
+    states = state_bytes(SOFTWARE[software], precision, zero_stage=zero_stage, data_parallel_size=4)
     assert states.weights + states.gradients + states.optimizer == pytest.approx(total)
 
 
 def test_buckets_are_no_larger_than_the_model() -> None:
-    assert bucket_bytes("megatron", "fp16", 1e12, 1) == 2 * 2 * 500e6
-    assert bucket_bytes("terapipe", "bf16", 1e6, 1) == 2 * 4 * 1e6
-    assert bucket_bytes("megatron", "fp16", 1e12, 0) == 0
+    assert bucket_bytes(SOFTWARE["deepspeed"], "fp16", 1e12, 1) == 2 * 2 * 500e6
+    assert bucket_bytes(SOFTWARE["terapipe"], "bf16", 1e6, 1) == 2 * 4 * 1e6
+    assert bucket_bytes(SOFTWARE["deepspeed"], "fp16", 1e12, 0) == 0

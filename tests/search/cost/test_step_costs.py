@@ -9,7 +9,9 @@ from deepspeed_ext.plan.programs.reductions import reductions
 from megatron_terapipe.search.cost.collectives import GroupTopology
 from megatron_terapipe.search.cost.step_costs import StepCosts, shown_reduction_s, step_costs
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.software import MEGATRON, TERAPIPE, Software
+from megatron_terapipe.search.software.description import Software
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 
 FREE = HardwareEfficiency(collective_s=0.0, inside_efficiency=1.0, memory_efficiency=1.0, optimizer_passes=1.0)
 FOUR = GroupTopology(4, 1, 1e9, 0.0, 1e9, 0.0)
@@ -49,8 +51,8 @@ def test_bf16_is_stepped_in_parts_at_every_zero_stage() -> None:
 
 def test_other_trainers_say_how_much_they_reduce() -> None:
     for precision in ("bf16", "fp16"):
-        assert step(precision, 0, MEGATRON).gradient_reduction == pytest.approx(2 * 2 * GATHERED_S)
-        assert step(precision, 1, MEGATRON).gradient_reduction == pytest.approx((2 + 2) * GATHERED_S)
+        assert step(precision, 0, MEGATRON_LM).gradient_reduction == pytest.approx(2 * 2 * GATHERED_S)
+        assert step(precision, 1, MEGATRON_LM).gradient_reduction == pytest.approx((2 + 2) * GATHERED_S)
 
 
 def test_a_shared_weight_is_reduced_between_the_ends() -> None:

@@ -8,7 +8,7 @@ from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
 from megatron_terapipe.search.inputs.library import device
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency, message_line
-from megatron_terapipe.search.op_times.software import TERAPIPE
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from tests.search.op_times.profiles import profile
 
 LINK = Link(bandwidth=5e9, latency_s=2e-5)

@@ -11,7 +11,9 @@ from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes
 from megatron_terapipe.search.op_times.roofline import Roofline
-from megatron_terapipe.search.op_times.software import MEGATRON, TERAPIPE, Software
+from megatron_terapipe.search.software.description import Software
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from tests.search.cost.machines import A100, GPT
 
 BLOCK, HEAD = GPT.layers[1], GPT.layers[-1]
@@ -53,7 +55,7 @@ def test_a_cpu_core_has_no_wave_of_tiles() -> None:
 
 
 def test_full_recompute_runs_the_forward_again() -> None:
-    without, full = times(MEGATRON), times(MEGATRON, recompute="full")
+    without, full = times(MEGATRON_LM), times(MEGATRON_LM, recompute="full")
     assert full.input_gradient == pytest.approx(without.input_gradient + without.forward)
     assert (full.forward, full.weight_gradient) == (without.forward, without.weight_gradient)
 
@@ -64,11 +66,11 @@ def test_selective_recompute_is_of_attention_or_of_norms() -> None:
             times(software, recompute="selective").input_gradient - times(software, recompute="none").input_gradient
         )
 
-    assert 0 < more(TERAPIPE) < more(MEGATRON) < float(times(MEGATRON).forward)
+    assert 0 < more(TERAPIPE) < more(MEGATRON_LM) < float(times(MEGATRON_LM).forward)
 
 
 def test_scores_cost_more_than_flash_and_odd_heads_more_than_even_ones() -> None:
-    assert times(MEGATRON).forward > times(TERAPIPE).forward
+    assert times(MEGATRON_LM).forward > times(TERAPIPE).forward
     assert BLOCK.attention is not None
     odd = replace(BLOCK, attention=replace(BLOCK.attention, head_size=127, query_heads=16))
     roofline = Roofline(HardwareEfficiency(), TERAPIPE)
@@ -151,10 +153,10 @@ def test_windows_and_scores_in_grids_are_as_their_numbers() -> None:
 
 def test_grids_are_as_their_numbers() -> None:
     sizes, ranks = np.array([[1.0], [4.0]]), np.array([1.0, 2.0, 8.0])
-    grid = times(MEGATRON, micro_batch_size=sizes, tensor_parallel_size=ranks, recompute="full")
+    grid = times(MEGATRON_LM, micro_batch_size=sizes, tensor_parallel_size=ranks, recompute="full")
     for row, size in enumerate(sizes[:, 0]):
         for column, rank in enumerate(ranks):
-            one = times(MEGATRON, micro_batch_size=float(size), tensor_parallel_size=float(rank), recompute="full")
+            one = times(MEGATRON_LM, micro_batch_size=float(size), tensor_parallel_size=float(rank), recompute="full")
             for part, whole in zip(one[:3], grid[:3], strict=True):
                 assert np.asarray(whole)[row, column] == pytest.approx(part, rel=1e-12)
 
@@ -171,7 +173,7 @@ FASTER = {
     factor=st.floats(1, 10),
     size=st.integers(1, 64),
     ranks=st.sampled_from([1, 2, 4, 8, 16]),
-    software=st.sampled_from([TERAPIPE, MEGATRON]),
+    software=st.sampled_from([TERAPIPE, MEGATRON_LM]),
     layer=st.sampled_from([GPT.layers[0], BLOCK, GPT.layers[-2], HEAD]),
     recompute=st.sampled_from(["none", "selective", "full"]),
 )

@@ -18,9 +18,10 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-from megatron_terapipe.search.op_times.software import MEGATRON, TERAPIPE
 from megatron_terapipe.search.rank.token_slice_tables import TabulatedCosts
 from megatron_terapipe.search.rank.token_slices import ExtrapolatedSchedule, solve_batch, solve_cut
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.strategy import Strategy
 from tests.plan.solve.cuts import all_cuts
 
@@ -45,7 +46,7 @@ def model(software=TERAPIPE, devices=(DEVICE, DEVICE, DEVICE, SLOW), seq_length=
 pipeline = partial(Strategy, tensor_parallel_size=2, pipeline_parallel_size=4, global_batch_size=4)
 
 
-@pytest.mark.parametrize("software", [TERAPIPE, MEGATRON], ids=["overlapped", "blocking"])
+@pytest.mark.parametrize("software", [TERAPIPE, MEGATRON_LM], ids=["overlapped", "blocking"])
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -80,7 +81,7 @@ def test_tables_hold_what_the_cost_model_says(software, strategy):
 
 
 def test_two_stages_stand_for_a_pipeline():
-    table = TabulatedCosts.of(model(MEGATRON), pipeline(), CutGrid(4096, 512, 512))
+    table = TabulatedCosts.of(model(MEGATRON_LM), pipeline(), CutGrid(4096, 512, 512))
     starts, ends = np.array([0, 1024]), np.array([1024, 4096])
     every = table(range(4), starts, ends)
     busiest, others = table.busiest_and_others(4)(range(2), starts, ends).swapaxes(0, 1)
@@ -168,7 +169,7 @@ def test_more_token_slices_than_tokens():
 
 def test_a_batch_of_sequences_is_cut_into_micro_batches_too():
     strategy = pipeline(global_batch_size=4, schedule="gpipe")
-    joint = solve_batch(model(MEGATRON), strategy, sizes=(1, 2), granularity=256)
+    joint = solve_batch(model(MEGATRON_LM), strategy, sizes=(1, 2), granularity=256)
     assert sum(size for size, _ in joint.micro_batches) == 4
-    alone = solve_batch(model(MEGATRON), strategy, sizes=(2,), equal_sizes=True, granularity=256)
+    alone = solve_batch(model(MEGATRON_LM), strategy, sizes=(2,), equal_sizes=True, granularity=256)
     assert joint.makespan <= alone.makespan * 1.001

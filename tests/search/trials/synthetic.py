@@ -13,7 +13,7 @@ from megatron_terapipe.search.inputs import library
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.software import MEGATRON
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.trials.trial import Trial
 from megatron_terapipe.strategy import Strategy
 
@@ -60,11 +60,11 @@ def measured(
     seed: int = 0,
 ) -> list[Trial]:
     """Trials whose times and peaks are predictions, with some noise; two neighbours make a group."""
-    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON, efficiency=efficiency, precision="fp16")
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, efficiency=efficiency, precision="fp16")
     memory = MemoryModel(
         workload=WORKLOAD,
         cluster=CLUSTER,
-        software=MEGATRON,
+        software=MEGATRON_LM,
         precision="fp16",
         overheads=memory_overheads or MemoryOverheads(),
     )
@@ -78,7 +78,7 @@ def measured(
             workload=WORKLOAD,
             cluster=CLUSTER,
             strategy=strategy,
-            software=MEGATRON,
+            software=MEGATRON_LM,
             precision="fp16",
             iteration_time_s=model.predict_time(strategy).iteration_time_s * float(np.exp(random.normal(0, noise))),
             peak_memory_bytes=max(rank.total for rank in memory.predict(strategy)),

@@ -1,7 +1,7 @@
 import numpy as np
 
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.op_times.software import MEGATRON
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.trials.calibration import no_calibration
 from megatron_terapipe.search.trials.design import propose, propose_strategies
 from tests.search.trials.synthetic import CLUSTER, STRATEGIES, WORKLOAD
@@ -32,7 +32,7 @@ def test_chosen_trials_beat_random_ones() -> None:
 
 
 def test_strategies() -> None:
-    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON, precision="fp16")
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
     chosen = propose_strategies(model, STRATEGIES, no_calibration(), 4)
     assert len(chosen) == 4 and all(strategy in STRATEGIES for strategy in chosen)
     # Layouts that differ, since each shows other links and sizes of products.

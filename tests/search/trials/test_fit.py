@@ -9,7 +9,7 @@ import pytest
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.op_times.constants import Prior
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.software import MEGATRON
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.trials.fit import FittedEfficiency, fit_efficiency
 from megatron_terapipe.search.trials.sample import Sample
 from megatron_terapipe.search.trials.trial import Trial
@@ -46,7 +46,7 @@ def measured(one: Strategy, seconds: float | None, **changes: object) -> Trial:
         "workload": GPT,
         "cluster": CLUSTER,
         "strategy": one,
-        "software": MEGATRON,
+        "software": MEGATRON_LM,
         "precision": "bf16",
         "iteration_time_s": seconds,
         "peak_memory_bytes": None,
@@ -56,7 +56,7 @@ def measured(one: Strategy, seconds: float | None, **changes: object) -> Trial:
 
 
 def trials(noise: float = 0.01, sizes: Sequence[int] = (1, 4)) -> list[Trial]:
-    model = CostModel(GPT, CLUSTER, software=MEGATRON, efficiency=TRUTH)
+    model = CostModel(GPT, CLUSTER, software=MEGATRON_LM, efficiency=TRUTH)
     draw = np.random.default_rng(0)
     return [
         measured(one, model.predict_time(one).iteration_time_s * float(np.exp(noise * draw.normal())))
@@ -66,7 +66,7 @@ def trials(noise: float = 0.01, sizes: Sequence[int] = (1, 4)) -> list[Trial]:
 
 def errors(efficiency: HardwareEfficiency) -> np.ndarray:
     """Relative errors on other strategies than those that were measured."""
-    truth = CostModel(GPT, CLUSTER, software=MEGATRON, efficiency=TRUTH)
+    truth = CostModel(GPT, CLUSTER, software=MEGATRON_LM, efficiency=TRUTH)
     guess = truth.with_efficiency(efficiency)
     others = strategies((8,))
     ratio = [guess.predict_time(one).iteration_time_s / truth.predict_time(one).iteration_time_s for one in others]
@@ -109,12 +109,12 @@ def test_one_failed_measurement_does_not_spoil_the_rest() -> None:
 def test_a_run_that_was_cut_off_is_a_lower_bound() -> None:
     known = trials(sizes=(2,))
     slow = strategies((1,))[0]
-    time = CostModel(GPT, CLUSTER, software=MEGATRON).predict_time(slow).iteration_time_s
+    time = CostModel(GPT, CLUSTER, software=MEGATRON_LM).predict_time(slow).iteration_time_s
     harmless = measured(slow, None, longer_than_s=0.1 * time)
     assert fit_efficiency(Sample.of([harmless])).efficiency == HardwareEfficiency()
     telling = measured(slow, None, longer_than_s=1.5 * time)
     assert (
-        CostModel(GPT, CLUSTER, software=MEGATRON, efficiency=fit_efficiency(Sample.of([telling])).efficiency)
+        CostModel(GPT, CLUSTER, software=MEGATRON_LM, efficiency=fit_efficiency(Sample.of([telling])).efficiency)
         .predict_time(slow)
         .iteration_time_s
         > 1.2 * time

@@ -3,7 +3,7 @@ import pytest
 
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.software import MEGATRON
+from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.trials.calibration import Calibration, calibrate, no_calibration
 from megatron_terapipe.search.trials.cluster_calibrations import calibrated_slopes
 from megatron_terapipe.search.trials.intervals import (
@@ -64,8 +64,8 @@ def test_intervals_of_a_calibration_hold_what_it_has_not_seen() -> None:
     true = HardwareEfficiency(launch_s=60e-6, inside_efficiency=0.5)
     trials = measured(efficiency=true, noise=0.05)
     calibration = calibrate(trials[::2])
-    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON, efficiency=calibration.efficiency, precision="fp16")
-    unfitted = CostModel(WORKLOAD, CLUSTER, software=MEGATRON, precision="fp16")
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, efficiency=calibration.efficiency, precision="fp16")
+    unfitted = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
 
     def interval(found: Calibration, priced_by: CostModel, strategy: Strategy, time_s: float) -> tuple[float, float]:
         return found.intervals.interval_s(time_s, calibrated_slopes(found, priced_by, [strategy]))
@@ -84,7 +84,7 @@ def test_intervals_of_a_calibration_hold_what_it_has_not_seen() -> None:
 
 
 def test_slopes_say_what_a_time_depends_on() -> None:
-    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON, precision="fp16")
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
     names = ("gemm_efficiency", "transfer_s", "iteration_s")
     slopes = strategy_sensitivities(model, STRATEGIES, model.efficiency, names)
     assert slopes.shape == (len(STRATEGIES), 3)

@@ -19,7 +19,7 @@ from megatron_terapipe.search.op_times.profile_efficiency import measured_effici
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
 from megatron_terapipe.search.op_times.profile_files import write_profile
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
-from megatron_terapipe.search.op_times.software import TERAPIPE
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.search.trials.journal import SOURCE, Journal, cluster_document, explicit, model_document
 from megatron_terapipe.search.trials.predicted import predict_in_folds
 from megatron_terapipe.search.trials.profile_calibration import PRIOR, calibrate_on_profile, factor_slopes

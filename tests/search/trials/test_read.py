@@ -45,7 +45,7 @@ def test_a_line(tmp_path: Path) -> None:
     assert trial.peak_memory_bytes == 10 * 2**30
     assert (trial.out_of_memory, trial.activation_limit) == (None, None)
     # Tables that say no more are of plain Megatron in half precision.
-    assert (trial.software.name, trial.precision) == ("megatron", "fp16")
+    assert (trial.software.name, trial.precision) == ("megatron-lm", "fp16")
     assert (trial.strategy.recompute, trial.strategy.zero_stage) == ("none", 0)
 
 
@@ -123,7 +123,7 @@ def test_a_precision_that_only_the_publication_states(tmp_path: Path) -> None:
         (changed("strategy", layers_per_stage_counting_embedding_and_head=[10]), "does not have 2 stages"),
         (changed("measured", iteration_time_s=-1), "measured.iteration_time_s -1 is not a number above 0"),
         (changed("measured", out_of_memory=1), "measured.out_of_memory 1 is not true or false"),
-        (changed(software="mega"), 'software "mega" is not known: did you mean megatron?'),
+        (changed(software="megatron"), 'software "megatron" is not known: did you mean megatron-lm?'),
         (changed(precision="fp8"), 'precision "fp8" is not known'),
         ([1], "is not an object"),
     ],

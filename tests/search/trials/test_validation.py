@@ -32,7 +32,7 @@ def write_trials(path: Path, times: dict[int, float | None], source: str = "here
                 global_batch_size=32 * (1 + index % 2),
                 recompute="full",
             ),
-            software="megatron",
+            software="megatron-lm",
             precision="fp16",
             iteration_time_s=time,
             peak_memory_bytes=None if time is None else 10e9,

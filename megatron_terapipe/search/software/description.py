@@ -1,0 +1,265 @@
+"""The form of a description: facts of a trainer that affect time or memory, and do not depend on the hardware.
+
+description.py    the form
+terapipe.py       this trainer                       deepspeed.py        DeepSpeed's pipeline engine
+megatron_lm.py    Megatron-LM of 2021 to 2023        megatron_core.py    its successor
+fsdp.py           PyTorch's fully sharded data parallelism
+library.py        all of them by name, and descriptions in files of users
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+ScalarOrArray = NDArray[np.float64] | float
+
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4})
+"""Bytes of a number that layers compute with, by precision."""
+
+AttentionKernel = Literal["scores", "flash-attention-2", "flash-attention-3", "memory-efficient", "cudnn"]
+"""What computes attention. `scores` writes the matrix of scores to memory; the others keep none of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """Memory traffic and kernels of element-wise work, for each number that the operator puts out.
+
+    A number has the bytes of the precision that layers compute in; `bytes` has those that do not depend on it: masks,
+    and numbers in fp32.
+
+    Attributes:
+        forward: numbers that the forward reads and writes.
+        backward: numbers that the backward reads and writes.
+        forward_bytes: other bytes of the forward.
+        backward_bytes: other bytes of the backward.
+        forward_kernels: kernels that the forward launches.
+        backward_kernels: kernels that the backward launches.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    forward_kernels: float = 1.0
+    backward_kernels: float = 1.0
+
+    def bytes_forward(self, element_bytes: int) -> float:
+        """Bytes that the forward moves for each number of its output.
+
+        Args:
+            element_bytes: bytes of a number that layers compute with.
+        """
+        return element_bytes * self.forward + self.forward_bytes
+
+    def bytes_backward(self, element_bytes: int) -> float:
+        """Bytes that the backward moves for each number of the output.
+
+        Args:
+            element_bytes: bytes of a number that layers compute with.
+        """
+        return element_bytes * self.backward + self.backward_bytes
+
+
+NOTHING = Operator(forward_kernels=0.0, backward_kernels=0.0)
+"""An operator that a kernel beside it does on the way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operators:
+    """Element-wise work of a model, by operator; the number that one is counted for is in brackets.
+
+    Attributes:
+        layernorm: [hidden state].
+        rmsnorm: [hidden state].
+        residual: dropout if there is one, and the sum with the residual [hidden state].
+        activation: activation function of an MLP without a gate [number that it puts out].
+        gated_activation: the same with a gate [number that it puts out].
+        bias: bias of a product, and its gradient [output of the product].
+        rotary: rotation of queries and keys [channel of a query or key].
+        head_norm: norm of queries and keys [channel of a query or key].
+        heads: copies of queries, keys and values to where attention reads them [channel of a query, key or value].
+        loss: cross-entropy, all of it behind the product [logit].
+        embedding: rows looked up, and the gradient of the table [hidden state].
+    """
+
+    layernorm: Operator
+    rmsnorm: Operator
+    residual: Operator
+    activation: Operator
+    gated_activation: Operator
+    bias: Operator
+    rotary: Operator
+    head_norm: Operator
+    heads: Operator
+    loss: Operator
+    embedding: Operator
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Products:
+    """Matrix products beside what they compute.
+
+    Attributes:
+        forward_kernels: kernels of one product: itself, casts and copies around it.
+        backward_kernels: kernels of its two gradients together.
+        accumulation_bytes: bytes that each micro-batch moves for a weight to add its gradient to the sum.
+    """
+
+    forward_kernels: float = 1.0
+    backward_kernels: float = 2.0
+    accumulation_bytes: float = 8.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCore:
+    """How attention is computed, between the products before and behind it.
+
+    Attributes:
+        kernel: which kernel, on devices whose generation `on` does not name.
+        on: (generation of devices, kernel) where it is another one.
+        skips_masked: whether it leaves out what a causal mask hides.
+        forward_kernels: kernels of the forward.
+        backward_kernels: kernels of the backward.
+        keeps_dropped: whether scores that are written out are kept a second time, with the mask of dropout.
+    """
+
+    kernel: AttentionKernel = "flash-attention-2"
+    on: tuple[tuple[str, AttentionKernel], ...] = ()
+    skips_masked: bool = True
+    forward_kernels: float = 1.0
+    backward_kernels: float = 1.0
+    keeps_dropped: bool = False
+
+    @property
+    def writes_scores(self) -> bool:
+        """Whether the matrix of scores is written to memory."""
+        return self.kernel == "scores"
+
+    def kernel_on(self, generation: str) -> AttentionKernel:
+        """Return the kernel on devices of a generation, as `devices.GENERATION_NAMES` calls them."""
+        return dict(self.on).get(generation, self.kernel)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Communication:
+    """Messages between ranks, and what runs under them.
+
+    Attributes:
+        overlaps_transfers: whether messages between stages travel under ops; else both ends wait for each.
+        shares_transfers: whether each tensor-parallel rank sends its part of an activation, and the other end gathers.
+        overlaps_gradient_reduction: whether data-parallel reductions travel under the last backward, layer by layer.
+        overlaps_weight_gather: whether stepped weights are gathered under the next forward.
+        tensor_parallel_overlap: share of the collectives between tensor-parallel ranks that products hide.
+        reduction_bytes: bytes of an entry in data-parallel reductions; None = as DeepSpeed's optimizers do it by
+            precision and ZeRO stage (`cost.step_costs`).
+        shards_weights: whether data-parallel ranks keep a part of each weight alone, gather it for the forward and
+            again for the backward of each micro-batch, and reduce gradients in each (ZeRO 3, arXiv 1910.02054
+            section 5.3; FSDP, arXiv 2304.11277 section 3).
+    """
+
+    overlaps_transfers: bool = False
+    shares_transfers: bool = False
+    overlaps_gradient_reduction: bool = False
+    overlaps_weight_gather: bool = False
+    tensor_parallel_overlap: float = 0.0
+    reduction_bytes: int | None = None
+    shards_weights: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterBytes:
+    """Bytes of one parameter on a rank, and which of them data-parallel ranks divide among themselves.
+
+    Attributes:
+        weights: what products read.
+        gradients: sums over micro-batches.
+        optimizer: copies in fp32, and moments.
+        step: more while the optimizer steps; by then no activations are held.
+        divided: names of the fields above that data-parallel ranks divide.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    step: float = 0.0
+    divided: tuple[str, ...] = ()
+
+    def on_rank(self, name: str, data_parallel_size: ScalarOrArray) -> ScalarOrArray:
+        """Return the bytes of a field on one rank, a number or an array as the data-parallel size [...] is.
+
+        Args:
+            name: name of the field.
+            data_parallel_size: data-parallel ranks.
+        """
+        each: float = getattr(self, name)
+        return each / data_parallel_size if name in self.divided else each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """Bytes of weights, gradients and optimizer state, for a precision and a ZeRO stage.
+
+    Attributes:
+        precision: `fp16`, `bf16` or `fp32`.
+        zero_stage: 0 or 1.
+        parameter: bytes of each parameter.
+        bucket_element_bytes: bytes of an element of the buckets that reduce gradients and gather weights; 0 = none.
+    """
+
+    precision: str
+    zero_stage: int
+    parameter: ParameterBytes
+    bucket_element_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """Facts about the trainer that runs a strategy.
+
+    Attributes:
+        name: as `software` in trials names it.
+        title: what it is, in a few words.
+        operators: element-wise work.
+        products: work beside matrix products.
+        attention: the attention core.
+        communication: messages between ranks.
+        states: bytes of parameters, for each precision and ZeRO stage.
+        bucket_elements: elements of ZeRO's buckets, one to reduce and one to gather; a model with fewer parameters on a
+            rank has smaller ones.
+        step_bytes: bytes of weights, gradients and optimizer state that the step of a parameter reads or writes.
+        selective_recomputes: what recompute "selective" runs again: the `attention` core (Korthikanti et al., arXiv
+            2205.05198 section 5), or `norms` and activation functions (docs/adr/0014).
+        residual_dropout: whether masks of dropout are kept with each residual.
+        logits_at_once: logits of a rank that may be alive, others being computed again, and the gradient of the head's
+            weight at once (docs/adr/0024); None = the loss keeps all of them in fp32.
+        launch_factor: host time of a kernel launch, in that of a Megatron layer of 2021 written in Python.
+        allocator_factor: memory taken for a byte of activations, with what the allocator cannot use.
+    """
+
+    name: str
+    title: str
+    operators: Operators
+    products: Products
+    attention: AttentionCore
+    communication: Communication
+    states: tuple[StateBytes, ...]
+    bucket_elements: int
+    step_bytes: float = 18.0
+    selective_recomputes: Literal["attention", "norms"] = "attention"
+    residual_dropout: bool = False
+    logits_at_once: int | None = None
+    launch_factor: float = 1.0
+    allocator_factor: float = 1.06
+
+    def state(self, precision: str, zero_stage: int) -> StateBytes:
+        """Return the bytes of weights, gradients and optimizer state.
+
+        Args:
+            precision: `fp16`, `bf16` or `fp32`.
+            zero_stage: 0 or 1.
+        """
+        return next(each for each in self.states if (each.precision, each.zero_stage) == (precision, zero_stage))
