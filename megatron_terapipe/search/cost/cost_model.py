@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, Placement
+from megatron_terapipe.search.cost.cluster_table import ClusterTable
 from megatron_terapipe.search.cost.collectives import Messages, sending_s, transfer_bandwidth
 from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
 from megatron_terapipe.search.cost.rank_groups import GroupTopology, RankGroups
@@ -120,6 +121,8 @@ class CostModel:
         self.prices = LayerPrices(self.counter.kinds, self.op_times, self.efficiency, self.element_bytes)
         """Prices the kinds of layers."""
         self._known_ops: dict[tuple[object, ...], Floats] = {}
+        self._table = ClusterTable.of(cluster)
+        self._known_groups: dict[ParallelLayout, RankGroups] = {}
         self._simulator = simulator or ScheduleSimulator()
 
     def with_efficiency(self, efficiency: HardwareEfficiency, op_times: OpTimes | None = None) -> "CostModel":
@@ -227,7 +230,20 @@ class CostModel:
             tensor_parallel_size=strategy.tensor_parallel_size,
             pipeline_parallel_size=strategy.pipeline_parallel_size,
         )
-        return RankGroups(self.cluster, layout, strategy.placement)
+        return self.groups_of(layout, strategy.placement)
+
+    def groups_of(self, layout: ParallelLayout, placement: tuple[int, ...] | None = None) -> RankGroups:
+        """Links of the groups of a layout; those of ranks in the order of the hostfile are kept.
+
+        Args:
+            layout: sizes of its axes.
+            placement: device of the cluster for each rank; None = in the order of the hostfile.
+        """
+        if placement is not None:
+            return RankGroups(self._table, layout, placement)
+        if layout not in self._known_groups:
+            self._known_groups[layout] = RankGroups(self._table, layout)
+        return self._known_groups[layout]
 
     def stage_ops(self, placed: PlacedStrategy) -> Floats:
         """Return the seconds of the ops of one micro-batch, without messages: [5 parts of `StageOps`, stages, S]."""

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.cluster import Cluster, Device
+from megatron_terapipe.search.cost.cluster_table import ClusterTable
+from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
 
 Floats = NDArray[np.float64]
@@ -122,7 +123,7 @@ class RankGroups:
         ConfigError: if the cluster is too small, or the placement names a device twice or one that is not there.
     """
 
-    cluster: Cluster
+    cluster: ClusterTable
     layout: ParallelLayout
     placement: Sequence[int] | None = None
 
@@ -145,7 +146,7 @@ class RankGroups:
     @cached_property
     def nodes(self) -> Whole:
         """[P, D, T] node of each rank."""
-        of_device = np.array(self.cluster.node_of_device)
+        of_device = self.cluster.node_of_device
         placed = of_device[: self.layout.world_size] if self.placement is None else of_device[list(self.placement)]
         layout = self.layout
         return placed.reshape(layout.pipeline_parallel_size, layout.data_parallel_size, layout.tensor_parallel_size)
@@ -153,10 +154,13 @@ class RankGroups:
     @cached_property
     def devices(self) -> tuple[tuple[Device, ...], ...]:
         """The different devices of each pipeline rank; all of them wait for the slowest."""
-        nodes = self.cluster.nodes
-        return tuple(
-            tuple(dict.fromkeys(nodes[index].device for index in np.unique(stage).tolist())) for stage in self.nodes
-        )
+        stages = self.layout.pipeline_parallel_size
+        kinds = self.cluster.devices
+        if len(kinds) == 1:
+            return (kinds,) * stages
+        present = np.zeros((stages, len(kinds)), dtype=bool)
+        present[np.arange(stages)[:, None], self.cluster.device_of_node[self.nodes.reshape(stages, -1)]] = True
+        return tuple(tuple(kinds[kind] for kind in np.flatnonzero(row)) for row in present)
 
     @cached_property
     def kinds(self) -> tuple[RankKind, ...]:
@@ -191,49 +195,76 @@ class RankGroups:
         here = self.nodes.reshape(stages, -1)
         there = np.roll(here, -1, axis=0)
         apart = here != there
-        inside, inside_latency = self._node_values("inside")
-        network, network_latency = self._node_values("network")
-        cards = np.array([node.num_network_cards for node in self.cluster.nodes])
+        nodes = self.cluster
+        inside, latency_s = nodes.inside_bandwidth, nodes.inside_latency_s
         bandwidth = np.where(apart, np.inf, np.minimum(inside[here], inside[there]))
         latency = np.where(
             apart,
-            np.maximum(network_latency[here], network_latency[there]),
-            np.maximum(inside_latency[here], inside_latency[there]),
+            np.maximum(nodes.network_latency_s[here], nodes.network_latency_s[there]),
+            np.maximum(latency_s[here], latency_s[there]),
         )
         for stage, across in enumerate(apart):
             # Pairs that leave, or come to, the same node at once share its cards; no pair fills more than one.
-            for ends in (here[stage], there[stage]):
-                pairs = np.bincount(ends[across], minlength=len(cards))
-                share = network * np.minimum(cards / np.maximum(pairs, 1), 1.0)
-                bandwidth[stage] = np.minimum(bandwidth[stage], np.where(across, share[ends], np.inf))
+            for ends in (here[stage][across], there[stage][across]):
+                places = ends - ends.min(initial=nodes.num_devices)
+                pairs = np.bincount(places)[places]
+                share = nodes.network_bandwidth[ends] * np.minimum(nodes.num_network_cards[ends] / pairs, 1.0)
+                bandwidth[stage, across] = np.minimum(bandwidth[stage, across], share)
         return BoundaryLinks(bandwidth.min(axis=1), latency.max(axis=1), apart.any(axis=1))
-
-    def _node_values(self, name: str) -> tuple[Floats, Floats]:
-        links = [getattr(node, name) for node in self.cluster.nodes]
-        return np.array([link.bandwidth for link in links]), np.array([link.latency_s for link in links])
 
     def _links(self, groups: Whole, num_stages: int | None = None) -> GroupLinks:
         """Links of groups, given as [groups, members] nodes, those of one pipeline rank after those of another."""
         num_stages = num_stages or self.layout.pipeline_parallel_size
-        num_groups, size = groups.shape
-        nodes = self.cluster.nodes
-        counts = np.zeros((num_groups, len(nodes)), np.int64)
-        np.add.at(counts, (np.arange(num_groups)[:, None], groups), 1)
-        present = counts > 0
-        spread = present.sum(axis=1)
-        inside, inside_latency = self._node_values("inside")
-        network, network_latency = self._node_values("network")
-        cards = np.array([node.num_network_cards for node in nodes])
+        parts = _parts_on_nodes(groups)
+        nodes, cluster = parts.nodes, self.cluster
+        leaves = np.repeat(parts.num_nodes > 1, parts.num_nodes)
         # Groups that leave a node at once share its cards in equal parts, and no rank drives more than one card.
-        sharing = (present & (spread > 1)[:, None]).sum(axis=0)
-        parts = np.minimum(cards / np.maximum(sharing, 1), counts)
-        share = np.where(present, network * parts, np.inf).min(axis=1)
-        inner = np.where(present, inside, np.inf).min(axis=1)
-        columns = (
-            spread.reshape(num_stages, -1).max(axis=1),
-            inner.reshape(num_stages, -1).min(axis=1),
-            np.where(present, inside_latency, 0.0).max(axis=1).reshape(num_stages, -1).max(axis=1),
-            share.reshape(num_stages, -1).min(axis=1),
-            np.where(present, network_latency, 0.0).max(axis=1).reshape(num_stages, -1).max(axis=1),
+        cards = cluster.num_network_cards
+        sharing = np.bincount(nodes[leaves], minlength=len(cards))
+        share = cluster.network_bandwidth[nodes] * np.minimum((cards / np.maximum(sharing, 1))[nodes], parts.num_ranks)
+        first_of_stage = parts.starts[:: len(groups) // num_stages]
+
+        def of_stages(combine: np.ufunc, values: Floats) -> Floats:
+            """Combine values of [parts] stage by stage: [stages]."""
+            return np.asarray(combine.reduceat(values, first_of_stage), dtype=np.float64)
+
+        return GroupLinks(
+            groups.shape[1],
+            parts.num_nodes.reshape(num_stages, -1).max(axis=1).astype(np.float64),
+            of_stages(np.minimum, cluster.inside_bandwidth[nodes]),
+            of_stages(np.maximum, cluster.inside_latency_s[nodes]),
+            of_stages(np.minimum, share),
+            of_stages(np.maximum, cluster.network_latency_s[nodes]),
         )
-        return GroupLinks(size, *(column.astype(np.float64) for column in columns))
+
+
+class _PartsOnNodes(NamedTuple):
+    """The parts of groups that stand on one node each, group by group. There are no more of them than ranks.
+
+    Attributes:
+        nodes: [parts] node of each.
+        num_ranks: [parts] ranks of the group on this node.
+        starts: [groups] index of the first part of each group.
+        num_nodes: [groups] nodes of each group.
+    """
+
+    nodes: Whole
+    num_ranks: Whole
+    starts: Whole
+    num_nodes: Whole
+
+
+def _parts_on_nodes(groups: Whole) -> _PartsOnNodes:
+    """Return the parts of groups, given as [groups, members] nodes."""
+    num_groups, size = groups.shape
+    ordered = np.sort(groups, axis=1)
+    begins = np.ones(ordered.shape, dtype=bool)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    first = np.flatnonzero(begins)
+    num_nodes = begins.sum(axis=1)
+    return _PartsOnNodes(
+        nodes=ordered.ravel()[first],
+        num_ranks=np.diff(first, append=num_groups * size),
+        starts=np.cumsum(num_nodes) - num_nodes,
+        num_nodes=num_nodes,
+    )

@@ -155,7 +155,7 @@ def _price(
         tensor_parallel_size=grid.tensor_parallel_size,
         pipeline_parallel_size=grid.pipeline_parallel_size,
     )
-    groups = RankGroups(cost_model.cluster, layout)
+    groups = cost_model.groups_of(layout)
     partitions = _partitions(problem, found, groups, tables, cost_model.counter)
     counts = {
         key: cost_model.counter.count(partition, grid.pipeline_parallel_size, grid.tensor_parallel_size)

@@ -1,11 +1,15 @@
 """Which links groups cross, and who shares them."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.cost.cluster_table import ClusterTable
 from megatron_terapipe.search.cost.rank_groups import RankGroups
 from megatron_terapipe.search.inputs.cluster import Cluster, Link
 from tests.search.cost.machines import A100, NODE, nodes
@@ -13,7 +17,7 @@ from tests.search.cost.machines import A100, NODE, nodes
 
 def groups(count: int, dp: int, tp: int, pp: int, **changes: object) -> RankGroups:
     layout = ParallelLayout(data_parallel_size=dp, tensor_parallel_size=tp, pipeline_parallel_size=pp)
-    return RankGroups(nodes(count, **changes), layout)
+    return RankGroups(ClusterTable.of(nodes(count, **changes)), layout)
 
 
 def test_a_tensor_group_inside_a_node_crosses_no_network() -> None:
@@ -56,7 +60,7 @@ def test_stages_in_one_node_and_across() -> None:
 def test_the_slowest_node_counts() -> None:
     slow = replace(NODE, network=Link(bandwidth=1e9, latency_s=1e-3), device=replace(A100, name="slow"))
     layout = ParallelLayout(data_parallel_size=2, tensor_parallel_size=8)
-    mixed = RankGroups(Cluster(nodes=(NODE, slow)), layout)
+    mixed = RankGroups(ClusterTable.of(Cluster(nodes=(NODE, slow))), layout)
     assert mixed.data.network_bandwidth.tolist() == [1e9 * 4 / 8]
     assert mixed.data.network_latency_s.tolist() == [1e-3]
     assert [device.name for device in mixed.devices[0]] == ["A100", "slow"]
@@ -64,11 +68,11 @@ def test_the_slowest_node_counts() -> None:
 
 def test_the_order_of_equal_nodes_is_irrelevant_and_a_placement_counts() -> None:
     layout = ParallelLayout(data_parallel_size=2, tensor_parallel_size=4, pipeline_parallel_size=2)
-    usual = RankGroups(nodes(2), layout)
-    swapped = RankGroups(nodes(2), layout, (*range(8, 16), *range(8)))
+    usual = RankGroups(ClusterTable.of(nodes(2)), layout)
+    swapped = RankGroups(ClusterTable.of(nodes(2)), layout, (*range(8, 16), *range(8)))
     assert usual.pipe.bandwidth.tolist() == swapped.pipe.bandwidth.tolist()
     # Dealing ranks in turn to both nodes puts every tensor group across the network.
-    turns = RankGroups(nodes(2), layout, tuple(rank // 2 + 8 * (rank % 2) for rank in range(16)))
+    turns = RankGroups(ClusterTable.of(nodes(2)), layout, tuple(rank // 2 + 8 * (rank % 2) for rank in range(16)))
     assert turns.tensor.num_nodes.tolist() == [2, 2]
     assert usual.tensor.num_nodes.tolist() == [1, 1]
 
@@ -77,9 +81,61 @@ def test_the_order_of_equal_nodes_is_irrelevant_and_a_placement_counts() -> None
 def test_a_placement_names_every_rank_once(placement: tuple[int, ...]) -> None:
     layout = ParallelLayout(data_parallel_size=2, tensor_parallel_size=8)
     with pytest.raises(ConfigError, match="placement does not name 16 different devices"):
-        RankGroups(nodes(2), layout, placement)
+        RankGroups(ClusterTable.of(nodes(2)), layout, placement)
 
 
 def test_a_cluster_that_is_too_small() -> None:
     with pytest.raises(ConfigError, match=r"is 16, and the cluster has 8 devices"):
         groups(1, dp=2, tp=8, pp=1)
+
+
+@st.composite
+def placed_ranks(draw: st.DrawFn) -> tuple[Cluster, ParallelLayout, tuple[int, ...] | None]:
+    """Unlike nodes, ranks that use all devices or some, in the order of the hostfile or another."""
+    each = st.builds(
+        lambda devices, cards, inside, network: replace(
+            NODE,
+            num_devices=devices,
+            num_network_cards=cards,
+            inside=Link(bandwidth=inside * 1e9, latency_s=1e-6 * inside),
+            network=Link(bandwidth=network * 1e9, latency_s=1e-6 * network),
+        ),
+        st.integers(1, 6),
+        st.integers(1, 4),
+        st.sampled_from([50, 300]),
+        st.sampled_from([3, 25]),
+    )
+    cluster = Cluster(nodes=tuple(draw(st.lists(each, min_size=1, max_size=6))))
+    tensor = draw(st.integers(1, cluster.num_devices))
+    pipeline = draw(st.integers(1, cluster.num_devices // tensor))
+    data = cluster.num_devices // (tensor * pipeline)
+    layout = ParallelLayout(data_parallel_size=data, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+    devices = draw(st.permutations(range(cluster.num_devices)))
+    return cluster, layout, draw(st.sampled_from([None, tuple(devices[: layout.world_size])]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=placed_ranks())
+def test_links_are_those_of_each_group_alone(case: tuple[Cluster, ParallelLayout, tuple[int, ...] | None]) -> None:
+    """Links of all groups at once are the slowest of those that each group, looked at by itself, has."""
+    cluster, layout, placement = case
+    found = RankGroups(ClusterTable.of(cluster), layout, placement)
+    ranks = found.nodes.tolist()
+    tensor = [[Counter(replica) for replica in stage] for stage in ranks]
+    data = [[Counter(column) for column in zip(*stage, strict=True)] for stage in ranks]
+    for links, stages in ((found.tensor, tensor), (found.data, data)):
+        leaving = Counter(node for stage in stages for group in stage if len(group) > 1 for node in group)
+        for stage, groups_of_stage in enumerate(stages):
+            parts = [(cluster.nodes[node], node, count) for group in groups_of_stage for node, count in group.items()]
+            shares = [
+                node.network.bandwidth * min(node.num_network_cards / max(leaving[index], 1), count)
+                for node, index, count in parts
+            ]
+            assert links.at(stage) == (
+                layout.tensor_parallel_size if links is found.tensor else layout.data_parallel_size,
+                max(map(len, groups_of_stage)),
+                min(node.inside.bandwidth for node, _, _ in parts),
+                max(node.inside.latency_s for node, _, _ in parts),
+                min(shares),
+                max(node.network.latency_s for node, _, _ in parts),
+            )

@@ -1,0 +1,62 @@
+"""The nodes of a cluster as arrays, so that what a layout makes of a hundred thousand of them is arithmetic."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.inputs.cluster import Cluster, Device
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterTable:
+    """The nodes of a cluster, column by column; N nodes in the order of the hostfile.
+
+    Attributes:
+        node_of_device: [devices] index of the node that each device is in.
+        devices: the different devices.
+        device_of_node: [N] number among them of what each node holds.
+        inside_bandwidth: [N] bytes per second from one device to another of the node.
+        inside_latency_s: [N].
+        network_bandwidth: [N] bytes per second of one network card.
+        network_latency_s: [N].
+        num_network_cards: [N].
+    """
+
+    node_of_device: Whole
+    devices: tuple[Device, ...]
+    device_of_node: Whole
+    inside_bandwidth: Floats
+    inside_latency_s: Floats
+    network_bandwidth: Floats
+    network_latency_s: Floats
+    num_network_cards: Whole
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "ClusterTable":
+        """Return the table of a cluster."""
+        nodes = cluster.nodes
+        numbers: dict[Device, int] = {}
+        device_of_node = [numbers.setdefault(node.device, len(numbers)) for node in nodes]
+
+        def column(value: str, link: str) -> Floats:
+            return np.array([getattr(getattr(node, link), value) for node in nodes], dtype=np.float64)
+
+        return cls(
+            node_of_device=np.repeat(np.arange(len(nodes)), [node.num_devices for node in nodes]),
+            devices=tuple(numbers),
+            device_of_node=np.array(device_of_node, dtype=np.int64),
+            inside_bandwidth=column("bandwidth", "inside"),
+            inside_latency_s=column("latency_s", "inside"),
+            network_bandwidth=column("bandwidth", "network"),
+            network_latency_s=column("latency_s", "network"),
+            num_network_cards=np.array([node.num_network_cards for node in nodes], dtype=np.int64),
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return len(self.node_of_device)
