@@ -5,11 +5,14 @@ Facts of its source (deepspeed/runtime/pipe/engine.py and p2p.py, deepspeed/runt
   * A message between stages is a broadcast in a group of two. Its sender goes on as soon as it is in the buffers of the
     communicator, its receiver waits and computes nothing.
   * The attention mask goes along with each activation, not with gradients. Tensor-parallel ranks send their part of an
-    activation each, and all of the mask, and gather what they got.
+    activation each, its sizes, and all of the mask; the next stage gathers the parts.
+  * Gradients are not parted (`is_grad_partitioned` is False): every tensor-parallel rank sends all of the gradient. The
+    stage that gets it has parted its activation, and gathers that again before its backward.
   * Gradients are reduced in single precision (`fp32_allreduce`) after the last backward; that of the tied embedding in
     half precision between first and last stage. There is no ZeRO and no recomputation.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
+from examples.amp.published_profile import LayerSeconds
 from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_s
 from megatron_terapipe.search.cost.cost_model import CostModel, TimePrediction, pipeline_shape
 from megatron_terapipe.search.cost.prediction import TimeBreakdown
@@ -69,9 +73,17 @@ class DeepSpeedCosts(CostModel):
     What strategies have in common is computed once: links by layout, layers by device, messages by both.
     """
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        """Prepare; arguments are those of `CostModel`."""
+    def __init__(self, *given: Any, published: Mapping[str, LayerSeconds], **options: Any) -> None:
+        """Prepare.
+
+        Args:
+            given: arguments of `CostModel`.
+            published: AMP's profiles by name of the device, as it reads them itself.
+            options: arguments of `CostModel`.
+        """
         super().__init__(*given, **options)
+        self.published = published
+        """AMP's profiles by name of the device."""
         self._links: dict[tuple[object, ...], RankGroups] = {}
         self._layers: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
         self._messages_of: dict[tuple[object, ...], Messages] = {}
@@ -150,22 +162,19 @@ class DeepSpeedCosts(CostModel):
         def sent(num_bytes: Floats) -> Floats:
             return np.asarray(transfer_s(num_bytes, bandwidth, latency_s, crosses_nodes, self.efficiency))
 
-        back = sent(activation / tensor)
-        there = back + np.where(mask > 0, sent(mask), 0.0)
+        part = activation / tensor
+        there, back = sent(part) + np.where(mask > 0, sent(mask), 0.0), sent(activation)
         # What the communicator's buffers do not take keeps the sender until the link has.
         over = sent(np.zeros(len(layers)))
-        messages = Messages(
-            there,
-            back,
-            sent(np.maximum(activation / tensor + mask - BUFFERED_BYTES, 0.0)) - over,
-            sent(np.maximum(activation / tensor - BUFFERED_BYTES, 0.0)) - over,
-        )
+        holding_there = sent(np.maximum(part + mask - BUFFERED_BYTES, 0.0)) - over
+        holding_back = sent(np.maximum(activation - BUFFERED_BYTES, 0.0)) - over
         if tensor > 1:
-            topologies = {groups.tensor.at(rank): rank for rank in range(ranks)}
-            gathered = {topology: all_gather_s(activation, topology, self.efficiency) for topology in topologies}
-            rows = [gathered[groups.tensor.at(rank)] for rank in range(ranks - 1)]
-            received = np.array(rows).reshape(there.shape)
-            messages = messages._replace(there=there + received, back=back + received)
+            of_rank = (groups.tensor.at(rank) for rank in range(ranks))
+            gathered = np.array([all_gather_s(activation, each, self.efficiency) for each in of_rank])
+            # The sizes of the parts are a message of their own. Parts are gathered where an activation arrives, and
+            # where its gradient does.
+            there, back = there + over + gathered[1:], back + gathered[:-1]
+        messages = Messages(there, back, holding_there, holding_back)
         self._messages_of[key] = messages
         return messages
 

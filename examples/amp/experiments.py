@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from examples.amp import clusters, models
 from examples.amp.deepspeed_costs import AMP_DEEPSPEED, DeepSpeedCosts
-from examples.amp.published_profile import read_profile
+from examples.amp.published_profile import read_profile, unthrottled
 from megatron_terapipe.search.cost.measured_layers import MeasuredDevice, MeasuredLayers
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster, Node
@@ -82,15 +82,15 @@ class Experiment:
             DataError: if it lacks a profile.
         """
         workload, cluster = self.workload(), self.cluster()
-        names = [layer.name for layer in workload.layers]
+        published = {node.device.name: read_profile(repository, name) for name, node in self.profiles.items()}
         measured = {
             node.device.name: MeasuredDevice(
                 device=node.device,
                 roofline=Roofline(self.efficiency, self.software, PRECISION),
                 inside=node.inside,
-                forward_s=dict(zip(names, read_profile(repository, profile), strict=True)),
+                forward_s=unthrottled(workload.layers, published[node.device.name]),
             )
-            for profile, node in self.profiles.items()
+            for node in self.profiles.values()
         }
         op_times = MeasuredLayers(workload=workload, devices=measured)
         software, efficiency = self.software, self.efficiency
@@ -98,7 +98,13 @@ class Experiment:
             workload, cluster, software=software, efficiency=efficiency, op_times=op_times, precision=PRECISION
         )
         pricing.cost_model = DeepSpeedCosts(
-            workload, cluster, software=software, efficiency=efficiency, op_times=op_times, precision=PRECISION
+            workload,
+            cluster,
+            published=published,
+            software=software,
+            efficiency=efficiency,
+            op_times=op_times,
+            precision=PRECISION,
         )
         return pricing
 

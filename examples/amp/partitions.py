@@ -6,7 +6,6 @@ import numpy as np
 
 from deepspeed_ext.plan.partition import StagePartition
 from examples.amp.deepspeed_costs import DeepSpeedCosts
-from megatron_terapipe.search.cost.measured_layers import MeasuredLayers
 from megatron_terapipe.search.rank.stage_partition import (
     Numbers,
     SolvedPartition,
@@ -75,8 +74,7 @@ def partition_of_amp(costs: DeepSpeedCosts, strategy: Strategy) -> StagePartitio
     it is, so that cuts play no part. It deals the layers that compute; the others go with the one before them. With one
     micro-batch it deals transformer layers evenly.
     """
-    num_stages, workload, op_times = strategy.pipeline_parallel_size, costs.workload, costs.op_times
-    assert isinstance(op_times, MeasuredLayers)
+    num_stages, workload = strategy.pipeline_parallel_size, costs.workload
     blocks = [index for index, layer in enumerate(workload.layers) if layer.kind == "block"]
     uneven = any(workload.layers[index].tokens != workload.layers[blocks[0]].tokens for index in blocks)
     work = [0, *blocks] if uneven else list(range(len(workload.layers)))
@@ -86,9 +84,7 @@ def partition_of_amp(costs: DeepSpeedCosts, strategy: Strategy) -> StagePartitio
     else:
         names = [node.device.name for node in costs.cluster.nodes for _ in range(node.num_devices)]
         size = strategy.tensor_parallel_size
-        times = np.array(
-            [[op_times.devices[name].forward_s[workload.layers[index].name][size] for index in work] for name in names]
-        )
+        times = np.array([[costs.published[name][index][size] for index in work] for name in names])
         solved = amp_partition(times.mean(axis=0), np.zeros(len(work) + 1), num_stages, strategy.num_micro_batches)
         inner = [work[bound - 1] + 1 for bound in solved.partition.bounds[1:-1]]
     return StagePartition((0, *inner, len(workload.layers)))

@@ -69,8 +69,8 @@ def test_trials_of_the_homogeneous_cluster(trials, predicted):
     measured = np.array([float(trials[index]["real_s"]) for index in ran])
     errors = [np.mean(np.abs(times * scale - measured) / measured) for scale in measured / times]
     assert len(ran) == 47
-    assert spearman(times, measured) > 0.95
-    assert pair_accuracy(times, measured) > 0.91
+    assert spearman(times, measured) > 0.97
+    assert pair_accuracy(times, measured) > 0.93
     assert min(errors) < 0.10
     assert measured[np.argmin(times)] / measured.min() <= 1.05
 
@@ -266,6 +266,28 @@ def test_a_message_keeps_its_sender_when_it_is_larger_than_the_buffers():
     assert ops.forward[0][0] == pytest.approx(forward[0, :8].sum() + messages.holding_there[0, 7])
     assert ops.backward[0][0] == pytest.approx(backward[0, :8].sum())
     assert ops.backward[3][0] == pytest.approx(backward[3, 20:].sum() + messages.holding_back[2, 19])
+
+
+@needs_amp
+def test_tensor_parallel_ranks_send_parts_of_activations_and_whole_gradients():
+    # 10 Gbit/s, which four ranks share; stages 1 to 3 are on V100, the last one on T4.
+    costs = EXPERIMENTS["het_cluster"].pricing(AMP).cost_model
+    strategy = Strategy(
+        tensor_parallel_size=4,
+        pipeline_parallel_size=4,
+        micro_batch_size=4,
+        global_batch_size=32,
+        zero_stage=0,
+        stage_partition=(0, 8, 14, 20, 30),
+    )
+    activation, mask = 8 * 2**20, 2 * 2**20
+    one_s = 4 / (0.92 * 10e9 / 8)
+    nvlink, pcie = (0.65 * node.inside.bandwidth for node in costs.cluster.nodes[2:])
+    messages = costs.messages_s(strategy)
+    there, back = messages.there[2, 19], messages.back[2, 19]
+    assert there == pytest.approx((activation / 4 + mask) * one_s + activation * 3 / 4 / pcie, rel=0.05)
+    assert back == pytest.approx(activation * one_s + activation * 3 / 4 / nvlink, rel=0.05)
+    assert messages.there[0, 7] < there
 
 
 @needs_amp

@@ -5,7 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from examples.amp.published_profile import FOLDER, TENSOR_PARALLEL_SIZES, read_profile
+from examples.amp import models
+from examples.amp.published_profile import FOLDER, TENSOR_PARALLEL_SIZES, read_profile, unthrottled
 from megatron_terapipe.errors import DataError
 
 
@@ -51,3 +52,13 @@ def test_what_is_no_array_is_refused(repository):
     (repository / FOLDER / "gpt2_G4_1.npy").write_bytes(b"version https://git-lfs")
     with pytest.raises(DataError, match="not an array that numpy can read"):
         read_profile(repository, "gpt2_G4")
+
+
+def test_blocks_that_are_alike_take_what_the_fastest_took() -> None:
+    layers = models.gpt2().layers
+    seconds = tuple({1: 1.0 + index, 2: 40.0 - index} for index in range(len(layers)))
+    by_name = unthrottled(layers, seconds)
+    assert {by_name[layer.name][1] for layer in layers[2:26]} == {3.0}
+    assert {by_name[layer.name][2] for layer in layers[2:26]} == {40.0 - 25}
+    # Others may compute another thing under the same sizes.
+    assert all(by_name[layers[index].name] == seconds[index] for index in (0, 1, 26, 27, 28, 29))
