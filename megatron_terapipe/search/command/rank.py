@@ -25,9 +25,10 @@ from megatron_terapipe.search.command.shared_flags import (
     progress_bar,
     read_one_strategy,
 )
-from megatron_terapipe.search.command.warnings import headroom_note, memory_note, smaller_cluster_note
+from megatron_terapipe.search.command.warnings import fewer_devices_note, headroom_note, memory_note
 from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.rank.fewer_devices import on_fewer_devices
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked, predict_one
 from megatron_terapipe.search.rank.search import SearchResult, search
@@ -245,9 +246,11 @@ def run(options: argparse.Namespace) -> int:
     with progress_bar(options.progress) as progress:
         result = search(problem, choices, costs.pricing_on, top=options.top, effort=options.effort, progress=progress)
         pricing = costs.pricing_on(cluster)
+        loud = None
         warnings = [memory_note(result.entries, pricing), headroom_note(result, problem, pricing)]
-        if result.entries and len({node.device for node in cluster.nodes}) > 1:
-            warnings.append(smaller_cluster_note(result.entries[0], problem, constraints, costs.pricing_on, progress))
+        if result.entries:
+            fewer = on_fewer_devices(result.entries[0], problem, constraints, costs.pricing_on, progress)
+            loud = fewer_devices_note(fewer, problem)
         if result.entries and options.propose_trials is not None:
             warnings.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
     answer = Answer(
@@ -259,7 +262,7 @@ def run(options: argparse.Namespace) -> int:
         considered=result.counts.total,
         rejections={name: number for name, number in result.counts.rejected.items() if number},
         search_s=time.perf_counter() - start,
-        notes=(*notes, *costs.notes, *how_sure(result), *filter(None, warnings)),
+        notes=(*filter(None, [loud]), *notes, *costs.notes, *how_sure(result), *filter(None, warnings)),
     )
     # Strategies say by their placement where ranks stand, and the cost model reads it.
     show_answer(options, answer, costs.pricing_on(cluster).cost_model.pipeline_costs)

@@ -63,6 +63,12 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device", metavar="NAME", help="device or machine of the library that every host of the hostfile has"
     )
+    group.add_argument(
+        "--devices-at-most",
+        type=int,
+        metavar="N",
+        help="use a part of the cluster alone: its fastest nodes, whole ones, with N devices together at most",
+    )
 
 
 def add_cost_flags(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +159,17 @@ def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster that the flags name, and notes on what had to be assumed of it."""
     from megatron_terapipe.search.inputs.cluster_files import read_cluster_with_notes
 
-    return read_cluster_with_notes(options.cluster, device=options.device)
+    cluster, notes = read_cluster_with_notes(options.cluster, device=options.device)
+    most = options.devices_at_most
+    if most is None or most >= cluster.num_devices:
+        return cluster, notes
+    if most < 1:
+        raise ConfigError(f"--devices-at-most {most} is not a whole number from 1: give one")
+    part = cluster.at_most(most)
+    names = [node.name for node in part.nodes]
+    listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
+    used = f"{part.num_devices} of the {cluster.num_devices} devices of {options.cluster} are used: {listed}"
+    return part, (*notes, used)
 
 
 def precision_of(options: argparse.Namespace, cluster: Cluster) -> str:

@@ -1,31 +1,23 @@
-"""Warnings about the winner of a ranking: memory that is nearly full, and nodes that slow the others down."""
+"""Warnings about the winner of a ranking: memory that is nearly full, and devices that it would be better without."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
 from megatron_terapipe.search.cost.pricing import Pricing
-from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.grid_prices import ProgressCallback
+from megatron_terapipe.search.rank.fewer_devices import FewerDevices
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.rank.search import SearchResult, search
-from megatron_terapipe.search.report.figures import flops_utilization, strategy_text, time_text
-from megatron_terapipe.search.space.choices import all_choices
+from megatron_terapipe.search.rank.search import SearchResult
+from megatron_terapipe.search.report.figures import strategy_text, time_text
 from megatron_terapipe.search.space.problem import MEMORY_HEADROOM, SearchProblem
-from megatron_terapipe.strategy import Strategy
 
 FULL = 1 - MEMORY_HEADROOM
 """Share of a device's memory above which a prediction that is a few per cent off means out of memory."""
 
-EFFORT = 0.2
-"""Effort of a search on a part of the cluster: enough to see whether it is worth a search of its own."""
-
-MOST_UTILIZATION = 0.8
-"""Share of the peak FLOP/s that no part of a cluster is expected to reach; a part that needs more is not searched."""
-
 WORTH_SAYING = 0.02
-"""Share of the time that leaving machines out must save before a note says so."""
+"""Share of the time that leaving devices out must save before a note says so."""
+
+CHEAPER = 0.1
+"""Share of the device hours that leaving devices out must save before a note says so."""
 
 
 def fullness(entry: Ranked, pricing: Pricing) -> float:
@@ -81,72 +73,39 @@ def headroom_note(result: SearchResult, problem: SearchProblem, pricing: Pricing
     return f"{words}: {allow} allows it and saves {saved:.1%}"
 
 
-def parts_of(cluster: Cluster) -> list[Cluster]:
-    """Return the cluster without its slowest devices, without those and the next slowest, and so on."""
-    speeds = sorted({node.device.half_flops for node in cluster.nodes})
-    return [
-        replace(cluster, nodes=tuple(node for node in cluster.nodes if node.device.half_flops > slowest))
-        for slowest in speeds[:-1]
-    ]
-
-
-def smaller_cluster_note(
-    winner: Ranked,
-    problem: SearchProblem,
-    constraints: Mapping[str, tuple[Any, ...]],
-    pricing_on: Callable[[Cluster], Pricing],
-    progress: ProgressCallback | None = None,
-) -> str | None:
-    """Return a warning if a mixed cluster is faster without its slower devices; None if it is not.
+def fewer_devices_note(found: Sequence[FewerDevices], problem: SearchProblem) -> str | None:
+    """Return that a part of the cluster is faster than all of it, or much cheaper for each token; None if none is.
 
     Args:
-        winner: the best on all of the cluster.
+        found: parts that were tried.
         problem: what was asked.
-        constraints: values that flags allow for dimensions, which stay so.
-        pricing_on: prices strategies on a cluster.
-        progress: told what is being done.
     """
-    assert winner.prediction is not None
-    used = flops_utilization(
-        winner.strategy, problem.workload, problem.cluster, winner.prediction.iteration_time_s, problem.precision
-    )
-    peak = _peak_flops(problem.cluster, problem.precision)
-    lowest_s, best = winner.prediction.iteration_time_s * (1 - WORTH_SAYING), None
-    for part in parts_of(problem.cluster):
-        if used * peak > MOST_UTILIZATION * _peak_flops(part, problem.precision):
-            break
-        smaller = SearchProblem(
-            workload=problem.workload,
-            cluster=part,
-            global_batch_size=problem.global_batch_size,
-            precision=problem.precision,
-            software=problem.software,
-            memory_headroom=problem.memory_headroom,
+    best = min(found, key=lambda part: part.time_ratio, default=None)
+    if best is not None and best.time_ratio <= 1 - WORTH_SAYING:
+        return (
+            f"FEWER DEVICES ARE FASTER: {_on_part(best, problem)}, {1 - best.time_ratio:.0%} less than rank 1, which "
+            f"uses all: {_add(best)}"
         )
-        choices = all_choices(smaller).constrained({**_near(winner.strategy, constraints), **constraints})
-        found = search(smaller, choices, pricing_on, top=1, effort=EFFORT, refine=False, progress=progress).entries
-        if found and found[0].prediction is not None and found[0].prediction.iteration_time_s < lowest_s:
-            lowest_s, best = found[0].prediction.iteration_time_s, part
-    if best is None:
+    # Devices of other kinds have other prices.
+    alike = [part for part in found if part.cluster.is_uniform and problem.cluster.is_uniform]
+    best = min(alike, key=lambda part: part.cost_ratio, default=None)
+    if best is None or best.cost_ratio > 1 - CHEAPER:
         return None
-    left_out = sorted({node.device.name for node in problem.cluster.nodes} - {node.device.name for node in best.nodes})
-    saved = 1 - lowest_s / winner.prediction.iteration_time_s
     return (
-        f"without the nodes of {' and '.join(left_out)} an iteration takes {time_text(lowest_s)}, {saved:.0%} less: "
-        "every strategy here uses all devices, so take them out of the cluster and rank again"
+        f"fewer devices are cheaper: {_on_part(best, problem)}, {best.time_ratio:.2g} times as long as rank 1, for "
+        f"{1 - best.cost_ratio:.0%} fewer device hours a token: {_add(best)}"
     )
 
 
-def _near(strategy: Strategy, constraints: Mapping[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Return constraints that keep a search short: the plain values of a dimension, and those of a strategy."""
-    near: dict[str, tuple[Any, ...]] = {
-        "schedule": tuple(dict.fromkeys(("1f1b", strategy.schedule))),
-        "num_model_chunks": tuple(sorted({1, strategy.num_model_chunks})),
-    }
-    if "token_slices" not in constraints:
-        near["num_token_slices"] = tuple(sorted({1, strategy.num_token_slices}))
-    return near
+def _on_part(part: FewerDevices, problem: SearchProblem) -> str:
+    assert part.entry.prediction is not None
+    names = {node.device.name for node in problem.cluster.nodes} - {node.device.name for node in part.cluster.nodes}
+    without = f", without the nodes of {' and '.join(sorted(names))}" if names else ""
+    return (
+        f"on {part.cluster.num_devices} of the {problem.cluster.num_devices} devices{without}, an iteration takes "
+        f"{time_text(part.entry.prediction.iteration_time_s)} ({strategy_text(part.entry.strategy)})"
+    )
 
 
-def _peak_flops(cluster: Cluster, precision: str) -> float:
-    return sum(node.num_devices * node.device.peak_flops(precision) for node in cluster.nodes)
+def _add(part: FewerDevices) -> str:
+    return f"add --devices-at-most {part.cluster.num_devices} to rank them"

@@ -1,6 +1,6 @@
 """A cluster as data: what each node is made of, as data sheets say it. What of that is reached, `cost` knows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_terapipe.devices import Device as Device
@@ -61,6 +61,26 @@ class Cluster:
     def node_of_device(self) -> tuple[int, ...]:
         """Index of the node that each device is in."""
         return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.num_devices))
+
+    def at_most(self, num_devices: int) -> "Cluster":
+        """Return a part of the cluster: its fastest nodes, whole ones while there is room, in their order.
+
+        If not even one node has so few devices, the part is as many devices of the fastest node.
+
+        Args:
+            num_devices: devices of the part at most; from 1.
+        """
+        kept: dict[int, Node] = {}
+        left = num_devices
+        fastest_first = sorted(enumerate(self.nodes), key=lambda pair: -pair[1].device.half_flops)
+        for index, node in fastest_first:
+            if node.num_devices <= left:
+                kept[index] = node
+                left -= node.num_devices
+        if not kept:
+            index, node = fastest_first[0]
+            kept[index] = replace(node, num_devices=num_devices)
+        return Cluster(nodes=tuple(kept[index] for index in sorted(kept)), name=self.name)
 
     @property
     def is_uniform(self) -> bool:
