@@ -60,12 +60,13 @@ def machine_in_words(config: Config) -> str:
 
 def _cluster(path: str | None, world_size: int) -> "Cluster":
     """Return the cluster that a flag names, or the default one with room for all ranks."""
-    from megatron_terapipe.search.inputs.cluster_files import is_hostfile, parse_cluster, read_cluster
+    from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cluster
+    from megatron_terapipe.search.inputs.hostfile import is_hostfile
 
     if path is None:
         nodes = {"device": DEVICE, "devices": DEVICES_OF_A_NODE, "count": -(-world_size // DEVICES_OF_A_NODE)}
         return parse_cluster({"nodes": [nodes]}, "default")[0]
-    names_devices = not is_hostfile(read_text(path, "--cluster"))
+    names_devices = not is_hostfile(read_text(path, "--cluster"), path)
     try:
         cluster = read_cluster(path, device=None if names_devices else DEVICE)
     except ConfigError as error:

@@ -28,9 +28,9 @@ def slots_of_hosts(path: str, flag: str) -> list[int]:
         UserError: if it cannot be read.
     """
     # Imported where a hostfile is named: the search is not needed otherwise.
-    from megatron_terapipe.search.inputs.cluster_files import parse_hostfile
+    from megatron_terapipe.search.inputs.hostfile import parse_hostfile
 
     try:
-        return [slots for _, slots in parse_hostfile(read_text(path, flag), path)]
+        return [host.slots for host in parse_hostfile(read_text(path, flag), path)]
     except ConfigError as error:
         raise ConfigError(f"{flag}: {error}") from None

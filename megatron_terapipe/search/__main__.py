@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "validate": "compare predictions with measured trials",
         "measure": "measure ops and links of this machine, for --profile",
         "trial": "run the best strategies, record them, and calibrate",
+        "schema": "print the JSON Schema of answers",
     }
 )
 """Every command, and what it is for. Each is a module of the package `command`, of the same name."""

@@ -193,7 +193,7 @@ LAYERS = (
     Layer(
         ("megatron_terapipe.search.report", "megatron_terapipe.search.report.*"),
         search("inputs", "software", "op_times", "cost", "space", "rank"),
-        ("numpy", "rich"),
+        ("numpy", "pydantic", "rich"),
     ),
     Layer(
         ("megatron_terapipe.search.trials", "megatron_terapipe.search.trials.*"),

@@ -76,7 +76,7 @@ def test_the_command_that_a_search_prints_trains(searched: tuple[Path, str]) -> 
 
 def test_trials_are_run_recorded_and_not_repeated(searched: tuple[Path, str]) -> None:
     folder, _ = searched
-    ranked = json.loads((folder / "plan" / "ranking.json").read_text())
+    ranked = json.loads((folder / "plan" / "ranking.json").read_text())["entries"]
     (folder / "strategies.jsonl").write_text(json.dumps(ranked[0]) + "\n")
     words = ["trial", "model.json", "cluster.json", "--profile", "profile.json", "--global-batch-size", "4"]
     words += ["--strategies", "strategies.jsonl", "--iterations", "3"]

@@ -78,10 +78,10 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
 def test_auto_and_the_commands_agree(case: Case, tmp_path: Path) -> None:
     found = case.found()
     answer = case.answer_of_command(tmp_path, case.strategy())
-    assert found.token_slices().lengths == tuple(answer["token_slices"])
-    assert len(answer["token_slices"]) > 1
+    assert found.token_slices().lengths == tuple(answer["best"]["token_slices"])
+    assert len(answer["best"]["token_slices"]) > 1
     predicted = cost_model_of(found, 8).predict_time(Strategy.of_config(found, DATA_PARALLEL_SIZE))
-    assert predicted.iteration_time_s == pytest.approx(answer["iteration_time_s"], rel=1e-12)
+    assert predicted.iteration_time_s == pytest.approx(answer["best"]["iteration_time_s"], rel=1e-12)
 
     pins = "--pipeline-parallel-size 4 --data-parallel-size 2 --num-token-slices 3 --schedule 1f1b --zero-stage 1 "
     pins += "--num-model-chunks 1 --recompute none --stage-partition uniform --sequence-parallel off"
@@ -91,7 +91,7 @@ def test_auto_and_the_commands_agree(case: Case, tmp_path: Path) -> None:
     assert main(["rank", "-", *case.search, *case.model.split(), *batch, *pins.split(), "--json", str(ranking)]) == 0
     three = case.found("--num-token-slices", "3")
     # Equal token slices, and those that were solved for, which are better.
-    solved, _ = json.loads(ranking.read_text())
+    solved, _ = json.loads(ranking.read_text())["entries"]
     assert three.token_slices().lengths == tuple(solved["strategy"]["token_slices"])
     predicted = cost_model_of(three, 8).predict_time(Strategy.of_config(three, DATA_PARALLEL_SIZE))
     assert predicted.iteration_time_s == pytest.approx(solved["predicted"]["iteration_time_s"], rel=1e-12)

@@ -17,8 +17,9 @@ from megatron_terapipe.search.command.shared_flags import (
     read_strategies,
 )
 from megatron_terapipe.search.rank.ranked import predict_one, ranked_in_order
-from megatron_terapipe.search.report.answer import Answer, entry_json
-from megatron_terapipe.search.report.output_files import write_json
+from megatron_terapipe.search.report.answer import Answer
+from megatron_terapipe.search.report.documents import predict_document
+from megatron_terapipe.search.report.output_files import TERMINAL, write_document
 from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import Strategy
@@ -70,21 +71,19 @@ def run(options: argparse.Namespace) -> int:
                 priced = costs.with_interval(strategy, entry.prediction, pricing)
                 entry = replace(entry, prediction=priced)
             entries.append(entry)
-    ordered = ranked_in_order(entries)
+    answer = Answer(
+        workload=workload,
+        cluster=cluster,
+        precision=precision,
+        software=problem.software.name,
+        global_batch_size=options.global_batch_size,
+        entries=ranked_in_order(entries),
+        notes=(*notes, *costs.notes),
+    )
     if options.json is not None:
-        in_file = sorted(ordered, key=lambda entry: entry.index)
-        write_json(options.json, [{**entry_json(entry), "index": entry.index} for entry in in_file])
-    if options.json != "-":
-        print_table(
-            Answer(
-                workload=workload,
-                cluster=cluster,
-                precision=precision,
-                global_batch_size=options.global_batch_size,
-                entries=ordered,
-                notes=(*notes, *costs.notes),
-            )
-        )
+        write_document(options.json, predict_document(answer))
+    if options.json != TERMINAL:
+        print_table(answer)
     return 0
 
 

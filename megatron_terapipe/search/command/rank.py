@@ -32,17 +32,19 @@ from megatron_terapipe.search.rank.fewer_devices import on_fewer_devices
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked, predict_one
 from megatron_terapipe.search.rank.search import SearchResult, search
-from megatron_terapipe.search.report.answer import Answer, answer_json
+from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.search.report.comparison import compare
+from megatron_terapipe.search.report.documents import rank_document
 from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.report.output_files import (
     TERMINAL,
     OpCostsOf,
     winner_launch,
     write_answer,
-    write_json,
+    write_document,
     write_page,
 )
+from megatron_terapipe.search.report.schema import LaunchPart
 from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.space.choices import Choices, all_choices
 from megatron_terapipe.search.space.problem import SearchProblem
@@ -137,7 +139,11 @@ def write_proposals(
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of an answer."""
     group = parser.add_argument_group("output")
-    group.add_argument("--json", metavar="FILE", help="write the ranking as JSON; - prints it instead of the table")
+    group.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the answer as JSON (python -m megatron_terapipe.search schema); - prints it instead of the table",
+    )
     group.add_argument("--html", metavar="FILE", help="write a report that opens in any browser")
     group.add_argument(
         "--output",
@@ -161,23 +167,26 @@ def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf
     Raises:
         ConfigError: if a file cannot be written.
     """
-    if options.json is not None:
-        write_json(options.json, answer_json(answer.entries))
     launch, why_not = winner_launch(answer)
     command = "" if launch is None else launch.command(options.output or "DIR")
     if options.html is not None:
         # A page alone has no files beside it that its command could name.
         hint = "" if options.output else "# with --output DIR, which writes the files:\n"
         write_page(options.html, answer, op_costs, command=command and hint + command)
-    paths = () if options.output is None else write_answer(options.output, answer, op_costs).paths
+    if options.output is None:
+        written = LaunchPart(command=command or None, files=[], why_not=why_not or None)
+    else:
+        written = write_answer(options.output, answer, op_costs)
+    if options.json is not None:
+        write_document(options.json, rank_document(answer, written))
     if options.json == TERMINAL:
         return
     print_table(answer, top=top)
-    if paths:
-        print(f"\nwritten: {', '.join(paths)}")
+    if written.files:
+        print(f"\nwritten: {', '.join(written.files)}")
     if launch is None:
         print(f"\nno command to launch it: {why_not}")
-    elif paths:
+    elif written.files:
         print(f"\nto run the winner:\n  {command}")
     else:
         print("\nto run the winner: add --output DIR, which writes the files and prints the command")
@@ -257,12 +266,16 @@ def run(options: argparse.Namespace) -> int:
         workload=workload,
         cluster=cluster,
         precision=precision,
+        software=problem.software.name,
         global_batch_size=options.global_batch_size,
+        constraints=constraints,
         entries=with_intervals(result.entries, costs, cluster),
-        considered=result.counts.total,
-        rejections={name: number for name, number in result.counts.rejected.items() if number},
+        counts=result.counts,
+        proven=result.proven and bool(result.entries),
+        could_save=result.could_save,
         search_s=time.perf_counter() - start,
         notes=(*filter(None, [loud]), *notes, *costs.notes, *how_sure(result), *filter(None, warnings)),
+        why_none="" if result.entries else nothing_fits(result),
     )
     # Strategies say by their placement where ranks stand, and the cost model reads it.
     show_answer(options, answer, costs.pricing_on(cluster).cost_model.pipeline_costs)
@@ -272,8 +285,8 @@ def run(options: argparse.Namespace) -> int:
     # JSON on the terminal stands alone there.
     out = sys.stderr if options.json == TERMINAL else sys.stdout
     print("\n".join(lines), file=out, end="\n" if lines else "")
-    if not result.entries:
-        print(f"error: {nothing_fits(result)}", file=sys.stderr)
+    if answer.why_none:
+        print(f"error: {answer.why_none}", file=sys.stderr)
         return 1
     return 0
 

@@ -141,7 +141,11 @@ def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag for results that programs read."""
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - prints it")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write the answer as JSON (python -m megatron_terapipe.search schema); - prints it alone",
+    )
 
 
 def model_of(options: argparse.Namespace) -> Workload:
@@ -221,14 +225,17 @@ def read_one_strategy(path: str) -> Strategy:
     Raises:
         ConfigError: if it cannot be read, or is no strategy.
     """
+    document = read_json(path, "STRATEGY.json")
+    if isinstance(document, Mapping) and "entries" in document:
+        raise ConfigError(f"{path} is an answer with several strategies: name a file with one of its entries")
     try:
-        return _strategy(read_json(path, "STRATEGY.json"))
+        return _strategy(document)
     except UserError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
 def read_strategies(path: str) -> list[Strategy]:
-    """Read a file with a strategy on each line; or one strategy, or a list of them, over as many lines as it takes.
+    """Read a file with a strategy on each line; or one strategy, a list of them, or the answer of a search.
 
     Empty lines are nothing. So the files that `rank` writes can be read, `strategy.json` and `ranking.json`.
 
@@ -265,6 +272,8 @@ def _whole(text: str) -> object:
 
 
 def _strategies_of(document: object, path: str) -> list[Strategy]:
+    if isinstance(document, Mapping) and isinstance(document.get("entries"), list):
+        document = document["entries"]
     if not isinstance(document, list):
         document = [document]
     found = []

@@ -2,9 +2,8 @@
 
 import argparse
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.errors import ConfigError
@@ -24,6 +23,8 @@ from megatron_terapipe.strategy import Strategy
 if TYPE_CHECKING:
     from megatron_terapipe.search.cost.pricing import Pricing
     from megatron_terapipe.search.rank.token_slices import SolvedCut
+    from megatron_terapipe.search.report.schema import TokenSlicesDocument
+    from megatron_terapipe.search.space.problem import SearchProblem
 
 HELP = (
     "Find the number and the lengths of the token slices with which a strategy takes the shortest time. The "
@@ -64,10 +65,10 @@ def run(options: argparse.Namespace) -> int:
     """Find the cut, print it with the curve over the number of token slices, and return 0."""
     from deepspeed_ext.plan.errors import PlanError
     from megatron_terapipe.search.rank.token_slices import solve_cut
-    from megatron_terapipe.search.report.output_files import write_json
+    from megatron_terapipe.search.report.output_files import TERMINAL, write_document
 
     strategy = read_one_strategy(options.strategy)
-    pricing, notes = _pricing(options, strategy)
+    problem, pricing, notes = _pricing(options, strategy)
     counts = None if options.count is None else (1, *_counts(options.count))
     if options.granularity is not None and options.granularity < 1:
         raise ConfigError(f"--granularity {options.granularity} is not a number of tokens: give 1 or more")
@@ -75,41 +76,61 @@ def run(options: argparse.Namespace) -> int:
         solved = solve_cut(pricing.cost_model, strategy, counts=counts, granularity=options.granularity)
     except PlanError as error:
         raise ConfigError(f"{options.strategy}: {error}") from None
-    answer = cut_json(solved)
+    flags = flags_of(solved.token_slices)
     if strategy.schedule == OPTIMISED:
-        answer["flags"] += f" {machine_flags(options)}"
+        flags += f" {machine_flags(options)}"
         notes = (*notes, *_unlike_the_trainer(options, pricing))
-    if options.json != "-":
-        print_cut(answer, (*notes, *_memory_notes(pricing, strategy, solved)))
+    notes = (*notes, *_memory_notes(pricing, strategy, solved))
+    document = token_slices_document(solved, strategy, problem, flags=flags, notes=notes)
+    if options.json != TERMINAL:
+        print_cuts(document)
     if options.json is not None:
-        write_json(options.json, answer)
+        write_document(options.json, document)
     return 0
 
 
-def cut_json(solved: "SolvedCut") -> dict[str, Any]:
-    """Return the JSON object of an answer; `without_s` and `speedup` are null if the sequence was not priced whole."""
+def token_slices_document(
+    solved: "SolvedCut", strategy: Strategy, problem: "SearchProblem", *, flags: str, notes: tuple[str, ...]
+) -> "TokenSlicesDocument":
+    """Return the answer as a document; speed-ups are null if the sequence was not priced whole.
+
+    Args:
+        solved: the best cut, and the best one of each number of token slices.
+        strategy: the strategy that was asked about.
+        problem: the model, the cluster and the batch.
+        flags: flags of the trainer that ask for the best cut.
+        notes: assumptions and warnings.
+    """
+    from megatron_terapipe.search.report.documents import question
+    from megatron_terapipe.search.report.figures import speed_of
+    from megatron_terapipe.search.report.schema import Cut, TokenSlicesDocument
+
     without_s = next((cut.iteration_time_s for cut in solved.alternatives if len(cut.token_slices) == 1), None)
 
-    def speedup(time_s: float) -> float | None:
-        return None if without_s is None else without_s / time_s
+    def cut(token_slices: tuple[int, ...], time_s: float) -> Cut:
+        speed = speed_of(strategy, problem.workload, problem.cluster, time_s, problem.precision)
+        return Cut(
+            **speed.model_dump(),
+            num_token_slices=len(token_slices),
+            token_slices=list(token_slices),
+            speedup=None if without_s is None else without_s / time_s,
+        )
 
-    return {
-        "token_slices": list(solved.token_slices),
-        "num_token_slices": len(solved.token_slices),
-        "iteration_time_s": solved.iteration_time_s,
-        "without_s": without_s,
-        "speedup": speedup(solved.iteration_time_s),
-        "curve": [
-            {
-                "num_token_slices": len(cut.token_slices),
-                "token_slices": list(cut.token_slices),
-                "iteration_time_s": cut.iteration_time_s,
-                "speedup": speedup(cut.iteration_time_s),
-            }
-            for cut in solved.alternatives
-        ],
-        "flags": flags_of(solved.token_slices),
-    }
+    asked = question(
+        problem.workload,
+        problem.cluster,
+        precision=problem.precision,
+        software=problem.software.name,
+        global_batch_size=problem.global_batch_size,
+    )
+    return TokenSlicesDocument(
+        **asked,
+        notes=list(notes),
+        strategy=strategy.to_json(),
+        best=cut(solved.token_slices, solved.iteration_time_s),
+        curve=[cut(each.token_slices, each.iteration_time_s) for each in solved.alternatives],
+        flags=flags,
+    )
 
 
 def flags_of(token_slices: tuple[int, ...]) -> str:
@@ -137,13 +158,8 @@ def _unlike_the_trainer(options: argparse.Namespace, pricing: "Pricing") -> tupl
     return tuple(notes)
 
 
-def print_cut(answer: Mapping[str, Any], notes: tuple[str, ...]) -> None:
-    """Print the curve, the best cut and its flags.
-
-    Args:
-        answer: the JSON object of the answer.
-        notes: assumptions and warnings.
-    """
+def print_cuts(document: "TokenSlicesDocument") -> None:
+    """Print the curve, the flags of the best cut, and the notes."""
     import rich.box
     import rich.console
     import rich.table
@@ -152,22 +168,21 @@ def print_cut(answer: Mapping[str, Any], notes: tuple[str, ...]) -> None:
     for name in ("token slices", "seconds", "speed-up"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("lengths", no_wrap=True)
-    for row in answer["curve"]:
-        lengths = row["token_slices"]
-        shown = ",".join(map(str, lengths[:SHOWN])) + (",..." if len(lengths) > SHOWN else "")
-        factor = "" if row["speedup"] is None else f"{row['speedup']:.2f}"
-        best = row["token_slices"] == answer["token_slices"]
-        cells = str(row["num_token_slices"]), f"{row['iteration_time_s']:.4g}", factor, shown
+    for cut in document.curve:
+        shown = ",".join(map(str, cut.token_slices[:SHOWN])) + (",..." if len(cut.token_slices) > SHOWN else "")
+        factor = "" if cut.speedup is None else f"{cut.speedup:.2f}"
+        best = cut.token_slices == document.best.token_slices
+        cells = str(cut.num_token_slices), f"{cut.iteration_time_s:.4g}", factor, shown
         table.add_row(*cells, style="bold" if best else "")
     console = rich.console.Console(highlight=False, markup=False)
     console.print(table)
-    print(answer["flags"])
-    for note in notes:
+    print(document.flags)
+    for note in document.notes:
         print(f"note: {note}")
 
 
-def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[Pricing, tuple[str, ...]]":
-    """Return what prices the strategy, and notes on what had to be assumed.
+def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[SearchProblem, Pricing, tuple[str, ...]]":
+    """Return the question, what prices the strategy, and notes on what had to be assumed.
 
     Raises:
         ConfigError: if a file cannot be read, or the strategy does not fit the model and the cluster.
@@ -191,7 +206,7 @@ def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[Pricing,
     costs = costs_of(options, workload, cluster, precision)
     # Other notes of `costs` are about intervals, and there are none here.
     used = costs.notes if costs.profile is not None or costs.calibration.num_trials else ()
-    return costs.pricing_on(cluster), (*notes, *used)
+    return problem, costs.pricing_on(cluster), (*notes, *used)
 
 
 def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -> tuple[str, ...]:

@@ -3,18 +3,17 @@
 What a file leaves out, the library fills in by the machine or the device; notes say so.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from math import ceil
-from typing import Any
 
 from pydantic import ConfigDict
 
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
-from megatron_terapipe.search.inputs.documents import parse_text, short
+from megatron_terapipe.search.inputs.documents import parse_text
 from megatron_terapipe.search.inputs.entries import Count, Entry, Positive, Text, fault, place, read_entry
+from megatron_terapipe.search.inputs.hostfile import hostfile_notes, is_hostfile, parse_hostfile
 from megatron_terapipe.search.inputs.library import GIGABIT, GIGABYTE
 from megatron_terapipe.search.inputs.node_entries import (
     ClusterEntry,
@@ -101,81 +100,6 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
     return Cluster(nodes=nodes, name=flat.name or f"{num_devices} x {device.name}"), group.notes
 
 
-_LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
-
-
-def is_hostfile(text: str) -> bool:
-    """Whether the first line that says something is one of a hostfile."""
-    lines = [_without_comment(line) for line in text.splitlines()]
-    first = next((line for line in lines if line), "")
-    return _LINE.fullmatch(first) is not None
-
-
-def parse_hostfile(text: str, file: str) -> list[tuple[str, int]]:
-    """Read host names and slots, in the order of the file.
-
-    Args:
-        text: text of the hostfile.
-        file: its path, for messages.
-
-    Raises:
-        ConfigError: if a line is not understood, a host stands twice or has no slots, or there is none.
-    """
-    hosts: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        content = _without_comment(line)
-        if not content:
-            continue
-        match = _LINE.fullmatch(content)
-        if match is None:
-            raise ConfigError(f"{file}: line {number} {short(content)} is not a line of a hostfile: write HOST slots=N")
-        if match[1] in hosts:
-            raise ConfigError(f"{file}: line {number} names host {match[1]} again: keep one of its lines")
-        if int(match[2]) < 1:
-            raise ConfigError(f"{file}: line {number} gives host {match[1]} no slots: give 1 or more, or drop the line")
-        hosts[match[1]] = int(match[2])
-    if not hosts:
-        raise ConfigError(f"{file} names no host: write a line HOST slots=N for each")
-    return list(hosts.items())
-
-
-def hostfile_text(nodes: Iterable[Node]) -> str:
-    """The hostfile of nodes, in their order."""
-    return "".join(f"{node.name} slots={node.num_devices}\n" for node in nodes)
-
-
-def cluster_json(nodes: Sequence[Node]) -> dict[str, Any]:
-    """Return the JSON object of a cluster, each figure said, as `read_cluster` reads it."""
-
-    def link(of: Link) -> dict[str, Any]:
-        return {"bandwidth": f"{of.bandwidth!r} B/s", "latency": f"{of.latency_s!r} s"}
-
-    return {
-        "nodes": [
-            {
-                "hosts": [node.name],
-                "device": {
-                    "name": node.device.name,
-                    "memory": f"{node.device.memory_bytes!r} B",
-                    "memory_bandwidth": f"{node.device.memory_bandwidth!r} B/s",
-                    "half_flops": f"{node.device.half_flops!r} FLOP/s",
-                    "single_flops": f"{node.device.single_flops!r} FLOP/s",
-                    "is_gpu": node.device.is_gpu,
-                    **({"generation": node.device.generation} if node.device.generation else {}),
-                },
-                "devices": node.num_devices,
-                "inside": link(node.inside),
-                "network": {**link(node.network), "cards": node.num_network_cards},
-            }
-            for node in nodes
-        ]
-    }
-
-
-def _without_comment(line: str) -> str:
-    return line.partition("#")[0].strip()
-
-
 def read_cluster(path: str, *, device: str | None = None) -> Cluster:
     """Read a cluster; see `read_cluster_with_notes`.
 
@@ -202,7 +126,7 @@ def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cl
     text = read_text(path)
     if not text.strip():
         raise ConfigError(f"{path} is empty: write nodes as docs/search.md shows, or lines of a hostfile, HOST slots=N")
-    if is_hostfile(text):
+    if is_hostfile(text, path):
         return _of_hostfile(text, path, device)
     if device is not None:
         raise ConfigError(f"--device {device} is for hostfiles, and {path} names its devices: drop the flag")
@@ -230,8 +154,8 @@ def _of_hostfile(text: str, path: str, device: str | None) -> tuple[Cluster, tup
         raise ConfigError(f"{path} is a hostfile, which names no device: add --device NAME, such as --device A100-80GB")
     hosts = parse_hostfile(text, path)
     group = NodeGroup.of_library(device, "--device")
-    nodes = tuple(group.node(name, num_devices=slots) for name, slots in hosts)
-    return Cluster(nodes=nodes, name=path.rpartition("/")[2]), group.notes
+    nodes = tuple(group.node(host.name, num_devices=host.slots) for host in hosts if host.slots)
+    return Cluster(nodes=nodes, name=path.rpartition("/")[2]), (*hostfile_notes(hosts), *group.notes)
 
 
 def _cluster(groups: list[NodeGroup], name: str) -> tuple[Cluster, tuple[str, ...]]:

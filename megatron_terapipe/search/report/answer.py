@@ -1,4 +1,4 @@
-"""The answer of a search, as all reports read it, and its JSON."""
+"""The answer of a search, as all reports read it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +7,10 @@ from typing import Any
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.report.figures import speed_of
+from megatron_terapipe.search.report.schema import Speed
+from megatron_terapipe.search.software.terapipe import TERAPIPE
+from megatron_terapipe.search.space.legal_grids import SearchCounts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,41 +21,58 @@ class Answer:
         workload: the model.
         cluster: where.
         precision: `bf16`, `fp16` or `fp32`.
+        software: name of the trainer.
         global_batch_size: sequences of one optimizer step; None = each strategy has its own.
+        constraints: values that flags allow for dimensions.
         entries: best first, then those that cannot run.
-        considered: strategies looked at; 0 = nobody counted.
-        rejections: reason, and how many strategies fell for it.
+        counts: strategies that were looked at; None = nobody searched.
+        proven: whether no other strategy can be faster than the winner, under this model.
+        could_save: share of the winner's time that a strategy that was not simulated could save at most.
         search_s: seconds that the search took; None = nobody timed it.
         notes: assumptions and warnings, a line each.
+        why_none: why no strategy can run; empty where one can.
     """
 
     workload: Workload
     cluster: Cluster
     precision: str
     entries: Sequence[Ranked]
+    software: str = TERAPIPE.name
     global_batch_size: int | None = None
-    considered: int = 0
-    rejections: Mapping[str, int] = field(default_factory=dict)
+    constraints: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    counts: SearchCounts | None = None
+    proven: bool = False
+    could_save: float = 0.0
     search_s: float | None = None
     notes: tuple[str, ...] = ()
+    why_none: str = ""
 
     @property
     def priced(self) -> list[Ranked]:
         """Entries that can run and have a price, best first."""
         return [entry for entry in self.entries if entry.feasible and entry.prediction is not None]
 
-
-def entry_json(entry: Ranked) -> dict[str, Any]:
-    """Return the JSON object of one entry."""
-    return {
-        "rank": entry.rank,
-        "strategy": entry.strategy.to_json(),
-        "predicted": None if entry.prediction is None else entry.prediction.to_json(),
-        "feasible": entry.feasible,
-        "reason": entry.reason,
-    }
+    def speed(self, entry: Ranked) -> Speed:
+        """Return what the predicted time of an entry means."""
+        assert entry.prediction is not None
+        time_s = entry.prediction.iteration_time_s
+        return speed_of(entry.strategy, self.workload, self.cluster, time_s, self.precision)
 
 
-def answer_json(entries: Sequence[Ranked]) -> list[dict[str, Any]]:
-    """Return the JSON of a ranking: a list of entries."""
-    return [entry_json(entry) for entry in entries]
+def all_notes(answer: Answer) -> list[str]:
+    """Return assumptions, and warnings about the winner, each once."""
+    winner = next(iter(answer.priced), None)
+    of_winner = () if winner is None or winner.prediction is None else winner.prediction.notes
+    return list(dict.fromkeys([*answer.notes, *(f"rank 1: {note}" for note in of_winner), *_impossible(answer)]))
+
+
+def _impossible(answer: Answer) -> list[str]:
+    """Return a warning if an entry takes more FLOP/s than there are, which no trial can confirm."""
+    shares = [(answer.speed(entry).mfu_causal or 0.0, entry) for entry in answer.entries if entry.prediction]
+    share, entry = max(shares, key=lambda each: each[0], default=(0.0, None))
+    if entry is None or share <= 1:
+        return []
+    return [
+        f"rank {entry.rank} would take {share:.0%} of the devices' peak, and no device does more than its peak: "
+        "correct the FLOP/s of the device, the profile, the calibration or the measured seconds, whichever is wrong"
+    ]

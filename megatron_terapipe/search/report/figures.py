@@ -1,9 +1,13 @@
 """Figures that follow from a prediction, and the texts of times, sizes and speeds."""
 
+from collections import Counter
+
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.library import is_guess
 from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.report.schema import Speed
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 GIGABYTE = 1e9
@@ -25,24 +29,36 @@ def tokens_per_s(strategy: Strategy, workload: Workload, iteration_time_s: float
     return sequences(strategy) * workload.seq_length / iteration_time_s
 
 
-def model_flops(workload: Workload) -> float:
-    """Return the FLOPs of the model for one sequence, forward and backward, as published utilizations count them.
+def model_flops(workload: Workload, *, causal: bool = False) -> float:
+    """Return the FLOPs of the model for one sequence, forward and backward, nothing recomputed.
 
-    Every token counts as if it attended to the whole sequence, or to as many tokens as a window has, and nothing is
-    recomputed (Korthikanti et al., arXiv 2205.05198 appendix A); the trainer's logs count so, too
+    Every token counts as if it attended to the whole sequence, or to as many tokens as a window has, as in published
+    utilizations (Korthikanti et al., arXiv 2205.05198 appendix A); the trainer's logs count so, too
     (`config.flops.iteration_flops`).
+
+    Args:
+        workload: the model.
+        causal: count only the scores that are computed, those of a token with itself and earlier ones.
     """
-    forward = sum(layer.tokens * layer.linear_flops_per_token for layer in workload.layers)
+    forward = 0.0
     for layer in workload.layers:
-        if layer.attention is not None:
+        if causal or layer.attention is None:
+            forward += layer.forward_flops(0, layer.tokens)
+        else:
             positions = layer.attention.most_positions(layer.tokens)
-            forward += layer.tokens * positions * layer.attention.flops_per_position
+            forward += layer.tokens * (layer.linear_flops_per_token + positions * layer.attention.flops_per_position)
     # The backward of a product is two products of its size.
     return 3.0 * forward
 
 
 def flops_utilization(
-    strategy: Strategy, workload: Workload, cluster: Cluster, iteration_time_s: float, precision: str
+    strategy: Strategy,
+    workload: Workload,
+    cluster: Cluster,
+    iteration_time_s: float,
+    precision: str,
+    *,
+    causal: bool = False,
 ) -> float:
     """Return the share of the peak FLOP/s of the devices in use that the model takes, in [0, 1].
 
@@ -54,11 +70,60 @@ def flops_utilization(
         cluster: the devices.
         iteration_time_s: seconds of one iteration.
         precision: `bf16`, `fp16` or `fp32`.
+        causal: count only the scores that are computed.
     """
-    nodes = [node for node in cluster.nodes for _ in range(node.num_devices)]
-    places = strategy.placement or range(strategy.world_size)
-    peak = sum(nodes[place].device.peak_flops(precision) for place in places if place < len(nodes))
-    return model_flops(workload) * sequences(strategy) / (iteration_time_s * peak) if peak else 0.0
+    peak = _peak_flops(strategy, cluster, precision)
+    flops = model_flops(workload, causal=causal) * sequences(strategy)
+    return flops / (iteration_time_s * peak) if peak else 0.0
+
+
+def _peak_flops(strategy: Strategy, cluster: Cluster, precision: str) -> float:
+    """Return the FLOP/s of the devices in use."""
+    if strategy.placement is not None:
+        used = Counter(cluster.node_of_device[place] for place in strategy.placement if place < cluster.num_devices)
+        return sum(count * cluster.nodes[index].device.peak_flops(precision) for index, count in used.items())
+    left, peak = strategy.world_size, 0.0
+    for node in cluster.nodes:
+        peak += min(left, node.num_devices) * node.device.peak_flops(precision)
+        left -= min(left, node.num_devices)
+    return peak
+
+
+def speed_of(
+    strategy: Strategy, workload: Workload, cluster: Cluster, iteration_time_s: float, precision: str
+) -> Speed:
+    """Return what the time of an iteration means, in the figures that are published.
+
+    Args:
+        strategy: how the model is trained.
+        workload: the model.
+        cluster: the devices.
+        iteration_time_s: seconds of one iteration.
+        precision: `bf16`, `fp16` or `fp32`.
+    """
+    tokens = tokens_per_s(strategy, workload, iteration_time_s)
+    flops = model_flops(workload) * sequences(strategy) / iteration_time_s
+    peak_is_known = not any(is_guess(node.device.name) for node in cluster.nodes)
+
+    def used(*, causal: bool) -> float:
+        return flops_utilization(strategy, workload, cluster, iteration_time_s, precision, causal=causal)
+
+    return Speed(
+        iteration_time_s=iteration_time_s,
+        tokens_per_s=tokens,
+        tokens_per_s_per_device=tokens / strategy.world_size,
+        tflops_per_device=flops / strategy.world_size / 1e12,
+        mfu=used(causal=False) if peak_is_known else None,
+        mfu_causal=used(causal=True) if peak_is_known else None,
+    )
+
+
+def devices_of(cluster: Cluster) -> dict[str, int]:
+    """Return the number of devices of each kind."""
+    devices: dict[str, int] = {}
+    for node in cluster.nodes:
+        devices[node.device.name] = devices.get(node.device.name, 0) + node.num_devices
+    return devices
 
 
 def time_text(seconds: float) -> str:
@@ -76,6 +141,11 @@ def interval_text(prediction: Prediction) -> str:
         return ""
     low, high = (100 * (bound / prediction.iteration_time_s - 1) for bound in prediction.interval_s)
     return f"{low:+.0f} {high:+.0f} %"
+
+
+def share_text(share: float | None) -> str:
+    """Return a share in per cent as text; empty where it is not known."""
+    return "" if share is None else f"{share:.0%}"
 
 
 def bytes_text(num_bytes: float) -> str:

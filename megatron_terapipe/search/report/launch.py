@@ -13,7 +13,8 @@ from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster, Node
-from megatron_terapipe.search.inputs.cluster_files import cluster_json, hostfile_text
+from megatron_terapipe.search.inputs.described import cluster_document
+from megatron_terapipe.search.inputs.hostfile import hostfile_text
 from megatron_terapipe.search.report.figures import sequences
 from megatron_terapipe.strategy import Strategy
 
@@ -87,7 +88,7 @@ class Launch:
             "launch.sh": "".join(script),
         }
         if self.needs_cluster:
-            contents["cluster.json"] = json.dumps(cluster_json(self.nodes), indent=2) + "\n"
+            contents["cluster.json"] = json.dumps(cluster_document(self.nodes), indent=2) + "\n"
         paths = []
         for name, content in contents.items():
             path = Path(directory) / name

@@ -1,11 +1,9 @@
 """The files of an answer: its JSON, its page, and what launches the winner."""
 
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
@@ -15,11 +13,13 @@ from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.report.answer import Answer, answer_json
+from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.search.report.comparison import rivals
+from megatron_terapipe.search.report.documents import document_text, rank_document
 from megatron_terapipe.search.report.figures import strategy_text
 from megatron_terapipe.search.report.launch import Launch, launch_of
 from megatron_terapipe.search.report.page import Extras, render_page
+from megatron_terapipe.search.report.schema import Document, LaunchPart
 from megatron_terapipe.strategy import Strategy
 
 MOST_OPS = 12_000
@@ -60,38 +60,20 @@ TERMINAL = "-"
 OpCostsOf = Callable[[Strategy], OpCosts]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
-    """The files that were written.
-
-    Attributes:
-        paths: the files.
-        command: what launches the winner; empty where nothing can.
-        why_not: why nothing can.
-    """
-
-    paths: tuple[str, ...]
-    command: str = ""
-    why_not: str = ""
-
-
-def write_json(path: str, document: Any) -> None:
-    """Write JSON into a file, or onto standard output if the path is `-`.
+def write_document(path: str, document: Document) -> None:
+    """Write a JSON document into a file, or onto standard output if the path is `-`.
 
     Args:
         path: path of the file.
-        document: what to write; a list is written an entry a line.
+        document: what to write.
 
     Raises:
-        ConfigError: if it cannot be written.
+        UserError: if it cannot be written.
     """
-    # An entry a line: lists of stages and devices are long, and nobody reads them downwards.
-    lines = ",\n".join(map(json.dumps, document)) if isinstance(document, list) else None
-    text = f"[\n{lines}\n]\n" if lines else json.dumps(document, indent=1) + "\n"
     if path == TERMINAL:
-        sys.stdout.write(text)
+        sys.stdout.write(document_text(document))
     else:
-        write_text(path, text, make_folder=True)
+        write_text(path, document_text(document), make_folder=True)
 
 
 def winner_launch(answer: Answer) -> tuple[Launch | None, str]:
@@ -104,8 +86,8 @@ def winner_launch(answer: Answer) -> tuple[Launch | None, str]:
         return None, str(error)
 
 
-def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> Written:
-    """Write `ranking.json`, `report.html` and, for the winner, what launches it.
+def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> LaunchPart:
+    """Write `ranking.json`, `report.html` and, for the winner, what launches it; return what was written.
 
     Args:
         directory: where to; made where there is none.
@@ -115,14 +97,14 @@ def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> Written
     Raises:
         ConfigError: if a file cannot be written.
     """
-    paths = [str(Path(directory) / name) for name in ("ranking.json", "report.html")]
-    write_json(paths[0], answer_json(answer.entries))
+    ranking, page = (str(Path(directory) / name) for name in ("ranking.json", "report.html"))
     launch, why_not = winner_launch(answer)
-    command = "" if launch is None else launch.command(directory)
-    write_page(paths[1], answer, op_costs, command=command)
-    if launch is not None:
-        paths += launch.write(directory)
-    return Written(paths=tuple(paths), command=command, why_not=why_not)
+    command = None if launch is None else launch.command(directory)
+    write_page(page, answer, op_costs, command=command or "")
+    files = [ranking, page, *([] if launch is None else launch.write(directory))]
+    written = LaunchPart(command=command, files=files, why_not=why_not or None)
+    write_document(ranking, rank_document(answer, written))
+    return written
 
 
 def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str = "") -> None:

@@ -7,9 +7,9 @@ from importlib.resources import files
 
 from deepspeed_ext.plan.render.html import Panel, render_html
 from megatron_terapipe.search.report import sections
-from megatron_terapipe.search.report.answer import Answer
+from megatron_terapipe.search.report.answer import Answer, all_notes
 from megatron_terapipe.search.report.comparison import rivals
-from megatron_terapipe.search.report.table import all_notes, heading
+from megatron_terapipe.search.report.table import heading
 
 STYLE = """
 body { max-width: 1280px; }
@@ -98,14 +98,15 @@ def render_page(answer: Answer, extras: Extras) -> str:
             over = "the best of another kind" if index else "the runner-up"
             body.append(_section(f"Why it wins over {over}", sections.why(priced[0], rival)))
     else:
-        body.append(_section("", "<p>No strategy can run. Below is why.</p>"))
+        why = escape(answer.why_none or "no strategy can run; below is why")
+        body.append(_section("", f'<p class="winner">{why[:1].upper()}{why[1:]}</p>'))
     body.append(_section("Ranking", sections.ranking(answer, extras.rows)))
     if priced:
         body.append(_section("Where an iteration goes", sections.times(priced[:10])))
         body.append(_section("Memory of each pipeline rank", sections.memory(answer, priced[0])))
     if extras.panels:
         body.append(_section("Timeline", _timeline(extras)))
-    if answer.considered or answer.rejections:
+    if answer.counts is not None:
         body.append(_section("What was rejected", sections.rejections(answer)))
     notes = all_notes(answer)
     if notes:

@@ -8,18 +8,16 @@ from itertools import pairwise
 from deepspeed_ext.plan.render.palette import oklch_to_hex
 from megatron_terapipe.search.cost.prediction import RankMemory, TimeBreakdown
 from megatron_terapipe.search.inputs.cluster import Cluster, Device
-from megatron_terapipe.search.inputs.library import is_guess
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.search.report.comparison import TIME_NAMES, compare
 from megatron_terapipe.search.report.figures import (
     bytes_text,
     count_text,
-    flops_utilization,
     interval_text,
+    share_text,
     strategy_text,
     time_text,
-    tokens_per_s,
 )
 from megatron_terapipe.search.report.table import LEFT, rows_of
 from megatron_terapipe.strategy import Strategy
@@ -120,19 +118,19 @@ def winner(answer: Answer, entry: Ranked) -> str:
     """
     prediction, strategy = entry.prediction, entry.strategy
     assert prediction is not None
-    time_s = prediction.iteration_time_s
-    used = flops_utilization(strategy, answer.workload, answer.cluster, time_s, answer.precision)
+    speed = answer.speed(entry)
     interval = ""
     if prediction.interval_s is not None:
         low, high = prediction.interval_s
         interval = f", {prediction.interval_coverage:.0%} within {time_text(low)} to {time_text(high)}"
     figures = [
-        (time_text(time_s), f"an iteration{interval}"),
-        (f"{tokens_per_s(strategy, answer.workload, time_s):,.0f}", "tokens a second"),
-        (f"{prediction.bubble_ratio:.1%}", "bubble ratio"),
+        (time_text(prediction.iteration_time_s), f"an iteration{interval}"),
+        (f"{speed.tokens_per_s:,.0f}", f"tokens a second, {speed.tokens_per_s_per_device:,.0f} a device"),
     ]
-    if not any(is_guess(node.device.name) for node in answer.cluster.nodes):
-        figures.insert(2, (f"{used:.0%}", "of the devices' peak (MFU)"))
+    if speed.mfu is not None:
+        figures.append((share_text(speed.mfu), "MFU: share of the devices' peak, counted as published figures are"))
+        figures.append((share_text(speed.mfu_causal), "causal MFU: only scores that are computed"))
+    figures.append((f"{prediction.bubble_ratio:.1%}", "bubble ratio"))
     if prediction.memory:
         figures.append((bytes_text(prediction.peak_memory_bytes), "on the fullest device"))
     facts = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in figures)
@@ -251,16 +249,18 @@ def _smallest_device(cluster: Cluster, strategy: Strategy, pipeline_rank: int) -
 
 def rejections(answer: Answer) -> str:
     """Return how many strategies were considered, and how many each rule rejected."""
+    counts = answer.counts
+    if counts is None:
+        return "<p>Not searched.</p>"
     palette = colours(["rejected"])
     bars = [
         Bar(reason, {"rejected": float(count)}, f"{count:,}")
-        for reason, count in sorted(answer.rejections.items(), key=lambda each: -each[1])
+        for reason, count in counts.rejected.most_common()
         if count
     ]
     written = {index: {"rejected": bar.figure} for index, bar in enumerate(bars)}
-    rejected = sum(answer.rejections.values())
     took = "" if answer.search_s is None else f" in {time_text(answer.search_s)}"
-    text = f"{answer.considered:,} strategies were considered{took}, and {rejected:,} rejected."
-    if answer.search_s and answer.considered:
-        text += f" That is {count_text(answer.considered / answer.search_s)} a second."
+    text = f"{counts.total:,} strategies were considered{took}, and {counts.num_rejected:,} rejected."
+    if answer.search_s and counts.total:
+        text += f" That is {count_text(counts.total / answer.search_s)} a second."
     return f'<p class="sub">{escape(text)}</p>{stacked_bars(bars, palette, written)}'

@@ -5,16 +5,15 @@ from typing import TYPE_CHECKING
 
 from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.dimensions import Dimension, in_places
-from megatron_terapipe.search.inputs.library import is_guess
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.report.answer import Answer
+from megatron_terapipe.search.report.answer import Answer, all_notes
 from megatron_terapipe.search.report.figures import (
     bytes_text,
     count_text,
-    flops_utilization,
+    devices_of,
     interval_text,
+    share_text,
     time_text,
-    tokens_per_s,
 )
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
@@ -31,7 +30,12 @@ COLUMNS = in_places(DIMENSIONS, "column")
 DROPPED_FIRST = tuple(
     name
     for _, name in sorted(
-        [(5, "bubble"), (7, "interval"), *((each.dropped, name) for each, name in COLUMNS if each.dropped is not None)]
+        [
+            (5, "bubble"),
+            (5, "causal MFU"),
+            (7, "interval"),
+            *((each.dropped, name) for each, name in COLUMNS if each.dropped is not None),
+        ]
     )
 )
 """Columns that a narrow terminal does without, in this order; the page and the JSON have them."""
@@ -69,21 +73,11 @@ def heading(answer: Answer) -> str:
     """Return the model, the batch and the cluster of a ranking in one line."""
     workload, nodes = answer.workload, answer.cluster.nodes
     batch = "" if answer.global_batch_size is None else f", {answer.global_batch_size} sequences a step"
-    devices: dict[str, int] = {}
-    for node in nodes:
-        devices[node.device.name] = devices.get(node.device.name, 0) + node.num_devices
-    listed = " + ".join(f"{count} x {name}" for name, count in devices.items())
+    listed = " + ".join(f"{count} x {name}" for name, count in devices_of(answer.cluster).items())
     return (
         f"{workload.name} ({count_text(workload.parameters)} parameters, {workload.seq_length} tokens{batch}) on "
         f"{listed} in {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {answer.precision}"
     )
-
-
-def all_notes(answer: Answer) -> list[str]:
-    """Return assumptions, and warnings about the winner, each once."""
-    winner = next(iter(answer.priced), None)
-    of_winner = () if winner is None or winner.prediction is None else winner.prediction.notes
-    return list(dict.fromkeys([*answer.notes, *(f"rank 1: {note}" for note in of_winner)]))
 
 
 def cells(answer: Answer, entry: Ranked) -> dict[str, str]:
@@ -99,13 +93,13 @@ def cells(answer: Answer, entry: Ranked) -> dict[str, str]:
         **{name: _cell(each, strategy, answer.workload.seq_length) for each, name in COLUMNS},
     }
     if prediction is not None:
-        time_s = prediction.iteration_time_s
-        used = flops_utilization(strategy, answer.workload, answer.cluster, time_s, answer.precision)
+        speed = answer.speed(entry)
         row |= {
-            "time": time_text(time_s),
+            "time": time_text(prediction.iteration_time_s),
             "interval": interval_text(prediction),
-            "tokens/s": f"{tokens_per_s(strategy, answer.workload, time_s):,.0f}",
-            "MFU": "" if any(is_guess(node.device.name) for node in answer.cluster.nodes) else f"{used:.0%}",
+            "tokens/s": f"{speed.tokens_per_s:,.0f}",
+            "MFU": share_text(speed.mfu),
+            "causal MFU": share_text(speed.mfu_causal),
             "bubble": f"{prediction.bubble_ratio:.1%}",
             "memory": bytes_text(prediction.peak_memory_bytes) if prediction.memory else "",
         }

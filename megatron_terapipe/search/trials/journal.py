@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from json import dumps
 from pathlib import Path
@@ -10,54 +10,13 @@ from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.described import cluster_document, model_document
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.trials.read import read_trials
 from megatron_terapipe.search.trials.run import Outcome
 from megatron_terapipe.search.trials.trial import Trial, trial_line
 from megatron_terapipe.strategy import Strategy
-
-
-def model_document(model: ModelConfig) -> dict[str, Any]:
-    """The fields of a model that are not as they would be anyway."""
-    document = {}
-    for each in fields(ModelConfig):
-        value = getattr(model, each.name)
-        if value is not None and each.name != "model_preset" and value != each.default:
-            document[each.name] = value
-    return document
-
-
-def cluster_document(cluster: Cluster) -> dict[str, Any]:
-    """A cluster as a cluster file has it, every node by itself."""
-    return {"name": cluster.name or "cluster", "nodes": [_node(node) for node in cluster.nodes]}
-
-
-def _node(node: Node) -> dict[str, Any]:
-    return {
-        "hosts": [node.name],
-        "device": _device(node.device),
-        "devices": node.num_devices,
-        "inside": _link(node.inside),
-        "network": {**_link(node.network), "cards": node.num_network_cards},
-    }
-
-
-def _link(link: Link) -> dict[str, Any]:
-    # As text with plain units every number comes back to the last bit.
-    return {"bandwidth": f"{link.bandwidth!r} B/s", "latency": f"{link.latency_s!r} s"}
-
-
-def _device(device: Device) -> dict[str, Any]:
-    return {
-        "name": device.name,
-        "memory": f"{device.memory_bytes!r} B",
-        "memory_bandwidth": f"{device.memory_bandwidth!r} B/s",
-        "half_flops": f"{device.half_flops!r} FLOP/s",
-        "single_flops": f"{device.single_flops!r} FLOP/s",
-        "is_gpu": device.is_gpu,
-        **({"generation": device.generation} if device.generation else {}),
-    }
 
 
 def explicit(strategy: Strategy, workload: Workload) -> Strategy:
@@ -142,7 +101,7 @@ class Journal:
             source=SOURCE,
             group=self.group,
             model=model_document(self._model),
-            cluster=cluster_document(self.cluster),
+            cluster=cluster_document(self.cluster.nodes, self.cluster.name or "cluster"),
             strategy=explicit(strategy, self.workload),
             software="terapipe",
             precision=self.precision,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_terapipe.search.__main__ import main
+from tests.search.documents import read
 
 MODEL = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 1024}
 CLUSTER = {"nodes": [{"count": 2, "device": "A100-SXM4-40GB", "devices": 2}]}
@@ -32,7 +33,7 @@ def test_all_are_there_in_the_order_of_the_file(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     text = "\n\n".join(map(json.dumps, LINES)) + "\n"
     assert predict(tmp_path, text, "--json", str(out)) == 0
-    entries = json.loads(out.read_text())
+    entries = read(out)["entries"]
     assert [entry["index"] for entry in entries] == list(range(len(LINES)))
     assert sorted(entry["rank"] for entry in entries) == list(range(1, len(LINES) + 1))
     feasible = [entry["feasible"] for entry in entries]
@@ -50,7 +51,7 @@ def test_all_are_there_in_the_order_of_the_file(tmp_path: Path) -> None:
 def test_a_batch_for_those_that_say_none(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert predict(tmp_path, '{"data_parallel_size": 4}', "--json", str(out), "--global-batch-size", "16") == 0
-    assert json.loads(out.read_text())[0]["strategy"]["global_batch_size"] == 16
+    assert read(out)["entries"][0]["strategy"]["global_batch_size"] == 16
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,9 +79,13 @@ def test_a_line_that_is_no_strategy(tmp_path: Path, text: str, error: str, capsy
 def test_what_rank_writes_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`strategy.json` and `ranking.json` are one document over many lines."""
     out = tmp_path / "out.json"
-    for document, number in ((LINES[0], 1), ([{"strategy": LINES[0], "rank": 1}, LINES[2]], 2)):
+    for document, number in (
+        (LINES[0], 1),
+        ([{"strategy": LINES[0], "rank": 1}, LINES[2]], 2),
+        ({"entries": [{"strategy": LINES[0]}]}, 1),
+    ):
         assert predict(tmp_path, json.dumps(document, indent=1), "--json", str(out)) == 0
-        assert len(json.loads(out.read_text())) == number
+        assert len(read(out)["entries"]) == number
     assert predict(tmp_path, json.dumps([LINES[0], {"dp": 2}], indent=1)) == 2
     assert "s.jsonl entry 2: strategy: field 'dp' is not known" in capsys.readouterr().err
     assert predict(tmp_path, "[\n]") == 2

@@ -10,6 +10,7 @@ from megatron_terapipe.planning.planned_run import check_trainable
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.command.shared_flags import read_strategies
 from megatron_terapipe.strategy import Strategy
+from tests.search.documents import read
 from tests.search.problems import small_model
 
 MODEL = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 256, "vocab_size": 1024}
@@ -42,7 +43,7 @@ def files(tmp_path: Path) -> list[str]:
 def test_the_json_is_that_of_the_contract(files: list[str], tmp_path: Path) -> None:
     out = tmp_path / "ranking.json"
     assert main(["rank", *files, *FEW, "--top", "4", "--json", str(out)]) == 0
-    entries = json.loads(out.read_text())
+    entries = read(out)["entries"]
     assert [entry["rank"] for entry in entries] == [1, 2, 3, 4]
     for entry in entries:
         assert set(entry["strategy"]) >= STRATEGY_FIELDS
@@ -123,7 +124,7 @@ def test_nothing_can_run(files: list[str], capsys: pytest.CaptureFixture[str]) -
 def test_a_given_partition_chooses_its_number_of_stages(files: list[str], tmp_path: Path) -> None:
     out = tmp_path / "ranking.json"
     assert main(["rank", *files, *FEW, "--stage-partition", "0,2,6", "--json", str(out)]) == 0
-    for entry in json.loads(out.read_text()):
+    for entry in read(out)["entries"]:
         strategy = entry["strategy"]
         assert strategy["stage_partition"] == [0, 2, 6]
         assert strategy["pipeline_parallel_size"] * strategy["num_model_chunks"] == 2
@@ -190,7 +191,7 @@ def test_measured_seconds_of_a_model_file_are_what_it_costs(tmp_path: Path, caps
         cluster.write_text("one slots=2\n")
         words = ["rank", str(model), str(cluster), "--device", "A100-80GB", "--global-batch-size", "4"]
         assert main([*words, "--json", str(answer)]) == 0
-        times.append(json.loads(answer.read_text())[0]["predicted"]["iteration_time_s"])
+        times.append(read(answer)["entries"][0]["predicted"]["iteration_time_s"])
     # All of an iteration is a thousand times as long but for what it costs however small it is.
     assert 800 * times[0] < times[1] < 1000 * times[0]
     layers = [layer, {name: value for name, value in layer.items() if name != "forward_s"} | {"name": "other"}]

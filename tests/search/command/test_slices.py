@@ -8,6 +8,7 @@ import pytest
 
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.command.slices import flags_of
+from tests.search.documents import checked, read
 
 CLUSTER = {
     "nodes": [
@@ -43,24 +44,26 @@ def test_prints_the_curve_and_flags_to_paste(files, capsys):
 def test_writes_json(files, tmp_path, capsys):
     path = tmp_path / "answer.json"
     assert run(files, "--count", "2,4", "--json", str(path)) == 0
-    answer = json.loads(path.read_text())
+    answer = read(path)
+    best = answer["best"]
     assert [row["num_token_slices"] for row in answer["curve"]] == [1, 2, 4]
-    assert answer["iteration_time_s"] == min(row["iteration_time_s"] for row in answer["curve"])
-    assert answer["without_s"] == answer["curve"][0]["iteration_time_s"]
-    assert answer["speedup"] == pytest.approx(answer["without_s"] / answer["iteration_time_s"])
-    assert sum(answer["token_slices"]) == 4096
-    assert len(answer["token_slices"]) == answer["num_token_slices"]
-    assert not any(length % 16 for length in answer["token_slices"])
-    assert answer["flags"] == flags_of(tuple(answer["token_slices"]))
+    assert best["iteration_time_s"] == min(row["iteration_time_s"] for row in answer["curve"])
+    assert best["speedup"] == pytest.approx(answer["curve"][0]["iteration_time_s"] / best["iteration_time_s"])
+    assert best["mfu_causal"] < best["mfu"]
+    assert sum(best["token_slices"]) == 4096
+    assert len(best["token_slices"]) == best["num_token_slices"]
+    assert not any(length % 16 for length in best["token_slices"])
+    assert answer["flags"] == flags_of(tuple(best["token_slices"]))
+    assert answer["notes"] == []
     capsys.readouterr()
     assert run(files, "--count", "2,4", "--json", "-") == 0
-    assert json.loads(capsys.readouterr().out) == answer
+    assert checked(capsys.readouterr().out) == answer
 
 
 def test_takes_an_entry_of_a_ranking_and_a_granularity(files, capsys):
     entry = {"rank": 1, "strategy": {**STRATEGY, "num_token_slices": 3}, "feasible": True}
     assert run(files, "--count", "2", "--granularity", "128", "--json", "-", strategy=entry) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = checked(capsys.readouterr().out)
     assert not any(length % 128 for length in answer["curve"][-1]["token_slices"])
 
 

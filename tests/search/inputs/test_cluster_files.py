@@ -10,13 +10,11 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs import library
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.cluster_files import (
-    hostfile_text,
-    is_hostfile,
     parse_cluster,
-    parse_hostfile,
     read_cluster,
     read_cluster_with_notes,
 )
+from megatron_terapipe.search.inputs.hostfile import hostfile_text
 from tests.architecture.sources import ROOT
 
 TRIALS = ROOT.parent / "shared" / "reference" / "trials"
@@ -172,33 +170,16 @@ def ranks_of(trial: dict[str, Any]) -> int:
 
 def test_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hostfile"
-    path.write_text("# ours\nworker-1 slots=8\n\nworker-2 slots=4  # half\n")
+    path.write_text("# ours\nworker-1 slots=8\n\nworker-2 slots=4  # half\nworker-3 slots=0\n")
     cluster, notes = read_cluster_with_notes(str(path), device="V100-16GB")
     assert [(node.name, node.num_devices) for node in cluster.nodes] == [("worker-1", 8), ("worker-2", 4)]
-    assert notes == ("links of V100-SXM2-16GB nodes not given: those of a p3.16xlarge are taken",)
+    assert notes == (
+        "hosts without slots are not used: worker-3",
+        "links of V100-SXM2-16GB nodes not given: those of a p3.16xlarge are taken",
+    )
     assert hostfile_text(cluster.nodes) == "worker-1 slots=8\nworker-2 slots=4\n"
     machine = read_cluster(str(path), device="p4d.24xlarge").nodes[0]
     assert (machine.device.name, machine.num_network_cards) == ("A100-SXM4-40GB", 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a slots=8\nb slot=8\n", "line 2"),
-        ("a slots=8\na slots=8\n", "names host a again"),
-        ("a slots=0\n", "no slots"),
-        ("# nothing\n", "names no host"),
-    ],
-)
-def test_hostfiles_that_are_wrong(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_hostfile(text, "hostfile")
-
-
-def test_what_is_a_hostfile() -> None:
-    assert is_hostfile("# hosts\nworker-1 slots=8\n")
-    assert not is_hostfile('{"nodes": []}')
-    assert not is_hostfile("")
 
 
 def test_a_device_is_for_hostfiles_alone(tmp_path: Path) -> None:

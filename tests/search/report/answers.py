@@ -1,10 +1,13 @@
 """A small answer of a search, made by hand."""
 
+from collections import Counter
+
 from megatron_terapipe.search.cost.prediction import Prediction, RankMemory, TimeBreakdown
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster
 from megatron_terapipe.search.inputs.workload_files import parse_workload
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.report.answer import Answer
+from megatron_terapipe.search.space.legal_grids import SearchCounts
 from megatron_terapipe.strategy import Strategy
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "key_values", "logits", "buffers", "framework")
@@ -69,8 +72,9 @@ def answer(name: str = "tiny") -> Answer:
                 reason="[why] <it> falls",
             ),
         ],
-        considered=5000,
-        rejections={"does not fit <memory>": 3000, "batch": 1000, "nothing": 0},
+        counts=SearchCounts(
+            total=5000, rejected=Counter({"does not fit <memory>": 3000, "batch": 1000, "nothing": 0}), priced=1000
+        ),
         search_s=0.5,
         notes=notes,
     )

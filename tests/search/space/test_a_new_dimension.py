@@ -135,7 +135,7 @@ def test_what_is_not_allowed_is_refused_in_one_line(said: dict[str, object]) -> 
     assert code == 2
     assert error == "error: --context-parallel-size 2 is not 1, the only value that can be priced: write 1\n"
     code, answer, _ = said["predicted"]
-    (entry,) = json.loads(answer)
+    (entry,) = json.loads(answer)["entries"]
     assert code == 0 and not entry["feasible"]
     assert entry["reason"] == "context_parallel_size 2 is not one of 1"
     assert said["strategy"] == "strategy: context_parallel_size 2 cannot be trained yet: use 1"

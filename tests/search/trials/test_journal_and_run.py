@@ -11,9 +11,10 @@ import pytest
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster
+from megatron_terapipe.search.inputs.described import cluster_document
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.report.launch import launch_of
-from megatron_terapipe.search.trials.journal import Journal, cluster_document, explicit
+from megatron_terapipe.search.trials.journal import Journal, explicit
 from megatron_terapipe.search.trials.run import Outcome, TrialSettings, _run, command, outcome_of
 from megatron_terapipe.strategy import Strategy
 
@@ -76,7 +77,7 @@ def test_why_a_run_failed(exit_code: int, output: str, out_of_memory: bool, reas
 
 
 def test_clusters_are_written_as_they_are_read() -> None:
-    document = json.loads(json.dumps(cluster_document(cluster())))
+    document = json.loads(json.dumps(cluster_document(cluster().nodes, cluster().name)))
     assert parse_cluster(document, "again")[0] == cluster()
 
 

@@ -11,6 +11,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cluster
+from megatron_terapipe.search.inputs.described import cluster_document, model_document
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.workload_files import read_workload
 from megatron_terapipe.search.op_times.layer_times import LayerQuery
@@ -20,7 +21,7 @@ from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, Sc
 from megatron_terapipe.search.op_times.profile_files import write_profile
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
 from megatron_terapipe.search.software.terapipe import TERAPIPE
-from megatron_terapipe.search.trials.journal import SOURCE, Journal, cluster_document, explicit, model_document
+from megatron_terapipe.search.trials.journal import SOURCE, Journal, explicit
 from megatron_terapipe.search.trials.predicted import predict_in_folds
 from megatron_terapipe.search.trials.profile_calibration import PRIOR, calibrate_on_profile, factor_slopes
 from megatron_terapipe.search.trials.trial import Trial, trial_line
@@ -177,7 +178,7 @@ def test_trials_are_cross_validated_on_the_profile() -> None:
 def files(tmp_path: Path) -> dict[str, str]:
     """A model, a cluster, a profile, trials and strategies, as commands read them."""
     fields = model_document(MODEL)
-    described = {"model.json": fields, "cluster.json": cluster_document(CLUSTER)}
+    described = {"model.json": fields, "cluster.json": cluster_document(CLUSTER.nodes)}
     for name, document in described.items():
         (tmp_path / name).write_text(json.dumps(document))
     journal = Journal(
@@ -192,7 +193,7 @@ def files(tmp_path: Path) -> dict[str, str]:
             source=SOURCE,
             group=journal.group,
             model=fields,
-            cluster=cluster_document(CLUSTER),
+            cluster=cluster_document(CLUSTER.nodes),
             strategy=explicit(one.strategy, WORKLOAD),
             software="terapipe",
             precision="fp32",
@@ -216,7 +217,7 @@ def test_the_flags_together(files: dict[str, str], capsys: pytest.CaptureFixture
     widths = []
     for more, least, most in (([], 0.05, 1.0), (["--calibrate", files["trials.jsonl"]], 0.0, 0.01)):
         assert main([*words, *more, "--json", "-"]) == 0
-        predicted = [entry["predicted"] for entry in json.loads(capsys.readouterr().out)]
+        predicted = [entry["predicted"] for entry in json.loads(capsys.readouterr().out)["entries"]]
         off = [
             abs(one["iteration_time_s"] / truth_s(each) - 1) for one, each in zip(predicted, STRATEGIES, strict=True)
         ]

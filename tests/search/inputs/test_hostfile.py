@@ -1,0 +1,105 @@
+"""Hostfiles: all that DeepSpeed's launcher accepts, and one line on what it does not."""
+
+import pytest
+from deepspeed.launcher.runner import _parse_hostfile as deepspeed_reads
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.hostfile import hostfile_notes, is_hostfile, parse_hostfile
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a slots=8\n", {"a": 8}),
+        ("  a\tslots=8\r\n\n# b slots=4\nc.example.com  slots=4\n", {"a": 8, "c.example.com": 4}),
+        ("a slots=8 max_slots=16\n", {"a": 8}),
+        ("a slots=8  # half of them\n", {"a": 8}),
+        ("fe80::1%eth0 slots=2\n[::1] slots=2\n10.0.0.1 slots=2\n", {"fe80::1%eth0": 2, "[::1]": 2, "10.0.0.1": 2}),
+        ("a#b slots=1\nuser@host slots=1\n", {"a#b": 1, "user@host": 1}),
+        ("a slots=0\nb slots=08\n", {"a": 0, "b": 8}),
+    ],
+)
+def test_what_deepspeed_accepts(text: str, hosts: dict[str, int]) -> None:
+    assert {host.name: host.slots for host in parse_hostfile(text, "hostfile")} == hosts
+    assert deepspeed_reads(text.splitlines()) == hosts
+    assert is_hostfile(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\n", 'line 1 of the hostfile, "a", says no slots: write a slots=N'),
+        ("# ours\na:8\n", 'line 2 of the hostfile, "a:8", has a colon, which DeepSpeed does not read: write a slots=N'),
+        ("a slots=eight\n", "has slots that are not a whole number from 0: write a slots=N"),
+        ("a slots=-1\n", "has slots that are not a whole number from 0"),
+        ("a slots = 8\n", "has blanks beside =, which DeepSpeed does not read: write a slots=N"),
+        (
+            "a max_slots=16 slots=8\n",
+            "has words between host and slots, which DeepSpeed does not read: write a slots=N",
+        ),
+        ("slots=8\n", "names no host: write HOST slots=N"),
+        ("a 8\n", "is not HOST slots=N: write it so"),
+        ("a slots=8\nb slot=8\n", "line 2 of the hostfile"),
+        ("a slots=8\na slots=8\n", "names host a again"),
+    ],
+)
+def test_what_deepspeed_refuses(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_hostfile(text, "hostfile")
+    assert message in str(caught.value)
+    with pytest.raises(ValueError):
+        deepspeed_reads(text.splitlines())
+    assert is_hostfile(text)
+
+
+def test_a_hostfile_needs_a_slot() -> None:
+    with pytest.raises(ConfigError, match="is a hostfile that names no host"):
+        parse_hostfile("# nothing\n", "hostfile")
+    with pytest.raises(ConfigError, match="is a hostfile without slots"):
+        parse_hostfile("a slots=0\n", "hostfile")
+
+
+_WORD = st.sampled_from(
+    ["a", "b", "slots=8", "slots=", "slots=0x", "slots", "=", "8", "#", "#c", "max_slots=9", ":", ""]
+)
+_BLANK = st.sampled_from([" ", "  ", "\t", ""])
+
+
+@given(
+    st.lists(st.lists(st.tuples(_WORD, _BLANK), max_size=5).map(lambda each: "".join(map("".join, each))), max_size=4)
+)
+def test_any_text_is_read_as_deepspeed_reads_it(lines: list[str]) -> None:
+    try:
+        expected = deepspeed_reads(lines)
+    except ValueError:
+        expected = None
+    if expected is not None and any(expected.values()):
+        assert {each.name: each.slots for each in parse_hostfile("\n".join(lines), "hostfile")} == expected
+    else:
+        with pytest.raises(ConfigError):
+            parse_hostfile("\n".join(lines), "hostfile")
+
+
+def test_what_has_no_effect_is_said() -> None:
+    hosts = parse_hostfile("a slots=8 max_slots=16\nb slots=8 # ours\nc slots=0\n", "hostfile")
+    assert hostfile_notes(hosts) == (
+        "hosts without slots are not used: c",
+        "the hostfile says max_slots=16 behind the slots of a host, which DeepSpeed ignores",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "is_one"),
+    [
+        ("", "hostfile", False),
+        ('{"nodes": []}', "cluster", False),
+        ("nodes:\n  - machine: dgx-a100\n", "cluster", False),
+        ("- a\n", "cluster", False),
+        ("a:8\n", "cluster.json", False),
+        ("a slots=8\n", "cluster.yaml", True),
+    ],
+)
+def test_what_is_a_hostfile(text: str, path: str, is_one: bool) -> None:
+    assert is_hostfile(text, path) == is_one
