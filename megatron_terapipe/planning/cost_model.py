@@ -33,7 +33,7 @@ def cost_model_of(config: Config, world_size: int) -> "CostModel":
     """
     from megatron_terapipe.search.cost.cost_model import CostModel
     from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-    from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
+    from megatron_terapipe.search.op_times.profile_efficiency import measured_cluster, measured_efficiency
     from megatron_terapipe.search.op_times.profile_files import read_profile
     from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
 
@@ -46,7 +46,7 @@ def cost_model_of(config: Config, world_size: int) -> "CostModel":
         profile = read_profile(path)
     except UserError as error:
         raise ConfigError(f"--op-profile: {error}") from None
-    efficiency = measured_efficiency(profile, cluster)
+    efficiency, cluster = measured_efficiency(profile, cluster), measured_cluster(profile, cluster)
     return CostModel(workload, cluster, efficiency=efficiency, op_times=MeasuredProfile(profile), precision=precision)
 
 

@@ -13,7 +13,7 @@ from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import OpTimes
 from megatron_terapipe.search.op_times.profile import Profile
-from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
+from megatron_terapipe.search.op_times.profile_efficiency import measured_cluster, measured_efficiency, profile_notes
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
 from megatron_terapipe.search.op_times.profile_files import read_profile
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
@@ -48,7 +48,7 @@ class Costs:
         """Return what prices strategies on a cluster, or on its nodes in another order, without intervals."""
         return Pricing(
             self.workload,
-            cluster,
+            cluster if self.profile is None else measured_cluster(self.profile, cluster),
             efficiency=self._physics(cluster),
             memory_overheads=self.calibration.memory_overheads or default_overheads(cluster),
             op_times=self._op_times(cluster),
@@ -117,6 +117,7 @@ def costs_of(options: argparse.Namespace, workload: Workload, cluster: Cluster, 
     if options.profile is not None:
         profile = read_profile(options.profile)
         notes.append(f"op times and links are those of {options.profile}")
+        notes += profile_notes(profile, cluster)
     path = options.calibrate or options.calibration
     if path is None:
         calibration = no_calibration()

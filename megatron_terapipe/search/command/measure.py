@@ -1,21 +1,23 @@
-"""`measure`: what ops and messages take on this machine."""
+"""`measure`: what ops and messages take on this machine, or on the hosts of a hostfile."""
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.shared_flags import PRECISIONS, add_model_flags, model_of
 
 if TYPE_CHECKING:
     from megatron_terapipe.config.model import ModelConfig
-    from megatron_terapipe.search.op_times.profile import Profile
+    from megatron_terapipe.search.measure.sizes import MeasuredSizes
+    from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink
 
 HELP = (
-    "Measure the layers of a model on this machine as the trainer runs them (micro-batches, token slices, "
-    "their prefixes, tensor-parallel sizes), the links between its devices, and the overhead of the engine. "
-    "Write a profile for --profile."
+    "Measure the layers of a model as the trainer runs them (micro-batches, token slices, their prefixes, "
+    "tensor-parallel sizes), the links between ranks, and the overhead of the engine: on this machine, or with "
+    "--hostfile on several, and the links between them. Write a profile for --profile and the trainer's --op-profile."
 )
 
 
@@ -42,7 +44,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--num-processes",
         type=int,
         metavar="N",
-        help="ranks that measure at the same time (default: one per device; 2 on a CPU)",
+        help="ranks of this machine that measure at the same time (default: one per device; 2 on a CPU)",
+    )
+    group.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help=(
+            "measure on all slots of these hosts, started by DeepSpeed's launcher as the trainer is; two hosts show "
+            "the network of many that are alike"
+        ),
     )
     group.add_argument(
         "--budget-s",
@@ -61,36 +71,89 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.model} lists layers, which the trainer cannot build: give a model by its fields")
     if options.budget_s <= 0:
         raise ConfigError(f"--budget-s {options.budget_s:g} is not above 0: give seconds")
+    if options.num_processes is not None and (options.hostfile is not None or options.num_processes < 1):
+        raise ConfigError(f"--num-processes {options.num_processes}: {_WHY_NOT_THAT_MANY[options.hostfile is None]}")
+    from megatron_terapipe.search.inputs.cluster_files import parse_hostfile
     from megatron_terapipe.search.measure.machine import default_num_processes, measure_machine, on_cpu
+    from megatron_terapipe.search.measure.on_hosts import measure_hosts
     from megatron_terapipe.search.measure.sizes import MeasuredSizes, default_numbers_of_token_slices
     from megatron_terapipe.search.op_times.profile import Profile
     from megatron_terapipe.search.op_times.profile_files import write_profile
 
-    num_processes = options.num_processes or default_num_processes()
+    slots = None if options.hostfile is None else parse_hostfile(read_text(options.hostfile), options.hostfile)
+    ranks_of_a_node = options.num_processes or default_num_processes() if slots is None else max(n for _, n in slots)
     listed = options.tensor_parallel_size
     model = workload.config
     sizes = MeasuredSizes(
         model=model,
         precision=options.precision or ("fp32" if on_cpu() else "bf16"),
-        tensor_parallel_sizes=numbers(listed, "--tensor-parallel-size") if listed else _sizes(num_processes, model),
+        tensor_parallel_sizes=numbers(listed, "--tensor-parallel-size") if listed else _sizes(ranks_of_a_node, model),
         micro_batch_sizes=numbers(options.micro_batch_size, "--micro-batch-size"),
         nums_token_slices=numbers(options.num_token_slices, "--num-token-slices")
         if options.num_token_slices
         else default_numbers_of_token_slices(model.seq_length),
-        num_processes=num_processes,
         budget_s=options.budget_s,
     )
+    print(*plan(sizes, slots, ranks_of_a_node), sep="\n", flush=True)
+    measuring = (
+        measure_machine(sizes, ranks_of_a_node)
+        if slots is None
+        else measure_hosts(sizes, options.hostfile, on_cpu=on_cpu())
+    )
     profile = None
-    with _Bar() as bar:
-        for news in measure_machine(sizes):
+    with _Progress(options.budget_s) as progress:
+        for news in measuring:
             if isinstance(news, Profile):
                 profile = news
             else:
-                bar.show(news.share, news.doing)
-    assert profile is not None, "the ranks tell it last, or fail"
+                progress.show(news.share, news.doing)
+    if profile is None:
+        raise ConfigError(f"the first rank of {options.hostfile} told no profile: see the lines above")
     write_profile(profile, options.json)
-    print(*summary(profile), f"wrote {options.json}", sep="\n")
+    print(*summary(profile), *what_next(profile, options.model, options.json), sep="\n")
     return 0
+
+
+_WHY_NOT_THAT_MANY = {
+    False: "the hostfile says how many ranks each host has: drop one of the two flags",
+    True: "it is not a whole number from 1: give one",
+}
+
+
+def plan(sizes: "MeasuredSizes", slots: "Sequence[tuple[str, int]] | None", ranks: int) -> Iterator[str]:
+    """Yield what will be measured, where and for how long, a line each.
+
+    Args:
+        sizes: what is measured.
+        slots: hosts with their slots; None = this machine.
+        ranks: ranks of a node.
+    """
+    where = (
+        f"{ranks} ranks of this machine" if slots is None else f"{sum(n for _, n in slots)} ranks on {len(slots)} hosts"
+    )
+    runs = list(sizes.runs())
+    yield f"measuring on {where}, {sizes.precision}: the engine, then links, then {len(runs)} sizes of layers"
+    yield (
+        f"this takes about {sizes.budget_s:.0f} s (--budget-s): sizes that are not reached by then are left out, the "
+        "least telling ones; other work on these machines makes times longer than they are"
+    )
+
+
+def what_next(profile: "Profile", model: str, path: str) -> Iterator[str]:
+    """Yield the file that was written, what it does not say, and the commands that read it.
+
+    Args:
+        profile: what was measured.
+        model: MODEL, as the command line has it.
+        path: the file.
+    """
+    yield f"wrote {path}"
+    if profile.num_nodes == 1:
+        yield "not measured: links between hosts, which stay those of the data sheet; --hostfile measures them"
+    if not any(link.where == "inside" for link in profile.links):
+        yield "not measured: links inside a node, since each host has one rank; they stay those of the data sheet"
+    yield f"next: python -m megatron_terapipe.search rank {model} CLUSTER --global-batch-size N --profile {path}"
+    yield "  or: python -m megatron_terapipe.search trial with the same words, which runs the best and calibrates"
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -117,7 +180,8 @@ def summary(profile: "Profile") -> Iterable[str]:
     from megatron_terapipe.search.op_times.profile import shape_in_words
     from megatron_terapipe.search.op_times.profile_efficiency import message_line
 
-    yield f"{profile.num_devices} x {profile.device}, {profile.precision}"
+    nodes = f"{profile.num_nodes} hosts of " if profile.num_nodes > 1 else ""
+    yield f"{nodes}{profile.num_devices} x {profile.device}, {profile.precision}"
     for layer in profile.layers:
         if layer.recompute == "none":
             longest = max(layer.points, key=lambda point: (point.end - point.start, -point.micro_batch_size))
@@ -129,8 +193,7 @@ def summary(profile: "Profile") -> Iterable[str]:
             )
     for link in profile.links:
         line = message_line(link.points)
-        what = f"all-reduce of {link.num_ranks} ranks" if link.what == "all_reduce" else "message"
-        yield f"  {what}: {1e6 * line.start_s:.3g} us + {1e-9 / line.byte_s:.3g} GB/s"
+        yield f"  {link_in_words(link)}: {1e6 * line.start_s:.3g} us + {1e-9 / line.byte_s:.3g} GB/s"
     if profile.engine is not None:
         engine = profile.engine
         yield (
@@ -147,10 +210,27 @@ def _sizes(num_processes: int, model: "ModelConfig") -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= max(num_processes, 1) and not any(count % size for count in counts))
 
 
-class _Bar:
-    """A line that says how far it is, on a terminal."""
+def link_in_words(link: "ProfiledLink") -> str:
+    """Return which messages were measured, for people."""
+    place = "inside a node" if link.where == "inside" else "between nodes"
+    sharing = f", {link.flows} at a time" if link.flows > 1 else ""
+    if link.what == "transfer":
+        return f"message {place}{sharing}"
+    nodes = f" on {link.num_ranks // link.ranks_per_node} nodes" if link.where == "network" else " of a node"
+    return f"all-reduce of {link.num_ranks} ranks{nodes}{sharing}"
 
-    def __enter__(self) -> "_Bar":
+
+class _Progress:
+    """What is measured and how far it is: a bar on a terminal, else a line each time something new begins.
+
+    Args:
+        budget_s: seconds that it will take, about.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        self._budget_s = budget_s
+
+    def __enter__(self) -> "_Progress":
         from tqdm import tqdm
 
         self._bar = tqdm(
@@ -160,7 +240,11 @@ class _Bar:
 
     def show(self, share: float, doing: str) -> None:
         """Say how far it is."""
-        self._bar.set_description_str(doing)
+        left = f"{doing}, about {max(1 - share, 0) * self._budget_s:.0f} s left"
+        if self._bar.disable:
+            print(f"  {100 * min(share, 1.0):3.0f} %  {left}", file=sys.stderr, flush=True)
+            return
+        self._bar.set_description_str(left)
         self._bar.update(100 * min(share, 1.0) - self._bar.n)
 
     def __exit__(self, *_: object) -> None:

@@ -1,60 +1,115 @@
-"""Times messages between the ranks of a process group."""
+"""Times messages between the ranks of a process group, by the class of links that they take."""
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from megatron_terapipe.search.measure.link_classes import LinkClass, Nodes, link_classes
 from megatron_terapipe.search.measure.sizes import MESSAGE_BYTES
 from megatron_terapipe.search.op_times.profile import ProfiledLink
 
 REPEATS = 15
+"""Timings of messages of one size, fewer where they would take longer than `LONGEST_S`."""
+
+LEAST_REPEATS = 3
+
+LONGEST_S = 1.5
+
+AT_ONCE = 4
+"""Short messages that one timing sends one after the other: ranks leave a barrier at different times."""
+
+SHORT_BYTES = 2**18
 
 
-def measure_links(device: torch.device, where: str = "inside") -> list[ProfiledLink]:
-    """Measure all-reduces of all ranks, and messages between the first two; every rank must call it at the same time.
+def nodes_of_ranks() -> Nodes:
+    """Return the ranks of each node, as their launcher numbers the nodes; every rank must call it at the same time."""
+    mine = int(os.environ.get("CROSS_RANK", "0"))
+    found: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return [[rank for rank, node in enumerate(found) if node == each] for each in sorted(set(found))]
+
+
+def measure_links(
+    device: torch.device, nodes: Nodes, doing: Callable[[str], None] = lambda _: None
+) -> list[ProfiledLink]:
+    """Measure every class of links between ranks; every rank must call it at the same time.
 
     Args:
         device: device of the messages.
-        where: place of the links, `inside` a node or between nodes.
+        nodes: ranks of each node.
+        doing: told what is measured next.
     """
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    if world_size == 1:
+    if dist.get_world_size() == 1:
         return []
-
-    def all_reduce(message: torch.Tensor) -> None:
-        dist.all_reduce(message)
-
-    def there_and_back(message: torch.Tensor) -> None:
-        if rank == 0:
-            dist.send(message, 1)
-            dist.recv(message, 1)
-        elif rank == 1:
-            dist.recv(message, 0)
-            dist.send(message, 0)
-
-    of_sums = tuple((size, _seconds(all_reduce, size, device)) for size in MESSAGE_BYTES)
-    of_messages = tuple((size, _seconds(there_and_back, size, device) / 2) for size in MESSAGE_BYTES)
-    return [
-        ProfiledLink(where=where, what="all_reduce", num_ranks=world_size, points=of_sums),  # type: ignore[arg-type]
-        ProfiledLink(where=where, what="transfer", num_ranks=2, points=of_messages),  # type: ignore[arg-type]
-    ]
+    return [_measured(each, device, doing) for each in link_classes(nodes)]
 
 
-def _seconds(send: Callable[[torch.Tensor], None], num_bytes: int, device: torch.device) -> float:
-    """Median, on the first rank's clock, which it gives to all."""
-    message = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
-    times = []
-    for _ in range(REPEATS + 2):
-        dist.barrier()
-        get_accelerator().synchronize()
-        begun = time.perf_counter()
+def _measured(links: LinkClass, device: torch.device, doing: Callable[[str], None]) -> ProfiledLink:
+    doing(links.words)
+    rank = dist.get_rank()
+    # Every rank must name every group, in the same order.
+    made = [(ranks, dist.new_group(list(ranks))) for ranks in links.groups]
+    mine = next(((ranks, group) for ranks, group in made if rank in ranks), None)
+
+    def send(message: torch.Tensor) -> None:
+        if mine is None:
+            return
+        ranks, group = mine
+        if links.what == "all_reduce":
+            dist.all_reduce(message, group=group)
+        elif rank == ranks[0]:
+            dist.send(message, ranks[1], group=group)
+            dist.recv(message, ranks[1], group=group)
+        else:
+            dist.recv(message, ranks[0], group=group)
+            dist.send(message, ranks[0], group=group)
+
+    ways = 2 if links.what == "transfer" else 1
+    points = tuple((size, seconds / ways) for size, seconds in _points(send, device))
+    for _, group in made:
+        if mine is not None and group is mine[1]:
+            dist.destroy_process_group(group)
+    return ProfiledLink(
+        where=links.where,
+        what=links.what,
+        num_ranks=len(links.groups[0]),
+        points=points,
+        ranks_per_node=links.ranks_per_node,
+        flows=links.flows,
+    )
+
+
+def _points(send: Callable[[torch.Tensor], None], device: torch.device) -> Iterator[tuple[int, float]]:
+    """Yield (bytes, seconds) of messages; the slowest group's, median over repeats."""
+    for size in MESSAGE_BYTES:
+        message = torch.zeros(size // 4, dtype=torch.float32, device=device)
+        count = AT_ONCE if size <= SHORT_BYTES else 1
+        _timed(send, message, count)
+        (once,) = _slowest([_timed(send, message, count)], device)
+        repeats = max(min(REPEATS, int(LONGEST_S / max(once * count, 1e-9))), min(LEAST_REPEATS, REPEATS))
+        yield size, median(_slowest([_timed(send, message, count) for _ in range(repeats)], device))
+        if once * count * LEAST_REPEATS > 2 * LONGEST_S:
+            return  # A slow link: larger messages would tell nothing new.
+
+
+def _timed(send: Callable[[torch.Tensor], None], message: torch.Tensor, count: int) -> float:
+    """Seconds of one of several messages of this rank."""
+    dist.barrier()
+    get_accelerator().synchronize()
+    begun = time.perf_counter()
+    for _ in range(count):
         send(message)
-        get_accelerator().synchronize()
-        times.append(time.perf_counter() - begun)
-    found = torch.tensor([median(times[2:])], dtype=torch.float32, device=device)
-    dist.broadcast(found, 0)
-    return float(found.item())
+    get_accelerator().synchronize()
+    return (time.perf_counter() - begun) / count
+
+
+def _slowest(times: list[float], device: torch.device) -> list[float]:
+    """Return the longest time of any rank, of each repeat."""
+    found = torch.tensor(times, dtype=torch.float32, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [float(each) for each in found.tolist()]

@@ -1,23 +1,17 @@
-"""Measures a model on this machine, all its ranks at once, within a budget of time."""
+"""Measures a model on this machine, or on one rank of several machines, within a budget of time."""
 
-import multiprocessing
 import os
 import platform
-import signal
-import socket
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import version
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.measure.link_classes import Nodes
+from megatron_terapipe.search.measure.processes import run_on_ranks
 from megatron_terapipe.search.measure.sizes import MeasuredRun, MeasuredSizes
 from megatron_terapipe.search.op_times.profile import (
     OpPoint,
@@ -27,90 +21,6 @@ from megatron_terapipe.search.op_times.profile import (
     ProfiledLink,
     Shape,
 )
-
-
-def run_on_ranks(
-    work: Callable[..., None], num_processes: int, *arguments: Any, together: bool = True
-) -> Iterator[Any]:
-    """Run `work(tell, *arguments)` on as many new processes, and yield what the first of them tells, as it tells it.
-
-    Args:
-        work: importable by name.
-        num_processes: how many.
-        *arguments: sent to each.
-        together: they can join as the ranks of one run; else each is a run of its own, at the same time.
-
-    Raises:
-        ConfigError: if a rank fails; what it said last is in the message.
-    """
-    context = multiprocessing.get_context("spawn")
-    ports = [_free_port() for _ in range(num_processes)]
-    pipes: list[Connection] = []
-    processes = []
-    try:
-        for rank in range(num_processes):
-            here, there = context.Pipe(duplex=False)
-            variables = {
-                "RANK": rank if together else 0,
-                "WORLD_SIZE": num_processes if together else 1,
-                "LOCAL_RANK": rank,
-                "LOCAL_SIZE": num_processes,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": ports[0 if together else rank],
-            }
-            process = context.Process(target=_rank, args=(there, variables, work, arguments), daemon=True)
-            process.start()
-            there.close()
-            pipes.append(here)
-            processes.append(process)
-        yield from _heard(pipes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _heard(pipes: list[Connection]) -> Iterator[Any]:
-    running = list(pipes)
-    while running:
-        for pipe in wait(running):
-            assert isinstance(pipe, Connection)
-            try:
-                kind, value = pipe.recv()
-            except EOFError:
-                kind, value = "failed", "it died without a word"
-            if kind == "failed":
-                raise ConfigError(f"rank {pipes.index(pipe)} could not measure ({value}): see the lines above")
-            if kind == "done":
-                running.remove(pipe)
-            elif pipe is pipes[0]:
-                yield value
-
-
-def _rank(
-    pipe: Connection, variables: dict[str, object], work: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
-    # Ctrl-C goes to all; the first process ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    try:
-        work(lambda value: pipe.send(("told", value)), *arguments)
-        pipe.send(("done", None))
-    except UserError as error:
-        pipe.send(("failed", str(error)))
-    except Exception as error:
-        traceback.print_exc()
-        with suppress(OSError):
-            pipe.send(("failed", f"{type(error).__name__}: {error}"))
-    # Until the parent ends it: others may still be using the store of the first.
-    signal.pause()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -127,18 +37,38 @@ class Progress(NamedTuple):
     doing: str
 
 
-def measure_machine(sizes: MeasuredSizes) -> Iterator[Progress | Profile]:
-    """Measure, and yield how far it is; the profile comes last.
+def measure_machine(sizes: MeasuredSizes, num_processes: int) -> Iterator[Progress | Profile]:
+    """Measure on ranks of this machine, and yield how far it is; the profile comes last.
+
+    Args:
+        sizes: what is measured.
+        num_processes: ranks.
 
     Raises:
         ConfigError: if a rank fails.
     """
     begun = time.perf_counter()
     yield Progress(0.0, "the engine")
-    # Every rank alone, so that no message is in its times; and all at once, as in a run.
-    (engine,) = run_on_ranks(_measure_engine, sizes.num_processes, sizes, together=False)
+    engine = engine_here(sizes, num_processes)
     left = sizes.budget_s - (time.perf_counter() - begun)
-    yield from run_on_ranks(_measure, sizes.num_processes, sizes, left, engine)
+    yield from run_on_ranks(measure_together, num_processes, sizes, left, engine)
+
+
+def engine_here(sizes: MeasuredSizes, num_processes: int) -> ProfiledEngine:
+    """Return the time of the engine on this machine.
+
+    Every rank is a run of its own, so that no message is in its times; and all at once, as in a run.
+
+    Args:
+        sizes: what is measured.
+        num_processes: ranks.
+
+    Raises:
+        ConfigError: if a rank fails.
+    """
+    (engine,) = run_on_ranks(_measure_engine, num_processes, sizes, together=False)
+    assert isinstance(engine, ProfiledEngine)
+    return engine
 
 
 def on_cpu() -> bool:
@@ -159,25 +89,34 @@ def _measure_engine(tell: Callable[[Any], None], sizes: MeasuredSizes) -> None:
     """On one rank, a run of its own."""
     from megatron_terapipe.search.measure.engine import measure_engine
 
-    _join(sizes)
+    _join()
     tell(measure_engine(sizes.model, sizes.precision, min(4, max(sizes.nums_token_slices))))
 
 
-def _measure(tell: Callable[[Any], None], sizes: MeasuredSizes, budget_s: float, engine: ProfiledEngine) -> None:
-    """On one rank among all."""
+def measure_together(
+    tell: Callable[[Any], None], sizes: MeasuredSizes, budget_s: float, engine: ProfiledEngine | None
+) -> None:
+    """Measure links and layers, on one rank among all.
+
+    Args:
+        tell: told how far it is, and the profile last; what the first rank tells counts.
+        sizes: what is measured.
+        budget_s: seconds after which no further size is begun.
+        engine: time of the engine; None on ranks that do not know it.
+    """
     import torch
     import torch.distributed as dist
 
     from megatron_terapipe.search.measure.layers import LayerTimer, PartAlone, build_layers, merged
-    from megatron_terapipe.search.measure.links import measure_links
+    from megatron_terapipe.search.measure.links import measure_links, nodes_of_ranks
 
     begun = time.perf_counter()
-    device = _join(sizes)
+    device = _join()
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[sizes.precision]
-    tell(Progress(0.1, "links"))
-    links = measure_links(device)
+    nodes = nodes_of_ranks()
+    links = measure_links(device, nodes, lambda words: tell(Progress(0.1, words)))
     rank = dist.get_rank()
-    alone = [dist.new_group([each]) for each in range(sizes.num_processes)][rank]
+    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     points: dict[tuple[Shape, int, str], list[OpPoint]] = {}
     runs = list(sizes.runs())
     for number, run in enumerate(runs):
@@ -200,10 +139,10 @@ def _measure(tell: Callable[[Any], None], sizes: MeasuredSizes, budget_s: float,
         )
         for (shape, size, recompute), found in points.items()
     )
-    tell(_profile(sizes, profiled, tuple(links), engine))
+    tell(_profile(sizes.precision, profiled, tuple(links), engine, nodes))
 
 
-def _join(sizes: MeasuredSizes) -> Any:
+def _join() -> Any:
     """Take this rank's device or cores, join the others, and return the device."""
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -215,7 +154,7 @@ def _join(sizes: MeasuredSizes) -> Any:
     # DeepSpeed calls collectives by names that torch has renamed; nobody who measures can do anything about it.
     warnings.filterwarnings("ignore", category=FutureWarning)
     if on_cpu():
-        settle_on_cores(local_rank, sizes.num_processes)
+        settle_on_cores(local_rank, int(os.environ["LOCAL_SIZE"]))
     else:
         accelerator.set_device(local_rank)
     init_distributed(dist_backend=accelerator.communication_backend_name(), timeout=TIMEOUT, verbose=False)
@@ -233,7 +172,11 @@ def _is_over(deadline: float, device: Any) -> bool:
 
 
 def _profile(
-    sizes: MeasuredSizes, layers: tuple[ProfiledLayer, ...], links: tuple[ProfiledLink, ...], engine: ProfiledEngine
+    precision: str,
+    layers: tuple[ProfiledLayer, ...],
+    links: tuple[ProfiledLink, ...],
+    engine: ProfiledEngine | None,
+    nodes: Nodes,
 ) -> Profile:
     from deepspeed.accelerator import get_accelerator
 
@@ -241,8 +184,9 @@ def _profile(
     return Profile(
         device=_processor() if name == "cpu" else _device_name(),
         accelerator=name,
-        num_devices=sizes.num_processes,
-        precision=sizes.precision,
+        num_devices=max(map(len, nodes)),
+        num_nodes=len(nodes),
+        precision=precision,
         software=tuple((package, version(package)) for package in ("torch", "deepspeed", "numpy")),
         layers=layers,
         links=links,

@@ -1,7 +1,8 @@
 """Layers and sizes to measure, the most informative first."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
@@ -23,7 +24,6 @@ class MeasuredSizes:
         tensor_parallel_sizes: ranks that share a layer; each rank measures its part alone.
         micro_batch_sizes: sequences.
         nums_token_slices: into how many token slices of the same length sequences are cut.
-        num_processes: ranks that measure at the same time, as those of a run do.
         budget_s: seconds after which no further size is begun.
     """
 
@@ -32,7 +32,6 @@ class MeasuredSizes:
     tensor_parallel_sizes: tuple[int, ...]
     micro_batch_sizes: tuple[int, ...]
     nums_token_slices: tuple[int, ...]
-    num_processes: int
     budget_s: float
 
     def __post_init__(self) -> None:
@@ -57,6 +56,20 @@ class MeasuredSizes:
                     f"--num-token-slices {number} does not divide the {self.model.seq_length} tokens of a sequence: "
                     "leave it out"
                 )
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "MeasuredSizes":
+        """Return the sizes that `to_json` wrote."""
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in document.items()
+        }
+        values["model"] = ModelConfig(**document["model"])
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of these sizes."""
+        model = {name: value for name, value in asdict(self.model).items() if name != "model_preset"}
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {"model": model}
 
     def runs(self) -> Iterator["MeasuredRun"]:
         """Each combination, in an order in which the first ones alone tell most."""

@@ -102,15 +102,19 @@ class ProfiledLink:
 
     Attributes:
         where: `inside` a node, or over its `network`.
-        what: `all_reduce` among ranks, or `transfer` from one to another.
-        num_ranks: that took part.
+        what: `all_reduce` among the ranks of a group, or `transfer` from one to another.
+        num_ranks: ranks of a group; 2 for a transfer.
         points: (bytes, seconds).
+        ranks_per_node: how many of them one node has.
+        flows: groups that used the links of a node at the same time; of the network, they share its cards.
     """
 
     where: Literal["inside", "network"]
     what: Literal["all_reduce", "transfer"]
     num_ranks: int
     points: tuple[tuple[int, float], ...]
+    ranks_per_node: int = 1
+    flows: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +140,8 @@ class Profile:
         source: the file, for errors; empty if it was just measured.
         device: name of the accelerator, or of the processor.
         accelerator: what DeepSpeed calls it: cuda, cpu, ...
-        num_devices: ranks that computed at the same time, one on each.
+        num_devices: ranks of a node that computed at the same time, one on each device.
+        num_nodes: nodes that took part; with one, nothing was measured of the network.
         precision: `fp32`, `fp16` or `bf16`.
         software: versions of packages by name.
         layers: times of ops.
@@ -153,3 +158,4 @@ class Profile:
     layers: tuple[ProfiledLayer, ...]
     links: tuple[ProfiledLink, ...] = ()
     engine: ProfiledEngine | None = None
+    num_nodes: int = 1

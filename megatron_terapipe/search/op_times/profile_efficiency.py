@@ -1,14 +1,22 @@
-"""Links, optimizer and engine of a profile, as fields of `HardwareEfficiency`."""
+"""Links, optimizer and engine of a profile, as fields of `HardwareEfficiency` and latencies of a cluster.
 
-from collections.abc import Sequence
+What links reach is said relative to the data sheet of the cluster, so its own figures may be guesses. Of the network,
+the latency is told apart from the start of a message: the start was measured inside a node, where latency is small.
+
+    a transfer inside a node     latency of the inside link + transfer_s + bytes / (bandwidth x efficiency)
+    a transfer to another node   latency of the network     + transfer_s + bytes / (share of the cards x efficiency)
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from statistics import geometric_mean
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_terapipe.search.inputs.cluster import Cluster, Link
+from megatron_terapipe.search.inputs.cluster import Cluster, Node
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.profile import Profile
+from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink
 from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 
@@ -28,37 +36,95 @@ def measured_efficiency(
 ) -> HardwareEfficiency:
     """Return efficiency in which what a profile has measured is as measured; the rest stays.
 
-    What a link reaches is said relative to what the cluster says of it, so the cluster's own figures may be guesses.
+    Several measurements of a kind of link count alike: one group alone, and several that share the cards of a node.
 
     Args:
-        profile: of one machine of the cluster.
-        cluster: whose first node that machine is.
+        profile: of machines of the cluster.
+        cluster: whose first node is such a machine.
         efficiency: the rest.
         software: the trainer, which says what the optimizer keeps of a parameter.
     """
     efficiency = efficiency or HardwareEfficiency()
-    node = cluster.nodes[0]
+    node = measured_cluster(profile, cluster).nodes[0]
     values: dict[str, float] = {}
-    for link in profile.links:
-        data_sheet = node.inside if link.where == "inside" else node.network
-        line = message_line(link.points)
-        if link.what == "all_reduce":
-            name = "inside_efficiency" if link.where == "inside" else "network_efficiency"
-            rounds = 2 * (link.num_ranks - 1) / link.num_ranks
-            values[name] = rounds / (line.byte_s * data_sheet.bandwidth)
-            if link.where == "inside" or "collective_s" not in values:
-                values["collective_s"] = _beyond_latency(line, data_sheet, 2 * (link.num_ranks - 1))
-        else:
-            values[f"transfer_{link.where}_efficiency"] = 1 / (line.byte_s * data_sheet.bandwidth)
-            values["transfer_s"] = _beyond_latency(line, data_sheet, 1)
+    for where in ("inside", "network"):
+        reached = [
+            (link, _share_reached(link, node)) for link in _of(profile, where) if not _is_bound_inside(link, profile)
+        ]
+        transfers = [share for link, share in reached if link.what == "transfer"]
+        sums = [share for link, share in reached if link.what == "all_reduce"]
+        values |= {f"transfer_{where}_efficiency": geometric_mean(transfers)} if transfers else {}
+        values |= {f"{where}_efficiency": geometric_mean(sums)} if sums else {}
+    starts = _transfer_start(profile, node)
+    values |= {} if starts is None else {"transfer_s": starts}
+    starts = _collective_start(profile, node)
+    values |= {} if starts is None else {"collective_s": starts}
     if profile.engine is not None:
         kept = software.step_bytes
-        reached = node.device.memory_bandwidth * efficiency.memory_efficiency
-        values["optimizer_passes"] = max(profile.engine.optimizer_s_per_parameter * reached / kept, LEAST_S)
+        reached_bytes = node.device.memory_bandwidth * efficiency.memory_efficiency
+        values["optimizer_passes"] = max(profile.engine.optimizer_s_per_parameter * reached_bytes / kept, LEAST_S)
         values["iteration_s"] = max(profile.engine.iteration_s, LEAST_S)
         values["op_s"] = profile.engine.op_s
     known = {each.name for each in fields(HardwareEfficiency)}
     return replace(efficiency, **{name: value for name, value in values.items() if name in known})
+
+
+def measured_cluster(profile: Profile, cluster: Cluster) -> Cluster:
+    """Return the cluster with the latency of the network that a profile has measured; the rest stays.
+
+    Nodes whose network is another than the first node's keep their own: nobody measured it.
+
+    Args:
+        profile: of machines of the cluster.
+        cluster: whose first node is such a machine.
+    """
+    first = cluster.nodes[0]
+    alone = [link for link in _of(profile, "network") if link.what == "transfer" and link.flows == 1]
+    if not alone:
+        return cluster
+    start = _transfer_start(profile, first)
+    # Without a measurement inside a node, nothing tells the start of a message from the latency.
+    latency = max(message_line(alone[0].points).start_s - (start or HardwareEfficiency().transfer_s), LEAST_S)
+    network = replace(first.network, latency_s=latency)
+    nodes = (replace(node, network=network) if node.network == first.network else node for node in cluster.nodes)
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def share_of(link: ProfiledLink, node: Node) -> float:
+    """Return the bytes per second that one of the groups gets by the data sheet of a node, others sharing its cards.
+
+    As `cost.rank_groups` says: groups share the cards in equal parts, and no rank drives more than one card.
+
+    Args:
+        link: the groups, and what they did.
+        node: the node.
+    """
+    if link.where == "inside":
+        return node.inside.bandwidth
+    return node.network.bandwidth * min(node.num_network_cards / link.flows, link.ranks_per_node)
+
+
+def profile_notes(profile: Profile, cluster: Cluster) -> Iterator[str]:
+    """Yield a line for each kind of link that the ranks of a cluster use and that a profile has not measured.
+
+    Args:
+        profile: the profile.
+        cluster: the cluster that it prices.
+    """
+    name = profile.source or "the profile"
+    if len(cluster.nodes) > 1 and not list(_of(profile, "network")):
+        yield (
+            f"{name} was measured on one host: links between hosts are those of the data sheet; measure --hostfile "
+            "measures them"
+        )
+    largest = max(node.num_devices for node in cluster.nodes)
+    if largest > 1 and not list(_of(profile, "inside")):
+        yield f"{name} was measured with one rank on a host: links inside a node are those of the data sheet"
+    elif largest > profile.num_devices:
+        yield (
+            f"{name} was measured with {profile.num_devices} ranks on a host, and nodes have up to {largest}: what "
+            f"{largest} ranks share of a node was not measured"
+        )
 
 
 def message_line(points: Sequence[tuple[int, float]]) -> Line:
@@ -72,5 +138,37 @@ def message_line(points: Sequence[tuple[int, float]]) -> Line:
     return Line(max(float(start / scale[0]), LEAST_S), max(float(byte / scale[1]), 1e-15))
 
 
-def _beyond_latency(line: Line, link: Link, steps: int) -> float:
-    return max(line.start_s - steps * link.latency_s, LEAST_S)
+def _share_reached(link: ProfiledLink, node: Node) -> float:
+    """Share of the data sheet that a group reached."""
+    rounds = 2 * (link.num_ranks - 1) / link.num_ranks if link.what == "all_reduce" else 1.0
+    return rounds / (message_line(link.points).byte_s * share_of(link, node))
+
+
+def _is_bound_inside(link: ProfiledLink, profile: Profile) -> bool:
+    """Whether an all-reduce over nodes took no longer than one inside them, and so says nothing of the network."""
+    if link.where == "inside" or link.what == "transfer" or link.ranks_per_node == 1:
+        return False
+    inside = [message_line(each.points).byte_s for each in _of(profile, "inside") if each.what == link.what]
+    return bool(inside) and message_line(link.points).byte_s <= 1.1 * max(inside)
+
+
+def _of(profile: Profile, where: str) -> list[ProfiledLink]:
+    return [link for link in profile.links if link.where == where]
+
+
+def _transfer_start(profile: Profile, node: Node) -> float | None:
+    """Seconds that a message between stages takes to start, beside the latency of its link; None if unknown."""
+    lines = [message_line(link.points) for link in _of(profile, "inside") if link.what == "transfer"]
+    return max(lines[0].start_s - node.inside.latency_s, LEAST_S) if lines else None
+
+
+def _collective_start(profile: Profile, node: Node) -> float | None:
+    """Seconds that a collective takes to start, beside the latencies of its links; None if none was measured."""
+    sums = [link for link in profile.links if link.what == "all_reduce"]
+    # One inside a node tells most: there latency is small.
+    for link in sorted(sums, key=lambda each: (each.where, each.flows, each.ranks_per_node)):
+        nodes = 1 if link.where == "inside" else max(link.num_ranks // link.ranks_per_node, 1)
+        inside_steps = (link.num_ranks if nodes == 1 else link.ranks_per_node) - 1
+        latency = inside_steps * node.inside.latency_s + np.log2(nodes) * node.network.latency_s
+        return max(message_line(link.points).start_s - 2 * float(latency), LEAST_S)
+    return None

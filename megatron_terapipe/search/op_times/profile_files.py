@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import BeforeValidator, Field
@@ -47,6 +47,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "device": profile.device,
         "accelerator": profile.accelerator,
         "num_devices": profile.num_devices,
+        "num_nodes": profile.num_nodes,
         "precision": profile.precision,
         "software": dict(profile.software),
         "engine": profile.engine and asdict(profile.engine),
@@ -143,6 +144,8 @@ class LinkEntry(Entry):
     where: Literal["inside", "network"]
     what: Literal["all_reduce", "transfer"]
     num_ranks: Annotated[int, Field(ge=2)]
+    ranks_per_node: Count = 1
+    flows: Count = 1
     points: list[Annotated[Any, BeforeValidator(_message)]] = Field(min_length=1)
 
 
@@ -161,6 +164,7 @@ class ProfileEntry(Entry):
     device: Text
     accelerator: Text
     num_devices: Count
+    num_nodes: Count = 1
     precision: Literal["fp32", "fp16", "bf16"]
     software: dict[str, Any] = Field(default_factory=dict)
     layers: list[LayerEntry] = Field(min_length=1)
@@ -174,12 +178,25 @@ def read_profile(path: str) -> Profile:
     Raises:
         UserError: if it cannot be read, or a field is wrong; one line with file, field, value and remedy.
     """
-    entry = read_entry(ProfileEntry, read_document(path), path)
+    return replace(parse_profile(read_document(path), path), source=path)
+
+
+def parse_profile(document: object, where: str) -> Profile:
+    """Read a profile from the object of a file.
+
+    Args:
+        document: as `profile_to_json` makes it.
+        where: what the object came from, for errors.
+
+    Raises:
+        ConfigError: if a field is wrong.
+    """
+    entry = read_entry(ProfileEntry, document, where)
     return Profile(
-        source=path,
         device=entry.device,
         accelerator=entry.accelerator,
         num_devices=entry.num_devices,
+        num_nodes=entry.num_nodes,
         precision=entry.precision,
         software=tuple((name, str(version)) for name, version in entry.software.items()),
         layers=tuple(
@@ -192,7 +209,14 @@ def read_profile(path: str) -> Profile:
             for each in entry.layers
         ),
         links=tuple(
-            ProfiledLink(where=each.where, what=each.what, num_ranks=each.num_ranks, points=tuple(each.points))
+            ProfiledLink(
+                where=each.where,
+                what=each.what,
+                num_ranks=each.num_ranks,
+                points=tuple(each.points),
+                ranks_per_node=each.ranks_per_node,
+                flows=each.flows,
+            )
             for each in entry.links
         ),
         engine=None if entry.engine is None else ProfiledEngine(**entry.engine.model_dump()),

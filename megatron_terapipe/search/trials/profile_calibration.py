@@ -16,7 +16,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.op_times.constants import Prior, moved
 from megatron_terapipe.search.op_times.profile import Profile
-from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
+from megatron_terapipe.search.op_times.profile_efficiency import measured_cluster, measured_efficiency
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, RememberedTimes
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
 from megatron_terapipe.search.trials.calibration import Calibration, calibration_of
@@ -54,7 +54,7 @@ class _Runs:
         def make(one: Trial) -> CostModel:
             return CostModel(
                 one.workload,
-                one.cluster,
+                measured_cluster(profile.profile, one.cluster),
                 software=one.software,
                 efficiency=measured_efficiency(profile.profile, one.cluster, software=one.software),
                 op_times=op_times,

@@ -1,14 +1,9 @@
 """Launches one strategy with DeepSpeed's launcher, as the search's launch command does."""
 
 import json
-import os
-import shutil
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -18,6 +13,7 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.report.launch import Launch, launch_of
+from megatron_terapipe.search.trials.launcher import end, free_port, launcher, variables
 from megatron_terapipe.strategy import Strategy
 
 WARM_UP_ITERATIONS = 3
@@ -112,10 +108,6 @@ def failure(exit_code: int, output: str) -> str:
     return said[-1][:300]
 
 
-END_S = 10.0
-"""Seconds that ranks have to end once they are told to."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialSettings:
     """How strategies are run.
@@ -192,9 +184,6 @@ def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: P
         settings: options of the command `trial`.
         metrics: file of the run's metrics.
     """
-    launcher = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
-    if not Path(launcher).exists():
-        raise ConfigError("the command deepspeed is not installed: install DeepSpeed, or put it on the PATH")
     where = (
         ["--hostfile", str(directory / "hostfile")]
         if launch.many_nodes
@@ -202,7 +191,7 @@ def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: P
     )
     has_data = any(flag in settings.flags for flag in ("--data-path", "--train-data-path", "--mock-data"))
     return [
-        *(launcher, *where, "--master_port", str(_free_port()), str(settings.trainer)),
+        *(launcher(), *where, "--master_port", str(free_port()), str(settings.trainer)),
         *("--strategy", str(directory / "strategy.json"), "--deepspeed-config", str(directory / "ds_config.json")),
         *launch.flags,
         *("--train-iters", str(settings.iterations), "--eval-iters", "0", "--log-interval", "1"),
@@ -214,38 +203,20 @@ def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: P
 
 def _run(words: Sequence[str], directory: Path, timeout_s: float, *, on_cpu: bool) -> tuple[int | None, str]:
     """Run a command, and return its exit code, None if it took too long, and its output."""
-    variables = dict(os.environ)
-    if on_cpu:
-        variables["DS_ACCELERATOR"] = "cpu"
-    # Of a launcher that may have started this process.
-    for each in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        variables.pop(each, None)
     log = directory / "log.txt"
     with log.open("w") as output:
         process = subprocess.Popen(
-            words, env=variables, cwd=directory, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            words,
+            env=variables(on_cpu=on_cpu),
+            cwd=directory,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code: int | None = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
+            end(process)
     return code, log.read_text(errors="replace")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End launcher and ranks, which are one process group."""
-    for each in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, each)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -24,7 +24,6 @@ def sizes(**more: object) -> MeasuredSizes:
         "tensor_parallel_sizes": (1, 2),
         "micro_batch_sizes": (2, 1),
         "nums_token_slices": (1, 4),
-        "num_processes": 2,
         "budget_s": 1.0,
     }
     return MeasuredSizes(**(values | more))  # type: ignore[arg-type]
@@ -57,7 +56,7 @@ def measure() -> Found:
         run = MeasuredRun(size, 2, 4, recompute)
         built = measuring.build_layers(MODEL, ranks, torch.float32, device, recompute=recompute)
         found[size, recompute] = [(layers.shape, timer.points(layers, run)) for layers in built]
-    return Found(found, measuring_links.measure_links(device))
+    return Found(found, measuring_links.measure_links(device, measuring_links.nodes_of_ranks()))
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +80,38 @@ def test_every_kind_of_layer_is_timed_at_every_token_slice(run: tuple[int, str],
 
 
 def test_links_are_timed_by_size(found: Found) -> None:
-    links = [(link.what, link.num_ranks, len(link.points)) for link in found.links]
-    assert links == [("all_reduce", 2, 2), ("transfer", 2, 2)]
+    links = [(link.where, link.what, link.num_ranks, len(link.points)) for link in found.links]
+    assert links == [("inside", "all_reduce", 2, 2), ("inside", "transfer", 2, 2)]
     assert all(seconds > 0 for link in found.links for _, seconds in link.points)
+
+
+def links_of_two_nodes() -> list[ProfiledLink]:
+    import os
+
+    import torch.distributed as dist
+
+    from megatron_terapipe.search.measure import links as measuring
+
+    measuring.REPEATS, measuring.MESSAGE_BYTES = 1, (1024, 4096)
+    os.environ["CROSS_RANK"] = str(dist.get_rank() // 2)
+    nodes = measuring.nodes_of_ranks()
+    assert nodes == [[0, 1], [2, 3]]
+    return measuring.measure_links(torch.device("cpu"), nodes)
+
+
+def test_every_class_of_links_between_nodes_is_timed() -> None:
+    first, *others = run_distributed(links_of_two_nodes, 4)
+    assert others == [first] * 3
+    assert [(link.where, link.what, link.num_ranks, link.ranks_per_node, link.flows) for link in first] == [
+        ("inside", "all_reduce", 2, 2, 1),
+        ("inside", "transfer", 2, 2, 1),
+        ("network", "all_reduce", 2, 1, 1),
+        ("network", "transfer", 2, 1, 1),
+        ("network", "all_reduce", 2, 1, 2),
+        ("network", "all_reduce", 4, 2, 1),
+        ("network", "transfer", 2, 1, 2),
+    ]
+    assert all(len(link.points) == 2 and seconds > 0 for link in first for _, seconds in link.points)
 
 
 def engine() -> object:

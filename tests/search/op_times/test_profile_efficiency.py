@@ -1,13 +1,23 @@
 """What a profile says of links and of the engine, as constants of the cost model."""
 
+from dataclasses import replace
+
 import pytest
 
+from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.search.cost.collectives import GroupTopology, all_reduce_s, transfer_s
+from megatron_terapipe.search.cost.rank_groups import RankGroups
 from megatron_terapipe.search.cost.step_costs import step_costs
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
 from megatron_terapipe.search.inputs.library import device
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency, message_line
+from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink
+from megatron_terapipe.search.op_times.profile_efficiency import (
+    measured_cluster,
+    measured_efficiency,
+    message_line,
+    profile_notes,
+)
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 from tests.search.op_times.profiles import profile
 
@@ -47,3 +57,69 @@ def test_what_was_not_measured_stays() -> None:
     base = HardwareEfficiency(network_efficiency=0.123, gemm_efficiency=0.456)
     efficiency = measured_efficiency(profile(), CLUSTER, base)
     assert (efficiency.network_efficiency, efficiency.gemm_efficiency) == (0.123, 0.456)
+
+
+NETWORK_BYTE_S, NETWORK_LATENCY_S = 1 / 1.25e8, 1e-3
+SIZES = (2**10, 2**14, 2**18, 2**22)
+
+
+def on_hosts(cards: int) -> tuple[Profile, Cluster]:
+    """Two hosts of two ranks and slow cards, as measured; and four such hosts by their data sheets, which are wrong."""
+    inside = {link.what: link for link in profile().links}
+    start = dict(inside["all_reduce"].points)[2**10] - 2**10 / 1e9
+
+    def link(what: str, rounds: float, steps: float, flows: int = 1) -> ProfiledLink:
+        byte_s = rounds * NETWORK_BYTE_S * max(flows / cards, 1)
+        points = tuple((size, start - steps * 2e-5 + steps * NETWORK_LATENCY_S + size * byte_s) for size in SIZES)
+        return ProfiledLink(where="network", what=what, num_ranks=2, points=points, flows=flows)
+
+    network = [link("all_reduce", 1, 0), link("transfer", 1, 1), link("all_reduce", 1, 0, 2), link("transfer", 1, 1, 2)]
+    measured = replace(profile(), num_nodes=2, links=(*profile().links, *network))
+    card = Link(bandwidth=1.25e9, latency_s=5e-6)
+    node = replace(CLUSTER.nodes[0], network=card, num_network_cards=cards)
+    return measured, Cluster(nodes=tuple(replace(node, name=f"host-{index}") for index in range(4)))
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+def test_messages_between_hosts_are_priced_as_measured_on_more_of_them(cards: int) -> None:
+    measured, sheet = on_hosts(cards)
+    cluster, efficiency = measured_cluster(measured, sheet), measured_efficiency(measured, sheet)
+    assert [node.network.latency_s for node in cluster.nodes] == pytest.approx([NETWORK_LATENCY_S] * 4, rel=1e-6)
+    groups = RankGroups(cluster, ParallelLayout(data_parallel_size=2, pipeline_parallel_size=4))
+    num_bytes = 2**20
+    # Two pairs of neighbours send at once, and share the cards.
+    arguments = num_bytes, groups.pipe.bandwidth[0], groups.pipe.latency_s[0], True, efficiency
+    alone_s = 2e-4 - 2e-5 + NETWORK_LATENCY_S
+    assert transfer_s(*arguments) == pytest.approx(alone_s + num_bytes * NETWORK_BYTE_S * 2 / cards, rel=1e-6)
+    groups = RankGroups(cluster, ParallelLayout(data_parallel_size=4, tensor_parallel_size=2))
+    rounds = 2 * (4 - 1) / 4
+    found = all_reduce_s(num_bytes, groups.data.at(0), efficiency) - all_reduce_s(0, groups.data.at(0), efficiency)
+    assert found == pytest.approx(rounds * num_bytes * NETWORK_BYTE_S * 2 / cards, rel=1e-6)
+
+
+def test_an_all_reduce_that_links_inside_hold_up_says_nothing_of_the_network() -> None:
+    measured, sheet = on_hosts(1)
+    points = tuple((size, 2e-4 + size * 1e-9) for size in SIZES)
+    everyone = ProfiledLink(where="network", what="all_reduce", num_ranks=4, points=points, ranks_per_node=2)
+    more = replace(measured, links=(*measured.links, everyone))
+    assert measured_efficiency(more, sheet) == measured_efficiency(measured, sheet)
+
+
+def test_one_host_says_nothing_of_the_network_and_a_note_says_so() -> None:
+    measured, sheet = on_hosts(1)
+    assert measured_cluster(profile(), sheet) == sheet
+    (note,) = profile_notes(profile(), sheet)
+    assert note.startswith("the profile was measured on one host: links between hosts are those of the data sheet")
+    assert not list(profile_notes(measured, sheet))
+    larger = Cluster(nodes=tuple(replace(node, num_devices=8) for node in sheet.nodes))
+    (note,) = profile_notes(measured, larger)
+    assert "measured with 2 ranks on a host, and nodes have up to 8" in note
+
+
+def test_a_network_that_is_another_keeps_its_own_latency() -> None:
+    measured, sheet = on_hosts(1)
+    *alike, other = sheet.nodes
+    other = replace(other, network=Link(bandwidth=1e9, latency_s=7e-6))
+    found = measured_cluster(measured, Cluster(nodes=(*alike, other)))
+    assert found.nodes[-1] == other
+    assert found.nodes[0].network.latency_s == pytest.approx(NETWORK_LATENCY_S, rel=1e-6)

@@ -1,0 +1,100 @@
+"""Measures on the hosts of a hostfile, with DeepSpeed's launcher; what the first rank says comes back on its output."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.measure.machine import Progress
+from megatron_terapipe.search.measure.sizes import MeasuredSizes
+from megatron_terapipe.search.op_times.profile import Profile
+from megatron_terapipe.search.op_times.profile_files import parse_profile
+from megatron_terapipe.search.trials.launcher import end, free_port, launcher, variables
+
+MARK = "measured: "
+"""Begin of a line by which the first rank tells a part of a message; whatever stands before it is the launcher's."""
+
+LAST, MORE = "=", "+"
+"""Whether the message ends with this line, or goes on in the next."""
+
+PART = 3000
+"""Characters of a line: launchers cut long ones, and write short ones in one piece."""
+
+LINES_SHOWN = 15
+"""Last lines of the other output that are shown if a rank fails."""
+
+
+def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Iterator[Progress | Profile]:
+    """Measure on all slots of a hostfile, and yield how far it is; the profile comes last.
+
+    Args:
+        sizes: what is measured.
+        hostfile: path of the hostfile.
+        on_cpu: whether DeepSpeed must be told to take the CPU.
+
+    Raises:
+        ConfigError: if the launcher is not installed, or a rank fails.
+    """
+    environment = variables(on_cpu=on_cpu)
+    # The launcher hands it on to the other hosts, where the package lies in the same place.
+    package = str(Path(__file__).parents[3])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    words = [launcher(), "--hostfile", hostfile, "--master_port", str(free_port()), "--no_local_rank", "--module"]
+    words += ["megatron_terapipe.search.measure.launched", _encoded(json.dumps(sizes.to_json()))]
+    process = subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    others: deque[str] = deque(maxlen=LINES_SHOWN)
+    try:
+        assert process.stdout is not None
+        told = ""
+        for line in process.stdout:
+            before, mark, part = line.rstrip("\n").partition(MARK)
+            if not mark:
+                others.append(before)
+                continue
+            told += part[1:]
+            if part[0] == LAST:
+                yield _news(json.loads(_decoded(told)))
+                told = ""
+        if code := process.wait():
+            print(*others, sep="\n", file=sys.stderr, flush=True)
+            raise ConfigError(f"the ranks on {hostfile} could not measure (exit code {code}): see the lines above")
+    finally:
+        end(process)
+
+
+def sizes_of(word: str) -> MeasuredSizes:
+    """Return the sizes that a rank is told to measure, from its command line."""
+    return MeasuredSizes.from_json(json.loads(_decoded(word)))
+
+
+def lines_of(message: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines by which the first rank tells a message."""
+    text = _encoded(json.dumps(message))
+    parts = [text[begin : begin + PART] for begin in range(0, len(text), PART)]
+    yield from (f"{MARK}{MORE}{part}" for part in parts[:-1])
+    yield f"{MARK}{LAST}{parts[-1]}"
+
+
+def _news(message: dict[str, Any]) -> Progress | Profile:
+    if "error" in message:
+        raise ConfigError(message["error"])
+    if "profile" in message:
+        return parse_profile(message["profile"], "what the first rank measured")
+    return Progress(**message["progress"])
+
+
+def _encoded(text: str) -> str:
+    """Return a text as letters and digits, which pass every shell and launcher as they are."""
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def _decoded(text: str) -> str:
+    return base64.urlsafe_b64decode(text).decode()
