@@ -48,11 +48,12 @@ class Costs:
         """Return what prices strategies on a cluster, or on its nodes in another order, without intervals."""
         return Pricing(
             self.workload,
-            cluster if self.profile is None else measured_cluster(self.profile, cluster),
+            cluster,
             efficiency=self._physics(cluster),
             memory_overheads=self.calibration.memory_overheads or default_overheads(cluster),
             op_times=self._op_times(cluster),
             precision=self.precision,
+            measured_cluster=None if self.profile is None else measured_cluster(self.profile, cluster),
         )
 
     def with_interval(self, strategy: Strategy, prediction: Prediction, pricing: Pricing) -> Prediction:

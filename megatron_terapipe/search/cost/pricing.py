@@ -28,6 +28,7 @@ class Pricing:
         memory_overheads: MemoryOverheads | None = None,
         op_times: OpTimes | None = None,
         precision: str = "bf16",
+        measured_cluster: Cluster | None = None,
     ) -> None:
         """Prepare.
 
@@ -39,11 +40,17 @@ class Pricing:
             memory_overheads: what no count of tensors says; None = the defaults of its devices.
             op_times: times of layers; None = the roofline.
             precision: `bf16`, `fp16` or `fp32`.
+            measured_cluster: the same nodes with links as they were measured; None = as data sheets say.
         """
         self.workload = workload
         self.cluster = cluster
         self.cost_model = CostModel(
-            workload, cluster, software=software, efficiency=efficiency, op_times=op_times, precision=precision
+            workload,
+            measured_cluster or cluster,
+            software=software,
+            efficiency=efficiency,
+            op_times=op_times,
+            precision=precision,
         )
         self.memory_model = MemoryModel(
             workload=workload,

@@ -1,0 +1,85 @@
+"""Two hosts are measured through DeepSpeed's launcher, and the profile prices four of them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.search.op_times.profile_files import read_profile
+from tests.end_to_end.hosts.network import Host, hosts, missing
+from tests.end_to_end.launching import DEEPSPEED, TIMEOUT_S, environment
+
+pytestmark = pytest.mark.hosts
+
+RATE_MBIT = 100
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 128}
+SLOW = {"bandwidth": "100 Gbit/s", "latency": "1 us"}
+
+
+@pytest.fixture(scope="module")
+def slow_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """Two hosts whose cards send at `RATE_MBIT`."""
+    if reason := missing():
+        pytest.skip(reason)
+    with hosts(2, tmp_path_factory.mktemp("hosts")) as made:
+        for host in made:
+            shape = f"tc qdisc add dev eth0 root tbf rate {RATE_MBIT}mbit burst 64kb latency 50ms"
+            subprocess.run(host.command(shape.split()), check=True)
+        yield made
+
+
+def test_a_profile_of_two_hosts_prices_more_of_them(slow_hosts: list[Host], tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("".join(f"{host.name} slots=1\n" for host in slow_hosts))
+    (tmp_path / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    node = {"count": 4, "device": "cpu-core", "devices": 1, "network": SLOW}
+    (tmp_path / "cluster.json").write_text(json.dumps({"nodes": [node]}))
+
+    def search(*words: str) -> str:
+        command = [sys.executable, "-m", "megatron_terapipe.search", *words]
+        done = subprocess.run(
+            slow_hosts[0].command(command),
+            cwd=tmp_path,
+            env=environment(DS_ACCELERATOR="cpu", PATH=f"{DEEPSPEED.parent}:/usr/bin:/bin:/usr/sbin:/sbin"),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    sizes = ("--micro-batch-size", "1", "--num-token-slices", "1", "--budget-s", "1")
+    printed = search("measure", "model.json", "--hostfile", "hostfile", *sizes)
+    assert "measuring on 2 ranks on 2 hosts, fp32" in printed
+    assert "message between nodes" in printed
+    assert "links between hosts, which stay" not in printed
+    profile = read_profile(str(tmp_path / "profile.json"))
+    assert (profile.num_nodes, profile.num_devices) == (2, 1)
+    assert [(link.where, link.what, link.num_ranks) for link in profile.links] == [
+        ("network", "all_reduce", 2),
+        ("network", "transfer", 2),
+    ]
+    # No message is faster than the card, whatever else the machine does; the cluster file promises 1,000 times that.
+    for link in profile.links:
+        num_bytes, seconds = link.points[-1]
+        assert seconds > 8 * num_bytes / (1.5 * RATE_MBIT * 1e6), link
+
+    def iteration_s(*words: str) -> float:
+        answer = tmp_path / "answer.json"
+        fixed = "--global-batch-size 4 --data-parallel-size 4 --micro-batch-size 1 --num-token-slices 1".split()
+        search("rank", "model.json", "cluster.json", *fixed, "--top", "1", "--json", str(answer), *words)
+        found = json.loads(answer.read_text())
+        entries = found if isinstance(found, list) else found["entries"]
+        return float(entries[0]["predicted"]["iteration_time_s"])
+
+    measured_s, no_network = (
+        iteration_s("--profile", "profile.json"),
+        json.loads((tmp_path / "profile.json").read_text()),
+    )
+    no_network["links"] = []
+    (tmp_path / "no-network.json").write_text(json.dumps(no_network))
+    assert measured_s > iteration_s("--profile", "no-network.json")
