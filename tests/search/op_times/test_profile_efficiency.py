@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.search.cost.cluster_table import ClusterTable
 from megatron_terapipe.search.cost.collectives import GroupTopology, all_reduce_s, transfer_s
 from megatron_terapipe.search.cost.rank_groups import RankGroups
 from megatron_terapipe.search.cost.step_costs import step_costs
@@ -85,13 +86,13 @@ def test_messages_between_hosts_are_priced_as_measured_on_more_of_them(cards: in
     measured, sheet = on_hosts(cards)
     cluster, efficiency = measured_cluster(measured, sheet), measured_efficiency(measured, sheet)
     assert [node.network.latency_s for node in cluster.nodes] == pytest.approx([NETWORK_LATENCY_S] * 4, rel=1e-6)
-    groups = RankGroups(cluster, ParallelLayout(data_parallel_size=2, pipeline_parallel_size=4))
+    groups = RankGroups(ClusterTable.of(cluster), ParallelLayout(data_parallel_size=2, pipeline_parallel_size=4))
     num_bytes = 2**20
     # Two pairs of neighbours send at once, and share the cards.
     arguments = num_bytes, groups.pipe.bandwidth[0], groups.pipe.latency_s[0], True, efficiency
     alone_s = 2e-4 - 2e-5 + NETWORK_LATENCY_S
     assert transfer_s(*arguments) == pytest.approx(alone_s + num_bytes * NETWORK_BYTE_S * 2 / cards, rel=1e-6)
-    groups = RankGroups(cluster, ParallelLayout(data_parallel_size=4, tensor_parallel_size=2))
+    groups = RankGroups(ClusterTable.of(cluster), ParallelLayout(data_parallel_size=4, tensor_parallel_size=2))
     rounds = 2 * (4 - 1) / 4
     found = all_reduce_s(num_bytes, groups.data.at(0), efficiency) - all_reduce_s(0, groups.data.at(0), efficiency)
     assert found == pytest.approx(rounds * num_bytes * NETWORK_BYTE_S * 2 / cards, rel=1e-6)
