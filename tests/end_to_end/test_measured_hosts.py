@@ -73,8 +73,7 @@ def test_a_profile_of_two_hosts_prices_more_of_them(slow_hosts: list[Host], tmp_
         fixed = "--global-batch-size 4 --data-parallel-size 4 --micro-batch-size 1 --num-token-slices 1".split()
         search("rank", "model.json", "cluster.json", *fixed, "--top", "1", "--json", str(answer), *words)
         found = json.loads(answer.read_text())
-        entries = found if isinstance(found, list) else found["entries"]
-        return float(entries[0]["predicted"]["iteration_time_s"])
+        return float(found["entries"][0]["predicted"]["iteration_time_s"])
 
     measured_s, no_network = (
         iteration_s("--profile", "profile.json"),

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.shared_flags import PRECISIONS, add_model_flags, model_of
 
@@ -73,15 +72,15 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--budget-s {options.budget_s:g} is not above 0: give seconds")
     if options.num_processes is not None and (options.hostfile is not None or options.num_processes < 1):
         raise ConfigError(f"--num-processes {options.num_processes}: {_WHY_NOT_THAT_MANY[options.hostfile is None]}")
-    from megatron_terapipe.search.inputs.cluster_files import parse_hostfile
+    from megatron_terapipe.planning.stated_ranks import slots_of_hosts
     from megatron_terapipe.search.measure.machine import default_num_processes, measure_machine, on_cpu
     from megatron_terapipe.search.measure.on_hosts import measure_hosts
     from megatron_terapipe.search.measure.sizes import MeasuredSizes, default_numbers_of_token_slices
     from megatron_terapipe.search.op_times.profile import Profile
     from megatron_terapipe.search.op_times.profile_files import write_profile
 
-    slots = None if options.hostfile is None else parse_hostfile(read_text(options.hostfile), options.hostfile)
-    ranks_of_a_node = options.num_processes or default_num_processes() if slots is None else max(n for _, n in slots)
+    slots = None if options.hostfile is None else [n for n in slots_of_hosts(options.hostfile, "--hostfile") if n]
+    ranks_of_a_node = options.num_processes or default_num_processes() if slots is None else max(slots)
     listed = options.tensor_parallel_size
     model = workload.config
     sizes = MeasuredSizes(
@@ -120,17 +119,15 @@ _WHY_NOT_THAT_MANY = {
 }
 
 
-def plan(sizes: "MeasuredSizes", slots: "Sequence[tuple[str, int]] | None", ranks: int) -> Iterator[str]:
+def plan(sizes: "MeasuredSizes", slots: "Sequence[int] | None", ranks: int) -> Iterator[str]:
     """Yield what will be measured, where and for how long, a line each.
 
     Args:
         sizes: what is measured.
-        slots: hosts with their slots; None = this machine.
+        slots: ranks of each host; None = this machine.
         ranks: ranks of a node.
     """
-    where = (
-        f"{ranks} ranks of this machine" if slots is None else f"{sum(n for _, n in slots)} ranks on {len(slots)} hosts"
-    )
+    where = f"{ranks} ranks of this machine" if slots is None else f"{sum(slots)} ranks on {len(slots)} hosts"
     runs = list(sizes.runs())
     yield f"measuring on {where}, {sizes.precision}: the engine, then links, then {len(runs)} sizes of layers"
     yield (
