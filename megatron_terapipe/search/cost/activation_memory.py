@@ -103,14 +103,13 @@ def token_memory(
         logits = sum(product.outputs for product in layer.products) / size
         inputs = element_bytes * layer.hidden_size * whole
         limited = software.logits_at_once is not None
-        return TokenMemory(
-            inputs,
-            nothing,
-            nothing,
-            (element_bytes if limited else LOSS_BYTES) * logits,
-            (_loss_working_bytes(element_bytes) if limited else LOSS_BYTES + element_bytes) * logits,
-            inputs if limited else -element_bytes * logits,
-        )
+        kept_bytes, working_bytes = LOSS_BYTES, LOSS_BYTES + element_bytes
+        if limited:
+            kept_bytes, working_bytes = element_bytes, _loss_working_bytes(element_bytes)
+        elif software.loss_in_place:
+            kept_bytes, working_bytes = element_bytes, 0
+        freed = inputs if limited else -element_bytes * logits
+        return TokenMemory(inputs, nothing, nothing, kept_bytes * logits, working_bytes * logits, freed)
     return kept.block(recompute)
 
 

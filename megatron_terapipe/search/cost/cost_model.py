@@ -118,7 +118,13 @@ class CostModel:
         self.element_bytes = ELEMENT_BYTES[precision]
         self.counter = LayerCounter(workload)
         """Counts the layers of stages."""
-        self.prices = LayerPrices(self.counter.kinds, self.op_times, self.efficiency, self.element_bytes)
+        self.prices = LayerPrices(
+            self.counter.kinds,
+            self.op_times,
+            self.efficiency,
+            self.element_bytes,
+            software.communication.tensor_parallel_overlap,
+        )
         """Prices the kinds of layers."""
         self._known_ops: dict[tuple[object, ...], Floats] = {}
         self._table = ClusterTable.of(cluster)

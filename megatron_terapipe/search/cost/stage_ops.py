@@ -71,7 +71,12 @@ class LayerPrices:
     """Prices the layers of a model, each kind of them once."""
 
     def __init__(
-        self, kinds: Sequence[Layer], op_times: OpTimes, efficiency: HardwareEfficiency, element_bytes: int
+        self,
+        kinds: Sequence[Layer],
+        op_times: OpTimes,
+        efficiency: HardwareEfficiency,
+        element_bytes: int,
+        tensor_parallel_overlap: float = 0.0,
     ) -> None:
         """Prepare.
 
@@ -80,9 +85,11 @@ class LayerPrices:
             op_times: times of layers.
             efficiency: constants of collectives and launches.
             element_bytes: bytes of an activation.
+            tensor_parallel_overlap: share of the collectives between tensor-parallel ranks that products hide.
         """
         self._kinds, self._op_times = kinds, op_times
         self._efficiency, self._element_bytes = efficiency, element_bytes
+        self._shown = 1 - tensor_parallel_overlap
 
     def ops(self, device: Device, topology: GroupTopology, sizes: OpSizes) -> Floats:
         """Return the seconds of the ops of each kind of layer: [5 parts of `StageOps`, K, *shape of the sizes].
@@ -104,7 +111,8 @@ class LayerPrices:
                 recompute=sizes.recompute,
                 sequence_parallel=sizes.sequence_parallel,
             )
-            rows.append(layer_ops(query, self._op_times, self._efficiency, topology, self._element_bytes))
+            ops = layer_ops(query, self._op_times, self._efficiency, topology, self._element_bytes, self._shown)
+            rows.append(ops)
         each = (sizes.tensor_parallel_size, sizes.micro_batch_size, sizes.start, sizes.end)
         shape = np.broadcast_shapes(*map(np.shape, each))
         out = np.empty((len(StageOps._fields), len(rows), *shape))
@@ -151,6 +159,7 @@ def layer_ops(
     efficiency: HardwareEfficiency,
     topology: GroupTopology,
     element_bytes: int = 2,
+    shown: float = 1.0,
 ) -> StageOps:
     """Return the seconds of the ops of one layer: kernels, launches, and reductions of tensor-parallel ranks.
 
@@ -160,13 +169,14 @@ def layer_ops(
         efficiency: constants of collectives and launches.
         topology: links between its tensor-parallel ranks.
         element_bytes: bytes of an activation.
+        shown: share of those reductions that products do not hide.
     """
     layer = query.layer
     kernels = op_times(query)
     forward_reduction: ScalarOrArray = 0.0
     backward_reduction: ScalarOrArray = 0.0
     if not op_times.includes_collectives:
-        one = _reduction_s(
+        one = shown * _reduction_s(
             element_bytes * query.rows * layer.hidden_size, topology, efficiency, query.sequence_parallel
         )
         entering, leaving = reductions(layer)

@@ -8,18 +8,43 @@ from megatron_terapipe.search.cost.collectives import all_gather_s, all_reduce_s
 from megatron_terapipe.search.cost.rank_groups import GroupTopology
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
-from megatron_terapipe.search.software.description import ELEMENT_BYTES, Software
+from megatron_terapipe.search.software.description import ELEMENT_BYTES, Communication, Software
 
 
 class StepCosts(NamedTuple):
-    """Seconds of one pipeline rank after its last backward; numbers or arrays."""
+    """Seconds of one pipeline rank beside its ops, as if nothing ran under them; numbers or arrays.
+
+    Attributes:
+        gradient_reduction: of all its gradients.
+        shared_weight: of the gradient of a weight that both ends of the pipeline hold.
+        optimizer: of the step.
+        late: part of the gradient reduction that begins after all backwards: of weights that the ends sum first.
+        weight_gather: of all its weights, of which data-parallel ranks have a part each.
+    """
 
     gradient_reduction: ScalarOrArray
     shared_weight: ScalarOrArray
     optimizer: ScalarOrArray
     late: ScalarOrArray = 0.0
-    """Part of the gradient reduction that begins when all backwards are done: of weights that the ends sum first, and
-    the gathering of stepped weights."""
+    weight_gather: ScalarOrArray = 0.0
+
+
+class CoveringOps(NamedTuple):
+    """Ops of a rank under which reductions and gathers can run; seconds, numbers or arrays.
+
+    Attributes:
+        completing: the op that completes the gradients of the rank: its last backward, or its last weight gradient.
+        forward: all F of a micro-batch.
+        backward: the whole backward of a micro-batch.
+        layers: layers of the stage whose gradients are complete last, one after the other.
+        num_micro_batches: micro-batches of an iteration.
+    """
+
+    completing: ScalarOrArray
+    forward: ScalarOrArray
+    backward: ScalarOrArray
+    layers: ScalarOrArray
+    num_micro_batches: ScalarOrArray
 
 
 class StepTraffic(NamedTuple):
@@ -93,10 +118,9 @@ def step_costs(
     reduce = all_reduce_s if traffic.reduces_to_all else reduce_scatter_s
     reduction = reduce(gradients, data_topology, efficiency)
     late = reduction * shared_parameters / np.maximum(parameters, 1.0)
-    stepped = parameters
+    stepped, gather = parameters, 0.0 * reduction
     if traffic.divides_step:
-        gathering = all_gather_s(traffic.gathered_bytes * parameters, data_topology, efficiency)
-        reduction, late = reduction + gathering, late + gathering
+        gather = all_gather_s(traffic.gathered_bytes * parameters, data_topology, efficiency)
         stepped = parameters / data_topology.size
     shared = np.where(
         np.greater(shared_parameters, 0),
@@ -104,38 +128,70 @@ def step_costs(
         0.0,
     )
     reached = memory_bandwidth * efficiency.memory_efficiency
-    return StepCosts(reduction, shared, efficiency.optimizer_passes * software.step_bytes * stepped / reached, late)
+    step_s = efficiency.optimizer_passes * software.step_bytes * stepped / reached
+    return StepCosts(reduction, shared, step_s, late, gather)
 
 
 def shown_reduction_s(
-    step: StepCosts, last_op_s: ScalarOrArray, layers: ScalarOrArray, cool_down_s: ScalarOrArray = 0.0
+    step: StepCosts,
+    ops: CoveringOps,
+    communication: Communication,
+    efficiency: HardwareEfficiency,
+    cool_down_s: ScalarOrArray = 0.0,
 ) -> ScalarOrArray:
-    """Seconds of a rank's gradient reduction that no op hides, if it starts as gradients are complete.
+    """Seconds of a rank's gradient reduction and weight gathering that no op hides; arguments broadcast.
 
-    Arguments broadcast. The layers of the rank's stage finish one after the other in its last op, and their reductions
-    run one after the other, as `deepspeed_ext.plan.programs.reductions` simulates them.
+    Reductions that overlap start as gradients are complete: the layers of the rank's stage finish one after the other
+    in its last op, and their reductions run one after the other, as `deepspeed_ext.plan.programs.reductions` simulates
+    them. Gathers that overlap run layer by layer before the next forward of each.
 
     Args:
-        step: the end of the iteration, of the rank.
-        last_op_s: the op that completes its gradients: the last backward, or the last weight gradient.
-        layers: of its stage.
-        cool_down_s: for which ranks before it still run after that op.
+        step: reductions and gathers of the rank.
+        ops: what they can run under.
+        communication: what of them does.
+        efficiency: how much of what is hidden shows all the same.
+        cool_down_s: for which ranks before it still run after the op that completes its gradients.
     """
-    summed, layers = step.gradient_reduction - step.late, np.maximum(layers, 1.0)
-    shown = np.maximum(summed - last_op_s * (layers - 1) / layers, summed / layers)
-    return np.maximum(shown - cool_down_s, 0.0) + step.late
+    layers = np.maximum(ops.layers, 1.0)
+    if communication.shards_weights:
+        there = _beside(step.weight_gather, ops.forward, efficiency)
+        back = _beside(step.weight_gather + step.gradient_reduction, ops.backward, efficiency)
+        ends = (step.weight_gather + step.gradient_reduction) / layers
+        return ops.num_micro_batches * (there + back) + ends
+    shown, gather = step.gradient_reduction, step.weight_gather
+    if communication.overlaps_gradient_reduction:
+        summed = step.gradient_reduction - step.late
+        after = np.maximum(summed - ops.completing * (layers - 1) / layers, summed / layers)
+        after = np.maximum(after - cool_down_s, 0.0)
+        shown = after + efficiency.overlap_exposed * (summed - after) + step.late
+    if communication.overlaps_weight_gather:
+        gather = gather / layers + _beside(gather * (layers - 1) / layers, ops.forward, efficiency)
+    return shown + gather
 
 
 def exposed_reduction_s(
-    step: StepCosts, last_op_s: ScalarOrArray, layers: ScalarOrArray, *, drains: bool
+    step: StepCosts,
+    ops: CoveringOps,
+    communication: Communication,
+    efficiency: HardwareEfficiency,
+    *,
+    drains: bool,
 ) -> ScalarOrArray:
-    """Return the seconds of each rank's gradient reduction that no op hides: [P, ...].
+    """Return the seconds of each rank's gradient reduction and weight gathering that no op hides: [P, ...].
 
     Args:
-        step: the end of the iteration, of each rank.
-        last_op_s: [P, ...] seconds of the op that completes a rank's gradients.
-        layers: [P, ...] layers of the stage that it completes.
-        drains: whether that op passes the ranks in turn, last to first; deferred weight gradients end on all together.
+        step: reductions and gathers of each rank.
+        ops: arrays of [P, ...].
+        communication: what of them runs under ops.
+        efficiency: how much of what is hidden shows all the same.
+        drains: whether the op that completes gradients passes the ranks in turn, last to first; deferred weight
+            gradients end on all together.
     """
-    cool_down_s = np.cumsum(last_op_s, axis=0) - last_op_s if drains else 0.0
-    return shown_reduction_s(step, last_op_s, layers, cool_down_s)
+    cool_down_s = np.cumsum(ops.completing, axis=0) - ops.completing if drains else 0.0
+    return shown_reduction_s(step, ops, communication, efficiency, cool_down_s)
+
+
+def _beside(messages_s: ScalarOrArray, ops_s: ScalarOrArray, efficiency: HardwareEfficiency) -> ScalarOrArray:
+    """Seconds that messages add to ops which they run under."""
+    hidden = np.minimum(messages_s, ops_s)
+    return messages_s - hidden + efficiency.overlap_exposed * hidden

@@ -25,7 +25,7 @@ from megatron_terapipe.search.cost.stage_ops import (
     on_slowest_device,
     stage_ops,
 )
-from megatron_terapipe.search.cost.step_costs import exposed_reduction_s, step_costs
+from megatron_terapipe.search.cost.step_costs import CoveringOps, exposed_reduction_s, step_costs
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.roofline import Roofline
 from megatron_terapipe.strategy import Strategy
@@ -169,8 +169,14 @@ class StrategyBatch:
             slowest=slowest,
             others=others,
         )
-        last_op_s = first[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD]
-        return np.asarray(makespan + self._step_s(efficiency, last_op_s) + efficiency.iteration_s, dtype=float)
+        covering = CoveringOps(
+            completing=first[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD],
+            forward=whole[FORWARD],
+            backward=whole[BACKWARD],
+            layers=self.first_stage.sum(axis=1),
+            num_micro_batches=numbers["num_micro_batches"],
+        )
+        return np.asarray(makespan + self._step_s(efficiency, covering) + efficiency.iteration_s, dtype=float)
 
     def _rank_ops(self, efficiency: HardwareEfficiency) -> tuple[Floats, Floats]:
         """[5, P, n] seconds of the ops of a whole micro-batch, and of its first token slice in the first stage."""
@@ -178,7 +184,13 @@ class StrategyBatch:
         op_times = model.op_times
         if isinstance(op_times, Roofline):
             op_times = replace(op_times, efficiency=efficiency)
-        prices = LayerPrices(model.counter.kinds, op_times, efficiency, model.element_bytes)
+        prices = LayerPrices(
+            model.counter.kinds,
+            op_times,
+            efficiency,
+            model.element_bytes,
+            model.software.communication.tensor_parallel_overlap,
+        )
         lengths = strategy.cut(model.workload.seq_length).lengths
         bounds = np.cumsum([0, *lengths])[:, None] / model.workload.seq_length
         sizes = OpSizes(
@@ -223,8 +235,8 @@ class StrategyBatch:
         blocked[[BACKWARD, INPUT_GRADIENT]] += back
         return blocked
 
-    def _step_s(self, efficiency: HardwareEfficiency, last_op_s: Floats) -> Floats:
-        """[n] seconds behind the last op, of [P, n] the op that completes each rank's gradients."""
+    def _step_s(self, efficiency: HardwareEfficiency, covering: CoveringOps) -> Floats:
+        """[n] seconds behind the last op, of [P, n] ops that cover reductions."""
         step = step_costs(
             self.parameters,
             self.shared,
@@ -236,10 +248,8 @@ class StrategyBatch:
             software=self.model.software,
             efficiency=efficiency,
         )
-        reduction = step.gradient_reduction
-        if self.model.software.communication.overlaps_gradient_reduction:
-            drains = self.strategy.schedule not in SPLIT_SCHEDULES
-            reduction = exposed_reduction_s(step, last_op_s, self.first_stage.sum(axis=1), drains=drains)
+        drains = self.strategy.schedule not in SPLIT_SCHEDULES
+        reduction = exposed_reduction_s(step, covering, self.model.software.communication, efficiency, drains=drains)
         parts = (reduction, step.shared_weight, step.optimizer)
         return np.asarray(sum(np.max(part, axis=0) for part in parts), dtype=float)
 

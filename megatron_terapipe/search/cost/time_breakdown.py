@@ -16,7 +16,7 @@ from megatron_terapipe.search.cost.stage_ops import (
     TENSOR_PARALLEL,
     WEIGHT_GRADIENT,
 )
-from megatron_terapipe.search.cost.step_costs import StepCosts, exposed_reduction_s
+from megatron_terapipe.search.cost.step_costs import CoveringOps, StepCosts, exposed_reduction_s
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.software.description import Software
 
@@ -60,8 +60,8 @@ def time_prediction(
         simulated: how long all of them take.
         step: the end of the iteration, arrays of [P] seconds.
         layers: [P] layers of the first stage of each rank, whose gradients are complete last, one after the other.
-        software: whether reductions travel under the last backward.
-        efficiency: fixed times.
+        software: what runs under ops.
+        efficiency: fixed times, and how much shows of what runs under ops.
     """
     ranks, micro_batches = shape.num_ranks, shape.num_micro_batches
     split = costs.weight_gradient is not None
@@ -77,10 +77,14 @@ def time_prediction(
     tables = [costs.forward, costs.backward, *([] if costs.weight_gradient is None else [costs.weight_gradient])]
     busy = by_rank(np.sum(tables, axis=0))
     busiest = int(np.argmax(busy))
-    reduction = step.gradient_reduction
-    if software.communication.overlaps_gradient_reduction:
-        last_op_s = np.array(costs.weight_gradient or costs.backward)[:ranks, 0]
-        reduction = exposed_reduction_s(step, last_op_s, layers, drains=not split)
+    covering = CoveringOps(
+        completing=np.array(costs.weight_gradient or costs.backward)[:ranks, 0],
+        forward=by_rank(stages[FORWARD]),
+        backward=by_rank(backward),
+        layers=layers,
+        num_micro_batches=micro_batches,
+    )
+    reduction = exposed_reduction_s(step, covering, software.communication, efficiency, drains=not split)
     blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)
     waiting = max(simulated.makespan - micro_batches * float(busy[busiest]), 0.0)
     exposed = min(max(simulated.makespan - simulated.makespan_without_transfers, 0.0), waiting)

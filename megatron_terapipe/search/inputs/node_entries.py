@@ -75,7 +75,7 @@ class LinkEntry(Entry):
 
 
 class NetworkEntry(LinkEntry):
-    """One network card, and the number of cards; one where only the bandwidth is given."""
+    """One network card, and the number of cards: if not given, those of the named machine, otherwise one."""
 
     cards: Count | None = None
 
@@ -220,7 +220,8 @@ def read_groups(cluster: ClusterEntry, file: str) -> list[NodeGroup]:
     for index, entry in enumerate(cluster.nodes):
         where = place(file, "nodes", index)
         hosts = _hosts(entry, where, first=num_nodes + 1)
-        group = replace(_with_parts(_base(entry, where, cluster, file), entry), hosts=hosts)
+        named = entry.machine is not None or (entry.device is None and cluster.machine is not None)
+        group = replace(_with_parts(_base(entry, where, cluster, file), entry, keeps_cards=named), hosts=hosts)
         num_nodes += len(hosts)
         groups += _with_overrides(group, cluster.overrides, file)
     hosts = tuple(host for group in groups for host in group.hosts)
@@ -246,16 +247,26 @@ def _with_overrides(group: NodeGroup, overrides: dict[str, NodeParts], file: str
     return parts
 
 
-def _with_parts(group: NodeGroup, entry: NodeParts) -> NodeGroup:
-    """A group with what an entry says of its nodes."""
+def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False) -> NodeGroup:
+    """Return a group with what an entry says of its nodes.
+
+    Args:
+        group: what is usual.
+        entry: what the file says.
+        keeps_cards: whether a network of which only the bandwidth is given has the usual number of cards: those of the
+            machine that the file names. Otherwise it has one card.
+    """
     if entry.devices is not None:
         group = replace(group, num_devices=entry.devices)
     if entry.inside is not None:
         group = replace(group, inside=entry.inside.read(group.inside))
     if entry.network is not None:
-        usual = group.num_network_cards if entry.network.bandwidth is None else 1
+        usual = group.num_network_cards if keeps_cards or entry.network.bandwidth is None else 1
         network = entry.network.read(group.network)
-        group = replace(group, network=network, num_network_cards=entry.network.cards or usual)
+        notes = group.notes
+        if keeps_cards and usual > 1 and entry.network.bandwidth is not None and entry.network.cards is None:
+            notes += (f"the network is read as that of each of the {usual} cards of the machine: give cards if not",)
+        group = replace(group, network=network, num_network_cards=entry.network.cards or usual, notes=notes)
     return group
 
 

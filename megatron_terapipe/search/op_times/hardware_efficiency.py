@@ -39,6 +39,8 @@ class HardwareEfficiency:
             ranks that wait for each other.
         launch_exposed: share of the shorter of launching and computing that the longer does not hide; 1 where the host
             waits for each kernel (CUDA_LAUNCH_BLOCKING).
+        overlap_exposed: share of reductions and gathers under ops that shows all the same: they take multiprocessors
+            and memory bandwidth from the ops.
         whole_loss_factor: memory traffic of the loss where one rank has the whole vocabulary, in that of ranks that
             share it.
         inside_efficiency: share of a link inside a node that collectives reach.
@@ -62,6 +64,7 @@ class HardwareEfficiency:
     launch_s: float = constant(30e-6, 0.7)
     launch_jitter: float = constant(0.1, 0.7)
     launch_exposed: float = constant(0.1, 1.0, most=1.0)
+    overlap_exposed: float = constant(0.1, 1.0, most=1.0)
     whole_loss_factor: float = constant(1.0, 0.7)
     inside_efficiency: float = constant(0.77, 0.2, most=1.0)
     network_efficiency: float = constant(0.65, 0.6, most=1.0)

@@ -27,7 +27,7 @@ from megatron_terapipe.search.cost.stage_ops import (
     on_slowest_device,
     stage_ops,
 )
-from megatron_terapipe.search.cost.step_costs import StepCosts, shown_reduction_s
+from megatron_terapipe.search.cost.step_costs import CoveringOps, StepCosts, shown_reduction_s
 from megatron_terapipe.search.rank.op_tables import OpTable, OpTables
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
 
@@ -130,9 +130,15 @@ def grid_times(
         for order in orders:
             schedule = grid.order[order][0]
             times = _pipeline(schedule, model_chunks, grid, ops, p2p)
-            last_op_s = ops.completing[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD] + op_s
+            covering = CoveringOps(
+                completing=ops.completing[WEIGHT_GRADIENT if schedule in SPLIT_SCHEDULES else BACKWARD] + op_s,
+                forward=ops.whole[FORWARD, ops.first],
+                backward=ops.whole[BACKWARD, ops.first],
+                layers=float(found.first_stage[0].sum()),
+                num_micro_batches=grid.num_micro_batches.reshape(-1, 1, 1, 1).astype(float),
+            )
             for zero, step in enumerate(steps):
-                step_s = _step_s(step, last_op_s, found, cost_model)
+                step_s = _step_s(step, covering, found, cost_model)
                 estimate[order, place, ..., zero] = times[0] + step_s
                 bound[order, place, ..., zero] = times[1] + step_s
     return GridTimes(estimate, bound)
@@ -145,6 +151,7 @@ class _RankOps:
     Attributes:
         whole: [4, rows, B, S, R, Q] seconds of all token slices.
         multiplicity: [rows] ranks that each row stands for.
+        first: row of the first rank.
         last: row of the last rank.
         completing: [4, B, S, R, Q] of the first token slice in the first stage, whose backward completes the gradients
             of the first rank; of two devices, the slower one.
@@ -153,6 +160,7 @@ class _RankOps:
 
     whole: Floats
     multiplicity: Floats
+    first: int
     last: int
     completing: Floats
     fill: Floats
@@ -186,6 +194,7 @@ def _rank_ops(groups: RankGroups, of_kind: Sequence[Sequence[OpTable]], counts: 
     return _RankOps(
         whole[0] if len(whole) == 1 else np.concatenate(whole, axis=1),
         np.array(multiplicity, dtype=float),
+        int(row_of_rank[0]),
         int(row_of_rank[-1]),
         np.asarray(completing),
         np.asarray(sum(fill[1:], start=fill[0])),
@@ -240,13 +249,14 @@ def _pipeline(
     return np.asarray(estimate), np.asarray(bound)
 
 
-def _step_s(step: StepCosts, last_op_s: Floats, counts: LayerCounts, model: CostModel) -> Floats:
+def _step_s(step: StepCosts, covering: CoveringOps, counts: LayerCounts, model: CostModel) -> Floats:
     """[B, S, R, Q] seconds behind the last op.
 
     Of reductions that overlap, those of the first rank are counted: the others have the time until it is done.
     """
     fixed = float(np.max(step.shared_weight)) + float(np.max(step.optimizer)) + model.efficiency.iteration_s
-    if not model.software.communication.overlaps_gradient_reduction:
-        return np.asarray(float(np.max(step.gradient_reduction)) + fixed)
+    communication = model.software.communication
     first = StepCosts(*(float(np.broadcast_to(part, counts.parameters.shape)[0]) for part in step))
-    return np.asarray(shown_reduction_s(first, last_op_s, float(counts.first_stage[0].sum())) + fixed)
+    if not communication.overlaps_gradient_reduction:
+        first = first._replace(gradient_reduction=float(np.max(step.gradient_reduction)))
+    return np.asarray(shown_reduction_s(first, covering, communication, model.efficiency) + fixed)

@@ -1,6 +1,6 @@
 """How many token slices, and how long: the split with the shortest predicted iteration under the schedule that runs.
 
-    all numbers --gpipe's formula--> a few --simulated--> the best two --searched--> all of the few --priced--> the best
+    all numbers --gpipe's formula--> a few --simulated--> the best three --searched--> all of the few --priced--> the best
 
 The trainer's `--token-slices auto`, the command `slices` and the finalists of `rank` all call `solve_cut`.
 
@@ -94,7 +94,7 @@ MOST_POINTS = 256
 NUM_SIMULATED = 4
 """Numbers of token slices, beside 1, that are simulated and priced where none are asked for."""
 
-NUM_SEARCHED = 2
+NUM_SEARCHED = 3
 """Numbers of token slices that are searched further; the others keep the better of two cuts."""
 
 EFFORT = 0.04

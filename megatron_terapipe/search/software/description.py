@@ -236,6 +236,8 @@ class Software:
         residual_dropout: whether masks of dropout are kept with each residual.
         logits_at_once: logits of a rank that may be alive, others being computed again, and the gradient of the head's
             weight at once (docs/adr/0024); None = the loss keeps all of them in fp32.
+        loss_in_place: whether the loss reads logits as they are and writes their gradient over them; else it keeps them
+            in fp32.
         launch_factor: host time of a kernel launch, in that of a Megatron layer of 2021 written in Python.
         allocator_factor: memory taken for a byte of activations, with what the allocator cannot use.
     """
@@ -252,6 +254,7 @@ class Software:
     selective_recomputes: Literal["attention", "norms"] = "attention"
     residual_dropout: bool = False
     logits_at_once: int | None = None
+    loss_in_place: bool = False
     launch_factor: float = 1.0
     allocator_factor: float = 1.06
 

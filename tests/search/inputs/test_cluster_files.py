@@ -207,3 +207,12 @@ def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ConfigError, match="is empty: write nodes"):
         read_cluster(str(path), device="A100")
+
+
+def test_a_named_machine_keeps_its_number_of_cards() -> None:
+    document = {"nodes": [{"machine": "dgx-h100", "count": 2, "network": "200 Gbit/s"}]}
+    cluster, notes = parse_cluster(document, "file")
+    assert [(node.network.bandwidth, node.num_network_cards) for node in cluster.nodes] == [(25e9, 8)] * 2
+    assert any("each of the 8 cards" in note for note in notes)
+    one = parse_cluster({"nodes": [{"device": "H100", "network": "200 Gbit/s"}]}, "file")[0]
+    assert one.nodes[0].num_network_cards == 1

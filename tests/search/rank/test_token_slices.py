@@ -73,7 +73,7 @@ def test_tables_hold_what_the_cost_model_says(software, strategy):
     assert np.allclose(mine.backward, expected.backward, rtol=1e-9)
     if expected.weight_gradient is not None:
         assert np.allclose(mine.weight_gradient, expected.weight_gradient, rtol=1e-9)
-    if software.overlaps_transfers:
+    if software.communication.overlaps_transfers:
         sent = [
             [costs.sending_time(boundary, one) for one in range(4)] for costs in (mine, expected) for boundary in (0, 2)
         ]
