@@ -1,6 +1,6 @@
 """How many token slices, and how long: the split with the shortest predicted iteration under the schedule that runs.
 
-    all numbers --gpipe's formula--> a few --simulated--> the best three --searched--> all of the few --priced--> the best
+    all numbers --gpipe's formula--> a few --simulated--> best three --searched--> all of the few --priced--> best
 
 The trainer's `--token-slices auto`, the command `slices` and the finalists of `rank` all call `solve_cut`.
 
