@@ -11,6 +11,7 @@ from dataclasses import replace
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.costs import Costs, costs_of
+from megatron_terapipe.search.command.explain import explain_space, explain_strategy, nothing_fits
 from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
     add_constraint_flags,
@@ -26,16 +27,13 @@ from megatron_terapipe.search.command.shared_flags import (
     read_one_strategy,
 )
 from megatron_terapipe.search.command.warnings import fewer_devices_note, headroom_note, memory_note
-from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.fewer_devices import on_fewer_devices
-from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
-from megatron_terapipe.search.rank.ranked import Ranked, predict_one
+from megatron_terapipe.search.rank.grid_prices import ProgressCallback
+from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.report.answer import Answer
-from megatron_terapipe.search.report.comparison import compare
 from megatron_terapipe.search.report.documents import rank_document
-from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.report.output_files import (
     TERMINAL,
     OpCostsOf,
@@ -48,56 +46,7 @@ from megatron_terapipe.search.report.schema import LaunchPart
 from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.space.choices import Choices, all_choices
 from megatron_terapipe.search.space.problem import SearchProblem
-from megatron_terapipe.search.space.rules import DUPLICATE_RULES
 from megatron_terapipe.search.trials.design import propose_strategies
-from megatron_terapipe.strategy import Strategy
-
-
-def explain_space(result: SearchResult) -> list[str]:
-    """Return lines that say how many strategies each rule rejected."""
-    rows = [(name, f"{number:,}") for name, number in result.counts.lines()]
-    wide = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{wide}}  {number:>14}" for name, number in rows]
-    lines += [f"  {strategy_text(entry.strategy)}: {entry.reason}" for entry in result.refused[:3]]
-    return lines
-
-
-def explain_strategy(strategy: Strategy, problem: SearchProblem, result: SearchResult, costs: Costs) -> list[str]:
-    """Return lines that say why a strategy did not win.
-
-    Args:
-        strategy: which; without a global batch size it takes the problem's.
-        problem: what was asked.
-        result: what was answered.
-        costs: prices it as all the others were priced.
-    """
-    if strategy.global_batch_size is None and not problem.global_batch_size % (
-        strategy.micro_batch_size * strategy.data_parallel_size
-    ):
-        strategy = replace(strategy, global_batch_size=problem.global_batch_size)
-    entry = predict_one(strategy, problem, costs.pricing_on(problem.cluster))
-    title = f"why not {strategy_text(strategy)}?"
-    if not entry.feasible or entry.prediction is None:
-        return [title, f"  It cannot run: {entry.reason}."]
-    lines = [title, f"  It takes {time_text(entry.prediction.iteration_time_s)} and {_peak(entry.prediction)}."]
-    if strategy.global_batch_size != problem.global_batch_size:
-        lines.append(f"  Its batch of {strategy.global_batch_size} sequences is not the one that was searched for.")
-    if not result.entries:
-        return lines
-    winner = result.entries[0]
-    assert winner.prediction is not None
-    if problem.precision == "bf16" and strategy.zero_stage < winner.strategy.zero_stage:
-        lines.append("  ZeRO 0 adds bf16 gradients up in bf16, with few digits: set --zero-stage 0 to search it.")
-    if entry.prediction.iteration_time_s <= winner.prediction.iteration_time_s:
-        return [*lines, "  It is as fast as the winner."]
-    comparison = compare(winner, entry)
-    lines += [f"  {words}: {value} wins over {other}" for words, value, other in comparison.changes]
-    return [*lines, *(f"  The winner: {sentence}" for sentence in comparison.sentences)]
-
-
-def _peak(prediction: Prediction) -> str:
-    return f"{bytes_text(prediction.peak_memory_bytes)} on the fullest rank"
-
 
 CANDIDATES = 100
 """Best strategies among which trials are chosen; trials of much slower ones would say little about the winner."""
@@ -281,7 +230,7 @@ def run(options: argparse.Namespace) -> int:
     show_answer(options, answer, costs.pricing_on(cluster).cost_model.pipeline_costs)
     lines = [] if options.explain is None else explain_space(result)
     if asked is not None:
-        lines += explain_strategy(asked, problem, result, costs)
+        lines += explain_strategy(asked, problem, result, costs, choices=choices, constraints=constraints)
     # JSON on the terminal stands alone there.
     out = sys.stderr if options.json == TERMINAL else sys.stdout
     print("\n".join(lines), file=out, end="\n" if lines else "")
@@ -316,30 +265,6 @@ def how_sure(result: SearchResult) -> list[str]:
     if result.proven:
         return [f"{counted}: none of the others can be faster under this model"]
     return [f"{counted}: one of the others could be {result.could_save:.1%} faster at most; more --effort tells"]
-
-
-def nothing_fits(result: SearchResult) -> str:
-    """Return why no strategy is left, and what to change: the rule that the last ones broke, and the remedy."""
-    doubles = {rule.name for rule in DUPLICATE_RULES}
-    rejected = [(name, number) for name, number in result.counts.rejected.items() if number and name not in doubles]
-    if not rejected:
-        return "no strategy can run: no layout of the ranks has the sizes that flags fix; drop one of these flags"
-    if result.too_full is not None:
-        return (
-            f"no strategy can run: {result.counts.rejected[HEADROOM]:,} fit the devices, but none keeps as much memory "
-            "free as --memory-headroom asks for; lower it, or take more devices or larger ones"
-        )
-    last, number = rejected[-1]
-    if last == FITS:
-        nearest = f" (for one: {result.refused[0].reason})" if result.refused else ""
-        return (
-            f"no strategy can run: all {number:,} that keep the other rules need more memory than the devices "
-            f"have{nearest}; take more devices or larger ones, or drop a flag that fixes a dimension"
-        )
-    return (
-        f"no strategy can run: the last {number:,} break the rule '{last}'; drop a flag that fixes a dimension, or "
-        "take another batch or number of devices (--explain counts every rule)"
-    )
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -243,6 +243,16 @@ def _one_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     return grid.along("order", [grid.pipeline_parallel_size > 1 or order == first for order in grid.order])
 
 
+def _one_micro_batch(grid: StrategyGrid, problem: SearchProblem) -> Holds:
+    """With one micro-batch gpipe runs the ops of 1f1b in the same order, and so it does those of interleaved."""
+    del problem
+    alternating = {model_chunks for schedule, model_chunks in grid.order if schedule in ("1f1b", "interleaved")}
+    again = [schedule == "gpipe" and model_chunks in alternating for schedule, model_chunks in grid.order]
+    # Without a pipeline another rule keeps one schedule, which may be gpipe.
+    again = grid.along("order", np.array(again) & (grid.pipeline_parallel_size > 1))
+    return ~(again & (grid.num_micro_batches == 1))
+
+
 def _one_replica(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """On one data-parallel rank there is no optimizer state to spread."""
     del problem
@@ -284,6 +294,7 @@ SAME_STAGES = "not the same stages as another partition"
 DUPLICATE_RULES = (
     DuplicateRule("not the same as another schedule", _other_schedules),
     DuplicateRule("a pipeline, where schedules differ", _one_rank),
+    DuplicateRule("several micro-batches, where schedules differ", _one_micro_batch),
     DuplicateRule("data-parallel ranks, where ZeRO stages differ", _one_replica),
     DuplicateRule("tensor-parallel ranks to share tokens", _one_tensor_rank),
     DuplicateRule(SAME_STAGES, _same_stages),

@@ -63,7 +63,30 @@ def test_constraints_and_explanations(files: list[str], tmp_path: Path, capsys: 
     assert main(["rank", *files, *FEW, *constraints, "--top", "2", "--explain", str(lost)]) == 0
     printed = capsys.readouterr().out
     assert "strategies of the space" in printed and "priced on their schedule" in printed
-    assert "schedule: 1f1b wins over gpipe" in printed
+    assert "schedule: the winner has 1f1b, and it gpipe" in printed
+    assert "--schedule leaves it out: gpipe is not 1f1b." in printed
+
+
+def test_a_faster_strategy_that_flags_leave_out_is_said_to_be_faster(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast, out = tmp_path / "fast.json", tmp_path / "free.json"
+    assert main(["rank", *files, *FEW, "--top", "1", "--json", str(out)]) == 0
+    fast.write_text(json.dumps(read(out)["entries"][0]))
+    pinned = [
+        "--recompute",
+        "full",
+        "--micro-batch-size",
+        "1",
+        "--num-token-slices",
+        "2",
+        "--tensor-parallel-size",
+        "2",
+    ]
+    assert main(["rank", *files, *pinned, "--top", "1", "--explain", str(fast)]) == 0
+    printed = capsys.readouterr().out
+    assert "--recompute leaves it out: none is not full." in printed
+    assert "faster than the winner." in printed and "as fast as the winner" not in printed
 
 
 def test_why_an_impossible_strategy_did_not_win(

@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from deepspeed_ext.plan.schedules import SCHEDULES
 from megatron_terapipe.config.precision import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.planned_run import check_trainable
+from megatron_terapipe.search.cost.cost_model import pipeline_shape
 from megatron_terapipe.search.space.choices import all_choices
-from megatron_terapipe.search.space.legal_grids import broken_rule
+from megatron_terapipe.search.space.legal_grids import SearchCounts, broken_rule, legal_grids
 from megatron_terapipe.search.space.rules import DUPLICATE_RULES, TRAINER_RULES
 from megatron_terapipe.strategy import Strategy
 from tests.search.problems import drawn, small_cluster, small_problem
@@ -74,3 +77,21 @@ def test_ranks_fit_the_devices() -> None:
 def test_rules_have_names_of_their_own() -> None:
     names = [rule.name for rule in (*TRAINER_RULES, *DUPLICATE_RULES)]
     assert len(set(names)) == len(names)
+
+
+def test_no_two_strategies_run_the_same_ops_in_the_same_order() -> None:
+    problem = small_problem(small_cluster(num_nodes=1, num_devices=4), global_batch_size=2, num_layers=4)
+    plain = {"recompute": ("none",), "num_token_slices": (1, 2), "stage_partition": ("uniform",), "zero_stage": (1,)}
+    runs: dict[object, Strategy] = {}
+    for legal in legal_grids(problem, all_choices(problem).constrained(plain), SearchCounts()):
+        for flat in np.flatnonzero(legal.legal).tolist():
+            strategy = legal.grid.strategy([int(each) for each in np.unravel_index(flat, legal.grid.shape)], problem)
+            shape = pipeline_shape(strategy)
+            orders = tuple(tuple(SCHEDULES[strategy.schedule](shape, rank)) for rank in range(shape.num_ranks))
+            run = orders, replace(strategy, schedule="1f1b")
+            assert run not in runs, (strategy, runs[run])
+            runs[run] = strategy
+    assert {strategy.schedule for strategy in runs.values()} == set(SCHEDULES)
+    # What a flag asks for stays, though another schedule would do the same.
+    asked = all_choices(problem).constrained({**plain, "schedule": ("gpipe",), "micro_batch_size": (2,)})
+    assert any(legal.legal.any() for legal in legal_grids(problem, asked, SearchCounts()))
