@@ -13,17 +13,18 @@ from megatron_terapipe.search.inputs.library import device, machine
 GIGABIT = 1e9 / 8
 T4_HALF_FLOPS = 24e12 / 0.75
 """cuBLAS goes on at 24 TFLOP/s under the power limit (forums.developer.nvidia.com/t/about-gpu-peak-performance/264462);
-written so that the usual share of a peak (`HardwareEfficiency.gemm_efficiency`) gives that."""
+written so that the usual share of a peak (`HardwareEfficiency.gemm_efficiency`) gives that. The devices have no
+generation, because that share is of both kinds."""
 
 
 def t4() -> Device:
     """A T4 under its power limit."""
-    return replace(device("T4"), half_flops=T4_HALF_FLOPS)
+    return replace(device("T4"), half_flops=T4_HALF_FLOPS, generation="")
 
 
 def v100() -> Device:
     """A V100 with 16 GB."""
-    return device("V100-SXM2-16GB")
+    return replace(device("V100-SXM2-16GB"), generation="")
 
 
 def g4dn(index: int) -> Node:

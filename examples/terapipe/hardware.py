@@ -92,7 +92,8 @@ def cluster_of(setting: Setting) -> Cluster:
     nodes = (
         Node(
             name=f"p3-{index}",
-            device=device("V100-SXM2-16GB"),
+            # What it reaches is said above, so it needs no generation.
+            device=replace(device("V100-SXM2-16GB"), generation=""),
             num_devices=known.num_devices,
             inside=known.inside,
             network=known.network,

@@ -31,6 +31,7 @@ from megatron_terapipe.search.cost.time_breakdown import TimePrediction, time_pr
 from megatron_terapipe.search.inputs.cluster import Cluster, Device
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth
 from megatron_terapipe.search.op_times.layer_times import OpTimes
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
 from megatron_terapipe.search.op_times.roofline import Roofline
@@ -368,7 +369,7 @@ class CostModel:
             counts.shared_parameters,
             groups.data.all_ranks,
             groups.ends.at(0),
-            np.array([min(device.memory_bandwidth for device in devices) for devices in groups.devices]),
+            np.array([min(map(reachable_bandwidth, devices)) for devices in groups.devices]),
             zero_stage=zero_stage,
             precision=self.precision,
             software=self.software,

@@ -27,6 +27,7 @@ from megatron_terapipe.search.cost.stage_ops import (
 )
 from megatron_terapipe.search.cost.step_costs import CoveringOps, exposed_reduction_s, step_costs
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth
 from megatron_terapipe.search.op_times.roofline import Roofline
 from megatron_terapipe.strategy import Strategy
 
@@ -126,7 +127,7 @@ class StrategyBatch:
             for model, each in zip(models, placed, strict=True)
         ]
         ranks = [each.strategy.pipeline_parallel_size for each in placed]
-        bandwidths = [[min(one.memory_bandwidth for one in rank) for rank in each.groups.devices] for each in placed]
+        bandwidths = [[min(map(reachable_bandwidth, rank)) for rank in each.groups.devices] for each in placed]
         kinds = placed[0].groups.kinds
         if len(kinds) == 1:
             topology = _columns([each.groups.tensor.at(0) for each in placed])

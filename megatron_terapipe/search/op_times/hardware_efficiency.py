@@ -9,7 +9,9 @@ from megatron_terapipe.search.op_times.constants import constant
 class HardwareEfficiency:
     """Constants of the cost model. None of them belongs to a strategy, a model or a row of a table.
 
-    Times are products of these with what `Device` and `Link` say. The defaults are of A100s with Megatron, rounded:
+    Times are products of these with what `Device` and `Link` say. What differs between generations of devices is known
+    beside them, relative to A100s (`kernel_efficiency`, `attention_kernels`). The defaults are of A100s with Megatron,
+    rounded:
 
     - from fits to published trials of A100s, rounded by hand, so nothing is "not fitted" on those trials:
       `gemm_efficiency` (0.82 to 0.98 over three sources), `misaligned_efficiency` (BigScience's chronicles, tr11),
@@ -20,20 +22,20 @@ class HardwareEfficiency:
       slower than this, by up to a half.
     - `inside_efficiency`: 230 of 300 GB/s (github.com/NVIDIA/nccl-tests/issues/149).
     - `transfer_inside_efficiency`: 80 of 450 GB/s on H100s, as NCCL sends by default (nccl-tests/issues/268).
-    - `flash_efficiency`: between forward and backward of FlashAttention-2 on A100 (arXiv 2307.08691 section 4.1).
+    - `fused_attention`: as the kernels alone.
     - the rest are guesses with wide priors.
 
     The second number of a field is how far off the default may be, `Prior` says how; those without one are not fitted.
 
     Attributes:
-        gemm_efficiency: share of the peak that large matrix products reach.
+        gemm_efficiency: share of the peak that large matrix products reach on an A100.
         gemm_depth: inputs of a product at which half its time is prologue and epilogue of the tiles.
         gemm_area: rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles.
         attention_efficiency: share of the peak that batched products of scores and values reach.
-        flash_efficiency: share of the peak that a flash kernel reaches.
+        fused_attention: speed of fused kernels of attention in training, in that of the kernel alone.
         misaligned_efficiency: by how much attention is slower whose head size no tensor core can read (not a multiple
             of 8 numbers of 2 bytes; NVIDIA, Deep Learning Performance Guide, Matrix Multiplication, section 2.1).
-        memory_efficiency: share of the memory bandwidth that element-wise work reaches.
+        memory_efficiency: share of the memory bandwidth that element-wise work reaches on an A100.
         launch_s: host time of one launch, its share of Python and of autograd included.
         launch_jitter: by how much a host is later, as a share of its launches, for each doubling of the tensor-parallel
             ranks that wait for each other.
@@ -58,7 +60,7 @@ class HardwareEfficiency:
     gemm_depth: float = 60.0
     gemm_area: float = constant(1.0e6, 0.7)
     attention_efficiency: float = constant(0.35, 0.4, most=1.0)
-    flash_efficiency: float = 0.45
+    fused_attention: float = constant(1.0, 0.2)
     misaligned_efficiency: float = constant(0.1, 0.5, most=1.0)
     memory_efficiency: float = constant(0.85, 0.25, most=1.0)
     launch_s: float = constant(30e-6, 0.7)

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_terapipe.search.inputs.cluster import Cluster, Node
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth
 from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink
 from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.terapipe import TERAPIPE
@@ -61,7 +62,7 @@ def measured_efficiency(
     values |= {} if starts is None else {"collective_s": starts}
     if profile.engine is not None:
         kept = software.step_bytes
-        reached_bytes = node.device.memory_bandwidth * efficiency.memory_efficiency
+        reached_bytes = reachable_bandwidth(node.device) * efficiency.memory_efficiency
         values["optimizer_passes"] = max(profile.engine.optimizer_s_per_parameter * reached_bytes / kept, LEAST_S)
         values["iteration_s"] = max(profile.engine.iteration_s, LEAST_S)
         values["op_s"] = profile.engine.op_s

@@ -10,7 +10,9 @@ from megatron_terapipe.config.attended_positions import positions_in_reach
 from megatron_terapipe.config.flops import BACKWARD_PER_FORWARD, FLASH_BACKWARD_PER_FORWARD, logits_computed_again
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
+from megatron_terapipe.search.op_times.attention_kernels import fused_attention
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth, relative_efficiency
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, ScalarOrArray
 from megatron_terapipe.search.software.description import ELEMENT_BYTES, Operator, Software
 
@@ -69,7 +71,9 @@ class Roofline:
         2 K R N / (peak * efficiency) * (1 + depth / K) * (1 + area / (R N))     and     bytes / memory bandwidth
 
     `depth` is the fixed work of each output tile, `area` the last wave of tiles, which fills the device in part: both
-    are what makes small matrices slow (NVIDIA, Matrix Multiplication Background, tile and wave quantisation).
+    are what makes small matrices slow (NVIDIA, Matrix Multiplication Background, tile and wave quantisation). All three
+    are those of an A100, times what `kernel_efficiency` knows of the device's generation in half precision.
+    `attention_kernels` has the form of fused attention.
 
     Attributes:
         efficiency: what is reached of the data sheet.
@@ -135,7 +139,12 @@ class Roofline:
         return self.efficiency.launch_s * self.software.launch_factor * (1.0 if device.is_gpu else 0.5)
 
     def _moving_s(self, device: Device, num_bytes: ScalarOrArray) -> ScalarOrArray:
-        return num_bytes / (device.memory_bandwidth * self.efficiency.memory_efficiency)
+        return num_bytes / (reachable_bandwidth(device) * self.efficiency.memory_efficiency)
+
+    def _products_reach(self, device: Device) -> float:
+        """FLOP/s of the peak, less where products reach less of it than on an A100."""
+        peak = device.peak_flops(self.precision)
+        return peak if self.precision == "fp32" else peak * relative_efficiency(device).products
 
     def product_s(
         self, device: Device, rows: ScalarOrArray, inputs: ScalarOrArray, outputs: ScalarOrArray
@@ -148,12 +157,14 @@ class Roofline:
             inputs: its columns.
             outputs: columns of the second matrix.
         """
-        efficiency = self.efficiency
-        peak = device.peak_flops(self.precision) * efficiency.gemm_efficiency
-        tiles = 1.0 if device.is_gpu else CORE_TILES
-        computing = (
-            2 * (inputs + efficiency.gemm_depth * tiles) * (rows * outputs + efficiency.gemm_area * tiles) / peak
-        )
+        depth, area = self.efficiency.gemm_depth, self.efficiency.gemm_area
+        if not device.is_gpu:
+            depth, area = depth * CORE_TILES, area * CORE_TILES
+        elif self.precision != "fp32":
+            relative = relative_efficiency(device)
+            depth, area = depth * relative.depth, area * relative.area
+        reached = self._products_reach(device) * self.efficiency.gemm_efficiency
+        computing = 2 * (inputs + depth) * (rows * outputs + area) / reached
         operands = rows * inputs + inputs * outputs + rows * outputs
         return np.maximum(computing, self._moving_s(device, self._element_bytes * operands))
 
@@ -182,10 +193,11 @@ class Roofline:
         start: ScalarOrArray,
         end: ScalarOrArray,
     ) -> _Part:
-        attention, software, efficiency = layer.attention, self.software, self.efficiency
+        attention, software = layer.attention, self.software
         assert attention is not None
         core, flash = software.attention, not software.attention.writes_scores
         tokens = end - start
+        in_reach = positions_in_reach(start, end, attention.sliding_window)
         if flash and attention.written_out:
             computing, computing_back, moving_scores, moving_back = self._written_out(
                 attention, device, tp, sequences, start, end
@@ -195,18 +207,24 @@ class Roofline:
                 pairs = sequences * attention.positions(start, end, layer.tokens)  # type: ignore[arg-type,operator]
             else:
                 pairs = sequences * tokens * end
-            peak = device.peak_flops(self.precision)
-            reached = peak * (efficiency.flash_efficiency if flash else efficiency.attention_efficiency)
             # fp32 is read by 4 bytes, and needs no tensor core.
-            if attention.head_size % 8 and self.precision != "fp32":
-                reached = reached * efficiency.misaligned_efficiency
-            computing = attention.flops_per_position / tp * pairs / reached
-            computing_back = (FLASH_BACKWARD_PER_FORWARD if flash else BACKWARD_PER_FORWARD) * computing
+            misaligned = attention.head_size % 8 and self.precision != "fp32"
+            flops = attention.flops_per_position / tp / (self.efficiency.misaligned_efficiency if misaligned else 1.0)
+            if flash:
+                called = core.kernel_on(device.generation)
+                kernel = fused_attention(called, device, self.precision, attention.head_size)
+                heads = sequences * attention.query_heads / tp
+                forth, back = kernel.pairs_of_time(pairs, sequences * tokens, tokens, heads, in_reach)
+                reached = device.peak_flops(self.precision) * self.efficiency.fused_attention
+                computing = flops * forth / (reached * kernel.forward)
+                computing_back = FLASH_BACKWARD_PER_FORWARD * flops * back / (reached * kernel.backward)
+            else:
+                computing = flops * pairs / (self._products_reach(device) * self.efficiency.attention_efficiency)
+                computing_back = BACKWARD_PER_FORWARD * computing
             score_bytes = 0.0 if flash else SCORE_BYTES * attention.query_heads / tp
             moving_scores = self._moving_s(device, score_bytes * pairs)
             moving_back = BACKWARD_MOVES * moving_scores
         heads = attention.query_heads + attention.key_value_heads
-        in_reach = positions_in_reach(start, end, attention.sliding_window)
         elements = tokens * heads + in_reach * heads
         if flash and attention.sliding_window is not None:
             # Keys and values of the token slices in reach are put together: read, and written.
@@ -246,7 +264,7 @@ class Roofline:
         # by the peak, and reach what large products do.
         product, efficiency = attention.flops_per_position / tp * pairs / 2, self.efficiency
         in_fp32 = product / (device.peak_flops("fp32") * efficiency.gemm_efficiency)
-        in_precision = product / (device.peak_flops(self.precision) * efficiency.attention_efficiency)
+        in_precision = product / (self._products_reach(device) * efficiency.attention_efficiency)
         if self.precision == "fp32":
             in_precision = in_fp32
         scores = attention.query_heads / tp * pairs

@@ -20,7 +20,9 @@ ScalarOrArray = NDArray[np.float64] | float
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4})
 """Bytes of a number that layers compute with, by precision."""
 
-AttentionKernel = Literal["scores", "flash-attention-2", "flash-attention-3", "memory-efficient", "cudnn"]
+AttentionKernel = Literal[
+    "scores", "flash-attention-1", "flash-attention-2", "flash-attention-3", "memory-efficient", "cudnn"
+]
 """What computes attention. `scores` writes the matrix of scores to memory; the others keep none of it."""
 
 

@@ -22,7 +22,7 @@ from megatron_terapipe.search.trials.intervals import Intervals
 from megatron_terapipe.search.trials.read import read_trials
 from megatron_terapipe.search.trials.trial import Trial
 
-FORMAT, VERSION = "terapipe calibration", 1
+FORMAT, VERSION = "terapipe calibration", 2
 
 
 def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
