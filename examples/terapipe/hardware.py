@@ -51,6 +51,9 @@ PHYSICS = replace(
     iteration_s=0.0,
 )
 
+V100 = replace(device("V100-SXM2-16GB"), generation="")
+"""Without a generation, because what it reaches is said above."""
+
 CODE = replace(
     MEGATRON_LM,
     name="terapipe-2021",
@@ -92,8 +95,7 @@ def cluster_of(setting: Setting) -> Cluster:
     nodes = (
         Node(
             name=f"p3-{index}",
-            # What it reaches is said above, so it needs no generation.
-            device=replace(device("V100-SXM2-16GB"), generation=""),
+            device=V100,
             num_devices=known.num_devices,
             inside=known.inside,
             network=known.network,

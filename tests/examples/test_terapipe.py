@@ -6,10 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from examples.terapipe.hardware import PHYSICS, cost_model_of, strategy_of
+from examples.terapipe.hardware import PHYSICS, V100, cost_model_of, strategy_of
 from examples.terapipe.published import EQUAL_TOKEN_SLICES, SETTINGS, SWEEP
 from examples.terapipe.settings import main, predicted
-from megatron_terapipe.search.inputs.library import device
 from megatron_terapipe.search.op_times.roofline import Roofline
 
 BY_NAME = {one.name: one for one in (*SETTINGS, *SWEEP)}
@@ -51,7 +50,7 @@ def test_longer_sequences_gain_more():
 def test_matrix_products_are_as_fast_as_they_were_measured():
     sizes = np.array([1024.0, 2048.0, 4096.0, 8192.0])
     roofline = Roofline(PHYSICS, cost_model_of(BY_NAME[5]).software, "fp16")
-    times = roofline.product_s(device("V100-SXM2-16GB"), sizes, sizes, sizes)
+    times = roofline.product_s(V100, sizes, sizes, sizes)
     assert 2 * sizes**3 / times == pytest.approx([57.3e12, 78.2e12, 95.7e12, 97.4e12], rel=0.08)
 
 

@@ -113,7 +113,7 @@ def test_head_sizes_without_a_kernel_are_padded() -> None:
     assert sizes[96] < sizes[128]
 
 
-def test_few_tiles_leave_multiprocessors_idle_and_short_slices_part_of_a_tile() -> None:
+def test_few_tiles_leave_multiprocessors_idle_and_short_token_slices_part_of_a_tile() -> None:
     speed = fused_attention("flash-attention-2", device(A100), "bf16", 128)
 
     def seconds(tokens: float, heads: float) -> float:
@@ -125,8 +125,8 @@ def test_few_tiles_leave_multiprocessors_idle_and_short_slices_part_of_a_tile() 
     assert seconds(2048, 5) > 2 * seconds(2048, 1000)
     # A slice of 16 tokens takes as long as one of 128, but for its mask.
     assert seconds(16, 16) == pytest.approx(seconds(128, 16), rel=0.05)
-    slices = np.array([256.0, 512.0])
-    shape = speed.pairs_of_time(slices * 100, slices, slices, np.array([[1.0], [8.0]]), slices)[0]
+    tokens = np.array([256.0, 512.0])
+    shape = speed.pairs_of_time(tokens * 100, tokens, tokens, np.array([[1.0], [8.0]]), tokens)[0]
     assert np.shape(shape) == (2, 2)
 
 

@@ -42,7 +42,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, calibration: Calibration) 
     ("changes", "said"),
     [
         ({"format": "other"}, "format"),
-        ({"version": 9}, "version 9 is not 1"),
+        ({"version": 9}, "version 9 is not 2"),
         ({"calibrations": []}, "calibrations [] is an empty list"),
         ({"calibrations": [{"source": "s"}]}, "calibrations[0].device is missing"),
     ],
