@@ -81,25 +81,66 @@ def lower_bound(
     schedule: str,
     *,
     num_micro_batches: ScalarOrArray,
-    slowest: StageOps,
-    last: StageOps,
-    fill: StageOps,
+    ops: StageOps,
+    before: StageOps,
+    put_off_s: ScalarOrArray = 0.0,
 ) -> ScalarOrArray:
-    """Seconds that no order of the ops goes below; arguments broadcast.
+    """Seconds of an iteration that no costs of the other ranks' ops make shorter; arguments broadcast.
 
-    Every rank runs all its ops. The last rank starts when the first token slice has passed the first stage of every
-    rank before it, and when its last backward is done, that token slice must go back through them.
+    A rank runs all its ops. Its first one starts when the first token slice has passed the stages before it, and when
+    its last backward is done, that token slice must go back through them. The same holds for a single stage of a rank.
 
     Args:
         schedule: its name.
         num_micro_batches: M.
-        slowest: ops of one micro-batch on the rank whose total is the longest.
-        last: the same on the last rank.
-        fill: ops of the first token slice, added up over the first stage of each rank but the last.
+        ops: of one micro-batch on the rank.
+        before: of the first token slice on the stages that it passes before the rank, messages included.
+        put_off_s: of `zero-bubble`: weight gradients of the rank that are still to do after its last input gradient,
+            at most.
     """
+    if schedule != "zero-bubble":
+        return before.forward + num_micro_batches * total_s(schedule, ops) + before.backward
+    ahead = np.maximum(num_micro_batches * ops.weight_gradient - put_off_s, 0.0)
+    turning = num_micro_batches * (ops.forward + ops.input_gradient) + ahead + before.input_gradient
+    return before.forward + np.maximum(turning, num_micro_batches * total_s(schedule, ops))
+
+
+def round_trip_bound(
+    schedule: str,
+    *,
+    num_ranks: int,
+    num_micro_batches: Floats,
+    num_token_slices: Floats,
+    filling_s: ScalarOrArray,
+    there: ScalarOrArray,
+    back: ScalarOrArray,
+    last: StageOps,
+    draining_s: ScalarOrArray,
+    put_off_s: ScalarOrArray = 0.0,
+) -> ScalarOrArray:
+    """Seconds that `1f1b` and `zero-bubble` take because the first rank waits for token slices to come back.
+
+    The first rank runs P - 2 + S forwards ahead; from there on forward u + P follows the backward that answers forward
+    u, the last one of its micro-batch (`plan.schedules`: `one_f_one_b`, `zero_bubble`). So every ceil(P / S)
+    micro-batches a token slice goes there and back, one after the other. When the last of these turns, the last rank
+    still has the rest to do.
+
+    Args:
+        schedule: `1f1b` or `zero-bubble`.
+        num_ranks: P.
+        num_micro_batches: M.
+        num_token_slices: S.
+        filling_s: forwards of all token slices of a micro-batch but the last on the first rank.
+        there: forwards of the last token slice on all ranks, messages included.
+        back: its backwards, or input gradients, on all ranks, messages included.
+        last: ops of one micro-batch on the last rank.
+        draining_s: backwards, or input gradients, of the first token slice on all ranks but the last, with messages.
+        put_off_s: as `lower_bound` has it, of the last rank.
+    """
+    waited = (num_micro_batches - 1) // np.ceil(num_ranks / num_token_slices)
+    passed = waited * np.ceil(num_ranks / num_token_slices)
+    turning = last.input_gradient if schedule == "zero-bubble" else last.backward
+    rest = (num_micro_batches - passed) * turning + (num_micro_batches - passed - 1) * last.forward
     if schedule == "zero-bubble":
-        draining = num_micro_batches * (last.forward + last.input_gradient) + fill.input_gradient
-        passing = fill.forward + np.maximum(draining, num_micro_batches * total_s(schedule, last))
-    else:
-        passing = fill.forward + num_micro_batches * total_s(schedule, last) + fill.backward
-    return np.maximum(num_micro_batches * total_s(schedule, slowest), passing)
+        rest = rest + np.maximum((num_micro_batches - passed) * last.weight_gradient - put_off_s, 0.0)
+    return filling_s + waited * (there + back) + there + rest + draining_s

@@ -28,10 +28,18 @@ class OpTable:
     Attributes:
         whole: seconds of all token slices of one micro-batch.
         first: seconds of the first token slice.
+        last: seconds of the last token slice.
+        longest: seconds of the token slice that takes longest, for each part by itself.
     """
 
     whole: Floats
     first: Floats
+    last: Floats
+    longest: Floats
+
+    def of_micro_batches(self, rows: Sequence[int]) -> "OpTable":
+        """Return the table of some of the micro-batch sizes, given by their places on the axis: [4, K, rows, ...]."""
+        return OpTable(*(each[:, :, rows] for each in (self.whole, self.first, self.last, self.longest)))
 
 
 class OpTables:
@@ -57,7 +65,7 @@ class OpTables:
             device: the device that computes.
             topology: links between its tensor-parallel ranks.
         """
-        splits = self._splits_of(grid)
+        splits = self.splits(grid)
         topology = _relevant(topology)
         key = device, topology, grid.tensor_parallel_size, splits, grid.recompute, grid.sequence_parallel
         known = self._tables.get(key)
@@ -66,9 +74,10 @@ class OpTables:
         if grid.micro_batch == self._sizes:
             return known
         rows = [self._sizes.index(size) for size in grid.micro_batch]
-        return OpTable(known.whole[:, :, rows], known.first[:, :, rows])
+        return known.of_micro_batches(rows)
 
-    def _splits_of(self, grid: StrategyGrid) -> Splits:
+    def splits(self, grid: StrategyGrid) -> Splits:
+        """Return the lengths of the token slices of a grid's strategies."""
         key = grid.tensor_parallel_size, grid.sequence_parallel, grid.token_slices, grid.lengths
         if key not in self._splits:
             self._splits[key] = tuple(
@@ -86,7 +95,7 @@ class OpTables:
     def _compute(self, grid: StrategyGrid, device: Device, topology: GroupTopology, splits: Splits) -> OpTable:
         axes = len(self._sizes), len(grid.token_slices), len(grid.recompute), len(grid.sequence_parallel)
         shape = (TENSOR_PARALLEL, len(self._model.counter.kinds), *axes)
-        whole, first = np.empty(shape), np.empty(shape)
+        table = OpTable(*(np.empty(shape) for _ in range(4)))
         for parallel, (on, lengths) in enumerate(zip(grid.sequence_parallel, splits, strict=True)):
             starts, ends, begins = _bounds(lengths, self._model.workload.seq_length)
             for mode, recompute in enumerate(grid.recompute):
@@ -99,9 +108,11 @@ class OpTables:
                     sequence_parallel=on,
                 )
                 ops = self._model.prices.ops(device, topology, sizes)[:TENSOR_PARALLEL]
-                whole[..., mode, parallel] = np.add.reduceat(ops, begins, axis=-1)
-                first[..., mode, parallel] = ops[..., begins]
-        return OpTable(whole, first)
+                table.whole[..., mode, parallel] = np.add.reduceat(ops, begins, axis=-1)
+                table.first[..., mode, parallel] = ops[..., begins]
+                table.last[..., mode, parallel] = ops[..., np.append(begins[1:], ops.shape[-1]) - 1]
+                table.longest[..., mode, parallel] = np.maximum.reduceat(ops, begins, axis=-1)
+        return table
 
 
 def _relevant(topology: GroupTopology) -> GroupTopology:
