@@ -1,4 +1,4 @@
-"""PyTorch's fully sharded data parallelism with FlashAttention-2, other kernels eager: MosaicML's llm-foundry.
+"""PyTorch's fully sharded data parallelism with flash attention, other kernels eager: MosaicML's llm-foundry of 2023.
 
 Each rank keeps a part of every weight. A layer's weights are gathered before its forward and again before its backward,
 one layer ahead of the ops, and its gradients are reduced while the layer before it computes. Trials write it as ZeRO 1
@@ -6,7 +6,8 @@ without a pipeline.
 
 Sources: Zhao et al., arXiv 2304.11277 sections 3 and 4; llm-foundry's throughput tables
 (github.com/mosaicml/llm-foundry, scripts/train/benchmarking), whose settings are `FULL_SHARD` and `PURE` (weights,
-gradients and messages in bf16); bytes of eager kernels are those of their inputs and outputs.
+gradients and messages in bf16), and whose attention is Triton's (`attn_impl` in `submit_benchmarks.py`), a form of the
+first FlashAttention. Bytes of eager kernels are those of their inputs and outputs.
 """
 
 from megatron_terapipe.search.software.description import (
@@ -49,7 +50,7 @@ FSDP = Software(
     ),
     # Gradients are divided before and after the reduction, and copied to its buffer.
     products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=8),
-    attention=AttentionCore(kernel="flash-attention-2", forward_kernels=2, backward_kernels=4),
+    attention=AttentionCore(kernel="flash-attention-1", forward_kernels=2, backward_kernels=4),
     communication=Communication(
         overlaps_gradient_reduction=True, overlaps_weight_gather=True, reduction_bytes=2, shards_weights=True
     ),
