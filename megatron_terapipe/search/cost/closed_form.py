@@ -128,8 +128,8 @@ def round_trip_bound(
     Args:
         schedule: `1f1b` or `zero-bubble`.
         num_ranks: P.
-        num_micro_batches: M.
-        num_token_slices: S.
+        num_micro_batches: M, an array [...].
+        num_token_slices: S, an array [...] that broadcasts, as all that follow.
         filling_s: forwards of all token slices of a micro-batch but the last on the first rank.
         there: forwards of the last token slice on all ranks, messages included.
         back: its backwards, or input gradients, on all ranks, messages included.

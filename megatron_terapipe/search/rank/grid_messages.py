@@ -57,21 +57,21 @@ def message_times(
     extra = _column(np.array([layer.extra_output_elements for layer in layers], dtype=float))
     sizes = np.array(grid.micro_batch, dtype=float).reshape(-1, 1, 1, 1)
     own = np.array([1 / grid.tensor_parallel_size if parallel else 1.0 for parallel in grid.sequence_parallel])
-    slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
-    whole = outputs * sizes * own + slices * extra
+    token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
+    whole = outputs * sizes * own + token_slices * extra
     """[boundaries, B, S, 1, Q] elements of a micro-batch."""
 
-    def one_slice(place: int) -> Floats:
+    def one_token_slice(place: int) -> Floats:
         """[boundaries, B, S, 1, Q] seconds of the messages of a token slice."""
         share = np.array([[lengths[place] / sum(lengths) for lengths in each] for each in splits]).T[None, :, None]
         # The simulator has one size for all boundaries, and writes other sizes as other bandwidths.
         elements = (outputs[0] * sizes * own * share + extra[0]) * whole / np.maximum(whole[0], 1.0)
         return np.asarray(latency_s + model.element_bytes * elements / _column(reached))
 
-    first = one_slice(0)
+    first = one_token_slice(0)
     arrives = np.concatenate([np.zeros((1, *first.shape[1:])), np.cumsum(first, axis=0)])
     busy = model.element_bytes * (outputs * sizes * own / _column(reached)).max(axis=0)
-    return MessageTimes(arrives, one_slice(-1).sum(axis=0), 2 * arrives[ranks - 1], busy)
+    return MessageTimes(arrives, one_token_slice(-1).sum(axis=0), 2 * arrives[ranks - 1], busy)
 
 
 def _column(values: Floats) -> Floats:

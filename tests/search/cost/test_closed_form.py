@@ -40,12 +40,13 @@ def estimated(schedule: str, shape: PipelineShape, tables: np.ndarray) -> float:
 
 def bounds(schedule: str, shape: PipelineShape, tables: np.ndarray, message_s: float) -> list[float]:
     """Bounds of the same: of each rank, of each stage alone, and of the first rank's round trips."""
-    ranks, count, slices = shape.num_ranks, shape.num_micro_batches, shape.num_token_slices
+    ranks, count, token_slices = shape.num_ranks, shape.num_micro_batches, shape.num_token_slices
     parts = parts_of(tables)
     whole = parts.sum(axis=2)
     before = np.cumsum(parts[:, :, 0], axis=1) - parts[:, :, 0] + message_s * np.arange(shape.num_stages)
     put_off = [
-        (rank + 1) // slices * whole[3, rank] + min((rank + 1) % slices * parts[3, rank].max(), whole[3, rank])
+        (rank + 1) // token_slices * whole[3, rank]
+        + min((rank + 1) % token_slices * parts[3, rank].max(), whole[3, rank])
         for rank in range(ranks)
     ]
     found = [
@@ -77,7 +78,7 @@ def bounds(schedule: str, shape: PipelineShape, tables: np.ndarray, message_s: f
                 schedule,
                 num_ranks=ranks,
                 num_micro_batches=np.array(float(count)),
-                num_token_slices=np.array(float(slices)),
+                num_token_slices=np.array(float(token_slices)),
                 filling_s=parts[0, 0, :-1].sum(),
                 there=there_and_back[0],
                 back=there_and_back[back],
