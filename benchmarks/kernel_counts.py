@@ -13,17 +13,13 @@ all layers of a stage in one call, which no layer is charged for.
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.kernel_counter import counting
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.pointwise import Pointwise
 from deepspeed_ext.runtime.attention_kernels import CudaFlash
 from deepspeed_ext.runtime.sequence import sequence_state
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
@@ -47,91 +43,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "GPT, dropout of hidden states": {"hidden_dropout": 0.1},
     "GPT, dropout of attention, too": DROPOUT,
 }
-
-COMPUTES_NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view"}
-"""Operators that launch nothing, besides views."""
-
-
-class KernelCounter(TorchDispatchMode):
-    """Counts the operators that run inside and launch a kernel.
-
-    Attributes:
-        found: how often each ran, by name.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = function._schema.name.removeprefix("aten::")
-        # The meta device asks for types with an operator of this name.
-        if not function.is_view and name not in COMPUTES_NOTHING and name != "promote_types":
-            self.found[name] += 1
-        return function(*arguments, **(keywords or {}))
-
-
-class _Counted(Exception):
-    """Ends a compilation once the kernels are known."""
-
-
-def compiled_kernels(function: Callable[..., Any], *arguments: Any) -> int:
-    """Kernels of a function once torch has compiled and fused it; nothing is built.
-
-    Args:
-        function: of tensors.
-        arguments: what it is called with, on CPUs.
-    """
-    import torch._inductor.config as inductor
-
-    counts: list[int] = []
-
-    def count(nodes: list[Any]) -> list[Any]:
-        counts.append(len(nodes))
-        raise _Counted
-
-    # As for GPUs, where what is concatenated is computed in place.
-    settings = {"_post_fusion_custom_pass": count, "force_pointwise_cat": True, "fx_graph_cache": False}
-    torch._dynamo.reset()
-    with inductor.patch(settings):
-        try:
-            torch.compile(function, fullgraph=True)(*arguments)
-        except Exception:
-            if not counts:
-                raise
-    return counts[0]
-
-
-@contextmanager
-def counting(*, compiled: bool) -> Iterator[KernelCounter]:
-    """Count the kernels of what runs inside on the meta device.
-
-    Args:
-        compiled: count pointwise functions as compiled, not by their operators.
-    """
-    counter = KernelCounter()
-    known: dict[Any, int] = {}
-
-    def call(function: Pointwise, *arguments: Any) -> Any:
-        name, operators = function.function.__name__, counter.found.copy()
-        result = function.function(*arguments)
-        if not compiled:
-            return result
-        key = name, *(each.shape if isinstance(each, Tensor) else each for each in arguments)
-        counter.found = operators
-        if key not in known:
-            with torch.utils._python_dispatch._disable_current_modes():
-                on_cpu = [
-                    torch.zeros_like(each, device="cpu") if isinstance(each, Tensor) else each for each in arguments
-                ]
-                known[key] = compiled_kernels(function.function, *on_cpu)
-        counter.found[name] += known[key]
-        return result
-
-    with patch.object(Pointwise, "__call__", call), counter:
-        yield counter
 
 
 def kernels(model: ModelConfig, *, compiled: bool, apart: bool = False) -> tuple[Counter[str], Counter[str]]:
