@@ -174,11 +174,16 @@ class Roofline:
         input_gradient = self.product_s(device, rows, outputs, inputs)
         weight_gradient = self.product_s(device, inputs, rows, outputs)
         beside = self.software.products
-        adding = self._moving_s(device, beside.accumulation_bytes * inputs * outputs)
+        if beside.accumulates_in_place:
+            read = self._element_bytes * rows * (inputs + outputs)
+            moving = self._moving_s(device, read + beside.accumulation_bytes * inputs * outputs)
+            weight_gradient = np.maximum(weight_gradient, moving)
+        else:
+            weight_gradient = weight_gradient + self._moving_s(device, beside.accumulation_bytes * inputs * outputs)
         return _Part(
             forward,
             input_gradient,
-            weight_gradient + adding,
+            weight_gradient,
             forward_kernels=beside.forward_kernels,
             input_kernels=beside.backward_kernels / 2,
             weight_kernels=beside.backward_kernels / 2,
@@ -232,7 +237,9 @@ class Roofline:
         kept = self._moving_s(device, self._element_bytes * attention.head_size * sequences * elements / tp)
         forward = computing + kept + moving_scores
         again = software.selective_recomputes == "attention"
-        back = computing_back + BACKWARD_MOVES * kept + moving_back
+        before = 2 * attention.key_value_heads * attention.head_size / tp * sequences * (in_reach - tokens)
+        adding = self._moving_s(device, core.prefix.bytes_backward(self._element_bytes) * before)
+        back = computing_back + BACKWARD_MOVES * kept + moving_back + adding
         return _Part(
             forward,
             back,
@@ -332,9 +339,10 @@ class Roofline:
         return logits_computed_again(sequences * layer.tokens * vocabulary, self.software.logits_at_once)  # type: ignore[arg-type]
 
     def _embedding(self, layer: Layer, device: Device, tp: ScalarOrArray, rows: ScalarOrArray) -> _Part:
-        """Looking rows up, and a dense gradient of the table, which is added to the sum."""
+        """Looking rows up, and a gradient of the table, which is added to the sum; a dense one as a whole."""
         part = self._operator(self.software.operators.embedding, device, rows * layer.hidden_size)
-        table = self.software.products.accumulation_bytes * layer.parameters_per_rank(tp)  # type: ignore[arg-type]
+        beside = self.software.products
+        table = 0.0 if beside.accumulates_in_place else beside.accumulation_bytes * layer.parameters_per_rank(tp)  # type: ignore[arg-type]
         return part._replace(
             input_gradient=0.0,
             weight_gradient=part.input_gradient + self._moving_s(device, table),

@@ -83,7 +83,8 @@ class Operators:
         bias: bias of a product, and its gradient [output of the product].
         rotary: rotation of queries and keys [channel of a query or key].
         head_norm: norm of queries and keys [channel of a query or key].
-        heads: copies of queries, keys and values to where attention reads them [channel of a query, key or value].
+        heads: copies of queries, keys and values to where attention reads them, and of its output [channel of a query,
+            key, value or output].
         loss: cross-entropy, all of it behind the product [logit].
         embedding: rows looked up, and the gradient of the table [hidden state].
     """
@@ -108,12 +109,15 @@ class Products:
     Attributes:
         forward_kernels: kernels of one product: itself, casts and copies around it.
         backward_kernels: kernels of its two gradients together.
-        accumulation_bytes: bytes that each micro-batch moves for a weight to add its gradient to the sum.
+        accumulation_bytes: bytes that each backward moves for a weight to add its gradient to the sum.
+        accumulates_in_place: whether the product of the gradient itself adds to the sum, and these bytes move under it;
+            a look-up then adds to the rows that were used alone.
     """
 
     forward_kernels: float = 1.0
     backward_kernels: float = 2.0
     accumulation_bytes: float = 8.0
+    accumulates_in_place: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +131,8 @@ class AttentionCore:
         forward_kernels: kernels of the forward.
         backward_kernels: kernels of the backward.
         keeps_dropped: whether scores that are written out are kept a second time, with the mask of dropout.
+        prefix: gradients of keys and values before the token slice that its backward adds to those of later ones
+            [channel of a key or value].
     """
 
     kernel: AttentionKernel = "flash-attention-2"
@@ -135,6 +141,7 @@ class AttentionCore:
     forward_kernels: float = 1.0
     backward_kernels: float = 1.0
     keeps_dropped: bool = False
+    prefix: Operator = NOTHING
 
     @property
     def writes_scores(self) -> bool:
