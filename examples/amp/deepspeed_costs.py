@@ -70,7 +70,7 @@ class Messages(NamedTuple):
 class DeepSpeedCosts(CostModel):
     """The product's cost model with the messages and reductions of DeepSpeed 0.3.13.
 
-    What strategies have in common is computed once: links by layout, layers by device, messages by both.
+    What strategies have in common is computed once: layers by device, messages by layout.
     """
 
     def __init__(self, *given: Any, published: Mapping[str, LayerSeconds], **options: Any) -> None:
@@ -84,19 +84,23 @@ class DeepSpeedCosts(CostModel):
         super().__init__(*given, **options)
         self.published = published
         """AMP's profiles by name of the device."""
-        self._links: dict[tuple[object, ...], RankGroups] = {}
         self._layers: dict[tuple[object, ...], tuple[Floats, Floats]] = {}
         self._messages_of: dict[tuple[object, ...], Messages] = {}
         self._simulator = ScheduleSimulator()
 
     def predict_time(self, strategy: Strategy, *, activation_limit: float | None = None) -> TimePrediction:
         """Price one strategy on its real schedule; see `CostModel.predict_time`."""
+        step = self.end_of_iteration(strategy)
+        each = (self._with_replicas(strategy, groups, step) for groups in self.groups(strategy).by_replica)
+        return max(each, key=lambda time: time.iteration_time_s)
+
+    def _with_replicas(self, strategy: Strategy, groups: RankGroups, step: StepCosts) -> TimePrediction:
+        """Time with the devices and links of one kind of replica."""
         shape = pipeline_shape(strategy)
         stages = self.stages(strategy)
-        forward, backward = self._computing_s(strategy, stages)
-        costs = self._with_messages(strategy, stages, forward, backward)
+        forward, backward = self._computing_s(strategy, stages, groups)
+        costs = self._with_messages(strategy, stages, forward, backward, groups)
         makespan = self._simulator.simulate(strategy.schedule, shape, costs).makespan
-        step = self.end_of_iteration(strategy)
         micro_batches, computing = shape.num_micro_batches, forward + backward
         busy = np.array(costs.forward)[:, 0] + np.array(costs.backward)[:, 0]
         busiest = int(np.argmax(busy))
@@ -119,37 +123,36 @@ class DeepSpeedCosts(CostModel):
 
     def pipeline_costs(self, strategy: Strategy) -> OpCosts:
         """Seconds of ops per stage, with the messages that keep them waiting."""
-        stages = self.stages(strategy)
-        return self._with_messages(strategy, stages, *self._computing_s(strategy, stages))
+        stages, groups = self.stages(strategy), self.groups(strategy)
+        return self._with_messages(strategy, stages, *self._computing_s(strategy, stages, groups), groups)
 
-    def groups(self, strategy: Strategy) -> RankGroups:
-        """Links of the groups of a strategy."""
-        sizes = strategy.data_parallel_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size
-        key = (*sizes, strategy.placement)
-        if key not in self._links:
-            self._links[key] = super().groups(strategy)
-        return self._links[key]
-
-    def layer_times_s(self, strategy: Strategy) -> tuple[Floats, Floats]:
+    def layer_times_s(self, strategy: Strategy, groups: RankGroups | None = None) -> tuple[Floats, Floats]:
         """[stages, L] seconds of the forward, and of the backward, of one micro-batch.
 
-        Each on the slowest device of the stage: replicas on others wait for it.
+        Args:
+            strategy: the strategy.
+            groups: devices of the stages, of which the slowest counts; None = those of all replicas.
         """
         rows = []
-        for devices in self.groups(strategy).devices:
+        for devices in (groups or self.groups(strategy)).devices:
             by_device = [self._on_device(device, strategy) for device in devices]
             rows.append(max(by_device, key=lambda times: float(times[0].sum() + times[1].sum())))
         forward, backward = zip(*rows, strict=True)
         return np.array(forward), np.array(backward)
 
-    def messages_s(self, strategy: Strategy) -> "Messages":
-        """Seconds of messages if a layer is the last before a boundary."""
+    def messages_s(self, strategy: Strategy, groups: RankGroups | None = None) -> "Messages":
+        """Seconds of messages if a layer is the last before a boundary.
+
+        Args:
+            strategy: the strategy.
+            groups: links of the stages, of which the slowest count; None = those of all replicas.
+        """
         tensor, ranks = strategy.tensor_parallel_size, strategy.pipeline_parallel_size
-        key = (strategy.data_parallel_size, tensor, ranks, strategy.placement, strategy.micro_batch_size)
+        groups = groups or self.groups(strategy)
+        key = (groups.layout, groups.placement, groups.replicas, strategy.micro_batch_size)
         known = self._messages_of.get(key)
         if known is not None:
             return known
-        groups = self.groups(strategy)
         layers = self.workload.layers
         activation = (
             self.element_bytes * strategy.micro_batch_size * np.array([each.output_elements for each in layers])
@@ -201,21 +204,23 @@ class DeepSpeedCosts(CostModel):
             known = self._layers[key] = forward, backward
         return known
 
-    def _computing_s(self, strategy: Strategy, stages: list[range]) -> tuple[Floats, Floats]:
+    def _computing_s(self, strategy: Strategy, stages: list[range], groups: RankGroups) -> tuple[Floats, Floats]:
         """[stages] seconds of forward and backward of one micro-batch."""
         starts = np.array([layers.start for layers in stages])
         of_stage = np.arange(len(stages))
         forward, backward = (
-            np.add.reduceat(times, starts, axis=1)[of_stage, of_stage] for times in self.layer_times_s(strategy)
+            np.add.reduceat(times, starts, axis=1)[of_stage, of_stage] for times in self.layer_times_s(strategy, groups)
         )
         return forward, backward
 
-    def _with_messages(self, strategy: Strategy, stages: list[range], forward: Floats, backward: Floats) -> OpCosts:
+    def _with_messages(
+        self, strategy: Strategy, stages: list[range], forward: Floats, backward: Floats, groups: RankGroups
+    ) -> OpCosts:
         forward, backward = forward.copy(), backward.copy()
         transfer: float | TransferCosts = 0.0
         if len(stages) > 1:
             last = [layers[-1] for layers in stages[:-1]]
-            each = Messages(*(times[np.arange(len(last)), last] for times in self.messages_s(strategy)))
+            each = Messages(*(times[np.arange(len(last)), last] for times in self.messages_s(strategy, groups)))
             forward[:-1] += each.holding_there
             backward[1:] += each.holding_back
             # The plan has one size for messages both ways: their mean takes as long there and back.

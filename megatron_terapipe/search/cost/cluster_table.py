@@ -1,6 +1,7 @@
 """The nodes of a cluster as arrays, so that what a layout makes of a hundred thousand of them is arithmetic."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,13 @@ class ClusterTable:
             network_latency_s=column("latency_s", "network"),
             num_network_cards=np.array([node.num_network_cards for node in nodes], dtype=np.int64),
         )
+
+    @cached_property
+    def kind_of_node(self) -> Whole:
+        """[N] number of each node's kind: nodes of a kind hold the same device, and have the same links and cards."""
+        links = self.inside_bandwidth, self.inside_latency_s, self.network_bandwidth, self.network_latency_s
+        rows = np.stack([self.device_of_node, *links, self.num_network_cards], axis=1)
+        return np.asarray(np.unique(rows, axis=0, return_inverse=True)[1], dtype=np.int64).reshape(-1)
 
     @property
     def num_devices(self) -> int:

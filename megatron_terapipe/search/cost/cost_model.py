@@ -185,26 +185,34 @@ class CostModel:
             PlanError: if its schedule does not take its shape.
         """
         placed = self.placed(strategy)
-        stages = self.stage_ops(placed)
         shape = replace(pipeline_shape(strategy), placement=model_chunk_placement)
-        costs = self._costs(placed, stages)
-        if activation_limit is None or strategy.schedule != "zero-bubble":
-            cut = strategy.cut(self.workload.seq_length)
-            simulated = self._simulator.simulate(
-                strategy.schedule, shape, costs, token_slices=cut, memory_limit=memory_limit
+        step = self.step(placed.counts, placed.groups, strategy.zero_stage)
+
+        def of_replicas(groups: RankGroups) -> TimePrediction:
+            """Time with the devices and links of one kind of replica."""
+            same = replace(placed, groups=groups)
+            stages = self.stage_ops(same)
+            costs = self._costs(same, stages)
+            if activation_limit is None or strategy.schedule != "zero-bubble":
+                cut = strategy.cut(self.workload.seq_length)
+                simulated = self._simulator.simulate(
+                    strategy.schedule, shape, costs, token_slices=cut, memory_limit=memory_limit
+                )
+            else:
+                simulated = closed_form_of(shape, costs, activation_limit)
+            return time_prediction(
+                shape,
+                stages,
+                costs,
+                simulated,
+                step,
+                layers=placed.counts.first_stage.sum(axis=1),
+                software=self.software,
+                efficiency=self.efficiency,
             )
-        else:
-            simulated = closed_form_of(shape, costs, activation_limit)
-        return time_prediction(
-            shape,
-            stages,
-            costs,
-            simulated,
-            self.step(placed.counts, placed.groups, strategy.zero_stage),
-            layers=placed.counts.first_stage.sum(axis=1),
-            software=self.software,
-            efficiency=self.efficiency,
-        )
+
+        # A replica is a pipeline of its own until gradients are reduced, which waits for the slowest.
+        return max(map(of_replicas, placed.groups.by_replica), key=lambda time: time.iteration_time_s)
 
     def pipeline_costs(self, strategy: Strategy) -> OpCosts:
         """Return the seconds of ops per stage and token slice, and of messages, as the plan reads them."""

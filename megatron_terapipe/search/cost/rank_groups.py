@@ -2,10 +2,13 @@
 
 Ranks run over tensor fastest, then data, then pipe, and fill nodes in the order of the hostfile, or stand where a
 placement puts them. A node's network cards carry the traffic of every group that leaves it at the same time.
+
+On a mixed cluster the replicas of a pipeline may stand on unlike nodes. Within an iteration none waits for another:
+`by_replica` looks at those of one kind at a time.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -118,6 +121,8 @@ class RankGroups:
         cluster: where.
         layout: sizes of the axes.
         placement: device of the cluster for each rank; None = in the order of the hostfile.
+        replicas: data-parallel ranks whose devices, tensor-parallel groups and boundaries count; None = all. The others
+            use links at the same time all the same.
 
     Raises:
         ConfigError: if the cluster is too small, or the placement names a device twice or one that is not there.
@@ -126,6 +131,7 @@ class RankGroups:
     cluster: ClusterTable
     layout: ParallelLayout
     placement: Sequence[int] | None = None
+    replicas: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Check the placement."""
@@ -152,14 +158,36 @@ class RankGroups:
         return placed.reshape(layout.pipeline_parallel_size, layout.data_parallel_size, layout.tensor_parallel_size)
 
     @cached_property
+    def by_replica(self) -> "tuple[RankGroups, ...]":
+        """These groups once for each kind of replica; replicas of a kind stand on like nodes, stage by stage.
+
+        Links of a kind are its slowest. Where all replicas are alike, that is these groups themselves.
+        """
+        kinds = self.cluster.kind_of_node
+        if kinds.max() == 0:
+            return (self,)
+        of_replica = np.swapaxes(kinds[self.nodes], 0, 1).reshape(self.layout.data_parallel_size, -1)
+        found, kind_of_replica = np.unique(of_replica, axis=0, return_inverse=True)
+        if len(found) == 1:
+            return (self,)
+        members = (np.flatnonzero(kind_of_replica.reshape(-1) == kind) for kind in range(len(found)))
+        return tuple(replace(self, replicas=tuple(each.tolist())) for each in members)
+
+    @property
+    def _counting(self) -> Any:
+        """Index of the replicas that count, on the axis D."""
+        return slice(None) if self.replicas is None else list(self.replicas)
+
+    @cached_property
     def devices(self) -> tuple[tuple[Device, ...], ...]:
         """The different devices of each pipeline rank; all of them wait for the slowest."""
         stages = self.layout.pipeline_parallel_size
         kinds = self.cluster.devices
         if len(kinds) == 1:
             return (kinds,) * stages
+        here = self.nodes[:, self._counting].reshape(stages, -1)
         present = np.zeros((stages, len(kinds)), dtype=bool)
-        present[np.arange(stages)[:, None], self.cluster.device_of_node[self.nodes.reshape(stages, -1)]] = True
+        present[np.arange(stages)[:, None], self.cluster.device_of_node[here]] = True
         return tuple(tuple(kinds[kind] for kind in np.flatnonzero(row)) for row in present)
 
     @cached_property
@@ -173,8 +201,12 @@ class RankGroups:
     @cached_property
     def tensor(self) -> GroupLinks:
         """Tensor-parallel groups."""
-        size = self.layout.tensor_parallel_size
-        return self._links(self.nodes.reshape(-1, size))
+        layout = self.layout
+        counted = None
+        if self.replicas is not None:
+            counted = np.zeros((layout.pipeline_parallel_size, layout.data_parallel_size), dtype=bool)
+            counted[:, self.replicas] = True
+        return self._links(self.nodes.reshape(-1, layout.tensor_parallel_size), counted=counted)
 
     @cached_property
     def data(self) -> GroupLinks:
@@ -210,10 +242,20 @@ class RankGroups:
                 pairs = np.bincount(places)[places]
                 share = nodes.network_bandwidth[ends] * np.minimum(nodes.num_network_cards[ends] / pairs, 1.0)
                 bandwidth[stage, across] = np.minimum(bandwidth[stage, across], share)
+        if self.replicas is not None:
+            bandwidth, latency, apart = (
+                each.reshape(self.nodes.shape)[:, self._counting].reshape(stages, -1)
+                for each in (bandwidth, latency, apart)
+            )
         return BoundaryLinks(bandwidth.min(axis=1), latency.max(axis=1), apart.any(axis=1))
 
-    def _links(self, groups: Whole, num_stages: int | None = None) -> GroupLinks:
-        """Links of groups, given as [groups, members] nodes, those of one pipeline rank after those of another."""
+    def _links(
+        self, groups: Whole, num_stages: int | None = None, counted: NDArray[np.bool_] | None = None
+    ) -> GroupLinks:
+        """Links of groups, given as [groups, members] nodes, those of one pipeline rank after those of another.
+
+        All of them use the links; only those `counted` are asked about, as many of each pipeline rank.
+        """
         num_stages = num_stages or self.layout.pipeline_parallel_size
         parts = _parts_on_nodes(groups)
         nodes, cluster = parts.nodes, self.cluster
@@ -222,7 +264,13 @@ class RankGroups:
         cards = cluster.num_network_cards
         sharing = np.bincount(nodes[leaves], minlength=len(cards))
         share = cluster.network_bandwidth[nodes] * np.minimum((cards / np.maximum(sharing, 1))[nodes], parts.num_ranks)
-        first_of_stage = parts.starts[:: len(groups) // num_stages]
+        num_nodes, starts = parts.num_nodes, parts.starts
+        if counted is not None:
+            of_counted = np.repeat(counted.reshape(-1), num_nodes)
+            nodes, share = nodes[of_counted], share[of_counted]
+            num_nodes = num_nodes[counted.reshape(-1)]
+            starts = np.cumsum(num_nodes) - num_nodes
+        first_of_stage = starts[:: len(num_nodes) // num_stages]
 
         def of_stages(combine: np.ufunc, values: Floats) -> Floats:
             """Combine values of [parts] stage by stage: [stages]."""
@@ -230,7 +278,7 @@ class RankGroups:
 
         return GroupLinks(
             groups.shape[1],
-            parts.num_nodes.reshape(num_stages, -1).max(axis=1).astype(np.float64),
+            num_nodes.reshape(num_stages, -1).max(axis=1).astype(np.float64),
             of_stages(np.minimum, cluster.inside_bandwidth[nodes]),
             of_stages(np.maximum, cluster.inside_latency_s[nodes]),
             of_stages(np.minimum, share),

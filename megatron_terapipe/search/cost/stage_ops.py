@@ -140,7 +140,8 @@ def on_slowest_device(per_device: Sequence[Floats], whole_s: Sequence[Floats]) -
     """Return the ops of stages that stand on several kinds of devices: [parts, rows, *sizes].
 
     All ops of a stage take as long as on the device that needs most for the forward and backward of a whole
-    micro-batch: tensor-parallel ranks wait for it in every layer, replicas at the end of the iteration.
+    micro-batch: tensor-parallel ranks wait for it in every layer. Of replicas it is an upper limit: they wait for each
+    other at the end of the iteration alone, see `RankGroups.by_replica`.
 
     Args:
         per_device: [parts, rows, *sizes] of each device.

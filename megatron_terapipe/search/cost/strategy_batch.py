@@ -6,13 +6,14 @@ layouts make of the cluster is looked up once; other constants then cost a few a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.closed_form import of_slowest_and_others, pipeline_time
 from megatron_terapipe.search.cost.collectives import Messages, sending_s
-from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel
+from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel, PlacedStrategy
 from megatron_terapipe.search.cost.rank_groups import GroupTopology, RankKind
 from megatron_terapipe.search.cost.stage_ops import (
     BACKWARD,
@@ -52,9 +53,9 @@ def batch_key(model: CostModel, strategy: Strategy) -> tuple[object, ...]:
         model: prices the strategy.
         strategy: the strategy.
     """
-    kinds = model.groups(strategy).kinds
-    layout = None
-    if len(kinds) > 1:
+    groups = model.groups(strategy)
+    kinds, layout = groups.kinds, None
+    if len(kinds) > 1 or len(groups.by_replica) > 1:
         sizes = strategy.data_parallel_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size
         layout = *sizes, strategy.placement, id(model.cluster)
     return (
@@ -71,6 +72,46 @@ def batch_key(model: CostModel, strategy: Strategy) -> tuple[object, ...]:
     )
 
 
+class Replicas(NamedTuple):
+    """What the replicas of one kind stand on.
+
+    Attributes:
+        kinds: ranks that compute alike; the links of their tensor-parallel ranks broadcast with [n].
+        tensor: links of tensor-parallel ranks, arrays of [P, n].
+        bandwidth: [stages, n] bytes per second of the link from a stage to the next.
+        latency: [stages, n] seconds.
+        crosses_nodes: [stages, n] whether it is the network.
+    """
+
+    kinds: tuple[RankKind, ...]
+    tensor: GroupTopology
+    bandwidth: Floats
+    latency: Floats
+    crosses_nodes: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, models: Sequence[CostModel], placed: Sequence[PlacedStrategy]) -> "Replicas":
+        """Look up the replicas that the groups of strategies count.
+
+        Args:
+            models: cost model of each strategy.
+            placed: the strategies of a batch.
+        """
+        ranks = [each.strategy.pipeline_parallel_size for each in placed]
+        kinds = placed[0].groups.kinds
+        if len(kinds) == 1:
+            topology = _columns([each.groups.tensor.at(0) for each in placed])
+            kinds = (RankKind(np.arange(max(ranks)), kinds[0].devices, topology),)
+        links = [model.messages(each) for model, each in zip(models, placed, strict=True)]
+        return cls(
+            kinds,
+            _all_ranks([each.groups.tensor.all_ranks for each in placed], ranks),
+            _stacked([each.bandwidth for each in links], fill=1),
+            _stacked([each.latency_s for each in links]),
+            _stacked([each.crosses_nodes.astype(float) for each in links]) > 0,
+        )
+
+
 @dataclass(frozen=True)
 class StrategyBatch:
     """n strategies, ready to be priced. Make it with `of`.
@@ -83,15 +124,11 @@ class StrategyBatch:
         parameters: [P, n] parameters that a rank holds.
         shared: [P, n] of them those of a weight that two ranks hold.
         numbers: [n] by name.
-        kinds: ranks that compute alike; the links of their tensor-parallel ranks broadcast with [n].
-        tensor: links of tensor-parallel ranks, arrays of [P, n].
+        replicas: what those of each kind stand on; one entry where all are alike.
         data: links of data-parallel ranks, arrays of [P, n].
         ends: links of the first and the last pipeline rank, arrays of [n].
         memory_bandwidth: [P, n] bytes per second of the slowest memory of each rank.
         message: [stages, n] bytes that a stage sends to the next in one micro-batch; 0 = nothing to send.
-        bandwidth: [stages, n] bytes per second of that link.
-        latency: [stages, n] seconds.
-        crosses_nodes: [stages, n] whether it is the network.
         rank_of_stage: [stages, n] pipeline rank.
     """
 
@@ -102,15 +139,11 @@ class StrategyBatch:
     parameters: Floats
     shared: Floats
     numbers: dict[str, Floats]
-    kinds: tuple[RankKind, ...]
-    tensor: GroupTopology
+    replicas: tuple[Replicas, ...]
     data: GroupTopology
     ends: GroupTopology
     memory_bandwidth: Floats
     message: Floats
-    bandwidth: Floats
-    latency: Floats
-    crosses_nodes: NDArray[np.bool_]
     rank_of_stage: NDArray[np.int64]
 
     @classmethod
@@ -122,16 +155,12 @@ class StrategyBatch:
             strategies: strategies with one `batch_key`.
         """
         placed = [model.placed(one) for model, one in zip(models, strategies, strict=True)]
-        sent = [
-            model.messages(each) if each.strategy.pipeline_parallel_size > 1 else None
-            for model, each in zip(models, placed, strict=True)
-        ]
+        sent = [model.messages(each).num_bytes for model, each in zip(models, placed, strict=True)]
         ranks = [each.strategy.pipeline_parallel_size for each in placed]
         bandwidths = [[min(map(reachable_bandwidth, rank)) for rank in each.groups.devices] for each in placed]
-        kinds = placed[0].groups.kinds
-        if len(kinds) == 1:
-            topology = _columns([each.groups.tensor.at(0) for each in placed])
-            kinds = (RankKind(np.arange(max(ranks)), kinds[0].devices, topology),)
+        # Strategies whose replicas differ share a layout.
+        unlike = placed[0].groups.by_replica
+        counted = [placed] if len(unlike) == 1 else [[replace(each, groups=one) for each in placed] for one in unlike]
         stages = [
             np.arange(len(each.counts.per_stage), dtype=float) % number
             for each, number in zip(placed, ranks, strict=True)
@@ -144,24 +173,24 @@ class StrategyBatch:
             parameters=_stacked([each.counts.parameters for each in placed]),
             shared=_stacked([each.counts.shared_parameters for each in placed]),
             numbers={name: np.array([getattr(one, name) for one in strategies], dtype=float) for name in NUMBERS},
-            kinds=kinds,
-            tensor=_all_ranks([each.groups.tensor.all_ranks for each in placed], ranks),
+            replicas=tuple(Replicas.of(models, each) for each in counted),
             data=_all_ranks([each.groups.data.all_ranks for each in placed], ranks),
             ends=_columns([each.groups.ends.at(0) for each in placed]),
             memory_bandwidth=_stacked([np.array(rows) for rows in bandwidths], fill=1),
-            message=_stacked([np.zeros(1) if each is None else each.num_bytes.sum(axis=1) for each in sent]),
-            bandwidth=_stacked([np.ones(1) if each is None else each.bandwidth for each in sent], fill=1),
-            latency=_stacked([np.zeros(1) if each is None else each.latency_s for each in sent]),
-            crosses_nodes=_stacked([np.zeros(1) if each is None else each.crosses_nodes.astype(float) for each in sent])
-            > 0,
+            message=_stacked([each.sum(axis=1) for each in sent]),
             rank_of_stage=_stacked(stages).astype(np.int64),
         )
 
     def times(self, efficiency: HardwareEfficiency) -> Floats:
         """Return the seconds of one iteration of each strategy, in closed form: [n]."""
+        each = [self._times_of(replicas, efficiency) for replicas in self.replicas]
+        return np.asarray(np.maximum.reduce(each), dtype=float)
+
+    def _times_of(self, replicas: Replicas, efficiency: HardwareEfficiency) -> Floats:
+        """[n] seconds of one iteration of the replicas of a kind."""
         numbers, schedule = self.numbers, self.strategy.schedule
-        whole, first = self._rank_ops(efficiency)
-        slowest, others = of_slowest_and_others(schedule, self._with_messages(whole, efficiency))
+        whole, first = self._rank_ops(replicas, efficiency)
+        slowest, others = of_slowest_and_others(schedule, self._with_messages(whole, replicas, efficiency))
         makespan = pipeline_time(
             schedule,
             num_micro_batches=numbers["num_micro_batches"],
@@ -179,7 +208,7 @@ class StrategyBatch:
         )
         return np.asarray(makespan + self._step_s(efficiency, covering) + efficiency.iteration_s, dtype=float)
 
-    def _rank_ops(self, efficiency: HardwareEfficiency) -> tuple[Floats, Floats]:
+    def _rank_ops(self, replicas: Replicas, efficiency: HardwareEfficiency) -> tuple[Floats, Floats]:
         """[5, P, n] seconds of the ops of a whole micro-batch, and of its first token slice in the first stage."""
         model, strategy = self.model, self.strategy
         op_times = model.op_times
@@ -204,7 +233,7 @@ class StrategyBatch:
         )
         whole_micro_batch = np.zeros((len(StageOps._fields), *self.parameters.shape))
         first_token_slice = np.zeros_like(whole_micro_batch)
-        for kind in self.kinds:
+        for kind in replicas.kinds:
             rows = kind.ranks
             tables = [prices.ops(device, kind.topology, sizes) for device in kind.devices]
             whole = [stage_ops(self.per_rank[rows], table.sum(axis=2)) for table in tables]
@@ -214,15 +243,15 @@ class StrategyBatch:
             first_token_slice[:, rows] = on_slowest_device(first, whole_s)
         return whole_micro_batch, first_token_slice
 
-    def _with_messages(self, ops: Floats, efficiency: HardwareEfficiency) -> Floats:
+    def _with_messages(self, ops: Floats, replicas: Replicas, efficiency: HardwareEfficiency) -> Floats:
         """[5, P, n] ops of a whole micro-batch, with the messages that block them."""
         model = self.model
         if model.software.communication.overlaps_transfers or not self.message.any():
             return ops
         columns = np.arange(ops.shape[2])
         sending = sending_s(
-            Messages(self.message, self.bandwidth, self.latency, self.crosses_nodes),
-            self.tensor.at((self.rank_of_stage[: len(self.message)], columns)),
+            Messages(self.message, replicas.bandwidth, replicas.latency, replicas.crosses_nodes),
+            replicas.tensor.at((self.rank_of_stage[: len(self.message)], columns)),
             efficiency,
             in_parts=model.software.communication.shares_transfers and not self.strategy.sequence_parallel,
         )

@@ -7,6 +7,7 @@ The end of the iteration, which no schedule changes, is added to both.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,15 +73,32 @@ def grid_times(
             are not priced.
         wanted: [O, P] pairs of a schedule and a partition that are priced.
     """
+    # Replicas on unlike nodes do not wait for each other: an iteration takes as long as that of the slowest.
+    each = [_of_replicas(grid, groups, alike, cost_model, tables, counts, wanted) for alike in groups.by_replica]
+    return GridTimes(
+        reduce(np.maximum, [one.estimate for one in each]), reduce(np.maximum, [one.bound for one in each])
+    )
+
+
+def _of_replicas(
+    grid: StrategyGrid,
+    groups: RankGroups,
+    alike: RankGroups,
+    cost_model: CostModel,
+    tables: OpTables,
+    counts: Mapping[tuple[int, int], LayerCounts],
+    wanted: NDArray[np.bool_],
+) -> GridTimes:
+    """Price a grid with the devices and links of one kind of replica; all of them end the iteration together."""
     estimate = np.full(grid.shape, np.inf)
     bound = np.full(grid.shape, np.inf)
-    of_kind = [[tables.table(grid, device, kind.topology) for device in kind.devices] for kind in groups.kinds]
+    of_kind = [[tables.table(grid, device, kind.topology) for device in kind.devices] for kind in alike.kinds]
     for (model_chunks, place), found in counts.items():
         orders = [row for row, order in enumerate(grid.order) if order[1] == model_chunks and wanted[row, place]]
         if not orders:
             continue
-        ops = rank_ops(grid, groups, of_kind, found, cost_model.efficiency.op_s)
-        messages = message_times(grid, groups, cost_model, found, tables.splits(grid))
+        ops = rank_ops(grid, alike, of_kind, found, cost_model.efficiency.op_s)
+        messages = message_times(grid, alike, cost_model, found, tables.splits(grid))
         steps = [cost_model.step(found, groups, zero_stage) for zero_stage in grid.zero]
         for order in orders:
             schedule = grid.order[order][0]

@@ -139,3 +139,43 @@ def test_links_are_those_of_each_group_alone(case: tuple[Cluster, ParallelLayout
                 min(shares),
                 max(node.network.latency_s for node, _, _ in parts),
             )
+
+
+def test_replicas_of_a_uniform_cluster_are_alike() -> None:
+    for layout in ({"dp": 2, "tp": 2, "pp": 4}, {"dp": 3, "tp": 1, "pp": 5}):
+        all_of_them = groups(2, **layout)
+        assert all_of_them.by_replica == (all_of_them,)
+
+
+def test_replicas_on_unlike_nodes_have_devices_and_links_of_their_own() -> None:
+    # Two stages of two replicas of four ranks: the first replica on nodes 0 and 2, the second on 1 and 3.
+    slow = replace(
+        NODE,
+        device=replace(A100, name="slow"),
+        inside=Link(bandwidth=10e9, latency_s=9e-6),
+        network=Link(bandwidth=1e9, latency_s=1e-3),
+    )
+    four = [replace(node, num_devices=4) for node in (NODE, slow, slow, slow)]
+    layout = ParallelLayout(data_parallel_size=2, tensor_parallel_size=4, pipeline_parallel_size=2)
+    both = RankGroups(ClusterTable.of(Cluster(nodes=tuple(four))), layout)
+    first, second = both.by_replica
+    assert (first.replicas, second.replicas) == ((0,), (1,))
+    assert [[device.name for device in devices] for devices in first.devices] == [["A100"], ["slow"]]
+    assert [[device.name for device in devices] for devices in second.devices] == [["slow"], ["slow"]]
+    assert first.tensor.inside_bandwidth.tolist() == [300e9, 10e9]
+    assert both.tensor.inside_bandwidth.tolist() == second.tensor.inside_bandwidth.tolist() == [10e9, 10e9]
+    assert first.pipe.bandwidth.tolist() == both.pipe.bandwidth.tolist() == [1e9, 1e9]
+    # Gradients are reduced between all of them.
+    for each in (first, second):
+        assert each.data.network_bandwidth.tolist() == both.data.network_bandwidth.tolist()
+
+
+def test_replicas_that_do_not_count_still_use_the_links() -> None:
+    # Both replicas of a stage share one card of a node; the second one's next stage is in the same node.
+    node, other = replace(NODE, num_devices=2, num_network_cards=1), replace(NODE, device=replace(A100, name="slow"))
+    cluster = Cluster(nodes=(node, node, replace(other, num_devices=2, num_network_cards=1)))
+    layout = ParallelLayout(data_parallel_size=2, tensor_parallel_size=1, pipeline_parallel_size=3)
+    unlike = RankGroups(ClusterTable.of(cluster), layout, (0, 1, 2, 4, 3, 5))
+    assert len(unlike.by_replica) == 2
+    for each in unlike.by_replica:
+        assert each.pipe.bandwidth[0] == 12.5e9
