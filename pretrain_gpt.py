@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
 from megatron_terapipe.arguments import read_arguments
+from megatron_terapipe.arguments.searched_strategy import Constraints, FoundStrategy
 from megatron_terapipe.config import Config
 from megatron_terapipe.planning.stated_ranks import stated_ranks
 from megatron_terapipe.training.launch_environment import LaunchEnvironment
@@ -21,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Up to the process group every rank of a host meets the same error, and one of them says it.
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        arguments = read_arguments(argv)
+        arguments = read_arguments(argv, _find_strategy)
         config = arguments.config
         launch = _launch_environment(config)
         speaks = launch.local_rank == 0
@@ -57,6 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted: what was not saved is lost", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
+
+
+def _find_strategy(config: Config, constraints: Constraints) -> FoundStrategy:
+    # Imported where a search is asked for: it takes torch, and seconds.
+    from megatron_terapipe.training.found_strategy import find_strategy
+
+    if config.training.dry_run and not will_use_cuda(os.environ):
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return find_strategy(config, constraints)
 
 
 def _launch_environment(config: Config) -> LaunchEnvironment:

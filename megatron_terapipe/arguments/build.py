@@ -16,10 +16,12 @@ from megatron_terapipe.arguments.model_sources import (
 )
 from megatron_terapipe.arguments.notices import notices
 from megatron_terapipe.arguments.parser import CommandLine, read_command_line
+from megatron_terapipe.arguments.searched_strategy import StrategyFinder, constraints_of, without_strategy
 from megatron_terapipe.checkpoint.directories import names_model_folder
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.config.precision import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
@@ -41,11 +43,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Config:
     return read_arguments(argv).config
 
 
-def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
+def read_arguments(argv: Sequence[str] | None = None, find_strategy: StrategyFinder | None = None) -> Arguments:
     """Read the command line, and the strategy file and the preset that it names.
 
     Args:
         argv: words after the name of the program; None = those of this process.
+        find_strategy: finds the strategy that `--strategy auto` asks for; None where nothing is run.
 
     Raises:
         ConfigError: if a flag or a value is wrong; one line with the value, the rule and the remedy.
@@ -53,7 +56,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """
     line = read_command_line(sys.argv[1:] if argv is None else argv)
     given = line.given
-    if given.get("strategy"):
+    if given.get("strategy") not in (None, AUTO):
         _overlay(given, _strategy_settings(given["strategy"]), given["strategy"])
     if given.get("model_preset"):
         # Once its sizes are filled in, the name says nothing more: a checkpoint must not differ by it.
@@ -68,9 +71,10 @@ def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
     given |= file.values()
     with file.named_in_errors():
         _check_accepted(line)
+        searched = _take_found_strategy(given, find_strategy) if given.get("strategy") == AUTO else ()
         about_zero = list(_run_under_zero(given))
         config = build_config(given)
-    return Arguments(config=config, notices=(*notices(line, config), *file.notices(), *about_zero))
+    return Arguments(config=config, notices=(*notices(line, config), *file.notices(), *searched, *about_zero))
 
 
 def build_config(given: Mapping[str, Any]) -> Config:
@@ -92,6 +96,23 @@ def build_config(given: Mapping[str, Any]) -> Config:
         for section, section_class in get_type_hints(Config).items()
     }
     return Config(**sections)
+
+
+def _take_found_strategy(given: dict[str, Any], find_strategy: StrategyFinder | None) -> tuple[str, ...]:
+    """Add what a strategy sets that is found for the values given, and return the lines about it."""
+    if find_strategy is None:
+        raise ConfigError("--strategy auto is found when a run starts: name a strategy file here")
+    constraints = constraints_of(given)
+    found = find_strategy(build_config(without_strategy(given)), constraints)
+    settings = found.strategy.settings()
+    if given.get("token_slices") == AUTO:
+        given.pop("token_slices")  # The search has solved for them.
+    if given.get("stage_partition") == AUTO:
+        given.pop("stage_partition")
+    if found.strategy.stage_partition in constraints.get("stage_partition", ()):
+        settings.pop("stage_partition")
+    _overlay(given, settings, found.place)
+    return found.notices
 
 
 def _strategy_settings(path: str) -> dict[str, Any]:

@@ -10,14 +10,7 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.options import (
-    check_choices,
-    check_positive,
-    flag,
-    one_of,
-    option,
-    resolve,
-)
+from megatron_terapipe.config.options import check_choices, check_positive, flag, one_of, option, resolve
 from megatron_terapipe.config.stage_layers import listed_stages, uniform_stages, weighed_stages
 from megatron_terapipe.errors import ConfigError
 
@@ -101,13 +94,17 @@ class ParallelConfig:
     that rank. Default: as many as `1f1b` keeps with one stage on each rank."""
 
     cluster: str | None = option(None, metavar="FILE")
-    """Cluster for which `--token-slices auto` and `--pipeline-schedule optimised` find their answers: a cluster file as
-    `python -m megatron_terapipe.search` reads it, or a hostfile, whose devices are assumed to be A100-SXM4-80GB.
-    Default: nodes of eight A100-SXM4-80GB, on any machine, so that all ranks find the same."""
+    """Cluster for which `--strategy auto`, `--token-slices auto` and `--pipeline-schedule optimised` find answers: a
+    cluster file as `python -m megatron_terapipe.search` reads it, or a hostfile, whose devices are assumed to be
+    A100-SXM4-80GB. Default: nodes of eight A100-SXM4-80GB, on any machine, so that all ranks find the same."""
 
     op_profile: str | None = option(None, metavar="FILE")
-    """Profile with the op times for `--token-slices auto` and `--pipeline-schedule optimised`, as
-    `python -m megatron_terapipe.search measure` writes it. Default: times computed from data sheets."""
+    """Profile with the times of ops and messages for these answers, as `python -m megatron_terapipe.search measure`
+    writes it. Default: times computed from data sheets."""
+
+    op_calibration: str | None = option(None, metavar="FILE")
+    """Trials of this cluster (.jsonl), or constants fitted to them, for these answers; as the search's `--calibrate`
+    and `--calibration` read them."""
 
     stage_partition: str = option(
         "uniform",
@@ -136,7 +133,8 @@ class ParallelConfig:
     """Count the output layer as a layer of the last stage, where all stages have equally many."""
 
     strategy: str | None = option(None, metavar="FILE")
-    """Read the parallelism and the batch sizes from a strategy file, as the search writes it."""
+    """Read the parallelism and the batch sizes from a strategy file, as the search writes it. `auto` searches before
+    the run starts, as `python -m megatron_terapipe.search rank` does, keeping what other flags say."""
 
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library. Default: the one for the accelerator."""

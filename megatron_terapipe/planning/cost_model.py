@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.config import Config
+from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:  # It loads numpy, and not every run asks for prices.
     from megatron_terapipe.search.cost.cost_model import CostModel
     from megatron_terapipe.search.inputs.cluster import Cluster
+    from megatron_terapipe.search.trials.costs import Costs
 
 DEVICE = "A100-SXM4-80GB"
 """Device of the nodes that are assumed where no flag names a cluster: that of the defaults of `HardwareEfficiency`."""
@@ -29,37 +31,64 @@ def cost_model_of(config: Config, world_size: int) -> "CostModel":
         world_size: number of ranks.
 
     Raises:
-        ConfigError: if a file that `--cluster` or `--op-profile` names cannot be read, or the cluster is too small.
+        ConfigError: if a file that flags name cannot be read, or the cluster is too small.
     """
-    from megatron_terapipe.search.cost.cost_model import CostModel
-    from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
-    from megatron_terapipe.search.op_times.profile_efficiency import measured_cluster, measured_efficiency
-    from megatron_terapipe.search.op_times.profile_files import read_profile
-    from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
+    cluster = named_cluster(config.parallel.cluster, world_size)
+    return costs_of_run(config, cluster).pricing_on(cluster).cost_model
 
-    workload, precision = gpt_workload(config.model), config.precision.dtype
-    cluster = _cluster(config.parallel.cluster, world_size)
-    path = config.parallel.op_profile
-    if path is None:
-        return CostModel(workload, cluster, precision=precision)
+
+def costs_of_run(config: Config, cluster: "Cluster") -> "Costs":
+    """Return the sources of prices that the flags of a run name.
+
+    Args:
+        config: the configuration, its vocabulary size known.
+        cluster: the devices of the run.
+
+    Raises:
+        ConfigError: if a file that `--op-profile` or `--op-calibration` names cannot be read.
+    """
+    from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+    from megatron_terapipe.search.trials.costs import read_costs
+
+    parallel = config.parallel
     try:
-        profile = read_profile(path)
+        return read_costs(
+            gpt_workload(config.model),
+            cluster,
+            config.precision.dtype,
+            profile_path=parallel.op_profile,
+            calibration_path=parallel.op_calibration,
+        )
     except UserError as error:
-        raise ConfigError(f"--op-profile: {error}") from None
-    efficiency, cluster = measured_efficiency(profile, cluster), measured_cluster(profile, cluster)
-    return CostModel(workload, cluster, efficiency=efficiency, op_times=MeasuredProfile(profile), precision=precision)
+        flags = [flag(name) for name in ("op_profile", "op_calibration") if getattr(parallel, name) is not None]
+        raise ConfigError(f"{', '.join(flags)}: {error}") from None
 
 
 def machine_in_words(config: Config) -> str:
     """Return what the ops of a run are priced for, in words for messages."""
-    profile = "" if config.parallel.op_profile is None else f" with the profile {config.parallel.op_profile}"
+    sources = sources_in_words(config)
     if config.parallel.cluster is None:
-        return f"nodes of {DEVICES_OF_A_NODE} {DEVICE}, since no --cluster is given{profile}"
-    return f"the cluster {config.parallel.cluster}{profile}"
+        return f"nodes of {DEVICES_OF_A_NODE} {DEVICE}, since no --cluster is given{sources}"
+    return f"the cluster {config.parallel.cluster}{sources}"
 
 
-def _cluster(path: str | None, world_size: int) -> "Cluster":
-    """Return the cluster that a flag names, or the default one with room for all ranks."""
+def sources_in_words(config: Config) -> str:
+    """Return what was measured of the machine, in words that follow its name."""
+    parallel = config.parallel
+    profile = "" if parallel.op_profile is None else f" with the profile {parallel.op_profile}"
+    return profile + ("" if parallel.op_calibration is None else f", calibrated on {parallel.op_calibration}")
+
+
+def named_cluster(path: str | None, world_size: int) -> "Cluster":
+    """Return the cluster that `--cluster` names, or the default one with room for all ranks.
+
+    Args:
+        path: value of the flag; None = it is not given.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: if the file cannot be read, or the cluster is too small.
+    """
     from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cluster
     from megatron_terapipe.search.inputs.hostfile import is_hostfile
 

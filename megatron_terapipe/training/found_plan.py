@@ -8,6 +8,7 @@ import torch.distributed as dist
 from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import rank_orders
+from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.cost_model import machine_in_words
 from megatron_terapipe.training.run import Run
@@ -25,20 +26,20 @@ def check_agreement(run: Run) -> None:
     Raises:
         ConfigError: on every rank, if two differ.
     """
-    if not (run.found_token_slices or isinstance(run.schedule, FoundSchedule)):
-        return
     parallel = run.config.parallel
+    if not (run.found_token_slices or isinstance(run.schedule, FoundSchedule) or parallel.strategy == AUTO):
+        return
     order = write_schedule(rank_orders(run.schedule, run.pipeline))
-    text = f"{parallel.token_slices}\n{parallel.stage_partition}\n{order}"
+    text = f"{run.layout}\n{run.config.batch}\n{parallel.token_slices}\n{parallel.stage_partition}\n{order}"
     mine = sha256(text.encode()).hexdigest()
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     if len(set(found)) > 1:
         other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
         raise ConfigError(
-            f"rank {other} found other token slices or another schedule than rank 0: install the same releases of "
-            "numpy, numba and scipy everywhere, and the same files for --cluster and --op-profile, or give "
-            "--token-slices a list and --pipeline-schedule a file"
+            f"rank {other} found another strategy, other token slices or another schedule than rank 0: install the "
+            "same releases of numpy, numba and scipy everywhere, and the same files for --cluster, --op-profile and "
+            "--load, or give --strategy a file, --token-slices a list and --pipeline-schedule a file"
         )
 
 

@@ -134,7 +134,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     config.parallel.layout(launch.world_size)
     tokenizer_settings = TokenizerSettings.of(config.data, config.model.vocab_size)
     tokenizer = build_tokenizer(tokenizer_settings)
-    config = replace(config, model=replace(config.model, vocab_size=_vocab_size(config, tokenizer)))
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size_of(config, tokenizer)))
     planned = plan_run(config, launch.world_size)
     config, layout = planned.config, planned.layout
     _check_outputs(config)
@@ -173,8 +173,16 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     return run
 
 
-def _vocab_size(config: Config, tokenizer: Tokenizer) -> int:
-    """Return the size of the model's vocabulary: the tokenizer's, or a larger one that is asked for."""
+def vocab_size_of(config: Config, tokenizer: Tokenizer) -> int:
+    """Return the size of the model's vocabulary: the tokenizer's, or a larger one that is asked for.
+
+    Args:
+        config: the configuration.
+        tokenizer: tokenizer of the data.
+
+    Raises:
+        ConfigError: if a smaller one is asked for.
+    """
     asked = config.model.vocab_size
     # NullTokenizer was told the size, and adds the end of a document to it, as in Megatron.
     if asked is None or config.data.tokenizer_type == NullTokenizer.name:

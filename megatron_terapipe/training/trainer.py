@@ -11,6 +11,7 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.training.evaluation import Evaluation
 from megatron_terapipe.training.exit_conditions import ExitConditions, ExitReason, heard_signal
 from megatron_terapipe.training.found_plan import keep_schedule, notes
+from megatron_terapipe.training.found_strategy import keep_strategy
 from megatron_terapipe.training.micro_batches import micro_batches
 from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.reporting.build import build_reporters
@@ -41,6 +42,7 @@ class Trainer:
             cleanup.callback(self._reporters.close)
             cleanup.callback(self._step.close)
             keep_schedule(self._run)
+            keep_strategy(self._run)
             device = self._engine.device
             # Its backward adds up in any order.
             flash_attention_3 = not training.deterministic_mode and activate_flash_attention_3(device)

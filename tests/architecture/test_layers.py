@@ -176,7 +176,7 @@ LAYERS = (
     # The run of a configuration, planned with the search's cost model and solvers.
     Layer(
         ("megatron_terapipe.planning", "megatron_terapipe.planning.*"),
-        search("inputs", "software", "op_times", "cost", "rank"),
+        search("inputs", "software", "op_times", "cost", "space", "rank", "trials"),
     ),
     Layer(
         ("megatron_terapipe.training", "megatron_terapipe.training.*"),
@@ -186,6 +186,7 @@ LAYERS = (
             "megatron_terapipe.checkpoint",
             "megatron_terapipe.tensor_parallel",
             "megatron_terapipe.planning",
+            "megatron_terapipe.strategy",
             "megatron_terapipe.devices",
         ),
         ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
@@ -299,7 +300,8 @@ def test_the_walk_sees_what_it_should() -> None:
         ("megatron_terapipe.tensor_parallel.linear", "megatron_terapipe.config.model", False),
         ("megatron_terapipe.model.gpt", "deepspeed", False),
         ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.cost.cost_model", True),
-        ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.trials.fit", False),
+        ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.trials.costs", True),
+        ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.report.table", False),
         ("megatron_terapipe.search.rank.search", "megatron_terapipe.planning.planned_run", False),
         ("megatron_terapipe.data.loader", "megatron_terapipe.training.run", False),
         ("megatron_terapipe.training.run", "megatron_terapipe.inference.generation", False),

@@ -35,7 +35,9 @@ def test_ranks_that_agree_say_nothing() -> None:
 def test_every_rank_names_one_that_differs() -> None:
     lines = run_distributed(disagreement, 2, 1)
     assert lines[0] == lines[1]
-    assert lines[0].startswith("rank 1 found other token slices or another schedule than rank 0: install the same")
+    assert lines[0].startswith(
+        "rank 1 found another strategy, other token slices or another schedule than rank 0: install the same"
+    )
 
 
 def found_schedule(folder: Path) -> tuple[list[str], bool]:

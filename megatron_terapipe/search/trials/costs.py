@@ -1,0 +1,151 @@
+"""Sources of prices: data sheets, a profile, trials. The commands of the search and the trainer share them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_terapipe.search.cost.measured_layers import given_layers
+from megatron_terapipe.search.cost.memory_overheads import default_overheads
+from megatron_terapipe.search.cost.prediction import Prediction
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import OpTimes
+from megatron_terapipe.search.op_times.profile import Profile
+from megatron_terapipe.search.op_times.profile_efficiency import measured_cluster, measured_efficiency, profile_notes
+from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
+from megatron_terapipe.search.op_times.profile_files import read_profile
+from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
+from megatron_terapipe.search.software.terapipe import TERAPIPE
+from megatron_terapipe.search.trials.calibration import Calibration, calibrate, no_calibration
+from megatron_terapipe.search.trials.calibration_files import calibrated
+from megatron_terapipe.search.trials.cluster_calibrations import calibrated_slopes
+from megatron_terapipe.search.trials.profile_calibration import calibrate_on_profile
+from megatron_terapipe.search.trials.trial import Trial
+from megatron_terapipe.strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The sources of prices.
+
+    Attributes:
+        workload: what is trained.
+        precision: of matrix products.
+        calibration: what trials said; the defaults, if none were given.
+        profile: what was measured; None = nothing.
+        notes: what was used, a line each.
+    """
+
+    workload: Workload
+    precision: str
+    calibration: Calibration
+    profile: Profile | None
+    notes: tuple[str, ...]
+
+    def pricing_on(self, cluster: Cluster) -> Pricing:
+        """Return what prices strategies on a cluster, or on its nodes in another order, without intervals."""
+        return Pricing(
+            self.workload,
+            cluster,
+            efficiency=self._physics(cluster),
+            memory_overheads=self.calibration.memory_overheads or default_overheads(cluster),
+            op_times=self._op_times(cluster),
+            precision=self.precision,
+            measured_cluster=None if self.profile is None else measured_cluster(self.profile, cluster),
+        )
+
+    def with_interval(self, strategy: Strategy, prediction: Prediction, pricing: Pricing) -> Prediction:
+        """Return a price with its interval; it takes as long as pricing a few hundred strategies in closed form.
+
+        Args:
+            strategy: what was priced.
+            prediction: its price.
+            pricing: what priced it.
+        """
+        intervals = self.calibration.intervals
+        slopes = calibrated_slopes(self.calibration, pricing.cost_model, [strategy])
+        return replace(
+            prediction,
+            interval_s=intervals.interval_s(prediction.iteration_time_s, slopes),
+            interval_coverage=intervals.coverage,
+        )
+
+    def calibrated_on(self, trials: Sequence[Trial]) -> "Costs":
+        """Return these sources with constants fitted to trials of this cluster, as `--calibrate` does it.
+
+        Raises:
+            ConfigError: if there is a profile that covers none of them.
+        """
+        found = calibrate(trials) if self.profile is None else calibrate_on_profile(trials, self.profile)
+        return replace(self, calibration=found)
+
+    def _physics(self, cluster: Cluster) -> HardwareEfficiency | None:
+        efficiency, factors = self.calibration.efficiency, self.calibration.factors
+        if self.profile is None:
+            return efficiency
+        measured = measured_efficiency(self.profile, cluster, efficiency)
+        return measured if factors is None else factors.efficiency(measured)
+
+    def _op_times(self, cluster: Cluster) -> OpTimes | None:
+        if self.profile is None:
+            return given_layers(
+                self.workload,
+                cluster,
+                efficiency=self.calibration.efficiency or HardwareEfficiency(),
+                software=TERAPIPE,
+                precision=self.precision,
+            )
+        measured, factors = MeasuredProfile(self.profile), self.calibration.factors
+        return measured if factors is None else ScaledTimes(measured, factors.ops)
+
+
+def read_costs(
+    workload: Workload, cluster: Cluster, precision: str, *, profile_path: str | None, calibration_path: str | None
+) -> Costs:
+    """Return the sources of prices of a model on a cluster; their files are read.
+
+    Args:
+        workload: the model.
+        cluster: its devices.
+        precision: of matrix products.
+        profile_path: file that `measure` wrote; None = data sheets and formulas.
+        calibration_path: trials of this cluster, or constants that were fitted to them; None = the defaults.
+
+    Raises:
+        ConfigError: if a file cannot be read, or says nothing of this cluster.
+    """
+    notes = []
+    profile = None
+    if profile_path is not None:
+        profile = read_profile(profile_path)
+        notes.append(f"op times and links are those of {profile_path}")
+        notes += profile_notes(profile, cluster)
+    if calibration_path is None:
+        calibration = no_calibration()
+        notes.append("nothing was calibrated on this cluster: intervals are wide, because data sheets are uncertain")
+    else:
+        calibration = calibrated(cluster, calibration_path, profile)
+        notes.append(
+            f"calibrated on {calibration.num_trials} trials of {calibration_path}{_in_words(calibration.factors)}"
+        )
+        notes += [f"{calibration_path}: {note}" for note in calibration.notes]
+    if profile is None and workload.layers[0].forward_s is not None:
+        notes.append("op times are those of the model file (forward_s), scaled by the data sheet of the device")
+    return Costs(
+        workload=workload,
+        precision=precision,
+        calibration=calibration,
+        profile=profile,
+        notes=tuple(notes),
+    )
+
+
+def _in_words(factors: ProfileFactors | None) -> str:
+    """Return the factors on a profile in words."""
+    if factors is None:
+        return ""
+    return (
+        f": than the profile says, ops take {factors.ops:.2f} times as long, messages {factors.messages:.2f}, "
+        f"gaps between ops {factors.gaps:.2f}, the end of a step {factors.step:.2f}"
+    )
