@@ -160,7 +160,9 @@ class PipelineShape:
 
     def stages_of(self, rank: int) -> Iterator[int]:
         """Stages of a pipeline rank, first to last: one for each model chunk."""
-        return (stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+        turned = self.num_ranks - 1 - rank if self.placement is Placement.V else rank
+        for model_chunk in range(self.num_model_chunks):
+            yield model_chunk * self.num_ranks + (turned if model_chunk % 2 else rank)
 
     @property
     def last_stage(self) -> int:

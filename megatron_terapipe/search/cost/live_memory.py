@@ -5,6 +5,7 @@ rank nothing comes or goes), and with what an op holds while it runs.
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
 from math import inf
 from typing import NamedTuple
 
@@ -58,6 +59,9 @@ class Held(NamedTuple):
     working: ScalarOrArray
 
 
+MOST_OPS_AT_ONCE = 200_000
+"""Ops of several ranks that are looked at together."""
+
 _LIVE_CHANGE = np.array([LIVE_CHANGE[kind] for kind in KINDS])
 _TURNS = np.array([result(Op(kind, 0, 0, 0)).kind is OpKind.INPUT_GRADIENT for kind in KINDS])
 """Which kinds of ops give the gradient of their input."""
@@ -72,6 +76,22 @@ def rank_order(schedule: str, shape: PipelineShape, rank: int) -> OpColumns:
         rank: the pipeline rank.
     """
     return OpColumns.of(list(SCHEDULES[schedule](shape, rank)))
+
+
+def orders_of_ranks(schedule: str, shape: PipelineShape) -> list[OpColumns]:
+    """Return the ops of all ranks as arrays of [ranks, ops], some ranks at a time, so that none is very large.
+
+    Args:
+        schedule: its name in `SCHEDULES`; every rank has as many ops.
+        shape: extent of the pipeline.
+    """
+    orders = [rank_order(schedule, shape, rank) for rank in range(shape.num_ranks)]
+    together = max(MOST_OPS_AT_ONCE // max(len(orders[0].kind), 1), 1)
+    names = [field.name for field in fields(OpColumns)]
+    return [
+        OpColumns(*(np.stack([getattr(order, name) for order in orders[first : first + together]]) for name in names))
+        for first in range(0, len(orders), together)
+    ]
 
 
 def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, num_micro_batches: int) -> int:
@@ -98,10 +118,10 @@ def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, n
 
 
 def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) -> Held:
-    """The most that a rank holds, by what it is.
+    """The most that ranks hold, by what it is: [...].
 
     Args:
-        order: its ops.
+        order: their ops, arrays of [..., ops].
         lengths: tokens of each token slice.
         of_stage: bytes of a token on each stage, micro-batch size included.
     """
@@ -131,12 +151,13 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) ->
     of_blocks = own * of_stage.working[order.stage] + np.minimum(own * of_scores, SCORE_LIMIT)
     working = np.maximum(of_blocks, np.minimum(own * of_head, of_stage.limits.working))
     working = np.where(is_turn, working, 0.0)
-    at = int(np.argmax(held_activations + held_logits + held_key_values + working))
-    return Held(float(held_activations[at]), float(held_key_values[at]), float(held_logits[at]), float(working[at]))
+    at = np.argmax(held_activations + held_logits + held_key_values + working, axis=-1, keepdims=True)
+    parts = held_activations, held_key_values, held_logits, working
+    return Held(*(np.take_along_axis(part, at, axis=-1)[..., 0] for part in parts))
 
 
 def _during(comes: Numbers, goes: Numbers) -> Numbers:
-    """Amounts held while each op runs."""
-    held = np.cumsum(comes)
-    held[1:] -= np.cumsum(goes)[:-1]
+    """[..., ops] amounts held while each op runs."""
+    held = np.cumsum(comes, axis=-1)
+    held[..., 1:] -= np.cumsum(goes, axis=-1)[..., :-1]
     return held

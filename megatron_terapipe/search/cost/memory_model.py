@@ -14,8 +14,8 @@ from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
 from megatron_terapipe.search.cost.live_memory import (
     Held,
     StageBytes,
+    orders_of_ranks,
     peak_held,
-    rank_order,
     steady_micro_batches,
 )
 from megatron_terapipe.search.cost.memory_overheads import Counted, MemoryOverheads, assemble, default_overheads
@@ -97,11 +97,9 @@ class MemoryModel:
             zero_stage=strategy.zero_stage,
         )
         messages = self.message_bytes(ranks, strategy.micro_batch_size * longest / own)
-        counted = []
-        for rank, peak in enumerate(self._held(strategy, counts, activation_limit)):
-            each = Counted(*(float(np.broadcast_to(part, (ranks,))[rank]) for part in states))
-            counted.append(each.holding(peak, messages))
-        return counted
+        all_ranks = states.holding(self._held(strategy, counts, activation_limit), messages)
+        columns = (np.broadcast_to(np.asarray(part, dtype=float), ranks).tolist() for part in all_ranks)
+        return [Counted(*rank) for rank in zip(*columns, strict=True)]
 
     def states(
         self,
@@ -178,8 +176,8 @@ class MemoryModel:
         smallest = min(node.device.memory_bytes for node in self.cluster.nodes)
         return max(rank.total for rank in memory) <= smallest * self.overheads.usable_share
 
-    def _held(self, strategy: Strategy, counts: LayerCounts, limit: float | None) -> list[Held]:
-        """Memory that each rank holds at its peak."""
+    def _held(self, strategy: Strategy, counts: LayerCounts, limit: float | None) -> Held:
+        """[P] bytes that each rank holds at its peak."""
         of_stage = self._stage_bytes(strategy, counts)
         lengths = strategy.cut(self.workload.seq_length).lengths
         ranks, token_slices = strategy.pipeline_parallel_size, strategy.num_token_slices
@@ -189,26 +187,22 @@ class MemoryModel:
             schedule, limit = ("1f1b" if model_chunks == 1 else "interleaved"), limit or 1.0
         num_micro_batches = steady_micro_batches(schedule, ranks, token_slices, strategy.num_micro_batches)
         shape = PipelineShape(ranks * model_chunks, num_micro_batches, token_slices, model_chunks)
-        held = [peak_held(order, lengths, of_stage) for order in self._rank_orders(schedule, shape)]
+        blocks = [peak_held(order, lengths, of_stage) for order in self._orders_of_ranks(schedule, shape)]
+        held = Held(*map(np.concatenate, zip(*blocks, strict=True)))
         if limit is None:
             return held
         # Every rank may hold as many micro-batches, on all its stages, as the first one does under 1F1B.
         live = limit * min(ranks - 1 + token_slices, strategy.num_micro_batches * token_slices) / token_slices
         tokens = min(live, strategy.num_micro_batches) * sum(lengths)
-        return [
-            Held(
-                activations=tokens * float(of_stage.activations[rank::ranks].sum()),
-                key_values=tokens * float(of_stage.key_values[rank::ranks].sum()),
-                logits=peak.logits,
-                working=peak.working,
-            )
-            for rank, peak in enumerate(held)
-        ]
+        return held._replace(
+            activations=tokens * of_stage.activations.reshape(-1, ranks).sum(axis=0),
+            key_values=tokens * of_stage.key_values.reshape(-1, ranks).sum(axis=0),
+        )
 
-    def _rank_orders(self, schedule: str, shape: PipelineShape) -> list[OpColumns]:
+    def _orders_of_ranks(self, schedule: str, shape: PipelineShape) -> list[OpColumns]:
         key = schedule, shape
         if key not in self._orders:
-            self._orders[key] = [rank_order(schedule, shape, rank) for rank in range(shape.num_ranks)]
+            self._orders[key] = orders_of_ranks(schedule, shape)
         return self._orders[key]
 
     def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:

@@ -60,8 +60,12 @@ class Pricing:
             overheads=memory_overheads or default_overheads(cluster),
         )
 
-    def predict(self, strategy: Strategy) -> Prediction:
+    def predict(self, strategy: Strategy, memory: tuple[RankMemory, ...] | None = None) -> Prediction:
         """Price one strategy.
+
+        Args:
+            strategy: what to price.
+            memory: memory of each pipeline rank, if it is known already.
 
         Raises:
             ConfigError: if it does not fit the cluster or the model.
@@ -72,7 +76,7 @@ class Pricing:
             iteration_time_s=time.iteration_time_s,
             bubble_ratio=time.bubble_ratio,
             breakdown=time.breakdown,
-            memory=self.memory_model.predict(strategy),
+            memory=memory or self.memory_model.predict(strategy),
             notes=time.notes,
         )
 

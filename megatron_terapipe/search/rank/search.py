@@ -172,9 +172,10 @@ class _Contest:
                 continue
             strategy, pricing = self._at(index)
             simulated += 1
-            if pricing.why_it_does_not_fit(strategy, pricing.memory_model.predict(strategy)) is not None:
+            memory = pricing.memory_model.predict(strategy)
+            if pricing.why_it_does_not_fit(strategy, memory) is not None:
                 continue
-            prediction = pricing.predict(strategy)
+            prediction = pricing.predict(strategy, memory)
             if prediction.iteration_time_s < to_beat_s * (1 - ROUNDING):
                 to_beat_s = prediction.iteration_time_s
                 fastest = Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster)
@@ -214,7 +215,7 @@ class _Contest:
             shape = key[1]
             self._ops_left -= min(2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices, OPS_OF_ONE)
         self._counts.simulated += 1
-        prediction = pricing.predict(strategy)
+        prediction = pricing.predict(strategy, memory)
         self.ranked.append(
             Ranked(
                 strategy=strategy,
