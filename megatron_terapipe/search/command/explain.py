@@ -9,6 +9,7 @@ from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
 from megatron_terapipe.search.rank.ranked import predict_one
 from megatron_terapipe.search.rank.search import ROUNDING, SearchResult
+from megatron_terapipe.search.report.advice import Advice, distance_text
 from megatron_terapipe.search.report.comparison import compare
 from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.space.choices import Choices
@@ -122,23 +123,29 @@ def _peak(prediction: Prediction) -> str:
     return f"{bytes_text(prediction.peak_memory_bytes)} on the fullest rank"
 
 
-def nothing_fits(result: SearchResult) -> str:
-    """Return why no strategy is left, and what to change: the rule that the last ones broke, and the remedy."""
+def nothing_fits(result: SearchResult, advice: Advice, problem: SearchProblem) -> str:
+    """Return why no strategy is left, and what to change: the rule that the last ones broke, and the remedy.
+
+    Args:
+        result: of a search that found nothing.
+        advice: with the distance to fit, where memory is the reason.
+        problem: what was asked.
+    """
     doubles = {rule.name for rule in DUPLICATE_RULES}
     rejected = [(name, number) for name, number in result.counts.rejected.items() if number and name not in doubles]
     if not rejected:
         return "no strategy can run: no layout of the ranks has the sizes that flags fix; drop one of these flags"
+    nearest = "" if advice.distance is None else f": {distance_text(advice.distance, problem)}"
     if result.too_full is not None:
         return (
             f"no strategy can run: {result.counts.rejected[HEADROOM]:,} fit the devices, but none keeps as much memory "
-            "free as --memory-headroom asks for; lower it, or take more devices or larger ones"
+            f"free as --memory-headroom asks for{nearest}"
         )
     last, number = rejected[-1]
-    if last == FITS:
-        nearest = f" (for one: {result.refused[0].reason})" if result.refused else ""
+    if last in (FITS, HEADROOM):
         return (
-            f"no strategy can run: all {number:,} that keep the other rules need more memory than the devices "
-            f"have{nearest}; take more devices or larger ones, or drop a flag that fixes a dimension"
+            f"no strategy can run: all {number:,} that keep the other rules need more memory than the devices have"
+            f"{nearest}"
         )
     return (
         f"no strategy can run: the last {number:,} break the rule '{last}'; drop a flag that fixes a dimension, or "

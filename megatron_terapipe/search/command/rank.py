@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.command.advice import advise
 from megatron_terapipe.search.command.costs import Costs, costs_of
 from megatron_terapipe.search.command.explain import explain_space, explain_strategy, nothing_fits
 from megatron_terapipe.search.command.shared_flags import (
@@ -26,12 +27,11 @@ from megatron_terapipe.search.command.shared_flags import (
     progress_bar,
     read_one_strategy,
 )
-from megatron_terapipe.search.command.warnings import fewer_devices_note, headroom_note, memory_note
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.fewer_devices import on_fewer_devices
 from megatron_terapipe.search.rank.grid_prices import ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import SearchResult, search
+from megatron_terapipe.search.report.advice import advice_notes
 from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.search.report.documents import rank_document
 from megatron_terapipe.search.report.output_files import (
@@ -203,14 +203,10 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     with progress_bar(options.progress) as progress:
         result = search(problem, choices, costs.pricing_on, top=options.top, effort=options.effort, progress=progress)
-        pricing = costs.pricing_on(cluster)
-        loud = None
-        warnings = [memory_note(result.entries, pricing), headroom_note(result, problem, pricing)]
-        if result.entries:
-            fewer = on_fewer_devices(result.entries[0], problem, constraints, costs.pricing_on, progress)
-            loud = fewer_devices_note(fewer, problem)
+        advice = advise(result, problem, constraints, costs, progress)
+        proposed = []
         if result.entries and options.propose_trials is not None:
-            warnings.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
+            proposed.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
     answer = Answer(
         workload=workload,
         cluster=cluster,
@@ -223,8 +219,9 @@ def run(options: argparse.Namespace) -> int:
         proven=result.proven and bool(result.entries),
         could_save=result.could_save,
         search_s=time.perf_counter() - start,
-        notes=(*filter(None, [loud]), *notes, *costs.notes, *how_sure(result), *filter(None, warnings)),
-        why_none="" if result.entries else nothing_fits(result),
+        advice=advice,
+        notes=(*advice_notes(advice, problem), *notes, *costs.notes, *how_sure(result), *proposed),
+        why_none="" if result.entries else nothing_fits(result, advice, problem),
     )
     # Strategies say by their placement where ranks stand, and the cost model reads it.
     show_answer(options, answer, costs.pricing_on(cluster).cost_model.pipeline_costs)

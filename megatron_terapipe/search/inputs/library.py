@@ -216,6 +216,13 @@ def needs_fp16(name: str) -> bool:
         return False
 
 
+def smallest_device_with(memory_bytes: float) -> Device | None:
+    """Return the accelerator of the library with the least memory that is enough; None if none has as much."""
+    large = (each.device for each in DEVICES.values() if each.device.is_gpu)
+    enough = (each for each in large if each.memory_bytes >= memory_bytes)
+    return min(enough, key=lambda each: each.memory_bytes, default=None)
+
+
 def is_guess(name: str) -> bool:
     """Whether the figures of a device are nobody's data sheet."""
     return name in DEVICES and DEVICES[name].source == GUESS

@@ -108,6 +108,26 @@ class GridMemory:
                         roomy[order, place, ..., zero] = np.all(total <= limit * (1 - headroom), axis=0)
         return fits, roomy
 
+    def fullness(self, groups: RankGroups, counts: Mapping[tuple[int, int], LayerCounts]) -> Floats:
+        """Return the memory of the fullest device of each strategy, at least, as a share of what it has: [grid].
+
+        Args:
+            groups: devices of the layout.
+            counts: layers of each rank, by number of model chunks and place on the axis `partition`; others are inf.
+        """
+        grid, overheads = self._grid, self._model.overheads
+        smallest = np.array([min(each.memory_bytes for each in devices) for devices in groups.devices])
+        shares = np.full(grid.shape, np.inf)
+        for (model_chunks, place), found in counts.items():
+            ranks = _ranks_to_look_at(found)
+            capacity = (smallest[ranks] * overheads.usable_share).reshape(-1, 1, 1, 1, 1)
+            for order, (schedule, its_model_chunks) in enumerate(grid.order):
+                if its_model_chunks == model_chunks:
+                    for zero, stage in enumerate(grid.zero):
+                        total = self._total(found, ranks, schedule, zero, self._states(found, ranks, stage))
+                        shares[order, place, ..., zero] = np.max(total / capacity, axis=0)
+        return shares
+
     def _states(self, counts: LayerCounts, ranks: list[int], zero_stage: int) -> Counted:
         """[ranks] bytes whatever the schedule."""
         grid = self._grid

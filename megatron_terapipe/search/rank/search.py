@@ -26,6 +26,7 @@ from megatron_terapipe.search.rank.finalists import refined
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, PricedGrid, ProgressCallback, price_space
 from megatron_terapipe.search.rank.placement import node_orders, placement_of
 from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order, without_repetitions
+from megatron_terapipe.search.rank.sensitivity import contenders_of
 from megatron_terapipe.search.space.choices import Choices
 from megatron_terapipe.search.space.legal_grids import SearchCounts
 from megatron_terapipe.search.space.problem import SearchProblem
@@ -60,6 +61,7 @@ class SearchResult:
         could_save: share of the winner's time that the most promising strategy left out could save at most.
         refused: strategies that looked good in closed form and need too much memory on their schedule, a few.
         too_full: the fastest found that fits the devices without the headroom, if it is faster than the winner.
+        contenders: the winner, and the best of other layouts and schedules.
     """
 
     entries: tuple[Ranked, ...]
@@ -68,6 +70,7 @@ class SearchResult:
     could_save: float
     refused: tuple[Ranked, ...] = ()
     too_full: Ranked | None = None
+    contenders: tuple[Ranked, ...] = ()
 
 
 def search(
@@ -99,7 +102,8 @@ def search(
     entries = contest.ranked
     if refine and entries:
         entries = [*entries, *refined(entries, problem, choices, pricing_on, top=top, effort=effort, progress=progress)]
-    ordered = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))[:top]
+    everything = ranked_in_order(without_repetitions(entries, problem.workload.seq_length))
+    ordered = everything[:top]
     left = contest.lowest_bound_left
     best_s = ordered[0].prediction.iteration_time_s if ordered and ordered[0].prediction else np.inf
     could_save = max(0.0, 1 - left / best_s) if ordered and np.isfinite(left) else 0.0
@@ -110,6 +114,7 @@ def search(
         proven=could_save <= ROUNDING,
         could_save=could_save,
         refused=tuple(contest.refused),
+        contenders=tuple(_in_hostfile_order(entry, problem.cluster) for entry in contenders_of(everything)),
         too_full=None if too_full is None else _in_hostfile_order(too_full, problem.cluster),
     )
 

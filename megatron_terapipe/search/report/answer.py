@@ -7,6 +7,7 @@ from typing import Any
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.report.advice import Advice
 from megatron_terapipe.search.report.figures import speed_of
 from megatron_terapipe.search.report.schema import Speed
 from megatron_terapipe.search.software.terapipe import TERAPIPE
@@ -29,6 +30,7 @@ class Answer:
         proven: whether no other strategy can be faster than the winner, under this model.
         could_save: share of the winner's time that a strategy that was not simulated could save at most.
         search_s: seconds that the search took; None = nobody timed it.
+        advice: what to change and what to doubt; the notes have it in words.
         notes: assumptions and warnings, a line each.
         why_none: why no strategy can run; empty where one can.
     """
@@ -44,6 +46,7 @@ class Answer:
     proven: bool = False
     could_save: float = 0.0
     search_s: float | None = None
+    advice: Advice = field(default_factory=Advice)
     notes: tuple[str, ...] = ()
     why_none: str = ""
 

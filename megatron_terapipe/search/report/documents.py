@@ -9,6 +9,7 @@ from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.described import cluster_document, model_document
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.report.advice_document import advice_part
 from megatron_terapipe.search.report.answer import Answer, all_notes
 from megatron_terapipe.search.report.figures import devices_of
 from megatron_terapipe.search.report.schema import (
@@ -115,6 +116,7 @@ def rank_document(answer: Answer, launch: LaunchPart) -> RankDocument:
     return RankDocument(
         **_of_answer(answer),
         entries=[entry_part(answer, entry) for entry in answer.entries],
+        advice=advice_part(answer.advice),
         search=SearchPart(
             considered=counts.total,
             rejected={name: number for name, number in counts.rejected.items() if number},

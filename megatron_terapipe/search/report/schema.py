@@ -4,64 +4,15 @@ Programs read these documents. A key that goes away, or means something else, ma
 does not.
 """
 
-import re
-from dataclasses import fields
-from typing import Annotated, Any, Final, Literal, get_type_hints
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema
+from pydantic import Field, TypeAdapter
 
-from megatron_terapipe.config.options import field_help
-from megatron_terapipe.search.cost.prediction import RankMemory, TimeBreakdown
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.search.report.advice_schema import AdvicePart
+from megatron_terapipe.search.report.schema_parts import BreakdownObject, MemoryObject, Part, StrategyObject
 
 SCHEMA_VERSION: Final = 1
 """Version of the documents of all commands."""
-
-
-def attribute_texts(kind: type[Any]) -> dict[str, str]:
-    """Return the meaning of each attribute of a class, as the docstring of the class says it."""
-    listed = (kind.__doc__ or "").partition("Attributes:")[2]
-    found = re.findall(r"^ +(\w+): (.+?)(?=^ +\w+: |\Z)", listed, re.MULTILINE | re.DOTALL)
-    return {name: " ".join(text.split()) for name, text in found}
-
-
-def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[str, Any]:
-    """Return the JSON Schema of an object with the fields of a dataclass.
-
-    Args:
-        kind: the dataclass.
-        texts: meaning of each field.
-        **more: numbers that the object has beside these fields, and their meaning.
-    """
-    hints = get_type_hints(kind)
-    properties = {each.name: TypeAdapter(hints[each.name]).json_schema() for each in fields(kind)}
-    properties |= {name: {"type": "number"} for name in more}
-    for name, text in {**texts, **more}.items():
-        properties[name]["description"] = text
-    required = list(properties)
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-StrategyObject = Annotated[dict[str, Any], WithJsonSchema(object_schema(Strategy, field_help(Strategy)))]
-"""A strategy, as `--strategies` and the trainer's `--strategy` read it."""
-
-BreakdownObject = Annotated[
-    dict[str, float], WithJsonSchema(object_schema(TimeBreakdown, attribute_texts(TimeBreakdown)))
-]
-"""Seconds of an iteration by what they are spent on."""
-
-MemoryObject = Annotated[
-    dict[str, float], WithJsonSchema(object_schema(RankMemory, attribute_texts(RankMemory), total="sum of the others"))
-]
-"""Bytes of a pipeline rank by what they hold."""
-
-
-class Part(BaseModel):
-    """An object of a document: all of its keys are always there, and no others."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
-    )
 
 
 class ModelPart(Part):
@@ -208,6 +159,8 @@ class RankDocument(Document):
     """Command that wrote it."""
     entries: list[Entry]
     """The best strategies, best first."""
+    advice: AdvicePart
+    """What to change, and what to doubt; the notes have it in words."""
     search: SearchPart
     """What the search did."""
     why_none: str | None

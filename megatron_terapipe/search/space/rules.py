@@ -247,10 +247,12 @@ def _one_micro_batch(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """With one micro-batch gpipe runs the ops of 1f1b in the same order, and so it does those of interleaved."""
     del problem
     alternating = {model_chunks for schedule, model_chunks in grid.order if schedule in ("1f1b", "interleaved")}
-    again = [schedule == "gpipe" and model_chunks in alternating for schedule, model_chunks in grid.order]
     # Without a pipeline another rule keeps one schedule, which may be gpipe.
-    again = grid.along("order", np.array(again) & (grid.pipeline_parallel_size > 1))
-    return ~(again & (grid.num_micro_batches == 1))
+    again = [
+        grid.pipeline_parallel_size > 1 and schedule == "gpipe" and model_chunks in alternating
+        for schedule, model_chunks in grid.order
+    ]
+    return np.asarray(~(grid.along("order", again) & (grid.num_micro_batches == 1)))
 
 
 def _one_replica(grid: StrategyGrid, problem: SearchProblem) -> Holds:

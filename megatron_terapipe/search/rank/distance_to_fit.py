@@ -1,0 +1,252 @@
+"""How far a model is from fitting a cluster, and which single change would make it fit.
+
+The strategy nearest to fitting is the one whose fullest device has the least to spare beyond what it has. Each remedy
+was looked for: the same question with more nodes, a shorter sequence, a smaller batch, or without a constraint has a
+strategy that leaves the headroom free, counted exactly.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.search.cost.prediction import RankMemory
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.cluster import Cluster, Device
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.rank.grid_memory import GridMemory
+from megatron_terapipe.search.space.choices import Choices, all_choices
+from megatron_terapipe.search.space.legal_grids import LegalGrid, SearchCounts, legal_grids
+from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.strategy import SOLVED, Strategy
+
+COUNTED_EXACTLY = 8
+"""Strategies with the lowest bounds of memory whose memory is counted on their schedule."""
+
+TIMES_THE_NODES = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)
+"""Clusters that are tried, in nodes of the one that is too small."""
+
+LEAST_SEQ_LENGTH = 128
+"""Tokens below which no sequence is proposed."""
+
+LEAST = {"recompute": ("full", "selective", "none"), "zero_stage": (1, 0)}
+"""Values of dimensions by the memory that they need, the least first."""
+
+PricingOf = Callable[[Workload, Cluster], Pricing]
+"""Prices strategies of a model on a cluster."""
+
+
+RemedyKind = Literal["devices", "seq_length", "global_batch_size", "constraint"]
+"""What is changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """A strategy, and the memory of its fullest device beside what there is.
+
+    Attributes:
+        strategy: the strategy.
+        rank: pipeline rank of the fullest device.
+        memory: what it needs, by kind.
+        device: the smallest device of this rank.
+        usable_bytes: what may be used of it.
+    """
+
+    strategy: Strategy
+    rank: int
+    memory: RankMemory
+    device: Device
+    usable_bytes: float
+
+    @property
+    def fullness(self) -> float:
+        """What is needed, as a share of what may be used; it fits up to 1."""
+        return self.memory.total / self.usable_bytes
+
+    @property
+    def device_bytes(self) -> float:
+        """Memory that the device would have to have."""
+        return self.device.memory_bytes * self.fullness
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One change with which a strategy fits.
+
+    Attributes:
+        kind: `devices`, `seq_length`, `global_batch_size` or `constraint`.
+        value: number of devices, tokens or sequences; the name of the dimension whose constraint is lifted, or empty
+            for all of them.
+        found: a strategy that then fits.
+    """
+
+    kind: RemedyKind
+    value: int | str
+    found: Shortage
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistanceToFit:
+    """How much memory is missing, and what would make the model fit.
+
+    Attributes:
+        nearest: the strategy nearest to fitting.
+        remedies: single changes with which a strategy fits.
+    """
+
+    nearest: Shortage
+    remedies: tuple[Remedy, ...]
+
+
+def distance_to_fit(
+    problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing_of: PricingOf
+) -> DistanceToFit | None:
+    """Return how far the nearest strategy is from fitting; None if none keeps the other rules.
+
+    Args:
+        problem: a question without an answer.
+        constraints: values that flags allow for dimensions.
+        pricing_of: prices strategies of a model on a cluster.
+    """
+    nearest = nearest_to_fitting(problem, constraints, pricing_of)
+    if nearest is None:
+        return None
+    return DistanceToFit(nearest=nearest, remedies=tuple(_remedies(problem, constraints, pricing_of)))
+
+
+def nearest_to_fitting(
+    problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing_of: PricingOf
+) -> Shortage | None:
+    """Return the strategy that needs the least memory on its fullest device; None if none keeps the other rules.
+
+    Args:
+        problem: what is asked.
+        constraints: values that flags allow for dimensions.
+        pricing_of: prices strategies of a model on a cluster.
+    """
+    pricing = pricing_of(problem.workload, problem.cluster)
+    choices = _leanest(all_choices(problem).constrained(constraints), constraints)
+    candidates: list[tuple[float, Strategy]] = []
+    for found in legal_grids(problem, choices, SearchCounts()):
+        candidates += _least_full(found, problem, pricing)
+        candidates = sorted(candidates, key=lambda pair: pair[0])[:COUNTED_EXACTLY]
+    shortages = [_shortage(strategy, problem, pricing) for _, strategy in candidates]
+    return min(shortages, key=lambda shortage: shortage.fullness, default=None)
+
+
+def _leanest(choices: Choices, constraints: Mapping[str, tuple[Any, ...]]) -> Choices:
+    """Return the choices without values that never need less memory than another that is left."""
+    lean: dict[str, tuple[Any, ...]] = {
+        name: (next(value for value in order if value in choices[name]),) for name, order in LEAST.items()
+    }
+    lean["num_model_chunks"] = (min(choices["num_model_chunks"]),)
+    lean["micro_batch_size"] = (min(choices["micro_batch_size"]),)
+    if "1f1b" in choices["schedule"]:
+        lean["schedule"] = ("1f1b",)
+    # Stages that are solved for balance times, not bytes.
+    partitions = tuple(each for each in choices["stage_partition"] if each != SOLVED)
+    lean["stage_partition"] = partitions or ("uniform", "parameters")
+    # Where constraints go together with values that were dropped, all of them stay.
+    kept = {name: values for name, values in lean.items() if name not in constraints or name == "stage_partition"}
+    return Choices({**choices.values, **kept})
+
+
+def _least_full(found: LegalGrid, problem: SearchProblem, pricing: Pricing) -> list[tuple[float, Strategy]]:
+    """Return the strategies of a grid whose bound of memory is lowest, with its share of what may be used."""
+    grid, model = found.grid, pricing.cost_model
+    groups = model.groups_of(
+        ParallelLayout(
+            data_parallel_size=grid.data_parallel_size,
+            tensor_parallel_size=grid.tensor_parallel_size,
+            pipeline_parallel_size=grid.pipeline_parallel_size,
+        )
+    )
+    legal = np.asarray(found.legal.any(axis=(2, 3, 4, 5, 6)))
+    counts = {
+        (model_chunks, place): model.counter.count(
+            problem.partition(rule, grid.pipeline_parallel_size * model_chunks),
+            grid.pipeline_parallel_size,
+            grid.tensor_parallel_size,
+        )
+        for order, (_, model_chunks) in enumerate(grid.order)
+        for place, rule in enumerate(grid.partition)
+        if legal[order, place]
+    }
+    shares = np.where(found.legal, GridMemory(grid, pricing.memory_model).fullness(groups, counts), np.inf).ravel()
+    lowest = np.argsort(shares, kind="stable")[:COUNTED_EXACTLY]
+    places = [tuple(map(int, np.unravel_index(flat, grid.shape))) for flat in lowest if np.isfinite(shares[flat])]
+    return [(float(shares[flat]), grid.strategy(place, problem)) for flat, place in zip(lowest, places, strict=False)]
+
+
+def _shortage(strategy: Strategy, problem: SearchProblem, pricing: Pricing) -> Shortage:
+    usable_share = pricing.memory_model.overheads.usable_share * (1 - problem.memory_headroom)
+    memory = pricing.memory_model.predict(strategy)
+    ranks = []
+    for rank, devices in enumerate(pricing.cost_model.groups(strategy).devices):
+        smallest = min(devices, key=lambda device: device.memory_bytes)
+        ranks.append(
+            Shortage(
+                strategy=strategy,
+                rank=rank,
+                memory=memory[rank],
+                device=smallest,
+                usable_bytes=usable_share * smallest.memory_bytes,
+            )
+        )
+    return max(ranks, key=lambda each: each.fullness)
+
+
+def _remedies(
+    problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]], pricing_of: PricingOf
+) -> Iterator[Remedy]:
+    """Yield the smallest change of each kind with which a strategy fits."""
+
+    def fitting(changed: SearchProblem, constraints: Mapping[str, tuple[Any, ...]]) -> Shortage | None:
+        found = nearest_to_fitting(changed, constraints, pricing_of)
+        return found if found is not None and found.fullness <= 1 else None
+
+    for name in constraints:
+        found = fitting(problem, {other: values for other, values in constraints.items() if other != name})
+        if found is not None:
+            yield Remedy(kind="constraint", value=name, found=found)
+    if len(constraints) > 1 and (found := fitting(problem, {})) is not None:
+        yield Remedy(kind="constraint", value="", found=found)
+    others: tuple[tuple[RemedyKind, Iterator[tuple[int, SearchProblem]]], ...] = (
+        ("devices", _larger_clusters(problem)),
+        ("seq_length", _shorter(problem)),
+        ("global_batch_size", _smaller_batches(problem)),
+    )
+    for kind, changes in others:
+        for value, changed in changes:
+            if (found := fitting(changed, constraints)) is not None:
+                yield Remedy(kind=kind, value=value, found=found)
+                break
+
+
+def _larger_clusters(problem: SearchProblem) -> Iterator[tuple[int, SearchProblem]]:
+    """Yield the question on more and more nodes; those of a mixed cluster all grow by the same factor."""
+    nodes = problem.cluster.nodes
+    for times in TIMES_THE_NODES:
+        whole = round(times * len(nodes))
+        if whole <= len(nodes) or (not problem.cluster.is_uniform and times != int(times)):
+            continue
+        cluster = replace(problem.cluster, nodes=tuple(nodes[index % len(nodes)] for index in range(whole)))
+        yield cluster.num_devices, replace(problem, cluster=cluster)
+
+
+def _shorter(problem: SearchProblem) -> Iterator[tuple[int, SearchProblem]]:
+    """Yield the question with a half of the sequence, a quarter, ...; nothing for a model that is a list of layers."""
+    config, length = problem.workload.config, problem.workload.seq_length
+    while config is not None and (length := length // 2) >= LEAST_SEQ_LENGTH:
+        yield length, replace(problem, workload=gpt_workload(replace(config, seq_length=length)))
+
+
+def _smaller_batches(problem: SearchProblem) -> Iterator[tuple[int, SearchProblem]]:
+    """Yield the question with a half of the batch, a quarter, an eighth."""
+    for part in (2, 4, 8):
+        if problem.global_batch_size % part == 0:
+            batch = problem.global_batch_size // part
+            yield batch, replace(problem, global_batch_size=batch)

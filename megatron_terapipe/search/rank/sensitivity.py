@@ -1,0 +1,254 @@
+"""Which constant of the cost model changes the winner if it is 10 % off, and what it then costs to have chosen it.
+
+The contenders are the best strategies of different layouts. Each constant is moved both ways. What that does to their
+times is priced in closed form; where another one comes first, both are simulated with the moved constant. With a
+measured profile the constants of the roofline decide nothing, and its four factors are moved instead.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads, total_bytes
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
+from megatron_terapipe.search.op_times.constants import moved
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.profile_factors import ProfileFactors
+from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.strategy import Strategy
+
+Floats = NDArray[np.float64]
+
+CHANGE = 0.1
+"""By how much each constant is moved, as a share of it."""
+
+MOST_CONTENDERS = 8
+"""Strategies that are compared."""
+
+NEARLY = 0.002
+"""Share of the time below which another strategy is no other winner."""
+
+FARTHEST = 1.0
+"""Change of a constant, as a share of it, beyond which nothing is said of it."""
+
+HIGHEST = 0.99
+"""Share of its limit that a constant such as an efficiency is moved to at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherWinner:
+    """A constant with which another strategy is better than the winner.
+
+    Attributes:
+        constant: name of the constant.
+        change: by how much it is moved, as a share of it.
+        strategy: which is the best of the contenders then; None = none of them fits the devices.
+        regret: how much longer the winner takes then than this one, as a share; for constants of the memory, with
+            which the winner does not fit, how much longer this one takes than the winner.
+        is_memory: whether it is a constant of the memory.
+    """
+
+    constant: str
+    change: float
+    strategy: Strategy | None
+    regret: float
+    is_memory: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """The constants that decide who wins.
+
+    Attributes:
+        changes: constants with which another strategy is better, those with the largest regret first.
+        nearest: where there are none, the constant with which another strategy is as fast as the winner after the
+            smallest change, about; its regret is 0. None = none within a factor of two.
+        num_constants: constants that were moved.
+        num_contenders: strategies that were compared.
+    """
+
+    changes: tuple[OtherWinner, ...]
+    nearest: OtherWinner | None
+    num_constants: int
+    num_contenders: int
+
+
+def contenders_of(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """Return the winner and the best strategies that differ from all before them in their layout or schedule.
+
+    Args:
+        ranked: strategies with their prices, best first.
+    """
+    found: dict[object, Ranked] = {}
+    for entry in ranked:
+        one = entry.strategy
+        sizes = one.data_parallel_size, one.tensor_parallel_size, one.pipeline_parallel_size
+        found.setdefault((sizes, one.schedule, one.recompute, one.num_token_slices > 1), entry)
+    return list(found.values())[:MOST_CONTENDERS]
+
+
+def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> Sensitivity:
+    """Return which constants, 10 % off, make another contender better than the first.
+
+    Args:
+        contenders: the winner, then others, as `contenders_of` chooses them.
+        pricing: on the cluster, in the order of its hostfile.
+    """
+    model = pricing.cost_model
+    simulated = np.array([_time_s(entry) for entry in contenders])
+    if isinstance(model.op_times, Roofline):
+        moves = list(moves_of(model.efficiency))
+        closed_form = _in_closed_form(contenders, model)
+        ratio = simulated / closed_form(model.efficiency)
+        times = np.array([closed_form(constants) * ratio for _, _, constants in moves])
+    else:
+        moves = list(moves_of(ProfileFactors()))
+        models = [with_constants(model, constants) for _, _, constants in moves]
+        times = np.array(
+            [[each.predict_time(entry.strategy).iteration_time_s for entry in contenders] for each in models]
+        )
+    changes = _changes(contenders, moves, times, model)
+    overheads = [move for move in moves_of(pricing.memory_model.overheads) if move[1] > 0]
+    changes += _memory_changes(contenders, overheads, pricing)
+    return Sensitivity(
+        changes=tuple(sorted(changes, key=lambda each: -each.regret)),
+        nearest=None if changes else _nearest(contenders, moves, np.log(times / simulated)),
+        num_constants=len({name for name, _, _ in moves}) + len(overheads),
+        num_contenders=len(contenders),
+    )
+
+
+def with_constants(model: CostModel, constants: HardwareEfficiency | ProfileFactors) -> CostModel:
+    """Return the cost model with other constants of the roofline, or with factors on its profile.
+
+    Args:
+        model: the cost model.
+        constants: of the roofline, or factors.
+    """
+    return model.with_factors(constants) if isinstance(constants, ProfileFactors) else model.with_efficiency(constants)
+
+
+Move = tuple[str, float, Any]
+"""Name of a constant, the change as a share of it, and all constants with this change."""
+
+
+def moves_of(constants: Any) -> Iterator[Move]:
+    """Yield the constants with one of them moved; shares stay shares, and what is nothing stays nothing.
+
+    Args:
+        constants: of the roofline, of the memory, or factors on a profile.
+    """
+    for each in fields(constants):
+        value = getattr(constants, each.name)
+        if not isinstance(value, float) or value <= 0 or each.name == "usable_share":
+            continue
+        for change in (CHANGE, -CHANGE):
+            most = HIGHEST * each.metadata.get("most", np.inf)
+            change = min(change, max(most / value - 1, 0.0))
+            if change:
+                yield each.name, change, moved(constants, each.name, float(np.log1p(change)))
+
+
+def _in_closed_form(contenders: Sequence[Ranked], model: CostModel) -> Callable[[HardwareEfficiency], Floats]:
+    """Return what gives the seconds [n] of the contenders in closed form, for other constants."""
+    strategies = [entry.strategy for entry in contenders]
+    places: dict[tuple[object, ...], list[int]] = {}
+    for index, strategy in enumerate(strategies):
+        places.setdefault(batch_key(model, strategy), []).append(index)
+    batches = [
+        (rows, StrategyBatch.of([model] * len(rows), [strategies[row] for row in rows])) for rows in places.values()
+    ]
+
+    def times(efficiency: HardwareEfficiency) -> Floats:
+        found = np.empty(len(strategies))
+        for rows, batch in batches:
+            found[rows] = batch.times(efficiency)
+        return found
+
+    return times
+
+
+def _changes(contenders: Sequence[Ranked], moves: Sequence[Move], times: Floats, model: CostModel) -> list[OtherWinner]:
+    """Return the constants with which another strategy is faster than the first.
+
+    Args:
+        contenders: n strategies.
+        moves: m moved constants.
+        times: [m, n] seconds, about.
+        model: simulates them.
+    """
+    found = []
+    for (name, change, constants), row in zip(moves, times, strict=True):
+        best = int(np.argmin(row))
+        if row[best] >= row[0] * (1 - NEARLY / 2):
+            continue
+        then, strategy = with_constants(model, constants), contenders[best].strategy
+        winner_s, best_s = (then.predict_time(one).iteration_time_s for one in (contenders[0].strategy, strategy))
+        if best_s < winner_s * (1 - NEARLY):
+            found.append(OtherWinner(constant=name, change=change, strategy=strategy, regret=winner_s / best_s - 1))
+    return found
+
+
+def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) -> OtherWinner | None:
+    """Return the smallest change of a constant with which another contender is as fast as the first, about.
+
+    Args:
+        contenders: n strategies.
+        moves: m moved constants.
+        logs: [m, n] what moving them adds to the logarithms of the times.
+    """
+    gaps = np.log(np.array([_time_s(entry) for entry in contenders]) / _time_s(contenders[0]))
+    best, found = np.log1p(FARTHEST), None
+    for (name, change, constants), row in zip(moves, logs, strict=True):
+        step = np.log1p(change)
+        gained = row[0] - row
+        for index in range(1, len(contenders)):
+            if gained[index] <= 0 or (needed := abs(step) * gaps[index] / gained[index]) >= best:
+                continue
+            limit = next(each for each in fields(constants) if each.name == name).metadata.get("most", np.inf)
+            value = getattr(constants, name) * float(np.exp(np.sign(step) * (needed - abs(step))))
+            if value <= HIGHEST * limit:
+                best, strategy = needed, contenders[index].strategy
+                found = OtherWinner(
+                    constant=name, change=float(np.expm1(np.sign(step) * needed)), strategy=strategy, regret=0.0
+                )
+    return found
+
+
+def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing: Pricing) -> list[OtherWinner]:
+    """Return the constants of the memory with which the winner needs more than the devices have."""
+    counted = [pricing.memory_model.count(entry.strategy) for entry in contenders]
+    groups = [pricing.cost_model.groups(entry.strategy) for entry in contenders]
+
+    def fits(index: int, overheads: MemoryOverheads) -> bool:
+        return all(
+            float(total_bytes(rank, overheads)) <= overheads.usable_share * min(each.memory_bytes for each in devices)
+            for rank, devices in zip(counted[index], groups[index].devices, strict=True)
+        )
+
+    found = []
+    for name, change, overheads in moves:
+        if fits(0, overheads):
+            continue
+        other = next((entry for index, entry in enumerate(contenders) if fits(index, overheads)), None)
+        found.append(
+            OtherWinner(
+                constant=name,
+                change=change,
+                strategy=None if other is None else other.strategy,
+                regret=0.0 if other is None else _time_s(other) / _time_s(contenders[0]) - 1,
+                is_memory=True,
+            )
+        )
+    return found
+
+
+def _time_s(entry: Ranked) -> float:
+    assert entry.prediction is not None
+    return entry.prediction.iteration_time_s

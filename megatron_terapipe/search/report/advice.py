@@ -1,0 +1,220 @@
+"""What an answer says beside its ranking: what to change, what to doubt, and how sure the winner is."""
+
+import math
+from dataclasses import asdict, dataclass
+
+from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
+from megatron_terapipe.search.inputs.library import smallest_device_with
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.profile_factors import ProfileFactors
+from megatron_terapipe.search.rank.distance_to_fit import DistanceToFit, Remedy
+from megatron_terapipe.search.rank.fewer_devices import FewerDevices
+from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.sensitivity import CHANGE, OtherWinner, Sensitivity
+from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
+from megatron_terapipe.search.report.schema_parts import attribute_texts
+from megatron_terapipe.search.report.utilisation_check import UtilizationCheck
+from megatron_terapipe.search.space.problem import MEMORY_HEADROOM, SearchProblem
+
+WORTH_SAYING = 0.02
+"""Share of the time that leaving devices out must save before a note says so."""
+
+CHEAPER = 0.1
+"""Share of the device hours that leaving devices out must save before a note says so."""
+
+CONSTANT_TEXTS = {
+    **attribute_texts(HardwareEfficiency),
+    **attribute_texts(MemoryOverheads),
+    **{name: f"on the profile, {text}" for name, text in attribute_texts(ProfileFactors).items()},
+}
+"""Meaning of each constant of the cost model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TooFull:
+    """The fastest strategy that fits the devices and does not leave the headroom free.
+
+    Attributes:
+        entry: the strategy and its price.
+        left_free: share of the fullest device that it leaves free.
+        could_save: share of the winner's time that it would save; None = nothing leaves the headroom free.
+    """
+
+    entry: Ranked
+    left_free: float
+    could_save: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What to do with an answer.
+
+    Attributes:
+        memory_headroom: share of each device that every ranked strategy leaves free.
+        too_full: a faster strategy without headroom; None = there is none.
+        fewer_devices: parts of the cluster that were tried, largest first.
+        sensitivity: constants that decide who wins; None = there is no winner.
+        utilization: a utilisation that nobody has published; None = the winner's is believable, or nothing is known.
+        distance: how far the model is from fitting; None = it fits, or no strategy keeps the other rules.
+    """
+
+    memory_headroom: float = MEMORY_HEADROOM
+    too_full: TooFull | None = None
+    fewer_devices: tuple[FewerDevices, ...] = ()
+    sensitivity: Sensitivity | None = None
+    utilization: UtilizationCheck | None = None
+    distance: DistanceToFit | None = None
+
+
+def advice_notes(advice: Advice, problem: SearchProblem) -> list[str]:
+    """Return the advice in words, a line each, what matters most first.
+
+    Args:
+        advice: what was found.
+        problem: what was asked.
+    """
+    lines = [
+        _fewer_devices(advice.fewer_devices, problem),
+        None if advice.too_full is None else _too_full(advice.too_full, problem),
+        None if advice.utilization is None else _utilization(advice.utilization),
+        None if advice.sensitivity is None else _sensitivity(advice.sensitivity),
+        None if advice.distance is None else _shortage(advice.distance),
+    ]
+    return [line for line in lines if line is not None]
+
+
+def _fewer_devices(found: tuple[FewerDevices, ...], problem: SearchProblem) -> str | None:
+    """Return that a part of the cluster is faster than all of it, or much cheaper for each token; None if none is."""
+    best = min(found, key=lambda part: part.time_ratio, default=None)
+    if best is not None and best.time_ratio <= 1 - WORTH_SAYING:
+        return (
+            f"FEWER DEVICES ARE FASTER: {_on_part(best, problem)}, {1 - best.time_ratio:.0%} less than rank 1, which "
+            f"uses all: {_add(best)}"
+        )
+    # Devices of other kinds have other prices.
+    alike = [part for part in found if part.cluster.is_uniform and problem.cluster.is_uniform]
+    best = min(alike, key=lambda part: part.cost_ratio, default=None)
+    if best is None or best.cost_ratio > 1 - CHEAPER:
+        return None
+    return (
+        f"fewer devices are cheaper: {_on_part(best, problem)}, {best.time_ratio:.2g} times as long as rank 1, for "
+        f"{1 - best.cost_ratio:.0%} fewer device hours a token: {_add(best)}"
+    )
+
+
+def _on_part(part: FewerDevices, problem: SearchProblem) -> str:
+    assert part.entry.prediction is not None
+    names = {node.device.name for node in problem.cluster.nodes} - {node.device.name for node in part.cluster.nodes}
+    without = f", without the nodes of {' and '.join(sorted(names))}" if names else ""
+    return (
+        f"on {part.cluster.num_devices} of the {problem.cluster.num_devices} devices{without}, an iteration takes "
+        f"{time_text(part.entry.prediction.iteration_time_s)} ({strategy_text(part.entry.strategy)})"
+    )
+
+
+def _add(part: FewerDevices) -> str:
+    return f"add --devices-at-most {part.cluster.num_devices} to rank them"
+
+
+def _too_full(full: TooFull, problem: SearchProblem) -> str:
+    """Return what keeping memory free costs."""
+    assert full.entry.prediction is not None
+    saves = "" if full.could_save is None else f" and saves {full.could_save:.1%}"
+    return (
+        f"{strategy_text(full.entry.strategy)} takes {time_text(full.entry.prediction.iteration_time_s)}, but leaves "
+        f"{full.left_free:.1%} of a device's memory free, less than the {100 * problem.memory_headroom:.3g} % asked "
+        f"for: --memory-headroom {math.floor(1000 * full.left_free) / 1000:g} allows it{saves}"
+    )
+
+
+def _utilization(check: UtilizationCheck) -> str:
+    words = (
+        f"rank 1 is predicted to reach {check.predicted:.0%} of the peak, and the best published for such devices is "
+        f"{check.published.share:.0%} ({check.published.run}); it rests on {_constant(check.constant)} = "
+        f"{check.value:.3g}"
+    )
+    if check.needed is None:
+        return f"{words} most, which alone does not explain it: calibrate on trials"
+    return f"{words}, and with {check.needed:.3g} it would be {check.published.share:.0%}: calibrate on trials"
+
+
+def _sensitivity(found: Sensitivity) -> str:
+    """Return which constant decides who wins, in one line."""
+    tried = f"{found.num_constants} constants, {found.num_contenders} strategies"
+    if not found.changes:
+        near = ""
+        if found.nearest is not None and found.nearest.strategy is not None:
+            near = f"; the first to change it is {_moved(found.nearest)}: {strategy_text(found.nearest.strategy)}"
+        return f"no constant that is {CHANGE:.0%} off changes the winner ({tried}){near}"
+    first, *others = found.changes
+    if first.strategy is None:
+        effect = "rank 1 does not fit the devices any more, and none of the others does"
+    elif first.is_memory:
+        effect = (
+            f"rank 1 does not fit the devices any more; {strategy_text(first.strategy)} does, and takes "
+            f"{first.regret:.1%} longer"
+        )
+    else:
+        effect = f"{strategy_text(first.strategy)} wins, and rank 1 takes {first.regret:.1%} longer"
+    more = ""
+    if others:
+        listed = ", ".join(f"{each.constant} {each.change:+.0%} ({each.regret:.1%})" for each in others[:3])
+        more = f"; so do {listed}{', ...' if len(others) > 3 else ''}"
+    return f"the winner depends on {_moved(first)}: {effect}{more} ({tried})"
+
+
+def _moved(other: OtherWinner) -> str:
+    word = "higher" if other.change > 0 else "lower"
+    return f"{_constant(other.constant)} {abs(other.change):.0%} {word}"
+
+
+def _constant(name: str) -> str:
+    """Return a constant with its meaning, up to the first stop."""
+    meaning = CONSTANT_TEXTS.get(name, "").partition(";")[0].partition(":")[0].rstrip(".")
+    return f"{name} ({meaning})" if meaning else name
+
+
+def _shortage(distance: DistanceToFit) -> str:
+    """Return the memory of the fullest device of the nearest strategy, by kind."""
+    nearest = distance.nearest
+    parts = sorted(asdict(nearest.memory).items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name.replace('_', ' ')} {bytes_text(number)}" for name, number in parts if number > 0)
+    return (
+        f"the nearest strategy, {strategy_text(nearest.strategy)}, needs on pipeline rank {nearest.rank}: {listed}; "
+        f"together {bytes_text(nearest.memory.total)} of {bytes_text(nearest.usable_bytes)}"
+    )
+
+
+def distance_text(distance: DistanceToFit, problem: SearchProblem) -> str:
+    """Return how far the model is from fitting and what would make it fit, in one line.
+
+    Args:
+        distance: what was found.
+        problem: what was asked.
+    """
+    nearest = distance.nearest
+    kept = f" ({100 * problem.memory_headroom:.3g} % kept free)" if problem.memory_headroom else ""
+    remedies = [*(_remedy(each, problem) for each in distance.remedies if each.value != ""), _larger(distance)]
+    if not any(each.kind == "constraint" and each.value for each in distance.remedies):
+        remedies += ["no flag that fixes a dimension" for each in distance.remedies if each.value == ""]
+    return (
+        f"the nearest needs {bytes_text(nearest.memory.total)} on a device, of {bytes_text(nearest.usable_bytes)} that "
+        f"a {nearest.device.name} has{kept}; it would fit with {' or '.join(remedies)}"
+    )
+
+
+def _remedy(remedy: Remedy, problem: SearchProblem) -> str:
+    if remedy.kind == "constraint":
+        return f"--{str(remedy.value).replace('_', '-')} free"
+    if remedy.kind == "devices":
+        nodes = int(remedy.value) * len(problem.cluster.nodes) // problem.cluster.num_devices
+        return f"{remedy.value} such devices ({nodes} nodes)"
+    return f"--{remedy.kind.replace('_', '-')} {remedy.value}"
+
+
+def _larger(distance: DistanceToFit) -> str:
+    """Return the devices that the nearest strategy fits, and the smallest of the library that is as large."""
+    needed = distance.nearest.device_bytes
+    example = smallest_device_with(needed)
+    such = "" if example is None else f", such as {example.name}"
+    return f"devices of {bytes_text(math.ceil(needed / 1e9) * 1e9)}{such}"

@@ -1,0 +1,70 @@
+"""The predicted utilisation of a strategy beside the best that anybody published, and the assumption behind it."""
+
+from dataclasses import dataclass
+from math import exp, log, log1p
+
+from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.op_times.constants import moved
+from megatron_terapipe.search.op_times.profile_factors import ProfileFactors
+from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.rank.sensitivity import moves_of, with_constants
+from megatron_terapipe.search.report.figures import flops_utilization
+from megatron_terapipe.search.report.published_utilisation import PublishedUtilization, best_published
+
+TOLERANCE = 0.03
+"""Share of the peak by which a prediction may be above the best published one before somebody must say why."""
+
+MOST = log(3.0)
+"""Change of the logarithm of a constant beyond which it explains nothing."""
+
+STEPS = 6
+"""Simulations that look for the value of the constant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UtilizationCheck:
+    """A utilisation that nobody has published, and the constant that it depends on most.
+
+    Attributes:
+        predicted: share of the peak.
+        published: the best published.
+        constant: name of the constant that moves the time most.
+        value: what it is.
+        needed: what it would have to be for the published share; None = no value of it alone does that.
+    """
+
+    predicted: float
+    published: PublishedUtilization
+    constant: str
+    value: float
+    needed: float | None
+
+
+def check_utilization(entry: Ranked, model: CostModel) -> UtilizationCheck | None:
+    """Return what to doubt where a strategy is predicted to beat all published runs; None where it is not.
+
+    Args:
+        entry: with its price.
+        model: what priced it.
+    """
+    assert entry.prediction is not None
+    time_s, published = entry.prediction.iteration_time_s, best_published(model.cluster)
+    used = flops_utilization(entry.strategy, model.workload, model.cluster, time_s, model.precision)
+    if published is None or used <= published.share + TOLERANCE:
+        return None
+    constants = model.efficiency if isinstance(model.op_times, Roofline) else ProfileFactors()
+
+    def log_time(name: str, logarithm: float) -> float:
+        then = with_constants(model, moved(constants, name, logarithm))
+        return log(then.predict_time(entry.strategy).iteration_time_s / time_s)
+
+    slopes = {name: log_time(name, log1p(change)) / log1p(change) for name, change, _ in moves_of(constants)}
+    constant = max(slopes, key=lambda name: abs(slopes[name]))
+    target, at, slope, needed = log(used / published.share), 0.0, slopes[constant], None
+    for _ in range(STEPS):
+        at = max(-MOST, min(MOST, at + (target - (log_time(constant, at) if at else 0.0)) / slope))
+    value = float(getattr(constants, constant))
+    if abs(log_time(constant, at) - target) < 0.01:
+        needed = value * exp(at)
+    return UtilizationCheck(predicted=used, published=published, constant=constant, value=value, needed=needed)

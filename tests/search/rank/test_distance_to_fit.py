@@ -1,0 +1,82 @@
+"""The strategy nearest to fitting is the leanest there is, and every remedy works."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.rank.distance_to_fit import distance_to_fit, nearest_to_fitting
+from megatron_terapipe.search.rank.search import search
+from megatron_terapipe.search.space.choices import all_choices
+from megatron_terapipe.search.space.legal_grids import SearchCounts, legal_grids
+from megatron_terapipe.search.space.problem import SearchProblem
+from tests.search.problems import FAST, small_cluster, small_problem
+
+FEW = {"num_token_slices": (1, 2), "stage_partition": ("uniform",), "num_model_chunks": (1, 2)}
+
+
+def short(memory_bytes: float, **model: int) -> SearchProblem:
+    return small_problem(small_cluster(device=replace(FAST, memory_bytes=memory_bytes)), num_layers=8, **model)
+
+
+def test_nothing_needs_less_than_the_nearest() -> None:
+    problem = short(3e9)
+    nearest = nearest_to_fitting(problem, FEW, Pricing)
+    pricing = Pricing(problem.workload, problem.cluster)
+    least = min(
+        max(rank.total for rank in pricing.memory_model.predict(legal.grid.strategy(place, problem)))
+        for legal in legal_grids(problem, all_choices(problem).constrained(FEW), SearchCounts())
+        for place in (
+            [int(each) for each in np.unravel_index(flat, legal.grid.shape)]
+            for flat in np.flatnonzero(legal.legal).tolist()
+        )
+    )
+    assert nearest is not None and nearest.memory.total == pytest.approx(least)
+    assert nearest.usable_bytes == pytest.approx(0.95 * 3e9)
+
+
+def test_every_remedy_makes_it_fit() -> None:
+    constraints = {**FEW, "recompute": ("none",), "tensor_parallel_size": (1,), "pipeline_parallel_size": (1,)}
+    problem = short(5.6e9, seq_length=2048)
+    distance = distance_to_fit(problem, constraints, Pricing)
+    assert distance is not None and distance.nearest.fullness > 1
+    kinds = {(each.kind, each.value) for each in distance.remedies}
+    assert ("constraint", "tensor_parallel_size") in kinds and "seq_length" in {kind for kind, _ in kinds}
+    for each in distance.remedies:
+        changed, left = problem, constraints
+        if each.kind == "constraint":
+            left = {name: values for name, values in constraints.items() if each.value and name != each.value}
+        elif each.kind == "devices":
+            nodes = problem.cluster.nodes * (int(each.value) // problem.cluster.num_devices)
+            changed = replace(problem, cluster=Cluster(nodes=nodes))
+        elif each.kind == "seq_length":
+            assert problem.workload.config is not None
+            shorter = gpt_workload(replace(problem.workload.config, seq_length=int(each.value)))
+            changed = replace(problem, workload=shorter)
+        else:
+            changed = replace(problem, global_batch_size=int(each.value))
+        found = search(
+            changed,
+            all_choices(changed).constrained(left),
+            lambda cluster, changed=changed: Pricing(changed.workload, cluster),
+            top=1,
+            effort=0.1,
+            refine=False,
+        )
+        assert found.entries, each
+
+
+def test_a_device_with_the_memory_that_is_said_is_large_enough() -> None:
+    nearest = nearest_to_fitting(short(3e9), FEW, Pricing)
+    assert nearest is not None and nearest.fullness > 1
+    larger = nearest_to_fitting(short(nearest.device_bytes * 1.0001), FEW, Pricing)
+    assert larger is not None and larger.fullness <= 1
+    smaller = nearest_to_fitting(short(nearest.device_bytes * 0.999), FEW, Pricing)
+    assert smaller is not None and smaller.fullness > 1
+
+
+def test_where_other_rules_are_broken_there_is_no_distance() -> None:
+    assert distance_to_fit(short(3e9), {"tensor_parallel_size": (3,)}, Pricing) is None
