@@ -5,6 +5,10 @@ A ring of n ranks sends (n - 1)/n of the bytes over each of its links, twice for
 as fast as its slowest link. Its steps inside nodes wait for a latency of the inside link, those between nodes for one
 of the network; NCCL climbs a tree between many nodes, so that their latencies grow with the logarithm (NVIDIA,
 Massively Scale Your Deep Learning Training with NCCL 2.4).
+
+All-reduces between two nodes do not ring: each node sums inside and exchanges its sum with the other, so that a network
+card carries the bytes once, not 2 (n - 1)/n times (NCCL's trees; github.com/NVIDIA/nccl-tests/issues/196). Among more
+nodes a tree carries as much as a ring.
 """
 
 from typing import NamedTuple
@@ -15,17 +19,31 @@ from numpy.typing import NDArray
 from megatron_terapipe.search.cost.rank_groups import GroupTopology
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
+from megatron_terapipe.search.op_times.reduction_factors import reduction_factor
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-def _ring_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
-    """Seconds of one round: every rank gets its part of the sum, or every part gets to every rank."""
+def _round_s(
+    num_bytes: ScalarOrArray,
+    topology: GroupTopology,
+    efficiency: HardwareEfficiency,
+    network_share: ScalarOrArray | None = None,
+) -> ScalarOrArray:
+    """Seconds of one round: every rank gets its part of the sum, or every part gets to every rank.
+
+    Args:
+        num_bytes: bytes of the whole sum.
+        topology: ranks of the group, and their links.
+        efficiency: constants of the hardware.
+        network_share: part of the bytes that a node's network cards carry; None = as in a ring.
+    """
     size = np.maximum(topology.size, 1)
-    share = num_bytes * (size - 1) / size
-    inside = share / (topology.inside_bandwidth * efficiency.inside_efficiency)
-    network = share / (topology.network_bandwidth * efficiency.network_efficiency)
+    ring_share = (size - 1) / size
+    inside = num_bytes * ring_share / (topology.inside_bandwidth * efficiency.inside_efficiency)
+    carried = num_bytes * (ring_share if network_share is None else network_share)
+    network = carried / (topology.network_bandwidth * efficiency.network_efficiency)
     crosses = np.greater(topology.num_nodes, 1)
     in_a_node = size / topology.num_nodes
     steps_s = topology.inside_latency_s * (in_a_node - 1) + np.where(
@@ -33,7 +51,8 @@ def _ring_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: Hardw
     )
     # Where each node holds one rank, nothing travels inside nodes.
     moving = np.maximum(np.where(in_a_node > 1, inside, 0.0), np.where(crosses, network, 0.0))
-    return np.where(np.greater(size, 1), moving + steps_s, 0.0)
+    learned = np.where(crosses, 1.0, reduction_factor(efficiency.reductions, num_bytes, size))
+    return np.where(np.greater(size, 1), (moving + steps_s) * learned, 0.0)
 
 
 def reduce_scatter_s(
@@ -47,7 +66,7 @@ def reduce_scatter_s(
         efficiency: constants of the hardware.
     """
     return np.where(
-        np.greater(topology.size, 1), _ring_s(num_bytes, topology, efficiency) + efficiency.collective_s, 0.0
+        np.greater(topology.size, 1), _round_s(num_bytes, topology, efficiency) + efficiency.collective_s, 0.0
     )
 
 
@@ -70,9 +89,10 @@ def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
         topology: ranks of the group, and their links.
         efficiency: constants of the hardware.
     """
-    return np.where(
-        np.greater(topology.size, 1), 2 * _ring_s(num_bytes, topology, efficiency) + efficiency.collective_s, 0.0
-    )
+    size = np.maximum(topology.size, 1)
+    network_share = np.where(np.equal(topology.num_nodes, 2), 0.5, (size - 1) / size)
+    round_s = _round_s(num_bytes, topology, efficiency, network_share)
+    return np.where(np.greater(topology.size, 1), 2 * round_s + efficiency.collective_s, 0.0)
 
 
 def transfer_bandwidth(

@@ -1,5 +1,6 @@
 """Constants that calibration may move: declared with their default, and with how far from it they may be."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from typing import Any, Generic, TypeVar
@@ -22,6 +23,40 @@ def constant(default: float, prior_width: float | None = None, *, most: float = 
     return field(default=default, metadata={"prior_width": prior_width, "most": most})
 
 
+def factors(number: int, prior_width: float) -> Any:
+    """Declare a row of factors, each 1 by default, as one field: constants called `name[0]`, `name[1]`, ...
+
+    Args:
+        number: how many.
+        prior_width: standard deviation of the logarithm of each before any trial was seen.
+    """
+    return field(default=(1.0,) * number, metadata={"prior_width": prior_width, "most": inf})
+
+
+def _names(name: str, value: float | tuple[float, ...]) -> Iterable[str]:
+    return [f"{name}[{index}]" for index in range(len(value))] if isinstance(value, tuple) else [name]
+
+
+def _value(constants: Any, name: str) -> float:
+    field_name, bracket, index = name.partition("[")
+    value = getattr(constants, field_name)
+    return float(value[int(index[:-1])] if bracket else value)
+
+
+def _with_values(constants: Constants, values: Mapping[str, float]) -> Constants:
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        field_name, bracket, index = name.partition("[")
+        if not bracket:
+            changes[field_name] = value
+            continue
+        row = changes.setdefault(field_name, list(getattr(constants, field_name)))
+        row[int(index[:-1])] = value
+    frozen = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+    found: Constants = replace(constants, **frozen)
+    return found
+
+
 @dataclass(frozen=True)
 class Prior(Generic[Constants]):
     """Prior distribution of constants, before any trial. Make it with `of`.
@@ -41,27 +76,43 @@ class Prior(Generic[Constants]):
     @classmethod
     def of(cls, start: Constants) -> "Prior[Constants]":
         """Return the prior around constants, as their fields declare it."""
-        fitted = [each for each in fields(start) if each.metadata.get("prior_width") is not None]
-        most = [np.log(each.metadata["most"]) - np.log(getattr(start, each.name)) for each in fitted]
-        widths = np.array([each.metadata["prior_width"] for each in fitted])
-        return cls(start, tuple(each.name for each in fitted), widths, np.array(most))
+        names, widths, most = [], [], []
+        for each in fields(start):
+            width = each.metadata.get("prior_width")
+            if width is None:
+                continue
+            for name in _names(each.name, getattr(start, each.name)):
+                names.append(name)
+                widths.append(width)
+                most.append(np.log(each.metadata["most"]) - np.log(_value(start, name)))
+        return cls(start, tuple(names), np.array(widths), np.array(most))
 
     def at(self, logs: NDArray[np.float64]) -> Constants:
         """Return the constants for [p] logarithms of constant / start."""
         values = zip(self.names, logs, strict=True)
-        found: Constants = replace(
-            self.start, **{name: getattr(self.start, name) * float(np.exp(log)) for name, log in values}
-        )
-        return found
+        return _with_values(self.start, {name: _value(self.start, name) * float(np.exp(log)) for name, log in values})
+
+    def only(self, which: NDArray[np.bool_]) -> "Prior[Constants]":
+        """Return the prior of some of the constants; the others stay as they are.
+
+        Args:
+            which: [p] whether a constant is fitted.
+        """
+        names = tuple(name for name, chosen in zip(self.names, which, strict=True) if chosen)
+        return replace(self, names=names, widths=self.widths[which], most=self.most[which])
 
 
-def moved(constants: Constants, name: str, logarithm: float) -> Constants:
-    """Return constants of which one has another logarithm.
+def is_factor(name: str) -> bool:
+    """Whether a constant is one of a row of factors."""
+    return name.endswith("]")
+
+
+def moved(constants: Constants, names: Iterable[str], logarithm: float) -> Constants:
+    """Return constants of which some have other logarithms.
 
     Args:
         constants: the others.
-        name: of the one that moves.
-        logarithm: by how much its logarithm grows.
+        names: of those that move.
+        logarithm: by how much the logarithm of each grows.
     """
-    changed: Constants = replace(constants, **{name: getattr(constants, name) * float(np.exp(logarithm))})
-    return changed
+    return _with_values(constants, {name: _value(constants, name) * float(np.exp(logarithm)) for name in names})

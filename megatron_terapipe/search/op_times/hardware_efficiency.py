@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron_terapipe.search.op_times.constants import constant
+from megatron_terapipe.search.op_times.constants import constant, factors
+from megatron_terapipe.search.op_times.reduction_factors import NUM_REDUCTION_FACTORS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +55,8 @@ class HardwareEfficiency:
         optimizer_passes: how often the optimizer step reads or writes the bytes that it keeps of a parameter.
         op_s: what a pipeline's executor needs between two ops of a rank.
         iteration_s: what an iteration takes however small it is.
+        reductions: seconds of reductions inside a node in those of the formula, by ranks and bytes
+            (`reduction_factors`).
     """
 
     gemm_efficiency: float = constant(0.87, 0.15, most=1.0)
@@ -77,3 +80,4 @@ class HardwareEfficiency:
     optimizer_passes: float = constant(1.8, 0.3)
     op_s: float = 0.0
     iteration_s: float = constant(0.003, 1.0)
+    reductions: tuple[float, ...] = factors(NUM_REDUCTION_FACTORS, 0.25)

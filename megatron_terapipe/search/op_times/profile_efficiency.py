@@ -67,7 +67,8 @@ def measured_efficiency(
         values["iteration_s"] = max(profile.engine.iteration_s, LEAST_S)
         values["op_s"] = profile.engine.op_s
     known = {each.name for each in fields(HardwareEfficiency)}
-    return replace(efficiency, **{name: value for name, value in values.items() if name in known})
+    found: HardwareEfficiency = replace(efficiency, **{name: value for name, value in values.items() if name in known})  # type: ignore[arg-type]
+    return found
 
 
 def measured_cluster(profile: Profile, cluster: Cluster) -> Cluster:

@@ -75,6 +75,7 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
             prior=prior,
             residual_sd=fitted.residual_sd,
             covariance=fitted.covariance,
+            group_share=fitted.group_share,
         )
     return calibration_of(
         trials,

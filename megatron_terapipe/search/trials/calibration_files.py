@@ -14,6 +14,7 @@ from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.documents import read_document
 from megatron_terapipe.search.inputs.entries import CountOrNone, Entry, NotNegative, Positive, Text, fixed, read_entry
+from megatron_terapipe.search.op_times.constants import Prior
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.trials.calibration import Calibration, on_several_nodes
@@ -39,9 +40,16 @@ def write_calibrations(path: str, calibrations: Sequence[Calibration]) -> None:
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
+def _row_of(number: int) -> Any:
+    return Annotated[list[Positive], Field(min_length=number, max_length=number)]
+
+
 def _constants(declaring: type) -> Any:
-    """An entry with the constants that a dataclass declares."""
-    constants: dict[str, Any] = {each.name: (NotNegative, ...) for each in fields(declaring)}
+    """An entry with the constants that a dataclass declares, and rows of factors."""
+    constants: dict[str, Any] = {
+        each.name: (_row_of(len(each.default)) if isinstance(each.default, tuple) else NotNegative, ...)
+        for each in fields(declaring)
+    }
     return create_model(declaring.__name__, __base__=Entry, **constants)
 
 
@@ -51,7 +59,7 @@ class IntervalsEntry(Entry):
     coverage: Positive
     multiplier: Positive
     residual_sd: Positive
-    parameter_names: list[Literal[tuple(each.name for each in fields(HardwareEfficiency))]]  # type: ignore[valid-type]
+    parameter_names: list[Literal[Prior.of(HardwareEfficiency()).names]]  # type: ignore[valid-type]
     covariance: list[list[float]]
 
     @model_validator(mode="after")
@@ -97,7 +105,7 @@ def read_calibrations(path: str) -> list[Calibration]:
             several_nodes=one.several_nodes,
             num_trials=one.num_trials,
             num_memory_trials=one.num_memory_trials,
-            efficiency=HardwareEfficiency(**one.physics.model_dump()),
+            efficiency=_efficiency(one),
             memory_overheads=one.memory_physics and MemoryOverheads(**one.memory_physics.model_dump()),
             memory_sd=one.memory_sd,
             intervals=Intervals(
@@ -110,6 +118,11 @@ def read_calibrations(path: str) -> list[Calibration]:
         )
         for one in read_entry(CalibrationsEntry, read_document(path), path).calibrations
     ]
+
+
+def _efficiency(one: CalibrationEntry) -> HardwareEfficiency:
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in one.physics}
+    return HardwareEfficiency(**values)
 
 
 def calibrated(cluster: Cluster, path: str, profile: Profile | None = None) -> Calibration:

@@ -2,7 +2,8 @@
 
 Constants are fitted as logarithms. Each starts at its default, from which its prior says how far it may be; each
 measured run pulls at those that its time depends on. So eight runs already help, and none is fitted by heart: there is
-no constant of a single strategy, model or row. A robust loss keeps a failed run from spoiling the rest.
+no constant of a single strategy, model or row. A robust loss keeps a failed run from spoiling the rest, and errors that
+the runs of a group share count once, not once for each run (`group_effects`).
 """
 
 from collections.abc import Callable
@@ -14,18 +15,34 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.op_times.constants import Prior
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.trials.sample import Sample
+from megatron_terapipe.search.trials.group_effects import USUAL_SHARE, GroupEffects
+from megatron_terapipe.search.trials.sample import Sample, sample_sensitivities
 
 Floats = NDArray[np.float64]
 
-NOISE = 0.04
+NOISE = 0.03
 """Standard deviation of the logarithm of a measured time that constants this coarse leave, before any were fitted."""
 
-LARGE = 2.5
+LARGE = 1.2
 """Residual, in standard deviations of `NOISE`, from which the loss grows no longer with its square (soft L1)."""
 
 SIMULATIONS = 2
-"""How often closed forms are held to the simulator: with the constants of the fit before."""
+"""How often closed forms are held to the simulator: with the constants of the step before."""
+
+SLOPES = 4
+"""Steps of a fit that take the slopes anew; they hardly change any more after that."""
+
+STEPS = 10
+"""Steps of a fit at most."""
+
+LONGEST_STEP = 0.7
+"""By how much the logarithm of a constant moves in one step: beyond, slopes say little."""
+
+REWEIGHTINGS = 4
+"""How often a step finds anew which trials are far off."""
+
+STANDSTILL = 0.002
+"""Step of all logarithms below which a fit has ended."""
 
 
 def fit_constants(
@@ -75,17 +92,32 @@ def soft_l1(scaled: Floats, large: float) -> Floats:
     return np.asarray(np.sign(scaled) * large * np.sqrt(2 * (np.sqrt(1 + (scaled / large) ** 2) - 1)), dtype=np.float64)
 
 
-def residual_sd_of(errors: Floats, precision: Floats, prior: Prior[Any]) -> float:
-    """Standard deviation of the errors that a fit leaves, its freedom taken off.
+def weights_of(scaled: Floats, large: float) -> Floats:
+    """Weights [n] in (0, 1] with which least squares have the slope of the soft L1 loss: 1 / sqrt(1 + z^2).
+
+    Args:
+        scaled: residuals [n], in standard deviations.
+        large: residual from which on the loss no longer grows with their square.
+    """
+    return np.asarray(1 / np.sqrt(1 + (scaled / large) ** 2), dtype=np.float64)
+
+
+def residual_sd_of(
+    errors: Floats, precision: Floats, prior: Prior[Any], noise: float = NOISE, large: float = LARGE
+) -> float:
+    """Standard deviation of the errors that a fit leaves, large ones counted as the fit does, its freedom taken off.
 
     Args:
         errors: [n] log(predicted / measured).
         precision: [p, p] inverse of the covariance of the logarithms, the prior's part in it.
         prior: of the p constants.
+        noise: standard deviation that the fit expected.
+        large: error, in standard deviations, from which the loss grows no longer with its square.
     """
     # Of every constant the trials determine a part, and the prior the rest.
     determined = len(prior.names) - float(np.sum(np.diag(np.linalg.inv(precision)) / prior.widths**2))
-    return float(np.sqrt(np.sum(errors**2) / max(len(errors) - determined, 1.0)))
+    counted = noise * soft_l1(errors / noise, large)
+    return float(np.sqrt(np.sum(counted**2) / max(len(errors) - determined, 1.0)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,13 +126,17 @@ class FittedEfficiency:
 
     Attributes:
         efficiency: the most probable constants.
-        covariance: [p, p] of the logarithms of the fitted ones, in the order of the prior.
-        residual_sd: standard deviation of log(measured / predicted) over the trials, the fit's freedom taken off.
+        covariance: [p, p] of the logarithms of the fitted ones for a group that was not seen, in the order of the
+            prior.
+        residual_sd: standard deviation of log(measured / predicted) over the trials, large errors counted as the fit
+            counts them, the fit's freedom taken off.
+        group_share: how far constants of one group are from the others', in widths of the prior.
     """
 
     efficiency: HardwareEfficiency
     covariance: Floats
     residual_sd: float
+    group_share: float
 
 
 def fit_efficiency(sample: Sample) -> FittedEfficiency:
@@ -110,18 +146,55 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
     below that.
     """
     prior = Prior.of(HardwareEfficiency())
-    inverse = np.diag(prior.widths**-2.0)
     if not len(sample):
-        return FittedEfficiency(efficiency=prior.start, covariance=np.diag(prior.widths**2), residual_sd=NOISE)
-    found, precision, ratio = np.zeros(len(prior.names)), inverse, np.ones(len(sample))
+        return FittedEfficiency(
+            efficiency=prior.start, covariance=np.diag(prior.widths**2), residual_sd=NOISE, group_share=USUAL_SHARE
+        )
+    found, slopes = np.zeros(len(prior.names)), np.empty((len(sample), len(prior.names)))
+    groups = GroupEffects([(one.source, one.group) for one in sample.trials])
+    for step in range(STEPS):
+        efficiency = prior.at(found)
+        if step < SIMULATIONS:
+            ratio = sample.simulated_ratio(efficiency)
+        if step < SLOPES:
+            slopes = sample_sensitivities(sample, efficiency, prior.names)
+        errors = sample.errors(efficiency, ratio)
+        after = _step(errors, slopes, found, prior, groups)
+        if step == SLOPES - 1:
+            variances = NOISE**2 / weights_of(errors / NOISE, LARGE)
+            groups = groups.most_probable(errors - slopes @ found, slopes, variances, prior.widths)
+            continue
+        if step >= SLOPES and np.abs(after - found).max() < STANDSTILL:
+            break
+        found = after
+    errors = sample.errors(prior.at(found), ratio)
+    variances = NOISE**2 / weights_of(errors / NOISE, LARGE)
+    precision = groups.precision(slopes, variances, prior.widths)
+    spread = residual_sd_of(errors, precision, prior)
+    if spread > NOISE:
+        precision = groups.precision(slopes, variances * (spread / NOISE) ** 2, prior.widths)
+    covariance: Floats = np.linalg.inv(precision).astype(np.float64) + np.diag((groups.share * prior.widths) ** 2)
+    return FittedEfficiency(
+        efficiency=prior.at(found), covariance=covariance, residual_sd=spread, group_share=groups.share
+    )
 
-    def errors(logs: Floats) -> Floats:
-        return sample.errors(prior.at(logs), ratio)
 
-    for _ in range(SIMULATIONS):
-        ratio = sample.simulated_ratio(prior.at(found))
-        found, precision = fit_constants(errors, prior, begin=found, ftol=1e-4, xtol=1e-4)
-    spread = residual_sd_of(errors(found), precision, prior)
-    weight = min((NOISE / max(spread, 1e-9)) ** 2, 1.0)
-    covariance: Floats = np.linalg.inv((precision - inverse) * weight + inverse).astype(np.float64)
-    return FittedEfficiency(efficiency=prior.at(found), covariance=covariance, residual_sd=spread)
+def _step(errors: Floats, slopes: Floats, logs: Floats, prior: Prior[Any], groups: GroupEffects) -> Floats:
+    """The most probable logarithms, if times follow their slopes, none further away than a step may be long.
+
+    Large errors count less: weights of the soft L1 loss, of what of an error is not its group's, found again a few
+    times (iteratively reweighted least squares).
+    """
+    from scipy.optimize import lsq_linear
+
+    weights, after = np.ones(len(errors)), logs
+    lower, upper = logs - LONGEST_STEP, np.minimum(logs + LONGEST_STEP, np.maximum(prior.most, logs - STANDSTILL))
+    for _ in range(REWEIGHTINGS):
+        white = groups.whitening(slopes, NOISE**2 / weights, prior.widths)
+        system = np.concatenate([white @ slopes, np.diag(1 / prior.widths)])
+        wanted = np.concatenate([white @ (slopes @ logs - errors), np.zeros(len(logs))])
+        after = lsq_linear(system, wanted, bounds=(lower, upper + 1e-9), method="bvls").x
+        left = errors + slopes @ (after - logs)
+        own = NOISE**2 / weights * (white.T @ (white @ left))
+        weights = weights_of(own / NOISE, LARGE)
+    return np.asarray(after, dtype=np.float64)

@@ -6,12 +6,8 @@ scale of a strategy, larger the less it resembles what was measured.
 
 How many scales wide an interval must be, the trials themselves say (conformal prediction: Vovk, Gammerman and Shafer,
 Algorithmic Learning in a Random World, 2005, chapter 2; scaled residuals: Lei et al., arXiv 1604.04173 section 5.2):
-each group of trials is predicted by a fit that has not seen it, and the multiplier is the quantile of |error| / scale.
-The fit without a group is not run again but taken from the fit with it, which is exact for linear models:
-
-    r(-g) = (I - H_gg)^-1 r_g        H = J (J'J + s^2 W^-2)^-1 J'
-
-with the residuals r, their standard deviation s and the widths W of the prior.
+each group of trials is predicted by a fit that has not seen it (`group_effects`), and the multiplier is the quantile of
+|error| / scale, with the scale that this fit gives.
 """
 
 from collections.abc import Sequence
@@ -24,7 +20,8 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.op_times.constants import Prior
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.trials.fit import NOISE
+from megatron_terapipe.search.trials.fit import LARGE, NOISE, weights_of
+from megatron_terapipe.search.trials.group_effects import GroupEffects
 
 Floats = NDArray[np.float64]
 
@@ -102,6 +99,7 @@ def conformal(
     prior: Prior[Any],
     residual_sd: float,
     covariance: Floats | None = None,
+    group_share: float = 0.0,
 ) -> Intervals:
     """Return intervals from n trials with a time, each predicted as if the fit had not seen its group.
 
@@ -112,41 +110,23 @@ def conformal(
         prior: of the p constants.
         residual_sd: standard deviation of the errors, the fit's freedom taken off.
         covariance: [p, p] of the logarithms of the constants; None = what slopes and errors say.
+        group_share: how far constants of one group are from the others', in widths of the prior.
     """
     count = len(errors)
     spread = sqrt((count * residual_sd**2 + PRIOR_TRIALS * NOISE**2) / (count + PRIOR_TRIALS))
     if covariance is None:
         covariance = np.linalg.inv(slopes.T @ slopes / spread**2 + np.diag(prior.widths**-2.0)).astype(np.float64)
-    unseen = errors_without_own_group(errors, slopes, groups, spread, prior.widths)
+    # Trials count as much as they did in the fit: less where they are far off.
+    variances = spread**2 / weights_of(errors / NOISE, LARGE)
+    unseen = GroupEffects(groups, group_share).unseen(errors, slopes, variances, prior.widths)
+    scores = np.abs(unseen.errors) / np.sqrt(spread**2 + unseen.variances)
     return Intervals(
         coverage=COVERAGE,
-        multiplier=conformal_quantile(np.abs(unseen) / _scale(spread, covariance, slopes), COVERAGE),
+        multiplier=conformal_quantile(scores, COVERAGE),
         residual_sd=spread,
         covariance=covariance,
         parameter_names=prior.names,
     )
-
-
-def errors_without_own_group(
-    errors: Floats, slopes: Floats, groups: Sequence[object], residual_sd: float, widths: Floats
-) -> Floats:
-    """Errors that each trial would have, had the fit not seen its group: [n].
-
-    Args:
-        errors: [n] of the fit of all.
-        slopes: [n, p].
-        groups: of each trial.
-        residual_sd: s.
-        widths: [p] standard deviations of the prior.
-    """
-    precision = slopes.T @ slopes / residual_sd**2 + np.diag(widths**-2.0)
-    covariance = np.linalg.inv(precision)
-    unseen = np.empty(len(errors))
-    for group in set(groups):
-        rows = [index for index, own in enumerate(groups) if own == group]
-        hat = slopes[rows] @ covariance @ slopes[rows].T / residual_sd**2
-        unseen[rows] = np.linalg.solve(np.eye(len(rows)) - hat, errors[rows])
-    return unseen
 
 
 def conformal_quantile(scores: Floats, coverage: float) -> float:

@@ -80,7 +80,7 @@ class _Runs:
 
     def slopes(self, factors: ProfileFactors, log_times: Floats) -> Floats:
         """[n, p] change of them with the logarithm of each factor."""
-        columns = [self.log_times(moved(factors, name, STEP)) - log_times for name in PRIOR.names]
+        columns = [self.log_times(moved(factors, [name], STEP)) - log_times for name in PRIOR.names]
         return np.stack(columns, axis=1) / STEP
 
     def errors_on_lines(self, at_one: Floats, slopes: Floats, logs: Floats) -> Floats:
@@ -159,7 +159,7 @@ def factor_slopes(model: CostModel, strategies: Sequence[Strategy]) -> Floats:
         [n, p] change of log(time) with the logarithm of each factor, in the order of `PRIOR`.
     """
     known = model.with_efficiency(model.efficiency, RememberedTimes(model.op_times))
-    models = [known, *(known.with_factors(moved(ProfileFactors(), name, STEP)) for name in PRIOR.names)]
+    models = [known, *(known.with_factors(moved(ProfileFactors(), [name], STEP)) for name in PRIOR.names)]
     times = np.array([[_log_time(each, one) for each in models] for one in strategies])
     slopes: Floats = (times[:, 1:] - times[:, :1]) / STEP
     return slopes

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
-from megatron_terapipe.search.op_times.constants import moved
+from megatron_terapipe.search.op_times.constants import is_factor, moved
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.trials.trial import Trial, models_of
 from megatron_terapipe.strategy import Strategy
@@ -110,11 +110,7 @@ def sample_sensitivities(sample: Sample, efficiency: HardwareEfficiency, names: 
     Returns:
         [n, p] change of log(time) with the logarithm of each constant.
     """
-    slopes = np.empty((len(sample), len(names)))
-    for column, name in enumerate(names):
-        above, below = (sample.closed_form(moved(efficiency, name, sign * STEP)) for sign in (1, -1))
-        slopes[:, column] = np.log(above / below) / (2 * STEP)
-    return slopes
+    return _slopes_of_batches(sample.batches, efficiency, names)
 
 
 def strategy_sensitivities(
@@ -131,10 +127,41 @@ def strategy_sensitivities(
     places: dict[tuple[object, ...], list[int]] = {}
     for index, strategy in enumerate(strategies):
         places.setdefault(batch_key(model, strategy), []).append(index)
-    slopes = np.empty((len(strategies), len(names)))
-    for rows in places.values():
-        batch = StrategyBatch.of([model] * len(rows), [strategies[index] for index in rows])
-        for column, name in enumerate(names):
-            above, below = (batch.times(moved(efficiency, name, sign * STEP)) for sign in (1, -1))
+    batches = [
+        (StrategyBatch.of([model] * len(rows), [strategies[index] for index in rows]), np.array(rows))
+        for rows in places.values()
+    ]
+    return _slopes_of_batches(batches, efficiency, names)
+
+
+def _slopes_of_batches(
+    batches: Sequence[tuple[StrategyBatch, NDArray[np.int64]]], efficiency: HardwareEfficiency, names: Sequence[str]
+) -> Floats:
+    """[n, p] slopes of the logarithms of the times of n strategies in batches, each with the places of its own."""
+    slopes = np.zeros((sum(len(rows) for _, rows in batches), len(names)))
+    single = [column for column, name in enumerate(names) if not is_factor(name)]
+    factors = [column for column, name in enumerate(names) if is_factor(name)]
+    for batch, rows in batches:
+        for column in [*single, *_felt(batch, efficiency, names, factors)]:
+            above, below = (batch.times(moved(efficiency, [names[column]], sign * STEP)) for sign in (1, -1))
             slopes[rows, column] = np.log(above / below) / (2 * STEP)
     return slopes
+
+
+def _felt(
+    batch: StrategyBatch, efficiency: HardwareEfficiency, names: Sequence[str], columns: Sequence[int]
+) -> list[int]:
+    """Those factors that the times of a batch depend on: few of many, so halves are tried that may hold none."""
+    if not columns:
+        return []
+    # Times grow with every factor: if they do not with all of these, then with none.
+    block = moved(efficiency, [names[column] for column in columns], STEP)
+    if np.array_equal(batch.times(block), batch.times(efficiency)):
+        return []
+    if len(columns) == 1:
+        return list(columns)
+    middle = len(columns) // 2
+    return [
+        *_felt(batch, efficiency, names, columns[:middle]),
+        *_felt(batch, efficiency, names, columns[middle:]),
+    ]

@@ -10,31 +10,11 @@ from megatron_terapipe.search.trials.intervals import (
     COVERAGE,
     Intervals,
     conformal_quantile,
-    errors_without_own_group,
     uncalibrated,
 )
 from megatron_terapipe.search.trials.sample import strategy_sensitivities
 from megatron_terapipe.strategy import Strategy
 from tests.search.trials.synthetic import CLUSTER, STRATEGIES, WORKLOAD, measured
-
-
-def test_without_its_own_group_is_what_another_fit_says() -> None:
-    random = np.random.default_rng(0)
-    slopes, truth, spread = random.normal(size=(12, 3)), np.array([0.3, -0.2, 0.1]), 0.1
-    widths = np.array([0.5, 0.2, 1.0])
-    observed = slopes @ truth + random.normal(0, spread, 12)
-
-    def solve(rows: list[int]) -> np.ndarray:
-        precision = slopes[rows].T @ slopes[rows] / spread**2 + np.diag(widths**-2.0)
-        return np.asarray(np.linalg.solve(precision, slopes[rows].T @ observed[rows] / spread**2))
-
-    everything = list(range(12))
-    groups = [index // 3 for index in everything]
-    found = errors_without_own_group(observed - slopes @ solve(everything), slopes, groups, spread, widths)
-    for group in range(4):
-        rows = [index for index in everything if groups[index] == group]
-        others = [index for index in everything if groups[index] != group]
-        assert found[rows] == pytest.approx(observed[rows] - slopes[rows] @ solve(others))
 
 
 def test_a_quantile_holds_new_scores_as_often_as_it_says() -> None:
