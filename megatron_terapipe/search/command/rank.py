@@ -37,6 +37,8 @@ from megatron_terapipe.search.report.documents import rank_document
 from megatron_terapipe.search.report.output_files import (
     TERMINAL,
     OpCostsOf,
+    how_to_run,
+    script_command,
     winner_launch,
     write_answer,
     write_document,
@@ -119,9 +121,7 @@ def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf
     launch, why_not = winner_launch(answer)
     command = "" if launch is None else launch.command(options.output or "DIR")
     if options.html is not None:
-        # A page alone has no files beside it that its command could name.
-        hint = "" if options.output else "# with --output DIR, which writes the files:\n"
-        write_page(options.html, answer, op_costs, command=command and hint + command)
+        write_page(options.html, answer, op_costs, command=command and how_to_run(options.output, command))
     if options.output is None:
         written = LaunchPart(command=command or None, files=[], why_not=why_not or None)
     else:
@@ -136,7 +136,8 @@ def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf
     if launch is None:
         print(f"\nno command to launch it: {why_not}")
     elif written.files:
-        print(f"\nto run the winner:\n  {command}")
+        print(f"\nto run the winner, from any directory:\n  {script_command(options.output)}")
+        print(f"which runs, where pretrain_gpt.py is:\n  {command}")
     else:
         print("\nto run the winner: add --output DIR, which writes the files and prints the command")
 

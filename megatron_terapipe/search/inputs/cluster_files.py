@@ -12,6 +12,7 @@ from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
 from megatron_terapipe.search.inputs.documents import parse_text
+from megatron_terapipe.search.inputs.doubts import inside_doubt
 from megatron_terapipe.search.inputs.entries import Count, Entry, Positive, Text, fault, place, read_entry
 from megatron_terapipe.search.inputs.hostfile import hostfile_notes, is_hostfile, parse_hostfile
 from megatron_terapipe.search.inputs.library import GIGABIT, GIGABYTE
@@ -95,6 +96,8 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
         num_network_cards=cards,
         notes=(assumed(missing, device, machine),) if missing else (),
     )
+    if flat.intra_node_GBps is not None:
+        group = group.doubted(inside_doubt(device, inside))
     sizes = [min(per_node, num_devices - first) for first in range(0, num_devices, per_node)]
     nodes = tuple(group.node(f"node-{index}", num_devices=size) for index, size in enumerate(sizes, start=1))
     return Cluster(nodes=nodes, name=flat.name or f"{num_devices} x {device.name}"), group.notes

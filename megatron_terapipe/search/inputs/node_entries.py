@@ -11,6 +11,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs import library
 from megatron_terapipe.search.inputs.cluster import Device, Link, Node
 from megatron_terapipe.search.inputs.documents import suggestion
+from megatron_terapipe.search.inputs.doubts import inside_doubt, network_doubt, sparsity_doubt
 from megatron_terapipe.search.inputs.entries import (
     Bandwidth,
     Count,
@@ -153,6 +154,10 @@ class NodeGroup:
             num_network_cards=self.num_network_cards,
         )
 
+    def doubted(self, doubt: str | None) -> "NodeGroup":
+        """Return the group with one more note, if there is one."""
+        return self if doubt is None else replace(self, notes=(*self.notes, doubt))
+
     @classmethod
     def of_machine(cls, machine: Machine, device: Device, notes: tuple[str, ...] = ()) -> "NodeGroup":
         """Return a node of the library, perhaps with another device.
@@ -162,6 +167,8 @@ class NodeGroup:
             device: its device.
             notes: notes about it so far.
         """
+        doubt = sparsity_doubt(device)
+        notes += () if doubt is None else (doubt,)
         if library.is_guess(device.name):
             notes += (f"the figures of {device.name} are a guess, no data sheet: describe it, or measure it",)
         return cls(
@@ -260,6 +267,7 @@ def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False
         group = replace(group, num_devices=entry.devices)
     if entry.inside is not None:
         group = replace(group, inside=entry.inside.read(group.inside))
+        group = group.doubted(inside_doubt(group.device, group.inside))
     if entry.network is not None:
         usual = group.num_network_cards if keeps_cards or entry.network.bandwidth is None else 1
         network = entry.network.read(group.network)
@@ -267,6 +275,7 @@ def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False
         if keeps_cards and usual > 1 and entry.network.bandwidth is not None and entry.network.cards is None:
             notes += (f"the network is read as that of each of the {usual} cards of the machine: give cards if not",)
         group = replace(group, network=network, num_network_cards=entry.network.cards or usual, notes=notes)
+        group = group.doubted(network_doubt(network))
     return group
 
 

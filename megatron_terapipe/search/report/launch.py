@@ -25,10 +25,21 @@ HEADER = """#!/usr/bin/env bash
 # Written by the strategy search: runs {iterations} iterations on random tokens. Flags that follow are added, so
 #   ./launch.sh --data-path PREFIX --train-iters 100000
 # trains on data; tokenizer, schedule of the learning rate and checkpoints are yours to say. `--dry-run` only checks.
+# It runs from any directory. PRETRAIN_GPT names another pretrain_gpt.py than that of the checkout that wrote it.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 data=--mock-data
 case " $* " in *" --data-path "* | *" --train-data-path "*) data= ;; esac
+"""
+
+FIND_TRAINER = """trainer=${{PRETRAIN_GPT:-}}
+for each in {beside_package} ./pretrain_gpt.py; do
+    if [ -z "$trainer" ] && [ -f "$each" ]; then trainer=$each; fi
+done
+if [ ! -f "$trainer" ]; then
+    echo "error: pretrain_gpt.py is not at ${{trainer:-{beside_package} or here}}: set PRETRAIN_GPT to its path" >&2
+    exit 2
+fi
 """
 
 DRY_RUN = """# Checks are made in one process and need no other host.
@@ -60,7 +71,7 @@ class Launch:
     needs_cluster: bool = False
 
     def command(self, directory: str) -> str:
-        """Return the command in one line, to be run where `pretrain_gpt.py` is.
+        """Return the command of the script in one line, to be run where `pretrain_gpt.py` is.
 
         Args:
             directory: where the files are.
@@ -75,12 +86,13 @@ class Launch:
         Raises:
             ConfigError: if they cannot be written.
         """
-        script = [HEADER.format(iterations=TRAIN_ITERATIONS)]
+        beside_package = shlex.quote(str(Path(__file__).parents[3] / "pretrain_gpt.py"))
+        script = [HEADER.format(iterations=TRAIN_ITERATIONS), FIND_TRAINER.format(beside_package=beside_package)]
         if self.on_cpu:
             script.append("export DS_ACCELERATOR=cpu\n")
         script.append(f"launch=({_quoted(self._launcher('$here/hostfile'))})\n{DRY_RUN}")
-        words = _quoted(["pretrain_gpt.py", *self._files("$here"), *self.flags])
-        script.append(f'"${{launch[@]}}" {words} $data "$@"\n')
+        words = _quoted([*self._files("$here"), *self.flags])
+        script.append(f'"${{launch[@]}}" "$trainer" {words} $data "$@"\n')
         contents = {
             "strategy.json": json.dumps(self.strategy.to_json(), indent=2) + "\n",
             "hostfile": hostfile_text(self.nodes),

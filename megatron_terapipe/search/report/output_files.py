@@ -1,5 +1,6 @@
 """The files of an answer: its JSON, its page, and what launches the winner."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,6 +87,22 @@ def winner_launch(answer: Answer) -> tuple[Launch | None, str]:
         return None, str(error)
 
 
+def script_command(directory: str) -> str:
+    """Return the command of the script in a directory, which can be given from everywhere."""
+    return shlex.join(["bash", str(Path(directory) / "launch.sh")])
+
+
+def how_to_run(directory: str | None, command: str) -> str:
+    """Return what a page says of running the winner.
+
+    Args:
+        directory: where its files are; None = they were not written, and --output DIR writes them.
+        command: the command of the script.
+    """
+    written = "" if directory is not None else "# with --output DIR, which writes the files:\n"
+    return f"{written}{script_command(directory or 'DIR')}\n# or, where pretrain_gpt.py is:\n{command}"
+
+
 def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> LaunchPart:
     """Write `ranking.json`, `report.html` and, for the winner, what launches it; return what was written.
 
@@ -100,7 +117,7 @@ def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> LaunchP
     ranking, page = (str(Path(directory) / name) for name in ("ranking.json", "report.html"))
     launch, why_not = winner_launch(answer)
     command = None if launch is None else launch.command(directory)
-    write_page(page, answer, op_costs, command=command or "")
+    write_page(page, answer, op_costs, command="" if command is None else how_to_run(directory, command))
     files = [ranking, page, *([] if launch is None else launch.write(directory))]
     written = LaunchPart(command=command, files=files, why_not=why_not or None)
     write_document(ranking, rank_document(answer, written))
@@ -114,7 +131,7 @@ def write_page(path: str, answer: Answer, op_costs: OpCostsOf, *, command: str =
         path: path of the file.
         answer: what to write.
         op_costs: times of the ops of a strategy, for the timelines.
-        command: command that launches the winner; empty = none.
+        command: what launches the winner; empty = nothing does.
 
     Raises:
         ConfigError: if it cannot be written.

@@ -3,6 +3,7 @@ import os
 import re
 import shlex
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_terapipe.search.inputs.workload_files import parse_workload, read_
 from megatron_terapipe.search.report.launch import launch_of, model_flags, nodes_in_order
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from tests.architecture.sources import ROOT as REPOSITORY
 from tests.model.configs import MODELS
 from tests.search.report.answers import answer
 
@@ -67,7 +69,7 @@ def test_the_script_says_the_same_as_the_command(tmp_path: Path) -> None:
     launch.write(str(tmp_path))
     script = (tmp_path / "launch.sh").read_text()
     (launcher,) = re.findall(r"^launch=\((.*)\)$", script, re.MULTILINE)
-    line = script.splitlines()[-1].replace('"${launch[@]}"', launcher)
+    line = script.splitlines()[-1].replace('"${launch[@]}" "$trainer"', f"{launcher} pretrain_gpt.py")
     line = line.replace("$here", str(tmp_path)).replace('$data "$@"', "--mock-data")
     assert shlex.split(line) == shlex.split(launch.command(str(tmp_path)))
     assert (tmp_path / "launch.sh").stat().st_mode & 0o100
@@ -88,9 +90,34 @@ def test_a_dry_run_needs_no_other_host(tmp_path: Path, flags: list[str], program
         fake.chmod(0o755)
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     script = ["bash", str(tmp_path / "launch.sh"), *flags]
-    done = subprocess.run(script, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path})
-    assert done.stdout.startswith(f"{program} ") and "pretrain_gpt.py --strategy" in done.stdout
+    # From another directory than that of the trainer.
+    env = {**os.environ, "PATH": path}
+    done = subprocess.run(script, capture_output=True, text=True, check=True, env=env, cwd=tmp_path)
+    assert done.stdout.startswith(f"{program} ") and f"{REPOSITORY}/pretrain_gpt.py --strategy" in done.stdout
     assert done.stdout.split()[-1] == (flags[-1] if flags else "--mock-data")
+
+
+def test_the_script_finds_the_trainer_or_says_how_to_name_it(tmp_path: Path) -> None:
+    shown = answer()
+    launch_of(shown.entries[0].strategy, shown.workload.config, shown.cluster, "bf16").write(str(tmp_path / "plan"))
+    script = tmp_path / "plan" / "launch.sh"
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$1"\n')
+    (tmp_path / "python").chmod(0o755)
+    mine = tmp_path / "mine.py"
+    mine.touch()
+    run = partial(subprocess.run, ["bash", str(script), "--dry-run"], capture_output=True, text=True, cwd=tmp_path)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert run(env=env).stdout == f"{REPOSITORY}/pretrain_gpt.py\n"
+    assert run(env={**env, "PRETRAIN_GPT": str(mine)}).stdout == f"{mine}\n"
+    missing = run(env={**env, "PRETRAIN_GPT": "none.py"})
+    assert missing.stderr == "error: pretrain_gpt.py is not at none.py: set PRETRAIN_GPT to its path\n"
+    # The checkout that wrote the script is gone.
+    script.write_text(script.read_text().replace(str(REPOSITORY), str(tmp_path / "gone")))
+    done = run(env=env)
+    assert done.returncode == 2
+    assert f"pretrain_gpt.py is not at {tmp_path}/gone/pretrain_gpt.py or here: set PRETRAIN_GPT" in done.stderr
+    (tmp_path / "pretrain_gpt.py").touch()
+    assert run(env=env).stdout == "./pretrain_gpt.py\n"
 
 
 def test_one_machine_needs_no_hostfile() -> None:
