@@ -69,6 +69,7 @@ class Family:
         Raises:
             ConfigError: if it asks for what our models do not have, or makes no sense.
         """
+        file.refuse_experts()
         fields = self.fields(file)
         try:
             return ModelConfig(**fields, seq_length=fields["max_position_embeddings"])

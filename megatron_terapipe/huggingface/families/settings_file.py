@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_terapipe.config.json_files import read_json
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
 CONFIG_FILE = "config.json"
 
@@ -40,6 +40,24 @@ BITS = Kind("a list of 0 and 1", lambda value: isinstance(value, list) and all(e
 SECTION = Kind("a JSON object", lambda value: isinstance(value, Mapping))
 
 _REQUIRED = object()
+
+
+def refuse_experts(contents: Mapping[Any, Any], where: str) -> None:
+    """Raise if settings describe a mixture of experts, whatever else they say.
+
+    Args:
+        contents: settings of a model.
+        where: place of the settings, for the error.
+
+    Raises:
+        ConfigError: naming the first setting of experts that does not say that there are none.
+    """
+    for name, value in contents.items():
+        if "expert" in str(name) and value not in (None, 0, 1):
+            raise ConfigError(
+                f"{where} sets {name} to {_shown(value)}, and mixtures of experts are not in this trainer: "
+                f"{MODEL_CANNOT_BE_TRAINED}"
+            )
 
 
 class SettingsFile:
@@ -126,6 +144,10 @@ class SettingsFile:
         """
         contents = self.value(name, SECTION, None, nullable=True)
         return SettingsFile(contents or {}, f"{self.where} {name}")
+
+    def refuse_experts(self) -> None:
+        """Raise if the settings describe a mixture of experts."""
+        refuse_experts(self._contents, self.where)
 
     def __bool__(self) -> bool:
         """Whether anything is set."""

@@ -31,7 +31,14 @@ def parse_text(text: str, path: str) -> object:
         text: the text.
         path: path of the file.
     """
-    return parse_yaml(text, path) if path.lower().endswith(YAML_ENDINGS) else parse_json(text, path)
+    if path.lower().endswith(YAML_ENDINGS):
+        return parse_yaml(text, path)
+    try:
+        return parse_json(text, path)
+    except ConfigError as error:
+        if text.lstrip()[:1] in ("{", "["):
+            raise
+        raise ConfigError(f"{error}, or give YAML the ending .yaml") from None
 
 
 def parse_yaml(text: str, path: str) -> object:

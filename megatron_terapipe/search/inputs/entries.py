@@ -149,7 +149,9 @@ def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = ""
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        found = error.errors(include_url=False)
+        # A name with a slip is a field too many and one too few: the first says more.
+        first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
         raise ConfigError(_in_words(kind, first, document, file, path)) from None
 
 

@@ -111,8 +111,8 @@ def _mistake(line: str) -> str:
     for pattern, problem in _MISTAKES:
         match = pattern.fullmatch(line)
         if match is not None:
-            return f"{problem}: write {match[1] or 'HOST'} slots=N, N being its devices"
-    return "is not HOST slots=N: write it so; a cluster file is JSON, or YAML with the ending .yaml"
+            return f"{problem}: write '{match[1] or 'HOST'} slots=N', N being its devices"
+    return "is not 'HOST slots=N': write it so; a cluster file is JSON, or YAML with the ending .yaml"
 
 
 def _some(words: list[str]) -> str:

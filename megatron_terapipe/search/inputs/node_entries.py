@@ -10,7 +10,7 @@ from megatron_terapipe.devices import GENERATION_NAMES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs import library
 from megatron_terapipe.search.inputs.cluster import Device, Link, Node
-from megatron_terapipe.search.inputs.documents import suggestion
+from megatron_terapipe.search.inputs.documents import EXAMPLES, suggestion
 from megatron_terapipe.search.inputs.doubts import inside_doubt, network_doubt, sparsity_doubt
 from megatron_terapipe.search.inputs.entries import (
     Bandwidth,
@@ -21,6 +21,7 @@ from megatron_terapipe.search.inputs.entries import (
     Text,
     Time,
     fault,
+    is_number,
     place,
     wanted,
 )
@@ -33,9 +34,16 @@ NodeCount = Annotated[int, Field(ge=1, le=MOST_NODES)]
 DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 
 
-def _short_for(name: str, **more: object) -> BeforeValidator:
+def _short_for(name: str) -> BeforeValidator:
     """Text stands for an object with one field of that value."""
-    return BeforeValidator(lambda value: {name: value, **more} if isinstance(value, str) else value)
+    return BeforeValidator(lambda value: {name: value} if isinstance(value, str) else value)
+
+
+def _link(value: object) -> object:
+    """Text stands for a link of that bandwidth; a number alone has no unit."""
+    if is_number(value):
+        raise ValueError(f"is a number without a unit: write it as {EXAMPLES['bandwidth']}")
+    return {"bandwidth": value} if isinstance(value, str) else value
 
 
 class DeviceEntry(Entry):
@@ -89,8 +97,8 @@ class NodeParts(Entry):
 
     device: DeviceOrName | None = None
     devices: DeviceCount | None = None
-    inside: Annotated[LinkEntry, _short_for("bandwidth")] | None = None
-    network: Annotated[NetworkEntry, _short_for("bandwidth")] | None = None
+    inside: Annotated[LinkEntry, BeforeValidator(_link)] | None = None
+    network: Annotated[NetworkEntry, BeforeValidator(_link)] | None = None
 
 
 class NodeEntry(NodeParts):

@@ -13,8 +13,8 @@ from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.huggingface.families.registry import family_named, is_model_folder
-from megatron_terapipe.huggingface.families.settings_file import CONFIG_FILE, WORD, SettingsFile
+from megatron_terapipe.huggingface.families.registry import FAMILIES, family_named, is_model_folder
+from megatron_terapipe.huggingface.families.settings_file import CONFIG_FILE, WORD, SettingsFile, refuse_experts
 from megatron_terapipe.search.inputs.documents import parse_text, short, suggestion
 from megatron_terapipe.search.inputs.entries import (
     MOST,
@@ -215,6 +215,10 @@ def read_workload(path_or_preset: str, changes: Mapping[str, Any] | None = None)
     """
     if is_model_folder(path_or_preset):
         return read_workload(str(Path(path_or_preset) / CONFIG_FILE), changes)
+    if Path(path_or_preset).is_dir():
+        raise ConfigError(
+            f"model {path_or_preset} is a folder without {CONFIG_FILE}: give a file, or the name of a preset"
+        )
     if path_or_preset in MODEL_PRESETS and not Path(path_or_preset).exists():
         return parse_workload({"preset": path_or_preset}, f"preset {path_or_preset}", changes)
     if not Path(path_or_preset).exists() and "/" not in path_or_preset and "." not in Path(path_or_preset).name:
@@ -246,6 +250,7 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
     if isinstance(document, Mapping) and "model_type" in document:
         given = _of_hugging_face(document, where)
     else:
+        _refuse_other_models(document, where)
         given = read_entry(GptEntry, document, where).model_dump(exclude_none=True)
     values = {**given, **{name: value for name, value in (changes or {}).items() if value is not None}}
     name, preset = values.pop("name", ""), values.pop("preset", None) or values.pop("model_preset", None)
@@ -260,6 +265,18 @@ def parse_workload(document: object, where: str, changes: Mapping[str, Any] | No
     except UserError as error:
         raise ConfigError(f"{where}: {_as_fields(str(error))}") from None
     return gpt_workload(model, name or (preset if preset and values.keys() <= OF_ANY_SIZE else ""))
+
+
+def _refuse_other_models(document: object, where: str) -> None:
+    """Raise if the fields are those of a model that the trainer does not have, rather than misspelt ones of its own."""
+    if not isinstance(document, Mapping):
+        return
+    refuse_experts(document, where)
+    if "architectures" in document:
+        raise ConfigError(
+            f"{where} is a {CONFIG_FILE} of {short(document['architectures'])} without model_type, which names its "
+            f"family: add model_type, one of {', '.join(FAMILIES)}"
+        )
 
 
 def _of_hugging_face(document: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -30,17 +30,20 @@ def test_what_deepspeed_accepts(text: str, hosts: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a\n", 'line 1 of the hostfile, "a", says no slots: write a slots=N'),
-        ("# ours\na:8\n", 'line 2 of the hostfile, "a:8", has a colon, which DeepSpeed does not read: write a slots=N'),
-        ("a slots=eight\n", "has slots that are not a whole number from 0: write a slots=N"),
+        ("a\n", "line 1 of the hostfile, \"a\", says no slots: write 'a slots=N'"),
+        (
+            "# ours\na:8\n",
+            "line 2 of the hostfile, \"a:8\", has a colon, which DeepSpeed does not read: write 'a slots=N'",
+        ),
+        ("a slots=eight\n", "has slots that are not a whole number from 0: write 'a slots=N'"),
         ("a slots=-1\n", "has slots that are not a whole number from 0"),
-        ("a slots = 8\n", "has blanks beside =, which DeepSpeed does not read: write a slots=N"),
+        ("a slots = 8\n", "has blanks beside =, which DeepSpeed does not read: write 'a slots=N'"),
         (
             "a max_slots=16 slots=8\n",
-            "has words between host and slots, which DeepSpeed does not read: write a slots=N",
+            "has words between host and slots, which DeepSpeed does not read: write 'a slots=N'",
         ),
-        ("slots=8\n", "names no host: write HOST slots=N"),
-        ("a 8\n", "is not HOST slots=N: write it so"),
+        ("slots=8\n", "names no host: write 'HOST slots=N'"),
+        ("a 8\n", "is not 'HOST slots=N': write it so"),
         ("a slots=8\nb slot=8\n", "line 2 of the hostfile"),
         ("a slots=8\na slots=8\n", "names host a again"),
     ],

@@ -83,6 +83,19 @@ def test_layers_in_sliding_windows_can_be_cut() -> None:
     [
         ([], "m.json holds [], which is not an object"),
         ({"num_layer": 3}, "m.json: num_layer 3 is not a known field: did you mean num_layers?"),
+        (
+            GPT | {"num_experts": 8},
+            "m.json sets num_experts to 8, and mixtures of experts are not in this trainer: this",
+        ),
+        (
+            {"model_type": "llama", "num_local_experts": 8},
+            "m.json sets num_local_experts to 8, and mixtures",
+        ),
+        (
+            {"model_type": "mixtral"},
+            "m.json is a model of type mixtral, which cannot be trained here: give one",
+        ),
+        ({"architectures": ["BertModel"]}, 'm.json is a config.json of ["BertModel"] without model_type, which names'),
         ({"num_layers": 2.5}, "m.json: num_layers 2.5 is not a whole number: give one"),
         (GPT | {"num_layers": 10**9}, "m.json: num_layers 1000000000 is more than 10,000: give less"),
         (
