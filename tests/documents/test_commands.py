@@ -132,7 +132,7 @@ def flags_of_script(words: list[str]) -> list[str]:
     path = f"{Path('bin').resolve()}:{os.environ['PATH']}"
     done = subprocess.run(words, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path})
     lines = done.stdout.splitlines()
-    return lines[lines.index("pretrain_gpt.py") + 1 :]
+    return lines[[Path(line).name for line in lines].index("pretrain_gpt.py") + 1 :]
 
 
 def check(words: list[str]) -> None:
