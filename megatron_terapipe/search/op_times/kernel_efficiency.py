@@ -44,7 +44,7 @@ class KernelEfficiency:
         area: rows x outputs of a product at which half its time is the unfilled part of the last wave of tiles.
         memory: share of the memory bandwidth.
         processors: multiprocessors, which compute a tile each.
-        is_measured: whether products are from a table of many sizes; else a prior should be wider.
+        is_measured: whether products are from a table of many sizes.
     """
 
     products: float
@@ -114,6 +114,12 @@ def relative_efficiency(device: Device) -> RelativeEfficiency:
         area=one.area / reference.area,
         memory=one.memory / reference.memory,
     )
+
+
+def is_guessed(device: Device) -> bool:
+    """Whether what kernels reach on a device is from no table of its generation, so that priors should be wider."""
+    one = GENERATIONS.get(device.generation)
+    return device.is_gpu and (one is None or not one.is_measured or device.name in GAMING_BOARDS)
 
 
 def reachable_bandwidth(device: Device) -> float:

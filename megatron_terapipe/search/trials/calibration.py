@@ -1,12 +1,15 @@
 """Calibration on trials of one cluster: constants of time and of memory, and their uncertainty."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.op_times.constants import Prior
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.kernel_efficiency import is_guessed
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors
 from megatron_terapipe.search.trials.fit import fit_efficiency
 from megatron_terapipe.search.trials.intervals import Intervals, conformal, uncalibrated
@@ -46,9 +49,24 @@ class Calibration:
     notes: tuple[str, ...] = ()
 
 
-def no_calibration() -> Calibration:
-    """Defaults, and how far off they may be."""
-    return Calibration(intervals=uncalibrated())
+KERNELS = frozenset({"gemm_efficiency", "gemm_area", "attention_efficiency", "fused_attention", "memory_efficiency"})
+"""Constants of kernels."""
+
+GUESSED = 2.0
+"""How much wider their priors are on devices of whose generation there is no table."""
+
+
+def no_calibration(cluster: Cluster | None = None) -> Calibration:
+    """Defaults, and how far off they may be.
+
+    Args:
+        cluster: whose devices they are of; None = A100s.
+    """
+    prior = Prior.of(HardwareEfficiency())
+    if cluster is not None and any(is_guessed(node.device) for node in cluster.nodes):
+        wider = np.array([GUESSED if name in KERNELS else 1.0 for name in prior.names])
+        prior = replace(prior, widths=prior.widths * wider)
+    return Calibration(intervals=uncalibrated(prior))
 
 
 def on_several_nodes(cluster: Cluster) -> bool:

@@ -10,6 +10,7 @@ from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.kernel_efficiency import is_guessed
 from megatron_terapipe.search.op_times.layer_times import OpTimes
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.op_times.profile_efficiency import measured_cluster, measured_efficiency, profile_notes
@@ -122,8 +123,14 @@ def read_costs(
         notes.append(f"op times and links are those of {profile_path}")
         notes += profile_notes(profile, cluster)
     if calibration_path is None:
-        calibration = no_calibration()
+        calibration = no_calibration(cluster if profile is None else None)
         notes.append("nothing was calibrated on this cluster: intervals are wide, because data sheets are uncertain")
+        guessed = sorted({node.device.name for node in cluster.nodes if is_guessed(node.device)})
+        if guessed and profile is None:
+            notes.append(
+                f"what kernels reach on {' and '.join(guessed)} is a guess, as there is no table of it: "
+                "measure it (--profile), or calibrate on trials"
+            )
     else:
         calibration = calibrated(cluster, calibration_path, profile)
         notes.append(

@@ -11,6 +11,7 @@ from megatron_terapipe.search.op_times.kernel_efficiency import (
     AS_AN_A100,
     GAMING_BOARDS,
     GENERATIONS,
+    is_guessed,
     reachable_bandwidth,
     relative_efficiency,
 )
@@ -78,3 +79,9 @@ def test_fp32_is_the_same_on_all() -> None:
 
 def test_boards_for_games_are_not_held_to_a_servers_power() -> None:
     assert reached("RTX-2080-Ti") > 2 * reached("T4")
+
+
+def test_what_no_table_is_of_is_a_guess() -> None:
+    assert [is_guessed(device(name)) for name in ("A100", "H100", "L40S", "cpu-core")] == [False] * 4
+    assert [is_guessed(device(name)) for name in ("V100", "T4", "RTX-4090", "MI300X")] == [True] * 4
+    assert is_guessed(replace(A100, generation=""))

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.inputs.library import device
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.trials.calibration import Calibration, calibrate, no_calibration
@@ -72,3 +75,14 @@ def test_slopes_say_what_a_time_depends_on() -> None:
     alone = [strategy.pipeline_parallel_size == 1 for strategy in STRATEGIES]
     assert slopes[alone, 1] == pytest.approx(0.0)
     assert uncalibrated().half_width(np.zeros((1, len(uncalibrated().parameter_names))))[0] > 0.1
+
+
+def test_intervals_are_wider_on_devices_that_no_table_is_of() -> None:
+    model = CostModel(WORKLOAD, CLUSTER, software=MEGATRON_LM, precision="fp16")
+
+    def half_width(name: str) -> float:
+        nodes = tuple(replace(node, device=device(name)) for node in CLUSTER.nodes)
+        found = no_calibration(replace(CLUSTER, nodes=nodes))
+        return float(found.intervals.half_width(calibrated_slopes(found, model, STRATEGIES[:1]))[0])
+
+    assert half_width("A100") == half_width("H100") < half_width("V100") == half_width("T4")
