@@ -6,6 +6,7 @@ of the kinds, because a stage that spans two kinds is as slow as the slower one 
 that leaves out, a bounded local search looks for around the order that came out best.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, permutations
 from math import factorial, prod
@@ -92,16 +93,15 @@ def placement_of(ordered: Cluster, cluster: Cluster, world_size: int) -> tuple[i
     """
     if ordered.nodes == cluster.nodes:
         return None
-    starts, device = [], 0
+    free: dict[Node, deque[int]] = {}
+    first_device = 0
     for node in cluster.nodes:
-        starts.append(device)
-        device += node.num_devices
-    free = list(range(len(cluster.nodes)))
+        free.setdefault(node, deque()).append(first_device)
+        first_device += node.num_devices
     devices: list[int] = []
     for node in ordered.nodes:
-        index = next(each for each in free if cluster.nodes[each] == node)
-        free.remove(index)
-        devices += range(starts[index], starts[index] + node.num_devices)
+        first_device = free[node].popleft()
+        devices += range(first_device, first_device + node.num_devices)
     placement = tuple(devices[:world_size])
     return None if placement == tuple(range(world_size)) else placement
 
