@@ -152,7 +152,7 @@ def moves_of(constants: Any) -> Iterator[Move]:
             most = HIGHEST * each.metadata.get("most", np.inf)
             change = min(change, max(most / value - 1, 0.0))
             if change:
-                yield each.name, change, moved(constants, each.name, float(np.log1p(change)))
+                yield each.name, change, moved(constants, [each.name], float(np.log1p(change)))
 
 
 def _in_closed_form(contenders: Sequence[Ranked], model: CostModel) -> Callable[[HardwareEfficiency], Floats]:

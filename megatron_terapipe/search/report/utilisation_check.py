@@ -56,7 +56,7 @@ def check_utilization(entry: Ranked, model: CostModel) -> UtilizationCheck | Non
     constants = model.efficiency if isinstance(model.op_times, Roofline) else ProfileFactors()
 
     def log_time(name: str, logarithm: float) -> float:
-        then = with_constants(model, moved(constants, name, logarithm))
+        then = with_constants(model, moved(constants, [name], logarithm))
         return log(then.predict_time(entry.strategy).iteration_time_s / time_s)
 
     slopes = {name: log_time(name, log1p(change)) / log1p(change) for name, change, _ in moves_of(constants)}
