@@ -43,6 +43,12 @@ MOST_OPS = 400_000
 OPS_OF_ONE = 8_000
 """Ops of a schedule that are generated at most; `cost/simulated_time.py` extrapolates the rest."""
 
+MOST_LAYOUTS = 6
+"""Layouts beside those of the best strategies that have a contender."""
+
+CONTENDS = 1.5
+"""Closed form of a contender, in seconds of the winner, at most."""
+
 MOST_TOO_FULL = 8
 """Strategies without headroom that are simulated, to know the fastest of them."""
 
@@ -91,7 +97,7 @@ def search(
         pricing_on: prices strategies on the cluster's nodes in another order.
         top: how many strategies to return.
         effort: how much is simulated, in some seconds of one core.
-        refine: whether token slices, stages and nodes of the best are solved for.
+        refine: whether token slices, stages and nodes of the best are solved for, and other layouts looked at.
         progress: told what is being done.
     """
     counts = SearchCounts()
@@ -108,13 +114,17 @@ def search(
     best_s = ordered[0].prediction.iteration_time_s if ordered and ordered[0].prediction else np.inf
     could_save = max(0.0, 1 - left / best_s) if ordered and np.isfinite(left) else 0.0
     too_full = contest.fastest_too_full(best_s)
+    others = contest.best_of_other_layouts(best_s) if refine else []
+    contenders = contenders_of(
+        ranked_in_order(without_repetitions([*everything, *others], problem.workload.seq_length))
+    )
     return SearchResult(
         entries=tuple(_in_hostfile_order(entry, problem.cluster) for entry in ordered),
         counts=counts,
         proven=could_save <= ROUNDING,
         could_save=could_save,
         refused=tuple(contest.refused),
-        contenders=tuple(_in_hostfile_order(entry, problem.cluster) for entry in contenders_of(everything)),
+        contenders=tuple(_in_hostfile_order(entry, problem.cluster) for entry in contenders),
         too_full=None if too_full is None else _in_hostfile_order(too_full, problem.cluster),
     )
 
@@ -186,6 +196,34 @@ class _Contest:
                 fastest = Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster)
         return fastest
 
+    def best_of_other_layouts(self, best_s: float) -> list[Ranked]:
+        """Return the strategy with the lowest estimate of each of a few layouts of which none was simulated.
+
+        Args:
+            best_s: seconds of the winner.
+        """
+        known = {_layout(entry.strategy) for entry in self.ranked}
+        lowest = []
+        for grid, first in zip(self._grids, self._first, strict=False):
+            places = np.flatnonzero(grid.roomy)
+            if len(places):
+                best = int(places[np.argmin(grid.estimate[places])])
+                lowest.append((float(grid.estimate[best]), int(first) + best))
+        found: list[Ranked] = []
+        for estimate, index in sorted(lowest):
+            if len(found) >= MOST_LAYOUTS or estimate > CONTENDS * best_s:
+                break
+            strategy, pricing = self._at(index)
+            memory = pricing.memory_model.predict(strategy)
+            if _layout(strategy) in known or pricing.why_it_does_not_fit(
+                strategy, memory, self._problem.memory_headroom
+            ):
+                continue
+            known.add(_layout(strategy))
+            prediction = pricing.predict(strategy, memory)
+            found.append(Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster))
+        return found
+
     def _by_estimate(self, places: NDArray[np.int64]) -> list[int]:
         """Return places in the order of their estimates; equal ones in the order of the space."""
         if not len(places):
@@ -231,6 +269,11 @@ class _Contest:
         insort(self._times_s, prediction.iteration_time_s)
         if len(self._times_s) >= self._top:
             self._to_beat_s = self._times_s[self._top - 1]
+
+
+def _layout(strategy: Strategy) -> tuple[int, int, int]:
+    """Return the parallel sizes."""
+    return strategy.data_parallel_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size
 
 
 def _joined(grids: list[PricedGrid], name: str, dtype: type) -> NDArray[Any]:

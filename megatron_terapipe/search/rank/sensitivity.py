@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 CHANGE = 0.1
 """By how much each constant is moved, as a share of it."""
 
-MOST_CONTENDERS = 8
+MOST_CONTENDERS = 12
 """Strategies that are compared."""
 
 NEARLY = 0.002
@@ -67,8 +67,8 @@ class Sensitivity:
 
     Attributes:
         changes: constants with which another strategy is better, those with the largest regret first.
-        nearest: where there are none, the constant with which another strategy is as fast as the winner after the
-            smallest change, about; its regret is 0. None = none within a factor of two.
+        nearest: where there are none, the constant with which another strategy wins after the smallest change, about;
+            its regret is 0. None = none within a factor of two.
         num_constants: constants that were moved.
         num_contenders: strategies that were compared.
     """
@@ -80,7 +80,7 @@ class Sensitivity:
 
 
 def contenders_of(ranked: Sequence[Ranked]) -> list[Ranked]:
-    """Return the winner and the best strategies that differ from all before them in their layout or schedule.
+    """Return the winner and the best strategies that differ from all before in layout, schedule or recomputation.
 
     Args:
         ranked: strategies with their prices, best first.
@@ -89,7 +89,7 @@ def contenders_of(ranked: Sequence[Ranked]) -> list[Ranked]:
     for entry in ranked:
         one = entry.strategy
         sizes = one.data_parallel_size, one.tensor_parallel_size, one.pipeline_parallel_size
-        found.setdefault((sizes, one.schedule, one.recompute, one.num_token_slices > 1), entry)
+        found.setdefault((sizes, one.schedule, one.recompute), entry)
     return list(found.values())[:MOST_CONTENDERS]
 
 
@@ -196,14 +196,15 @@ def _changes(contenders: Sequence[Ranked], moves: Sequence[Move], times: Floats,
 
 
 def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) -> OtherWinner | None:
-    """Return the smallest change of a constant with which another contender is as fast as the first, about.
+    """Return the smallest change of a constant with which another contender wins, about.
 
     Args:
         contenders: n strategies.
         moves: m moved constants.
         logs: [m, n] what moving them adds to the logarithms of the times.
     """
-    gaps = np.log(np.array([_time_s(entry) for entry in contenders]) / _time_s(contenders[0]))
+    # Until then the two are nearly as fast as each other, which is no other winner.
+    gaps = np.log(np.array([_time_s(entry) for entry in contenders]) / _time_s(contenders[0])) - np.log1p(-NEARLY)
     best, found = np.log1p(FARTHEST), None
     for (name, change, constants), row in zip(moves, logs, strict=True):
         step = np.log1p(change)
