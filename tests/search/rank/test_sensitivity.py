@@ -85,7 +85,7 @@ def test_shares_stay_shares() -> None:
     names = {name for name, _, _ in moves_of(overheads)}
     assert "usable_share" not in names and "state_factor" in names
     efficiency = moved(
-        Pricing(small_problem().workload, small_cluster()).cost_model.efficiency, "gemm_efficiency", 0.13
+        Pricing(small_problem().workload, small_cluster()).cost_model.efficiency, ["gemm_efficiency"], 0.13
     )
     for name, change, constants in moves_of(efficiency):
         assert abs(change) <= 0.1 and getattr(constants, name) != getattr(efficiency, name)
