@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +51,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_headroom_flag(group)
     group.add_argument("--strategies", metavar="S.jsonl", help="run the strategies of this file instead, one per line")
     group.add_argument("--iterations", type=int, default=10, metavar="N", help="iterations of each run (default: 10)")
+    group.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help=(
+            "run every strategy so often, all of them in turn, and take the median: 3 where other work disturbs the "
+            "machines (default: 1)"
+        ),
+    )
     group.add_argument(
         "--timeout-s", type=float, default=900.0, metavar="SECONDS", help="end a run that takes longer (default: 900)"
     )
@@ -108,15 +118,32 @@ def run(options: argparse.Namespace) -> int:
     if len(wanted) < len(strategies):
         print(f"{len(strategies) - len(wanted)} of {len(strategies)} are in {options.trials} and are not run again")
     try:
-        _run_all(wanted, journal, settings, costs)
+        print(*plan(len(wanted), options), sep="\n", flush=True)
+        _run_all(wanted, journal, settings, costs, rounds=options.rounds)
     finally:
         # Also of what an interruption has left.
         _compare(options, journal, costs)
     return 0 if any(trial.iteration_time_s is not None for trial in journal.trials()) else 1
 
 
+def plan(number: int, options: argparse.Namespace) -> Iterator[str]:
+    """Yield what will be run and written, a line each.
+
+    Args:
+        number: strategies to run.
+        options: with the flags of this command.
+    """
+    if number:
+        rounds = f", in {options.rounds} rounds of all of them" if options.rounds > 1 else ""
+        yield (
+            f"running {number} {'strategy' if number == 1 else 'strategies'} for {options.iterations} iterations "
+            f"each{rounds}; a run also takes the time to start DeepSpeed, and at most {options.timeout_s:g} s in all"
+        )
+        yield f"each result is added to {options.trials}: an interrupted command goes on where it stopped"
+
+
 def _check(options: argparse.Namespace) -> None:
-    for name, least in (("global_batch_size", 1), ("top", 1), ("iterations", 2)):
+    for name, least in (("global_batch_size", 1), ("top", 1), ("iterations", 2), ("rounds", 1)):
         if getattr(options, name) < least:
             words = f"--{name.replace('_', '-')} {getattr(options, name)}"
             raise ConfigError(f"{words} is not a whole number from {least}: give one")
@@ -177,22 +204,34 @@ def _strategies(
     return [entry.strategy for entry in result.entries]
 
 
-def _run_all(wanted: "Sequence[Strategy]", journal: "Journal", settings: "TrialSettings", costs: "Costs") -> None:
+def _run_all(
+    wanted: "Sequence[Strategy]", journal: "Journal", settings: "TrialSettings", costs: "Costs", *, rounds: int
+) -> None:
+    """Run every strategy in every round, and record it after its last one."""
+    from time import perf_counter
+
     from megatron_terapipe.search.report.figures import strategy_text
-    from megatron_terapipe.search.trials.run import run_strategy
+    from megatron_terapipe.search.trials.run import over_rounds, run_strategy
 
     assert journal.workload.config is not None
     pricing = costs.pricing_on(journal.cluster)
     numbered = len(journal.trials())
-    for number, strategy in enumerate(wanted, start=1):
-        predicted = pricing.predict(strategy).iteration_time_s
-        print(f"{number}/{len(wanted)}  {strategy_text(strategy)}  predicted {predicted:.4g} s", end="", flush=True)
-        name = f"trial-{numbered + number}"
-        outcome = run_strategy(
-            strategy, journal.workload.config, journal.cluster, journal.precision, settings, name=name
-        )
-        journal.write(strategy, outcome, trial_id=name)
-        print(f", {_came_of(outcome)}", flush=True)
+    names = [f"trial-{numbered + number}" for number in range(1, len(wanted) + 1)]
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
+    begun, done, runs = perf_counter(), 0, rounds * len(wanted)
+    for turn in range(1, rounds + 1):
+        for name, strategy in zip(names, wanted, strict=True):
+            predicted = pricing.predict(strategy).iteration_time_s
+            left = f", about {(perf_counter() - begun) / done * (runs - done):.0f} s left" if done else ""
+            place = f"{done + 1}/{runs}{left}"
+            print(f"{place}  {strategy_text(strategy)}  predicted {predicted:.4g} s", end="", flush=True)
+            outcomes[name].append(
+                run_strategy(strategy, journal.workload.config, journal.cluster, journal.precision, settings, name=name)
+            )
+            print(f", {_came_of(outcomes[name][-1])}", flush=True)
+            if turn == rounds:
+                journal.write(strategy, over_rounds(outcomes[name]), trial_id=name)
+            done += 1
 
 
 def _came_of(outcome: "Outcome") -> str:
@@ -220,7 +259,14 @@ def _compare(options: argparse.Namespace, journal: "Journal", costs: "Costs") ->
         print(f"{trial.iteration_time_s:>10.4g}  {cells[0]:>16}  {cells[1]:>16}  {strategy_text(trial.strategy)}")
     for name, pricing in (("before", before), ("calibrated on them", after)):
         print(f"{name}: {_figures(pricing, measured)}")
-    print(f"for later searches: --calibrate {options.trials}")
+    profile = "" if options.profile is None else f" --profile {options.profile}"
+    mine = "" if options.profile is None else f" --op-profile {options.profile}"
+    print(f"{options.trials} has {len(trials)} trials of this question")
+    print(
+        f"next: python -m megatron_terapipe.search rank {options.model} {options.cluster} --global-batch-size "
+        f"{options.global_batch_size}{profile} --calibrate {options.trials}"
+    )
+    print(f"  or: pretrain_gpt.py --strategy auto --cluster {options.cluster}{mine} --op-calibration {options.trials}")
 
 
 def _beside(pricing: "Pricing", trial: "Trial") -> str:

@@ -61,6 +61,18 @@ def outcome_of(exit_code: int, output: str, metrics: Path, *, iterations: int) -
     )
 
 
+def over_rounds(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return what came of a strategy that was run several times: medians of the runs that were measured, if any was."""
+    measured = [each for each in outcomes if each.iteration_time_s is not None]
+    if not measured:
+        return outcomes[-1]
+    peaks = [each.peak_memory_bytes for each in measured if each.peak_memory_bytes is not None]
+    return Outcome(
+        iteration_time_s=median(each.iteration_time_s or 0.0 for each in measured),
+        peak_memory_bytes=max(peaks, default=None),
+    )
+
+
 def steady(times: Sequence[float]) -> Sequence[float]:
     """The iterations behind the warm-up; of a short run, its later half."""
     return times[min(WARM_UP_ITERATIONS, len(times) // 2) :]

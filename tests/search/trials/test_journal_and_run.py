@@ -15,7 +15,7 @@ from megatron_terapipe.search.inputs.described import cluster_document
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.report.launch import launch_of
 from megatron_terapipe.search.trials.journal import Journal, explicit
-from megatron_terapipe.search.trials.run import Outcome, TrialSettings, _run, command, outcome_of
+from megatron_terapipe.search.trials.run import Outcome, TrialSettings, _run, command, outcome_of, over_rounds
 from megatron_terapipe.strategy import Strategy
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=256)
@@ -56,6 +56,15 @@ def test_a_rank_that_fails_once_all_is_done_does_not_undo_the_measurement(tmp_pa
     path = metrics(tmp_path / "m.jsonl", [9.0, 1.0], [10])
     assert outcome_of(250, "", path, iterations=2).iteration_time_s == 1.0
     assert outcome_of(250, "", path, iterations=3).iteration_time_s is None
+
+
+def test_rounds_count_by_their_median_and_those_that_failed_do_not() -> None:
+    failed = Outcome(iteration_time_s=None, reason="it fell")
+    runs = [
+        Outcome(iteration_time_s=seconds, peak_memory_bytes=peak) for seconds, peak in ((3.0, 5), (1.0, 9), (2.0, 7))
+    ]
+    assert over_rounds([*runs, failed]) == Outcome(iteration_time_s=2.0, peak_memory_bytes=9)
+    assert over_rounds([failed]) == failed
 
 
 @pytest.mark.parametrize(
