@@ -36,6 +36,10 @@ FLAGS_ALONE = "-"
 FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup
 """What flags are added to."""
 
+TERAPIPE = "terapipe"
+TRAINERS = (TERAPIPE, "megatron-lm", "deepspeed", "megatron-core", "fsdp")
+"""Names of `software.library.SOFTWARE`, which takes longer to load than a help text may."""
+
 PRECISIONS = ("bf16", "fp16", "fp32")
 
 
@@ -78,6 +82,15 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=PRECISIONS,
         help="type of the matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
+    )
+    group.add_argument(
+        "--software",
+        metavar="NAME",
+        default=TERAPIPE,
+        help=(
+            f"trainer to price: {', '.join(TRAINERS)}, or a JSON or YAML file with what differs from one of these "
+            f"(default: {TERAPIPE}, this trainer)"
+        ),
     )
     group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by the command measure")
     calibration = group.add_mutually_exclusive_group()

@@ -7,4 +7,9 @@ from dataclasses import replace
 
 from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 
-DEEPSPEED = replace(MEGATRON_LM, name="deepspeed", title="DeepSpeed's pipeline engine with Megatron's layers")
+DEEPSPEED = replace(
+    MEGATRON_LM,
+    name="deepspeed",
+    title="DeepSpeed's pipeline engine with Megatron's layers",
+    runs=(("schedule", ("1f1b",)), ("num_token_slices", (1,)), ("stage_partition", ("uniform", "parameters"))),
+)

@@ -236,6 +236,7 @@ class Software:
         products: work beside matrix products.
         attention: the attention core.
         communication: messages between ranks.
+        runs: (dimension of a strategy, values that it can run) for each dimension of which it does not run all.
         states: bytes of parameters, for each precision and ZeRO stage.
         bucket_elements: elements of ZeRO's buckets, one to reduce and one to gather; a model with fewer parameters on a
             rank has smaller ones.
@@ -259,6 +260,7 @@ class Software:
     communication: Communication
     states: tuple[StateBytes, ...]
     bucket_elements: int
+    runs: tuple[tuple[str, tuple[int | str, ...]], ...] = ()
     step_bytes: float = 18.0
     selective_recomputes: Literal["attention", "norms"] = "attention"
     residual_dropout: bool = False
@@ -266,6 +268,16 @@ class Software:
     loss_in_place: bool = False
     launch_factor: float = 1.0
     allocator_factor: float = 1.06
+
+    def can_run(self, dimension: str, value: object) -> bool:
+        """Whether it can run a value of a dimension.
+
+        Args:
+            dimension: name of a field of `Strategy`.
+            value: value of the field.
+        """
+        values = dict(self.runs).get(dimension)
+        return values is None or value in values
 
     def state(self, precision: str, zero_stage: int) -> StateBytes:
         """Return the bytes of weights, gradients and optimizer state.

@@ -54,6 +54,15 @@ FSDP = Software(
     communication=Communication(
         overlaps_gradient_reduction=True, overlaps_weight_gather=True, reduction_bytes=2, shards_weights=True
     ),
+    runs=(
+        ("pipeline_parallel_size", (1,)),
+        ("tensor_parallel_size", (1,)),
+        ("num_token_slices", (1,)),
+        ("schedule", ("1f1b",)),
+        ("stage_partition", ("uniform",)),
+        ("zero_stage", (1,)),
+        ("recompute", ("none", "full")),
+    ),
     loss_in_place=True,
     # About one transformer layer of 7B parameters, of which the next one is gathered ahead.
     bucket_elements=200_000_000,

@@ -55,6 +55,11 @@ MEGATRON_CORE = Software(
         tensor_parallel_overlap=0.5,
         reduction_bytes=2,
     ),
+    runs=(
+        ("schedule", ("gpipe", "1f1b", "interleaved")),
+        ("num_token_slices", (1,)),
+        ("stage_partition", ("uniform",)),
+    ),
     bucket_elements=40_000_000,
     states=(
         StateBytes(precision="fp32", zero_stage=0, parameter=ParameterBytes(weights=4, gradients=4, optimizer=8)),

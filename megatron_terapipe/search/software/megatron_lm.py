@@ -46,6 +46,11 @@ MEGATRON_LM = Software(
         kernel="scores", skips_masked=False, forward_kernels=8, backward_kernels=16, keeps_dropped=True
     ),
     communication=Communication(shares_transfers=True, reduction_bytes=2),
+    runs=(
+        ("schedule", ("gpipe", "1f1b", "interleaved")),
+        ("num_token_slices", (1,)),
+        ("stage_partition", ("uniform",)),
+    ),
     residual_dropout=True,
     bucket_elements=500_000_000,
     states=(

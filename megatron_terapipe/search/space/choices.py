@@ -66,7 +66,15 @@ class Choices:
 
 def all_choices(problem: SearchProblem) -> Choices:
     """Return all values that are tried where no flag constrains them."""
-    return Choices({each.name: _tried(each, problem) for each in DIMENSIONS if each.tried is not None})
+    return Choices({each.name: _runnable(each, problem) for each in DIMENSIONS if each.tried is not None})
+
+
+def _runnable(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | None:
+    """Return the values to try that the trainer can run."""
+    values = _tried(dimension, problem)
+    if values is None:
+        return None
+    return tuple(value for value in values if problem.software.can_run(dimension.name, value))
 
 
 def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | None:

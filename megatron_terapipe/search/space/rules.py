@@ -190,10 +190,29 @@ def _priced(dimension: Dimension) -> TrainerRule:
     return TrainerRule(f"{dimension.name} can be priced", error, tuple(axis for axis in AXES if axis == dimension.axis))
 
 
+def _runs(names: tuple[str, ...], axes: tuple[Axis, ...]) -> TrainerRule:
+    """Return the rule that the trainer can run the values of dimensions, which are all on one axis, or on none."""
+
+    def error(grid: StrategyGrid, problem: SearchProblem, *values: Any) -> str | None:
+        software = problem.software
+        if not software.runs:
+            return None
+        found = [grid.shared[name] for name in names] if not axes else values[0] if len(names) > 1 else values
+        for name, value in zip(names, found, strict=True):
+            if not software.can_run(name, value):
+                known = " or ".join(map(str, dict(software.runs)[name]))
+                return f"{software.name} cannot run {name} {value}, but {known}"
+        return None
+
+    return TrainerRule(f"the trainer can run this {' and '.join(names)}", error, axes)
+
+
 TRAINER_RULES = (
     TrainerRule("ranks fit the devices", _devices),
     TrainerRule("tensor-parallel ranks share heads and widths evenly", _tensor_shares),
     TrainerRule("layers were measured with this tensor-parallel size", _measured),
+    _runs(("tensor_parallel_size", "pipeline_parallel_size"), ()),
+    *(_runs(ON_AXIS[axis], (axis,)) for axis in AXES),
     TrainerRule("a layer for each stage", _layers, ("order",)),
     TrainerRule("the schedule takes so many model chunks", _schedule, ("order",)),
     TrainerRule("the batch is dealt evenly", _batch, ("micro_batch",)),
