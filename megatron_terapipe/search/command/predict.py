@@ -10,6 +10,7 @@ from megatron_terapipe.search.command.shared_flags import (
     add_cost_flags,
     add_json_flag,
     add_model_flags,
+    add_software_flag,
     cluster_of,
     model_of,
     precision_of,
@@ -21,6 +22,7 @@ from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.search.report.documents import predict_document
 from megatron_terapipe.search.report.output_files import TERMINAL, write_document
 from megatron_terapipe.search.report.table import print_table
+from megatron_terapipe.search.software.library import find_software
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import Strategy
 
@@ -32,6 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     add_cluster_flags(parser)
     add_cost_flags(parser)
+    add_software_flag(parser)
     group = parser.add_argument_group("strategies")
     group.add_argument(
         "--strategies", required=True, metavar="S.jsonl", help="one strategy, or one entry of a ranking, per line"
@@ -56,10 +59,15 @@ def run(options: argparse.Namespace) -> int:
     workload = model_of(options)
     cluster, notes = cluster_of(options)
     precision = precision_of(options, cluster)
-    costs = costs_of(options, workload, cluster, precision)
+    software = find_software(options.software)
+    costs = costs_of(options, workload, cluster, precision, software)
     pricing = costs.pricing_on(cluster)
     problem = SearchProblem(
-        workload=workload, cluster=cluster, global_batch_size=options.global_batch_size or 1, precision=precision
+        workload=workload,
+        cluster=cluster,
+        global_batch_size=options.global_batch_size or 1,
+        precision=precision,
+        software=software,
     )
     entries = []
     with progress_bar(options.progress) as progress:

@@ -19,6 +19,7 @@ from megatron_terapipe.search.command.shared_flags import (
     add_cost_flags,
     add_headroom_flag,
     add_model_flags,
+    add_software_flag,
     cluster_of,
     constraints_of,
     headroom_of,
@@ -46,7 +47,8 @@ from megatron_terapipe.search.report.output_files import (
 )
 from megatron_terapipe.search.report.schema import LaunchPart
 from megatron_terapipe.search.report.table import print_table
-from megatron_terapipe.search.space.choices import Choices, all_choices
+from megatron_terapipe.search.software.library import find_software
+from megatron_terapipe.search.space.choices import Choices, all_choices, check_runnable
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.trials.design import propose_strategies
 
@@ -153,6 +155,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     add_cluster_flags(parser)
     add_cost_flags(parser)
+    add_software_flag(parser)
     group = parser.add_argument_group("search")
     group.add_argument(
         "--global-batch-size", type=int, required=True, metavar="N", help="sequences of one optimizer step"
@@ -190,16 +193,19 @@ def run(options: argparse.Namespace) -> int:
     workload = model_of(options)
     cluster, notes = cluster_of(options)
     precision = precision_of(options, cluster)
+    software = find_software(options.software)
     problem = SearchProblem(
         workload=workload,
         cluster=cluster,
         global_batch_size=options.global_batch_size,
         precision=precision,
+        software=software,
         memory_headroom=headroom_of(options),
     )
     constraints = constraints_of(options)
+    check_runnable(constraints, software)
     choices = all_choices(problem).constrained(constraints)
-    costs = costs_of(options, workload, cluster, precision)
+    costs = costs_of(options, workload, cluster, precision, software)
     asked = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain)
     start = time.perf_counter()
     with progress_bar(options.progress) as progress:

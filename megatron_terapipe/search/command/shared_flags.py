@@ -83,15 +83,6 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         help="type of the matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
     )
-    group.add_argument(
-        "--software",
-        metavar="NAME",
-        default=TERAPIPE,
-        help=(
-            f"trainer to price: {', '.join(TRAINERS)}, or a JSON or YAML file with what differs from one of these "
-            f"(default: {TERAPIPE}, this trainer)"
-        ),
-    )
     group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by the command measure")
     calibration = group.add_mutually_exclusive_group()
     calibration.add_argument(
@@ -103,6 +94,19 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         ),
     )
     calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration wrote")
+
+
+def add_software_flag(group: FlagSet) -> None:
+    """Add the flag that names the trainer whose strategies are priced."""
+    group.add_argument(
+        "--software",
+        metavar="NAME",
+        default=TERAPIPE,
+        help=(
+            f"trainer to price: {', '.join(TRAINERS)}, or a JSON or YAML file with what differs from one of these "
+            f"(default: {TERAPIPE}, this trainer)"
+        ),
+    )
 
 
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:

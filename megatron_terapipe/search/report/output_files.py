@@ -21,6 +21,7 @@ from megatron_terapipe.search.report.figures import strategy_text
 from megatron_terapipe.search.report.launch import Launch, launch_of
 from megatron_terapipe.search.report.page import Extras, render_page
 from megatron_terapipe.search.report.schema import Document, LaunchPart
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.strategy import Strategy
 
 MOST_OPS = 12_000
@@ -81,6 +82,8 @@ def winner_launch(answer: Answer) -> tuple[Launch | None, str]:
     """Return what launches the winner, or None and why nothing does."""
     if not answer.priced:
         return None, "no strategy can run"
+    if answer.software != TERAPIPE.name:
+        return None, f"these are strategies of {answer.software}, which nothing here launches"
     try:
         return launch_of(answer.priced[0].strategy, answer.workload.config, answer.cluster, answer.precision), ""
     except ConfigError as error:

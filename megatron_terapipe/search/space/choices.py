@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_terapipe.dimensions import Dimension, Tried
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS
 
@@ -67,6 +68,23 @@ class Choices:
 def all_choices(problem: SearchProblem) -> Choices:
     """Return all values that are tried where no flag constrains them."""
     return Choices({each.name: _runnable(each, problem) for each in DIMENSIONS if each.tried is not None})
+
+
+def check_runnable(constraints: Mapping[str, tuple[Any, ...]], software: Software) -> None:
+    """Check that the trainer can run the values that flags ask for.
+
+    Args:
+        constraints: values by the name of the dimension.
+        software: the trainer.
+
+    Raises:
+        ConfigError: naming the first value that it cannot run.
+    """
+    for each in DIMENSIONS:
+        for value in constraints.get(each.name, ()) if each.name != "token_slices" else ():
+            if not software.can_run(each.name, value):
+                known = " or ".join(map(str, dict(software.runs)[each.name]))
+                raise ConfigError(f"{each.flag} {value} does not run in {software.name}: write {known}")
 
 
 def _runnable(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | None:

@@ -17,6 +17,7 @@ from megatron_terapipe.search.op_times.profile_efficiency import measured_cluste
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, ScaledTimes
 from megatron_terapipe.search.op_times.profile_files import read_profile
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
+from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.search.trials.calibration import Calibration, calibrate, no_calibration
 from megatron_terapipe.search.trials.calibration_files import calibrated
@@ -33,6 +34,7 @@ class Costs:
     Attributes:
         workload: what is trained.
         precision: of matrix products.
+        software: the trainer that is priced.
         calibration: what trials said; the defaults, if none were given.
         profile: what was measured; None = nothing.
         notes: what was used, a line each.
@@ -40,6 +42,7 @@ class Costs:
 
     workload: Workload
     precision: str
+    software: Software
     calibration: Calibration
     profile: Profile | None
     notes: tuple[str, ...]
@@ -49,6 +52,7 @@ class Costs:
         return Pricing(
             self.workload,
             cluster,
+            software=self.software,
             efficiency=self._physics(cluster),
             memory_overheads=self.calibration.memory_overheads or default_overheads(cluster),
             op_times=self._op_times(cluster),
@@ -85,7 +89,7 @@ class Costs:
         efficiency, factors = self.calibration.efficiency, self.calibration.factors
         if self.profile is None:
             return efficiency
-        measured = measured_efficiency(self.profile, cluster, efficiency)
+        measured = measured_efficiency(self.profile, cluster, efficiency, self.software)
         return measured if factors is None else factors.efficiency(measured)
 
     def _op_times(self, cluster: Cluster) -> OpTimes | None:
@@ -94,7 +98,7 @@ class Costs:
                 self.workload,
                 cluster,
                 efficiency=self.calibration.efficiency or HardwareEfficiency(),
-                software=TERAPIPE,
+                software=self.software,
                 precision=self.precision,
             )
         measured, factors = MeasuredProfile(self.profile), self.calibration.factors
@@ -102,7 +106,13 @@ class Costs:
 
 
 def read_costs(
-    workload: Workload, cluster: Cluster, precision: str, *, profile_path: str | None, calibration_path: str | None
+    workload: Workload,
+    cluster: Cluster,
+    precision: str,
+    *,
+    profile_path: str | None,
+    calibration_path: str | None,
+    software: Software = TERAPIPE,
 ) -> Costs:
     """Return the sources of prices of a model on a cluster; their files are read.
 
@@ -112,6 +122,7 @@ def read_costs(
         precision: of matrix products.
         profile_path: file that `measure` wrote; None = data sheets and formulas.
         calibration_path: trials of this cluster, or constants that were fitted to them; None = the defaults.
+        software: the trainer that is priced.
 
     Raises:
         ConfigError: if a file cannot be read, or says nothing of this cluster.
@@ -142,6 +153,7 @@ def read_costs(
     return Costs(
         workload=workload,
         precision=precision,
+        software=software,
         calibration=calibration,
         profile=profile,
         notes=tuple(notes),
