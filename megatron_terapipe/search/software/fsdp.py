@@ -5,9 +5,9 @@ one layer ahead of the ops, and its gradients are reduced while the layer before
 without a pipeline.
 
 Sources: Zhao et al., arXiv 2304.11277 sections 3 and 4; llm-foundry's throughput tables
-(github.com/mosaicml/llm-foundry, scripts/train/benchmarking), whose settings are `FULL_SHARD` and `PURE` (weights,
-gradients and messages in bf16), and whose attention is Triton's (`attn_impl` in `submit_benchmarks.py`), a form of the
-first FlashAttention. Bytes of eager kernels are those of their inputs and outputs.
+(github.com/mosaicml/llm-foundry, scripts/train/benchmarking): most rows say `FULL_SHARD` and `DEFAULT` (gradients are
+reduced in fp32), and their attention is Triton's (`attn_impl` in `submit_benchmarks.py`), a form of the first
+FlashAttention. Bytes and kernels of eager operators were counted as PyTorch 2.13 dispatches them in bf16.
 """
 
 from megatron_terapipe.search.software.description import (
@@ -23,36 +23,37 @@ from megatron_terapipe.search.software.description import (
 
 _ALL = ("weights", "gradients", "optimizer", "step")
 
+_RMSNORM = Operator(forward=4, backward=8, forward_bytes=28, backward_bytes=76, forward_kernels=8, backward_kernels=16)
+
 FSDP = Software(
     name="fsdp",
     title="PyTorch FSDP, eager",
     operators=Operators(
         # The gradients of weight and bias read input and gradient once more.
         layernorm=Operator(forward=2, backward=5, backward_kernels=2),
-        # Cast, square, mean, root, product, cast and product with the weight, each by itself in fp32.
-        rmsnorm=Operator(
-            forward=3, backward=4, forward_bytes=28, backward_bytes=70, forward_kernels=6, backward_kernels=15
-        ),
+        # Written in Python with casts to fp32: each step is a kernel.
+        rmsnorm=_RMSNORM,
         # Forward the sum; back the sum of the gradients of both branches.
         residual=Operator(forward=3, backward=3),
         activation=Operator(forward=2, backward=3),
-        gated_activation=Operator(forward=5, backward=8, forward_kernels=2, backward_kernels=3),
+        gated_activation=Operator(forward=5, backward=9, forward_kernels=2, backward_kernels=3),
+        # Added by the product; its gradient sums the gradient of the output.
         bias=Operator(backward=1, forward_kernels=0),
-        rotary=Operator(forward=13, backward=13, forward_kernels=6, backward_kernels=6),
-        head_norm=Operator(
-            forward=3, backward=4, forward_bytes=28, backward_bytes=70, forward_kernels=6, backward_kernels=15
-        ),
+        # Halves are swapped and put together, for queries and for keys.
+        rotary=Operator(forward=10, backward=10, forward_kernels=10, backward_kernels=10),
+        head_norm=_RMSNORM,
         # Gradients of queries, keys and values are put together for the product before.
-        heads=Operator(forward=0, backward=1.5, forward_kernels=0, backward_kernels=1),
-        # flash-attn's fused loss reads the logits twice, and writes their gradient in place.
-        loss=Operator(forward=2, backward=2, forward_kernels=2, backward_kernels=1),
-        embedding=Operator(forward=2, backward=3, backward_kernels=4),
+        heads=Operator(backward=1.5, forward_kernels=0),
+        # flash-attn's fused loss reads logits and writes their gradient over them. Two metrics of each micro-batch cast
+        # the logits to fp32 and compute the loss again.
+        loss=Operator(forward=3, backward=2, forward_bytes=24, forward_kernels=7),
+        embedding=Operator(forward=2, backward=2, backward_kernels=10),
     ),
-    # Gradients are divided before and after the reduction, and copied to its buffer.
-    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=8),
+    # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
+    products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=18),
     attention=AttentionCore(kernel="flash-attention-1", forward_kernels=2, backward_kernels=4),
     communication=Communication(
-        overlaps_gradient_reduction=True, overlaps_weight_gather=True, reduction_bytes=2, shards_weights=True
+        overlaps_gradient_reduction=True, overlaps_weight_gather=True, reduction_bytes=4, shards_weights=True
     ),
     runs=(
         ("pipeline_parallel_size", (1,)),
