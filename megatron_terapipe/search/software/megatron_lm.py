@@ -17,12 +17,13 @@ from megatron_terapipe.search.software.description import (
 )
 
 OPERATORS = Operators(
-    layernorm=Operator(forward=2, backward=3),
-    rmsnorm=Operator(forward=2, backward=3),
+    # Backwards have a kernel more than forwards: sums for the weights of norms, and for biases.
+    layernorm=Operator(forward=2, backward=3, backward_kernels=2),
+    rmsnorm=Operator(forward=2, backward=3, backward_kernels=2),
     # Bias, dropout and sum are one kernel; it writes a mask of one byte.
-    residual=Operator(forward=3, backward=4.5, forward_bytes=1, backward_bytes=1.5),
-    activation=Operator(forward=2, backward=3),
-    gated_activation=Operator(forward=3, backward=4.5),
+    residual=Operator(forward=3, backward=4.5, forward_bytes=1, backward_bytes=1.5, backward_kernels=2),
+    activation=Operator(forward=2, backward=3, backward_kernels=2),
+    gated_activation=Operator(forward=3, backward=4.5, backward_kernels=2),
     bias=NOTHING,
     rotary=NOTHING,
     head_norm=Operator(forward=2, backward=3),
