@@ -128,7 +128,7 @@ def plan(sizes: "MeasuredSizes", slots: "Sequence[int] | None", ranks: int) -> I
         ranks: ranks of a node.
     """
     where = f"{ranks} ranks of this machine" if slots is None else f"{sum(slots)} ranks on {len(slots)} hosts"
-    runs = list(sizes.runs())
+    runs = [run for size, recompute, _ in sizes.layouts() for run in sizes.runs(size, recompute)]
     yield f"measuring on {where}, {sizes.precision}: the engine, then links, then {len(runs)} sizes of layers"
     yield (
         f"this takes about {sizes.budget_s:.0f} s (--budget-s): sizes that are not reached by then are left out, the "

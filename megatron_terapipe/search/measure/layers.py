@@ -7,9 +7,10 @@ Every rank of this machine measures at the same time, each its part of the layer
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -34,8 +35,11 @@ from megatron_terapipe.tensor_parallel.ranks import Pending, TensorParallelRanks
 BLOCKS_TOGETHER = 3
 """Blocks that are timed one after the other, so that the weights of each are not still in the cache."""
 
-LEAST_REPEATS, LEAST_S = 3, 0.4
-"""Repeats of a run: as many, and as long, as makes the median steady."""
+VISIT_S = 0.1
+"""Seconds for which a run is repeated before the next one's turn, once at least."""
+
+MOST_VISITS = 9
+"""Turns of each run: more would not make the median steadier."""
 
 
 class PartAlone(TensorParallelRanks):
@@ -129,34 +133,54 @@ class LayerTimer:
         self._model, self._ranks, self._dtype, self._device = model, ranks, dtype, device
         self._weight_gradients = WeightGradients()
 
-    def points(self, layers: MeasuredLayers, run: MeasuredRun) -> list[OpPoint]:
-        """Medians over repeats, for each token slice of one layer; all ranks must call it at the same time.
+    def points(
+        self, built: Sequence[MeasuredLayers], runs: Sequence[MeasuredRun], is_over: Callable[[MeasuredRun], bool]
+    ) -> list[tuple[MeasuredLayers, list[OpPoint]]]:
+        """Medians over repeats, for each token slice of each layer; all ranks must call it at the same time.
+
+        All runs are visited in turn, again and again, so that what disturbs the machine for a while disturbs all alike.
 
         Args:
-            layers: the layers.
-            run: sizes of the run.
+            built: the layers.
+            runs: sizes, the most telling first.
+            is_over: told what was visited; says on all ranks alike whether time is over. One run is visited at least.
         """
-        cut = TokenSlices.uniform(self._model.seq_length, run.num_token_slices)
-        for module in layers.modules:
-            self._weight_gradients.attach(module)
-        sums = _sums(layers.modules) if self._dtype is torch.bfloat16 else None
-        # Gradients exist from the first on, as within a step: products add to them.
-        self._repeat(layers, run, cut, sums)
-        repeats: list[list[OpTimes]] = []
-        begun = time.perf_counter()
-        while len(repeats) < LEAST_REPEATS or self._together(time.perf_counter() - begun) < LEAST_S:
-            dist.barrier()
-            repeats.append(self._repeat(layers, run, cut, sums))
-        points = []
-        for index, (start, end) in enumerate(cut.bounds()):
+        sums = {}
+        for layers in built:
+            for module in layers.modules:
+                self._weight_gradients.attach(module)
+            sums[layers.shape] = _sums(layers.modules) if self._dtype is torch.bfloat16 else None
+        found: dict[tuple[Shape, MeasuredRun], list[list[OpTimes]]] = {}
+        for run in islice(cycle(runs), MOST_VISITS * len(runs)):
+            for layers in built:
+                repeats = found.setdefault((layers.shape, run), [])
+                if not repeats:
+                    # Gradients exist from the first on, as within a step: products add to them.
+                    self._repeat(layers, run, sums[layers.shape])
+                begun, visited = time.perf_counter(), len(repeats)
+                while len(repeats) == visited or self._together(time.perf_counter() - begun) < VISIT_S:
+                    dist.barrier()
+                    repeats.append(self._repeat(layers, run, sums[layers.shape]))
+            if is_over(run):
+                break
+        of_layers: list[tuple[MeasuredLayers, list[OpPoint]]] = []
+        for layers in built:
+            measured = [(run, found[layers.shape, run]) for run in runs if (layers.shape, run) in found]
+            of_layers.append((layers, [point for run, times in measured for point in self._points(layers, run, times)]))
+        return of_layers
+
+    def _points(self, layers: MeasuredLayers, run: MeasuredRun, repeats: Sequence[list[OpTimes]]) -> Iterator[OpPoint]:
+        for index, (start, end) in enumerate(self._cut(run).bounds()):
             forward, backward, of_input, of_weight = (
                 self._together(median(times)) / layers.count
                 for times in zip(*(repeat[index] for repeat in repeats), strict=True)
             )
             # The whole backward is what most schedules run; how it divides is known from the two parts.
             share = of_input / (of_input + of_weight) if of_input + of_weight else 0.0
-            points.append(OpPoint(run.micro_batch_size, start, end, forward, backward * share, backward * (1 - share)))
-        return points
+            yield OpPoint(run.micro_batch_size, start, end, forward, backward * share, backward * (1 - share))
+
+    def _cut(self, run: MeasuredRun) -> TokenSlices:
+        return TokenSlices.uniform(self._model.seq_length, run.num_token_slices)
 
     def _together(self, seconds: float) -> float:
         """Mean over the ranks."""
@@ -165,11 +189,9 @@ class LayerTimer:
         dist.all_reduce(total)
         return float(total.item() / dist.get_world_size())
 
-    def _repeat(
-        self, layers: MeasuredLayers, run: MeasuredRun, cut: TokenSlices, sums: AccumulatedGradients | None
-    ) -> list[OpTimes]:
-        whole = self._once(layers, run, cut, sums, puts_off=False)
-        parts = self._once(layers, run, cut, sums, puts_off=True)
+    def _repeat(self, layers: MeasuredLayers, run: MeasuredRun, sums: AccumulatedGradients | None) -> list[OpTimes]:
+        whole = self._once(layers, run, sums, puts_off=False)
+        parts = self._once(layers, run, sums, puts_off=True)
         return [
             OpTimes((first[0] + second[0]) / 2, first[1], second[1], second[2])
             for first, second in zip(whole, parts, strict=True)
@@ -179,12 +201,12 @@ class LayerTimer:
         self,
         layers: MeasuredLayers,
         run: MeasuredRun,
-        cut: TokenSlices,
         sums: AccumulatedGradients | None,
         *,
         puts_off: bool,
     ) -> list[tuple[float, float, float]]:
         """Forward, backward and weight gradient of each token slice of one micro-batch."""
+        cut = self._cut(run)
         state = SequenceState(cut, sequences=range(run.micro_batch_size))
         inputs = [self._input(layers, run.micro_batch_size, length) for length in cut.lengths]
         targets = [torch.zeros(run.micro_batch_size, length, dtype=torch.long) for length in cut.lengths]

@@ -118,18 +118,20 @@ def measure_together(
     rank = dist.get_rank()
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     points: dict[tuple[Shape, int, str], list[OpPoint]] = {}
-    runs = list(sizes.runs())
-    for number, run in enumerate(runs):
-        share = max(number / len(runs), (time.perf_counter() - begun) / max(budget_s, 1.0))
-        tell(Progress(min(0.1 + 0.9 * share, 1.0), _in_words(run)))
-        size = run.tensor_parallel_size
+    for size, recompute, share in sizes.layouts():
+        now = time.perf_counter()
+        ends = now + share * max(begun + budget_s - now, 0.0)
+
+        def is_over(run: MeasuredRun, ends: float = ends) -> bool:
+            passed = (time.perf_counter() - begun) / max(budget_s, 1.0)
+            tell(Progress(min(0.1 + 0.9 * passed, 1.0), _in_words(run)))
+            return _is_over(ends, device)
+
         ranks = PartAlone(rank % size, size, alone) if size > 1 else PartAlone()
         timer = LayerTimer(sizes.model, ranks, dtype, device)
-        for layers in build_layers(sizes.model, ranks, dtype, device, recompute=run.recompute):
-            key = layers.shape, size, run.recompute
-            points.setdefault(key, []).extend(timer.points(layers, run))
-        if _is_over(begun + budget_s, device):
-            break
+        built = build_layers(sizes.model, ranks, dtype, device, recompute=recompute)
+        for layers, found in timer.points(built, list(sizes.runs(size, recompute)), is_over):
+            points[layers.shape, size, recompute] = found
     profiled = tuple(
         ProfiledLayer(
             shape=shape,

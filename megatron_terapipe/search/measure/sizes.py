@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 
 FEWEST_TOKENS = 16
 """Shorter token slices are not measured: nobody would cut so."""
+
+WEIGHT_OF_MODE: Mapping[str, int] = MappingProxyType({"none": 4, "selective": 1})
+"""Time of a tensor-parallel size in each mode of recomputation: of the second, only what it adds is asked."""
 
 MESSAGE_BYTES = (2**10, 2**13, 2**16, 2**18, 2**20, 2**22, 2**24)
 """Sizes of messages that are timed."""
@@ -71,16 +75,41 @@ class MeasuredSizes:
         model = {name: value for name, value in asdict(self.model).items() if name != "model_preset"}
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"model": model}
 
-    def runs(self) -> Iterator["MeasuredRun"]:
-        """Each combination, in an order in which the first ones alone tell most."""
-        for size in sorted(self.micro_batch_sizes):
-            for number in sorted(self.nums_token_slices):
-                for tensor in self.tensor_parallel_sizes:
-                    yield MeasuredRun(tensor, size, number, "none")
-        for tensor in self.tensor_parallel_sizes:
-            for size in (min(self.micro_batch_sizes), max(self.micro_batch_sizes)):
-                for number in (min(self.nums_token_slices), max(self.nums_token_slices)):
-                    yield MeasuredRun(tensor, size, number, "selective")
+    def runs(self, tensor_parallel_size: int, recompute: str) -> Iterator["MeasuredRun"]:
+        """Runs of one size of the ranks, in an order in which the first ones alone tell most: the extremes come first.
+
+        What lies between measured sizes is interpolated; what lies beyond them is a guess.
+
+        Args:
+            tensor_parallel_size: ranks that share a layer.
+            recompute: `none`, or `selective`, of which the extremes are enough.
+        """
+        batches, counts = self.micro_batch_sizes, self.nums_token_slices
+        extremes = [(size, count) for size in (min(batches), max(batches)) for count in (min(counts), max(counts))]
+        others = [] if recompute != "none" else [(size, count) for size in sorted(batches) for count in sorted(counts)]
+        for size, count in dict.fromkeys([*extremes, *others]):
+            yield MeasuredRun(tensor_parallel_size, size, count, recompute)
+
+    def layouts(self) -> Iterator["MeasuredLayout"]:
+        """Tensor-parallel sizes and modes of recomputation, each with its share of the time that is left for it."""
+        modes = [(mode, size) for mode in ("none", "selective") for size in self.tensor_parallel_sizes]
+        weights = [WEIGHT_OF_MODE[mode] for mode, _ in modes]
+        for index, (mode, size) in enumerate(modes):
+            yield MeasuredLayout(size, mode, weights[index] / sum(weights[index:]))
+
+
+class MeasuredLayout(NamedTuple):
+    """What layers are built for, before sizes of micro-batches and token slices are run through them.
+
+    Attributes:
+        tensor_parallel_size: ranks that share a layer.
+        recompute: `none` or `selective`.
+        share_of_rest: share of the time that is left when it begins.
+    """
+
+    tensor_parallel_size: int
+    recompute: str
+    share_of_rest: float
 
 
 @dataclass(frozen=True, slots=True)

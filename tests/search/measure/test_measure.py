@@ -29,6 +29,7 @@ def sizes(**more: object) -> MeasuredSizes:
     return MeasuredSizes(**(values | more))  # type: ignore[arg-type]
 
 
+LONGER = MeasuredRun(1, 1, 1, "none")
 RUNS = ((1, "none"), (2, "none"), (2, "selective"))
 
 
@@ -46,7 +47,7 @@ def measure() -> Found:
     from megatron_terapipe.search.measure import links as measuring_links
 
     # What times come to is for benchmarks; a test needs them once.
-    measuring.LEAST_REPEATS, measuring.LEAST_S = 1, 0.0
+    measuring.MOST_VISITS, measuring.VISIT_S = 1, 0.0
     measuring_links.REPEATS, measuring_links.MESSAGE_BYTES = 1, (1024, 4096)
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][dist.get_rank()]
     device, found = torch.device("cpu"), {}
@@ -55,7 +56,8 @@ def measure() -> Found:
         timer = measuring.LayerTimer(MODEL, ranks, torch.float32, device)
         run = MeasuredRun(size, 2, 4, recompute)
         built = measuring.build_layers(MODEL, ranks, torch.float32, device, recompute=recompute)
-        found[size, recompute] = [(layers.shape, timer.points(layers, run)) for layers in built]
+        points = timer.points(built, [run, LONGER], lambda run: False)
+        found[size, recompute] = [(layers.shape, of_layers) for layers, of_layers in points]
     return Found(found, measuring_links.measure_links(device, measuring_links.nodes_of_ranks()))
 
 
@@ -73,7 +75,7 @@ def test_every_kind_of_layer_is_timed_at_every_token_slice(run: tuple[int, str],
     wanted = shapes if run[1] == "none" else {shape for shape in shapes if shape[0] == "block"}
     assert {shape for shape, _ in found.layers[run]} == wanted
     for shape, points in found.layers[run]:
-        assert [point[:3] for point in points] == [(2, start, start + 8) for start in (0, 8, 16, 24)]
+        assert [point[:3] for point in points] == [*((2, start, start + 8) for start in (0, 8, 16, 24)), (1, 0, 32)]
         assert all(point.forward_s > 0 and point.input_gradient_s + point.weight_gradient_s > 0 for point in points)
         if shape[0] == "block":
             assert all(point.weight_gradient_s > 0 and point.input_gradient_s > 0 for point in points)
@@ -129,9 +131,14 @@ def test_the_engine_is_timed_around_its_ops() -> None:
 
 
 def test_what_tells_most_is_measured_first() -> None:
-    runs = list(sizes().runs())
-    assert runs[:3] == [MeasuredRun(1, 1, 1, "none"), MeasuredRun(2, 1, 1, "none"), MeasuredRun(1, 1, 4, "none")]
-    assert [run.recompute for run in runs] == ["none"] * 8 + ["selective"] * 8
+    runs = list(sizes(micro_batch_sizes=(1, 2, 4), nums_token_slices=(1, 2, 4)).runs(2, "none"))
+    pairs = [(run.micro_batch_size, run.num_token_slices) for run in runs]
+    assert pairs[:4] == [(1, 1), (1, 4), (4, 1), (4, 4)]
+    assert len(set(pairs)) == len(pairs) == 9
+    assert len(list(sizes().runs(1, "selective"))) == 4
+    layouts = list(sizes().layouts())
+    assert [each[:2] for each in layouts] == [(1, "none"), (2, "none"), (1, "selective"), (2, "selective")]
+    assert [each.share_of_rest for each in layouts] == pytest.approx([4 / 10, 4 / 6, 1 / 2, 1])
     assert default_numbers_of_token_slices(512) == (1, 2, 4, 8, 16)
     assert default_numbers_of_token_slices(48) == (1, 2)
 
