@@ -1,14 +1,20 @@
 """Speed of the strategy search.
 
-python -m benchmarks.search_speed [--only closed-form|search|amp]
+python -m benchmarks.search_speed [--only closed-form|search|amp|large] [--runs N]
 
 Closed form: every strategy of a space that keeps the rules gets its memory and, if it may fit, its time and a bound;
 `priced` counts those that keep the rules, `timed` those that also got a time. Search: from the question to the ranking,
 token slices included. Seconds are those that one core computed for, so a busy machine does not count; the first run on
-a machine also compiles kernels.
+a machine also compiles kernels. Large: the whole command `rank` in a process of its own, for 1,024 to 800,000 devices,
+with its peak memory, the least of some runs.
 """
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +60,30 @@ CASES = (
     Case("gpt3-175b", "mixed-1024.yaml", 1024, "fp16"),
 )
 
+
+class LargeCase(NamedTuple):
+    """A model on very many H100, eight on a node."""
+
+    model: str
+    seq_length: int
+    num_devices: int
+    global_batch_size: int
+    flags: tuple[str, ...] = ()
+
+
+LARGE_CASES = (
+    LargeCase("gpt3-175b", 2048, 1024, 1024),
+    LargeCase("llama3-405b", 8192, 16_384, 2048),
+    LargeCase("llama3-8b", 8192, 16_384, 2048),
+    LargeCase("llama3-8b", 8192, 16_384, 16_384),
+    LargeCase("gpt3-1.3b", 2048, 16_384, 2048),
+    LargeCase("gpt3-1.3b", 2048, 16_384, 16_384),
+    LargeCase("gpt3-175b", 2048, 16_384, 2048),
+    LargeCase("llama3-8b", 8192, 100_000, 100_000),
+    LargeCase("llama3-8b", 8192, 100_000, 100_000, ("--tensor-parallel-size", "8", "--schedule", "1f1b")),
+    LargeCase("llama3-8b", 8192, 800_000, 800_000, ("--tensor-parallel-size", "8", "--schedule", "1f1b")),
+)
+
 AMP_CONSTRAINTS = {
     "num_token_slices": (1,),
     "num_model_chunks": (1,),
@@ -69,9 +99,10 @@ AMP_CONSTRAINTS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("closed-form", "search", "amp"), help="one of the tables")
+    parser.add_argument("--only", choices=("closed-form", "search", "amp", "large"), help="one of the tables")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each large case, of which the least counts")
     options = parser.parse_args(argv)
-    tables = {"closed-form": closed_form, "search": searches, "amp": amp_like}
+    tables = {"closed-form": closed_form, "search": searches, "amp": amp_like, "large": lambda: large(options.runs)}
     for name, table in tables.items():
         if options.only in (None, name):
             table()
@@ -125,6 +156,43 @@ def amp_like() -> None:
     result = search(problem, choices, lambda order: _pricing(problem, order), top=200, refine=False, effort=10)
     seconds = time.process_time() - start
     print(f"AMP's dimensions: {result.counts.simulated} strategies simulated and ranked in {seconds:.2f} s")
+
+
+def large(runs: int) -> None:
+    """Run whole commands on large clusters.
+
+    Args:
+        runs: how often each; the least CPU time and memory of them is printed.
+    """
+    print(f"{'model':>11} {'devices':>8} {'batch':>7} {'CPU s':>6} {'MB':>5}  answer")
+    with tempfile.TemporaryDirectory() as folder:
+        for case in LARGE_CASES:
+            cluster = Path(folder, "cluster.json")
+            node = {"name": "node", "count": case.num_devices // 8, "machine": "dgx-h100"}
+            cluster.write_text(json.dumps({"nodes": [node]}), encoding="utf-8")
+            words = [case.model, str(cluster), "--seq-length", case.seq_length]
+            words += ["--global-batch-size", case.global_batch_size, *case.flags]
+            done = [_command(list(map(str, words)), Path(folder)) for _ in range(runs)]
+            seconds, megabytes = min(each[0] for each in done), min(each[1] for each in done)
+            print(
+                f"{case.model:>11} {case.num_devices:>8,} {case.global_batch_size:>7,} {seconds:>6.1f} "
+                f"{megabytes:>5.0f}  {done[0][2]} {' '.join(case.flags)}",
+                flush=True,
+            )
+
+
+def _command(words: Sequence[str], folder: Path) -> tuple[float, float, str]:
+    """Run `rank`; return its CPU seconds, its peak memory in MB, and what it says of other strategies."""
+    command = [sys.executable, "-m", "megatron_terapipe.search", "rank", *words, "--no-progress"]
+    output = folder / "output.txt"
+    with output.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        _, _, used = os.wait4(process.pid, 0)
+    lines = output.read_text(encoding="utf-8").splitlines()
+    said = [line.removeprefix("note: ") for line in lines if "priced in closed form" in line or "error:" in line]
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, said[-1] if said else "no answer"
 
 
 def _pricing(problem: SearchProblem, cluster: Cluster) -> Pricing:
