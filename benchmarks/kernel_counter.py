@@ -30,6 +30,9 @@ LOOK_UPS = {"embedding", "gather", "index_add_", "scatter_add_"}
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "_flash_attention_forward", "_flash_attention_backward"}
 """Operators whose numbers are not counted: what they move goes on under what they compute."""
 
+UPDATES = {"_fused_adamw_": ("self", "exp_avgs", "exp_avg_sqs")}
+"""Operators that write to lists of tensors and put nothing out, and which arguments these are."""
+
 READ_TWICE = {"native_layer_norm_backward": 2}
 """Operators that are two kernels on CUDA: how many of their first arguments both of them read. Layer norm has one for
 the gradient of its input and one for those of its weights (`aten/src/ATen/native/cuda/layer_norm_kernel.cu`)."""
@@ -71,10 +74,13 @@ class KernelCounter(TorchDispatchMode):
     ) -> Any:
         result = function(*arguments, **(keywords or {}))
         name = function._schema.name.removeprefix("aten::")
-        # The meta device asks for types with an operator of this name.
-        if function.is_view or name in COMPUTES_NOTHING or name == "promote_types":
+        # The meta device asks for types with an operator of this name. Messages and marks for profilers are no kernels.
+        if function.is_view or name in COMPUTES_NOTHING or name == "promote_types" or "::" in name:
             return result
         inputs, outputs = list(_tensors([*arguments, *(keywords or {}).values()])), list(_tensors([result]))
+        if name in UPDATES:
+            named = zip((each.name for each in function._schema.arguments), arguments, strict=False)
+            outputs += _tensors([value for each, value in named if each in UPDATES[name]])
         if name in CASTS_INPUT and self._cast is not None and inputs[0] is self._cast[1]():
             before = self._cast[0]()
             assert before is not None, "what was cast is still there"

@@ -21,6 +21,9 @@ from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink
 from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 
+ENGINE_ZERO_STAGE = 1
+"""ZeRO stage that engines are measured under (`search.measure.engine`)."""
+
 LEAST_S = 1e-7
 """No message starts in less."""
 
@@ -61,9 +64,10 @@ def measured_efficiency(
     starts = _collective_start(profile, node)
     values |= {} if starts is None else {"collective_s": starts}
     if profile.engine is not None:
-        kept = software.step_bytes
         reached_bytes = reachable_bandwidth(node.device) * efficiency.memory_efficiency
-        values["optimizer_passes"] = max(profile.engine.optimizer_s_per_parameter * reached_bytes / kept, LEAST_S)
+        moved = profile.engine.optimizer_s_per_parameter * reached_bytes
+        beside = software.state(profile.precision, ENGINE_ZERO_STAGE).whole_step_bytes
+        values["optimizer_passes"] = max((moved - beside) / software.step_bytes, LEAST_S)
         values["iteration_s"] = max(profile.engine.iteration_s, LEAST_S)
         values["op_s"] = profile.engine.op_s
     known = {each.name for each in fields(HardwareEfficiency)}

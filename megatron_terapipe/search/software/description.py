@@ -217,12 +217,15 @@ class StateBytes:
         zero_stage: 0 or 1.
         parameter: bytes of each parameter.
         bucket_element_bytes: bytes of an element of the buckets that reduce gradients and gather weights; 0 = none.
+        whole_step_bytes: bytes that the step reads or writes for each parameter of the rank, also for those that other
+            data-parallel ranks step: the norm of gradients, and zeroing them.
     """
 
     precision: str
     zero_stage: int
     parameter: ParameterBytes
     bucket_element_bytes: int = 0
+    whole_step_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,7 +69,13 @@ TERAPIPE = Software(
     logits_at_once=LOGITS_AT_ONCE,
     bucket_elements=BUCKET_ELEMENTS,
     states=(
-        StateBytes(precision="fp32", zero_stage=0, parameter=ParameterBytes(weights=4, gradients=4, optimizer=8)),
+        # The step takes the norm of gradients (4), and scales them (8).
+        StateBytes(
+            precision="fp32",
+            zero_stage=0,
+            parameter=ParameterBytes(weights=4, gradients=4, optimizer=8),
+            whole_step_bytes=12,
+        ),
         # DeepSpeedZeroOptimizer keeps copies and moments, and gradients of its own part.
         StateBytes(
             precision="fp32",
@@ -87,18 +93,22 @@ TERAPIPE = Software(
             parameter=ParameterBytes(weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step")),
             bucket_element_bytes=2,
         ),
-        # BF16_Optimizer divides its state at stage 0, too; there gradients add up in bf16.
+        # BF16_Optimizer divides its state at stage 0, too; there gradients add up in bf16. But each rank takes the norm
+        # of all gradients, which are cast for it (2 + 4 + 4), and zeroes them twice (4).
         StateBytes(
             precision="bf16",
             zero_stage=0,
             parameter=ParameterBytes(weights=2, gradients=2, optimizer=12, step=4, divided=("optimizer", "step")),
+            whole_step_bytes=14,
         ),
-        # Products add to the sums, so no gradient of a micro-batch is kept beside them (docs/adr/0025).
+        # Products add to the sums, so no gradient of a micro-batch is kept beside them (docs/adr/0025). The norm reads
+        # them (4), and they are zeroed twice (8).
         StateBytes(
             precision="bf16",
             zero_stage=1,
             parameter=ParameterBytes(weights=2, gradients=4, optimizer=12, divided=("optimizer",)),
             bucket_element_bytes=4,
+            whole_step_bytes=12,
         ),
     ),
 )

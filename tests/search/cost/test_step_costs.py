@@ -49,8 +49,19 @@ def test_gradients_travel_as_deepspeed_sends_them(
 
 
 def test_bf16_is_stepped_in_parts_at_every_zero_stage() -> None:
-    assert step("bf16", 0).optimizer == step("bf16", 1).optimizer == step("fp32", 1).optimizer
-    assert step("fp32", 0).optimizer == pytest.approx(4 * step("fp32", 1).optimizer)
+    def stepped(precision: str, zero_stage: int) -> float:
+        """Seconds without what the step does to all gradients of the rank."""
+        whole = TERAPIPE.state(precision, zero_stage).whole_step_bytes
+        return float(step(precision, zero_stage).optimizer) - whole * 1e6 / 1e12
+
+    part = stepped("fp32", 1)
+    assert (stepped("bf16", 0), stepped("bf16", 1), stepped("fp32", 0)) == pytest.approx((part, part, 4 * part))
+
+
+def test_every_rank_takes_the_norm_of_whole_gradients() -> None:
+    assert TERAPIPE.state("bf16", 1).whole_step_bytes == 12
+    beside = step("bf16", 1).optimizer - step("fp32", 1).optimizer
+    assert beside == pytest.approx(12 * 1e6 / 1e12)
 
 
 def test_other_trainers_say_how_much_they_reduce() -> None:

@@ -47,8 +47,10 @@ def test_messages_are_then_priced_as_measured() -> None:
 def test_the_optimizer_is_then_priced_as_measured() -> None:
     efficiency = measured_efficiency(profile(), CLUSTER)
     bandwidth = CLUSTER.nodes[0].device.memory_bandwidth
+    # Engines are measured on one rank, under ZeRO 1.
+    alone = SPAN._replace(size=1)
     step = step_costs(
-        1e6, 0, SPAN, SPAN, bandwidth, zero_stage=0, precision="fp32", software=TERAPIPE, efficiency=efficiency
+        1e6, 0, alone, SPAN, bandwidth, zero_stage=1, precision="fp32", software=TERAPIPE, efficiency=efficiency
     )
     assert step.optimizer == pytest.approx(1e6 * 1e-9, rel=1e-6)
     assert efficiency.iteration_s == 1e-3

@@ -1,16 +1,22 @@
 """The description of this trainer is what its modules do: kernels exactly, bytes to the digits that it gives."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 
 import pytest
 
 from benchmarks import operator_counts
+from benchmarks.kernel_counter import KernelCounter
 from benchmarks.kernel_counts import LLAMA, SIZES, kernels
 from benchmarks.operator_counts import Both
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.software.description import Operator, Operators
 from megatron_terapipe.search.software.terapipe import TERAPIPE
+from megatron_terapipe.training import build_engine as trainer_engine
+from tests.distributed import run_distributed
+from tests.training.gpt_runs import Setup, batches, run_of
 
 SMALL = 0.12
 """Bytes for each number that are left out or rounded: one in fp32 for each row of a norm, weights, tables of angles. A
@@ -66,3 +72,35 @@ def test_operators_make_up_a_layer(model: dict[str, object]) -> None:
     assert forward.total() == sum(part.forward_kernels for part in parts) + beside
     beside = 4 * software.products.backward_kernels + attention.backward_kernels
     assert backward.total() == sum(part.backward_kernels for part in parts) + beside
+
+
+def step_bytes(stages: Sequence[int]) -> list[float]:
+    """Bytes that the step of a bf16 model moves for each parameter of the rank, by ZeRO stage."""
+    found = []
+    for stage in stages:
+        setup = Setup(flags=f"--bf16 --zero-stage {stage}", micro_batches=1)
+        engine = trainer_engine.build_engine(run_of(setup))
+        take_step, counter = engine._take_model_step, KernelCounter()
+
+        def counted(*arguments: object, take_step=take_step, counter=counter) -> None:
+            with counter:
+                take_step(*arguments)
+
+        engine._take_model_step = counted
+        for _ in range(2):  # The first one makes the moments.
+            counter.moved.clear()
+            engine.train_batch(iter(batches(setup, 0)))
+        moved = sum(number * dtype.itemsize for dtype, number in counter.moved.items())
+        found.append(moved / sum(weight.numel() for weight in engine.module.parameters()))
+    return found
+
+
+def test_the_step_moves_gradients_of_all_parameters_and_state_of_its_part() -> None:
+    stages = (0, 1)
+    alone, halves = (run_distributed(step_bytes, size, stages)[0] for size in (1, 2))
+    for stage, of_all, of_half in zip(stages, alone, halves, strict=True):
+        divided = 2 * (of_all - of_half)
+        assert of_all - divided == pytest.approx(TERAPIPE.state("bf16", stage).whole_step_bytes, abs=0.1)
+        # Adam reads four numbers and writes three, and weights are copied to bf16; stage 0 casts gradients before.
+        assert divided == pytest.approx(28 + 6 + 6 * (stage == 0), abs=0.1)
+        assert divided == pytest.approx(HardwareEfficiency().optimizer_passes * TERAPIPE.step_bytes, rel=0.25)
