@@ -31,6 +31,10 @@ CHANGE = 0.1
 MOST_CONTENDERS = 12
 """Strategies that are compared."""
 
+NEAR = 1.15
+"""Seconds of a contender, in those of the winner, above which no constant that is 10 % off makes it the winner: times
+are products of powers of the constants, with exponents between -1 and 1."""
+
 NEARLY = 0.002
 """Share of the time below which another strategy is no other winner."""
 
@@ -101,24 +105,23 @@ def sensitivity(contenders: Sequence[Ranked], pricing: Pricing) -> Sensitivity:
         pricing: on the cluster, in the order of its hostfile.
     """
     model = pricing.cost_model
-    simulated = np.array([_time_s(entry) for entry in contenders])
+    near = [entry for entry in contenders if _time_s(entry) <= NEAR * _time_s(contenders[0])]
+    simulated = np.array([_time_s(entry) for entry in near])
     if isinstance(model.op_times, Roofline):
         moves = list(moves_of(model.efficiency))
-        closed_form = _in_closed_form(contenders, model)
+        closed_form = _in_closed_form(near, model)
         ratio = simulated / closed_form(model.efficiency)
         times = np.array([closed_form(constants) * ratio for _, _, constants in moves])
     else:
         moves = list(moves_of(ProfileFactors()))
         models = [with_constants(model, constants) for _, _, constants in moves]
-        times = np.array(
-            [[each.predict_time(entry.strategy).iteration_time_s for entry in contenders] for each in models]
-        )
-    changes = _changes(contenders, moves, times, model)
+        times = np.array([[each.predict_time(entry.strategy).iteration_time_s for entry in near] for each in models])
+    changes = _changes(near, moves, times, model)
     overheads = [move for move in moves_of(pricing.memory_model.overheads) if move[1] > 0]
     changes += _memory_changes(contenders, overheads, pricing)
     return Sensitivity(
         changes=tuple(sorted(changes, key=lambda each: -each.regret)),
-        nearest=None if changes else _nearest(contenders, moves, np.log(times / simulated)),
+        nearest=None if changes else _nearest(near, moves, np.log(times / simulated)),
         num_constants=len({name for name, _, _ in moves}) + len(overheads),
         num_contenders=len(contenders),
     )
@@ -141,18 +144,27 @@ Move = tuple[str, float, Any]
 def moves_of(constants: Any) -> Iterator[Move]:
     """Yield the constants with one of them moved; shares stay shares, and what is nothing stays nothing.
 
+    A row of factors moves as one.
+
     Args:
         constants: of the roofline, of the memory, or factors on a profile.
     """
     for each in fields(constants):
         value = getattr(constants, each.name)
-        if not isinstance(value, float) or value <= 0 or each.name == "usable_share":
+        row = [f"{each.name}[{index}]" for index in range(len(value))] if isinstance(value, tuple) else None
+        if each.name == "usable_share" or (row is None and value <= 0):
             continue
         for change in (CHANGE, -CHANGE):
-            most = HIGHEST * each.metadata.get("most", np.inf)
-            change = min(change, max(most / value - 1, 0.0))
+            if row is None:
+                change = min(change, max(_highest(constants, each.name) / value - 1, 0.0))
             if change:
-                yield each.name, change, moved(constants, [each.name], float(np.log1p(change)))
+                yield each.name, change, moved(constants, row or [each.name], float(np.log1p(change)))
+
+
+def _highest(constants: Any, name: str) -> float:
+    """Return what a constant is moved to at most: a share stays one."""
+    limits = {each.name: each.metadata.get("most", np.inf) for each in fields(constants)}
+    return HIGHEST * float(limits[name])
 
 
 def _in_closed_form(contenders: Sequence[Ranked], model: CostModel) -> Callable[[HardwareEfficiency], Floats]:
@@ -212,9 +224,8 @@ def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) 
         for index in range(1, len(contenders)):
             if gained[index] <= 0 or (needed := abs(step) * gaps[index] / gained[index]) >= best:
                 continue
-            limit = next(each for each in fields(constants) if each.name == name).metadata.get("most", np.inf)
-            value = getattr(constants, name) * float(np.exp(np.sign(step) * (needed - abs(step))))
-            if value <= HIGHEST * limit:
+            farther = float(np.exp(np.sign(step) * (needed - abs(step))))
+            if np.max(getattr(constants, name)) * farther <= _highest(constants, name):
                 best, strategy = needed, contenders[index].strategy
                 found = OtherWinner(
                     constant=name, change=float(np.expm1(np.sign(step) * needed)), strategy=strategy, regret=0.0

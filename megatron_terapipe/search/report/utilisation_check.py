@@ -59,7 +59,11 @@ def check_utilization(entry: Ranked, model: CostModel) -> UtilizationCheck | Non
         then = with_constants(model, moved(constants, [name], logarithm))
         return log(then.predict_time(entry.strategy).iteration_time_s / time_s)
 
-    slopes = {name: log_time(name, log1p(change)) / log1p(change) for name, change, _ in moves_of(constants)}
+    slopes = {
+        name: log_time(name, log1p(change)) / log1p(change)
+        for name, change, _ in moves_of(constants)
+        if isinstance(getattr(constants, name), float)
+    }
     constant = max(slopes, key=lambda name: abs(slopes[name]))
     target, at, slope, needed = log(used / published.share), 0.0, slopes[constant], None
     for _ in range(STEPS):
