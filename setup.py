@@ -13,7 +13,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["deepspeed_ext*", "megatron_terapipe*"]),
-    package_data={"deepspeed_ext": ["py.typed", "plan/render/page/*"], "megatron_terapipe": ["py.typed"]},
+    package_data={
+        "deepspeed_ext": ["py.typed", "plan/render/page/*"],
+        "megatron_terapipe": ["py.typed", "search/report/style.css"],
+    },
     py_modules=["pretrain_gpt"],
     entry_points={"console_scripts": ["terapipe-search = megatron_terapipe.search.__main__:main"]},
     install_requires=[

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from megatron_terapipe.dimensions import Dimension, in_places
 from megatron_terapipe.search.cost.prediction import Prediction, TimeBreakdown
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.report.figures import bytes_text, time_text
+from megatron_terapipe.search.report.figures import bytes_text, numbers_text, time_text
 from megatron_terapipe.strategy import DIMENSIONS
 
 TIME_NAMES = {
@@ -116,8 +116,7 @@ def _value(entry: Ranked, dimension: Dimension) -> str:
     if value is None:
         return dimension.none
     if isinstance(value, tuple):
-        text = ",".join(map(str, value))
-        return text if len(text) <= 48 else f"{text[:45]}..."
+        return numbers_text(value)
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value)

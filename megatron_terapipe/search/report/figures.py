@@ -1,6 +1,7 @@
 """Figures that follow from a prediction, and the texts of times, sizes and speeds."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.search.cost.prediction import Prediction
@@ -163,6 +164,31 @@ def count_text(number: float) -> str:
         if number >= 0.9995 * scale:
             return f"{number / scale:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Return a list of whole numbers as text: `2 x 704, 640` where numbers repeat, `0 to 7` where they count on."""
+    texts: list[str] = []
+    start = 0
+    while start < len(numbers):
+        same = _length_of_run(numbers, start, step=0)
+        rising = _length_of_run(numbers, start, step=1)
+        if rising > 3:
+            texts.append(f"{numbers[start]} to {numbers[start + rising - 1]}")
+        elif same > 1:
+            texts.append(f"{same} x {numbers[start]}")
+        else:
+            texts.append(str(numbers[start]))
+        start += rising if rising > 3 else same
+    return ", ".join(texts)
+
+
+def _length_of_run(numbers: Sequence[int], start: int, *, step: int) -> int:
+    """Return how many numbers from `start` differ by `step` each from the one before."""
+    end = start + 1
+    while end < len(numbers) and numbers[end] == numbers[end - 1] + step:
+        end += 1
+    return end - start
 
 
 def strategy_text(strategy: Strategy) -> str:

@@ -15,6 +15,7 @@ from megatron_terapipe.search.report.figures import (
     bytes_text,
     count_text,
     interval_text,
+    numbers_text,
     share_text,
     strategy_text,
     time_text,
@@ -136,7 +137,7 @@ def winner(answer: Answer, entry: Ranked) -> str:
     facts = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in figures)
     lengths = ""
     if strategy.token_slices is not None:
-        lengths = f'<p class="sub">token slices: {escape(", ".join(map(str, strategy.token_slices)))}</p>'
+        lengths = f'<p class="sub">token slices: {escape(numbers_text(strategy.token_slices))}</p>'
     return f'<p class="winner">{escape(strategy_text(strategy))}</p><div class="facts">{facts}</div>{lengths}'
 
 
@@ -154,8 +155,8 @@ def why(first: Ranked, second: Ranked) -> str:
     )
     sentences = "".join(f"<li>{escape(each)}</li>" for each in found.sentences)
     return (
-        f'<div class="columns"><div><ul>{sentences}</ul></div><div class="wide"><table><tr><th class="left"></th>'
-        f"<th>rank 1</th><th>rank {second.rank}</th></tr>{changes}</table></div></div>"
+        f'<div class="columns"><div><ul>{sentences}</ul></div><div class="wide"><table class="changes">'
+        f'<tr><th class="left"></th><th>rank 1</th><th>rank {second.rank}</th></tr>{changes}</table></div></div>'
     )
 
 

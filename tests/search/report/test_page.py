@@ -65,6 +65,26 @@ def test_the_page_says_what_there_is_to_say() -> None:
     assert "rank 3, layers 3" in page
 
 
+def test_long_cuts_are_shown_whole() -> None:
+    shown = answer()
+    first, second, _ = shown.entries
+    lengths = tuple(range(400, 0, -2))
+    cut = replace(first, strategy=replace(first.strategy, num_token_slices=len(lengths), token_slices=lengths))
+    page = render_page(replace(shown, entries=[cut, second]), Extras())
+    assert f"<td>{', '.join(map(str, lengths))}</td>" in page
+
+
+def test_the_page_has_a_style_for_paper_and_for_phones() -> None:
+    page = render_page(answer(), Extras(panels=[]))
+    paper = page[page.index("@media print") :]
+    # The ranking is not cut off, frames leave no empty page, and a dark theme is not printed.
+    assert ".wide { overflow: visible; }" in paper and ".timeline { display: none; }" in paper
+    assert ":root:root:root" in paper
+    assert "@media (max-width: 640px)" in page
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert style.count("{") == style.count("}")
+
+
 def test_bars_are_as_long_as_what_they_stand_for() -> None:
     page = render_page(answer(), Extras())
     times = page[page.index("Where an iteration goes") : page.index("Memory of each")]

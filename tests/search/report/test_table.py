@@ -14,6 +14,7 @@ from megatron_terapipe.search.report.figures import (
     flops_utilization,
     interval_text,
     model_flops,
+    numbers_text,
     time_text,
     tokens_per_s,
 )
@@ -49,7 +50,7 @@ def test_no_column_of_blanks() -> None:
 def test_why_the_winner_wins() -> None:
     first, second, _ = answer().entries
     found = compare(first, second)
-    assert found.changes == (("token slices", "2", "1"), ("lengths of token slices", "80,48", "equal"))
+    assert found.changes == (("token slices", "2", "1"), ("lengths of token slices", "80, 48", "equal"))
     assert found.saved_s == (("bubble_s", pytest.approx(0.6)), ("compute_s", pytest.approx(-0.1)))
     text = " ".join(found.sentences)
     assert "500 ms less (26.3%)" in text
@@ -90,6 +91,21 @@ def test_counts(number: float, text: str) -> None:
 )
 def test_times(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((80, 48), "80, 48"),
+        ((16,) * 128, "128 x 16"),
+        ((64, 64, 48, 48, 32), "2 x 64, 2 x 48, 32"),
+        ((*range(8, 16), *range(8)), "8 to 15, 0 to 7"),
+        ((0, 1, 2, 9), "0, 1, 2, 9"),
+        ((), ""),
+    ],
+)
+def test_lists_of_numbers(numbers: tuple[int, ...], text: str) -> None:
+    assert numbers_text(numbers) == text
 
 
 def test_other_texts() -> None:
