@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from megatron_terapipe.search.command.shared_flags import (
     add_constraint_flags,
     add_cost_flags,
     add_headroom_flag,
+    add_json_flag,
     add_model_flags,
     cluster_of,
     constraints_of,
@@ -22,12 +24,11 @@ from megatron_terapipe.search.command.shared_flags import (
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.command.costs import Costs
-    from megatron_terapipe.search.cost.pricing import Pricing
     from megatron_terapipe.search.inputs.cluster import Cluster
     from megatron_terapipe.search.inputs.workload import Workload
+    from megatron_terapipe.search.report.schema import TrialDocument
     from megatron_terapipe.search.trials.journal import Journal
     from megatron_terapipe.search.trials.run import Outcome, TrialSettings
-    from megatron_terapipe.search.trials.trial import Trial
     from megatron_terapipe.strategy import Strategy
 
 HELP = (
@@ -80,15 +81,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="",
         help="more flags for the trainer in one text, such as '--data-path PREFIX'; without data, tokens are random",
     )
+    add_json_flag(parser)
     add_constraint_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run and record trials, calibrate on them, compare, and return the exit code: 1 if nothing was measured."""
     _check(options)
+    # JSON on the terminal stands alone there.
+    progress = redirect_stdout(sys.stderr) if options.json == "-" else nullcontext()
+    with progress:
+        document = _run(options)
+    if options.json is not None:
+        from megatron_terapipe.search.report.output_files import write_document
+
+        write_document(options.json, document)
+    return 0 if any(entry.iteration_time_s is not None for entry in document.entries) else 1
+
+
+def _run(options: argparse.Namespace) -> "TrialDocument":
+    """Run what is missing, print how it compares with predictions, and return the answer."""
     import shlex
 
     from megatron_terapipe.search.command.costs import costs_of
+    from megatron_terapipe.search.command.trial_answer import print_trials, trial_document
     from megatron_terapipe.search.trials.journal import Journal
     from megatron_terapipe.search.trials.run import TrialSettings, default_trainer
 
@@ -122,8 +138,11 @@ def run(options: argparse.Namespace) -> int:
         _run_all(wanted, journal, settings, costs, rounds=options.rounds)
     finally:
         # Also of what an interruption has left.
-        _compare(options, journal, costs)
-    return 0 if any(trial.iteration_time_s is not None for trial in journal.trials()) else 1
+        document = trial_document(journal, costs, (*notes, *costs.notes))
+        print_trials(document)
+        if document.errors is not None:
+            print(*next_commands(options), sep="\n")
+    return document
 
 
 def plan(number: int, options: argparse.Namespace) -> Iterator[str]:
@@ -241,55 +260,12 @@ def _came_of(outcome: "Outcome") -> str:
     return f"measured {outcome.iteration_time_s:.4g} s{peak}"
 
 
-def _compare(options: argparse.Namespace, journal: "Journal", costs: "Costs") -> None:
-    """Print predictions beside measurements, before and after these were learned from."""
-    from megatron_terapipe.search.report.figures import strategy_text
-
-    trials = journal.trials()
-    measured = [trial for trial in trials if trial.iteration_time_s is not None]
-    if not measured:
-        print("nothing was measured")
-        return
-    before = costs.pricing_on(journal.cluster)
-    # What a search with --calibrate on this file predicts.
-    after = costs.calibrated_on(trials).pricing_on(journal.cluster)
-    print(f"\n{'measured s':>10}  {'before':>16}  {'calibrated':>16}  strategy")
-    for trial in sorted(measured, key=lambda trial: trial.iteration_time_s or 0.0):
-        cells = [_beside(pricing, trial) for pricing in (before, after)]
-        print(f"{trial.iteration_time_s:>10.4g}  {cells[0]:>16}  {cells[1]:>16}  {strategy_text(trial.strategy)}")
-    for name, pricing in (("before", before), ("calibrated on them", after)):
-        print(f"{name}: {_figures(pricing, measured)}")
+def next_commands(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the commands that use the trials, a line each."""
     profile = "" if options.profile is None else f" --profile {options.profile}"
     mine = "" if options.profile is None else f" --op-profile {options.profile}"
-    print(f"{options.trials} has {len(trials)} trials of this question")
-    print(
+    yield (
         f"next: python -m megatron_terapipe.search rank {options.model} {options.cluster} --global-batch-size "
         f"{options.global_batch_size}{profile} --calibrate {options.trials}"
     )
-    print(f"  or: pretrain_gpt.py --strategy auto --cluster {options.cluster}{mine} --op-calibration {options.trials}")
-
-
-def _beside(pricing: "Pricing", trial: "Trial") -> str:
-    predicted = _predicted(pricing, trial)
-    return f"{predicted:.4g} ({predicted / (trial.iteration_time_s or 1.0) - 1:+.0%})"
-
-
-def _figures(pricing: "Pricing", trials: "Sequence[Trial]") -> str:
-    """Return the mean error, the rank correlation and the top-1 regret in words."""
-    import numpy as np
-
-    from megatron_terapipe.search.trials import scores
-
-    measured = np.array([trial.iteration_time_s for trial in trials], dtype=float)
-    predicted = np.array([_predicted(pricing, trial) for trial in trials])
-    words = [f"mean error {scores.mape(measured, predicted):.1%}"]
-    order, regret = scores.spearman((measured, predicted)), scores.top1_regret((measured, predicted))
-    if order is not None:
-        words.append(f"Spearman {order:.2f}")
-    if regret is not None:
-        words.append(f"the one predicted best is {regret:.1%} slower than the best")
-    return ", ".join(words)
-
-
-def _predicted(pricing: "Pricing", trial: "Trial") -> float:
-    return pricing.predict(trial.strategy).iteration_time_s
+    yield f"  or: pretrain_gpt.py --strategy auto --cluster {options.cluster}{mine} --op-calibration {options.trials}"

@@ -219,8 +219,8 @@ class TrialEntry(Part):
     """Whether memory ran out; null = not said."""
     predicted: Predicted
     """Its prediction without these trials."""
-    calibrated: Predicted
-    """Its prediction with constants that were fitted to these trials."""
+    calibrated: Predicted | None
+    """Its prediction with constants that were fitted to these trials; null = nothing was measured."""
 
 
 class Errors(Part):

@@ -26,6 +26,7 @@ from megatron_terapipe.search.trials.predicted import predict_in_folds
 from megatron_terapipe.search.trials.profile_calibration import PRIOR, calibrate_on_profile, factor_slopes
 from megatron_terapipe.search.trials.trial import Trial, trial_line
 from megatron_terapipe.strategy import Strategy
+from tests.search.documents import checked
 from tests.search.op_times.profiles import MODEL, profile
 
 CLUSTER = parse_cluster({"nodes": [{"device": "cpu-core", "devices": 2}]}, "test")[0]
@@ -243,6 +244,13 @@ def test_the_command_trial_shows_what_its_trials_change(
         float(line.split("mean error ")[1].split("%")[0]) for line in shown.splitlines() if "mean error" in line
     )
     assert before > 5 and after < 1
+    # The same as a document, alone on standard output.
+    assert main([*words, "--profile", files["profile.json"], "--json", "-"]) == 0
+    document = checked(capsys.readouterr().out)
+    assert len(document["entries"]) == 6
+    assert document["errors"]["mean_error"] == pytest.approx(before / 100, abs=6e-4)
+    assert document["errors_calibrated"]["mean_error"] == pytest.approx(after / 100, abs=6e-4)
+    assert document["entries"][0]["calibrated"]["tokens_per_s"] > 0
 
 
 def test_factors_are_not_saved_as_constants(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
