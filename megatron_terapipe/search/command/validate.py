@@ -41,6 +41,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="cross-validate: split the groups of each source into K folds, and predict each fold from the others",
     )
+    group.add_argument(
+        "--leave-out",
+        choices=["hidden_size", "layers", "devices"],
+        help="predict the trials of each hidden size, number of layers or number of devices from those of the "
+        "others, to see how predictions extrapolate",
+    )
     group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by the command measure")
     parser.add_argument("--show-groups", action="store_true", help="also print a line for every group")
     add_json_flag(parser)
@@ -63,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
         calibrated_on=[*options.calibrate, *([options.calibration] if options.calibration else [])],
         in_sample=_in_sample(trials, calibrating),
         num_folds=options.folds,
+        left_out=options.leave_out,
     )
     if options.json == "-":
         print(json.dumps(document))
@@ -76,6 +83,12 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     if options.folds is not None and options.folds < 2:
         raise ConfigError(f"--folds {options.folds} leaves nothing to be calibrated on: give 2 or more")
+    if options.leave_out and options.folds:
+        raise ConfigError(
+            f"--leave-out {options.leave_out} and --folds {options.folds} both say what is left out: give one"
+        )
+    if options.calibration and options.leave_out:
+        raise ConfigError("--calibration brings constants that are already fitted: leave out --leave-out")
     if options.calibration and (options.calibrate or options.folds):
         raise ConfigError("--calibration brings constants that are already fitted: leave out --calibrate and --folds")
     if options.save_calibration and options.profile:
@@ -95,7 +108,7 @@ def _predicted(
     from megatron_terapipe.search.op_times.profile_files import read_profile
     from megatron_terapipe.search.trials.calibration_files import read_calibrations, write_calibrations
     from megatron_terapipe.search.trials.cluster_calibrations import Calibrations
-    from megatron_terapipe.search.trials.predicted import predict_in_folds, predict_trials
+    from megatron_terapipe.search.trials.predicted import deal_groups, leave_out, predict_in_folds, predict_trials
 
     profile = read_profile(options.profile) if options.profile else None
     # Silent when nobody watches.
@@ -106,10 +119,9 @@ def _predicted(
             bar.update(done)
 
         progress = bar.set_description_str
-        if options.folds:
-            return predict_in_folds(
-                trials, options.folds, more=calibrating, profile=profile, step=step, progress=progress
-            )
+        if options.folds or options.leave_out:
+            folds = leave_out(trials, options.leave_out) if options.leave_out else deal_groups(trials, options.folds)
+            return predict_in_folds(trials, folds, more=calibrating, profile=profile, step=step, progress=progress)
         ready = read_calibrations(options.calibration) if options.calibration else ()
         calibrations = Calibrations(calibrating, ready, progress, profile=profile)
         if options.save_calibration:

@@ -89,11 +89,10 @@ def calibrate(trials: Sequence[Trial], memory_trials: Sequence[Trial] | None = N
         intervals = conformal(
             sample.errors(efficiency, sample.simulated_ratio(efficiency))[seen],
             sample_sensitivities(sample, efficiency, prior.names)[seen],
-            [(one.source, one.group) for one, used in zip(sample.trials, seen, strict=True) if used],
+            fitted.groups.some(seen),
             prior=prior,
             residual_sd=fitted.residual_sd,
             covariance=fitted.covariance,
-            group_share=fitted.group_share,
         )
     return calibration_of(
         trials,

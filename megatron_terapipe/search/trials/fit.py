@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.op_times.constants import Prior
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.trials.group_effects import USUAL_SHARE, GroupEffects
+from megatron_terapipe.search.trials.group_effects import GroupEffects
 from megatron_terapipe.search.trials.sample import Sample, sample_sensitivities
 
 Floats = NDArray[np.float64]
@@ -29,7 +29,7 @@ LARGE = 1.2
 SIMULATIONS = 2
 """How often closed forms are held to the simulator: with the constants of the step before."""
 
-SLOPES = 4
+SLOPES = 3
 """Steps of a fit that take the slopes anew; they hardly change any more after that."""
 
 STEPS = 10
@@ -130,13 +130,13 @@ class FittedEfficiency:
             prior.
         residual_sd: standard deviation of log(measured / predicted) over the trials, large errors counted as the fit
             counts them, the fit's freedom taken off.
-        group_share: how far constants of one group are from the others', in widths of the prior.
+        groups: of the trials, and how far they are from each other.
     """
 
     efficiency: HardwareEfficiency
     covariance: Floats
     residual_sd: float
-    group_share: float
+    groups: GroupEffects
 
 
 def fit_efficiency(sample: Sample) -> FittedEfficiency:
@@ -146,12 +146,12 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
     below that.
     """
     prior = Prior.of(HardwareEfficiency())
+    groups = GroupEffects([(one.source, one.group) for one in sample.trials])
     if not len(sample):
         return FittedEfficiency(
-            efficiency=prior.start, covariance=np.diag(prior.widths**2), residual_sd=NOISE, group_share=USUAL_SHARE
+            efficiency=prior.start, covariance=np.diag(prior.widths**2), residual_sd=NOISE, groups=groups
         )
     found, slopes = np.zeros(len(prior.names)), np.empty((len(sample), len(prior.names)))
-    groups = GroupEffects([(one.source, one.group) for one in sample.trials])
     for step in range(STEPS):
         efficiency = prior.at(found)
         if step < SIMULATIONS:
@@ -174,9 +174,7 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
     if spread > NOISE:
         precision = groups.precision(slopes, variances * (spread / NOISE) ** 2, prior.widths)
     covariance: Floats = np.linalg.inv(precision).astype(np.float64) + np.diag((groups.share * prior.widths) ** 2)
-    return FittedEfficiency(
-        efficiency=prior.at(found), covariance=covariance, residual_sd=spread, group_share=groups.share
-    )
+    return FittedEfficiency(efficiency=prior.at(found), covariance=covariance, residual_sd=spread, groups=groups)
 
 
 def _step(errors: Floats, slopes: Floats, logs: Floats, prior: Prior[Any], groups: GroupEffects) -> Floats:

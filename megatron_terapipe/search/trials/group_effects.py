@@ -4,12 +4,14 @@ Trials of one group (a model, a number of devices, a day) share what the formula
 independent, and hundreds of them say less of the next group than their number suggests. A hierarchical model says so
 (Gelman et al., Bayesian Data Analysis, 3rd edition, chapters 5 and 15):
 
-    e_g = J_g (x + d_g) + noise        x ~ N(0, W^2)        d_g ~ N(0, omega^2 W^2)        noise ~ N(0, s^2)
+    e_g = J_g (x + d_g) + o_g + noise
+    x ~ N(0, W^2)        d_g ~ N(0, omega^2 W^2)        o_g ~ N(0, tau^2)        noise ~ N(0, s^2)
 
 with the errors e_g of the trials of group g, their slopes J_g in the logarithms x of the constants, and the widths W of
-the prior. With the d_g integrated out, errors of a group have the covariance
+the prior; o_g is what no constant explains and all trials of a group share, such as a day's clocks. With d_g and o_g
+integrated out, errors of a group have the covariance
 
-    R_g = s^2 I + omega^2 J_g W^2 J_g'
+    R_g = s^2 I + tau^2 1 1' + omega^2 J_g W^2 J_g'
 
 and the logarithms of the constants, given all groups, have the covariance A^-1, A = W^-2 + sum_g J_g' R_g^-1 J_g.
 Constants of a group that nobody has measured have A^-1 + omega^2 W^2: however many trials there are of others, a
@@ -23,6 +25,7 @@ is exact; with V = J_g A^-1 J_g',
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -30,11 +33,15 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-SHARES = (0.05, 0.1, 0.2, 0.4)
+SHARES = (0.1, 0.2, 0.4)
 """How far constants of one group may be from those of its cluster, in widths of the prior: omega."""
 
-USUAL_SHARE, DECADES = 0.15, 0.3
-"""Omega before any trial was seen, and the standard deviation of its decimal logarithm: few groups say little of it."""
+OFFSETS = (0.01, 0.03, 0.06)
+"""Standard deviations that errors common to a group may have: tau."""
+
+USUAL_SHARE, USUAL_OFFSET, DECADES = 0.2, 0.03, 0.3
+"""Omega and tau before any trial was seen, and the standard deviation of their decimal logarithms: few groups say
+little of them."""
 
 
 class Unseen(NamedTuple):
@@ -55,19 +62,33 @@ class GroupEffects:
     Args:
         groups: of each of n trials.
         share: omega, in widths of the prior.
+        offset: tau.
     """
 
-    def __init__(self, groups: Sequence[object], share: float = USUAL_SHARE) -> None:
+    def __init__(self, groups: Sequence[object], share: float = USUAL_SHARE, offset: float = USUAL_OFFSET) -> None:
         places: dict[object, list[int]] = {}
         for index, group in enumerate(groups):
             places.setdefault(group, []).append(index)
-        self._groups, self.share = groups, share
+        self._groups, self.share, self.offset = groups, share, offset
         self._rows = [np.array(rows) for rows in places.values()]
+
+    def __len__(self) -> int:
+        """Number of groups."""
+        return len(self._rows)
+
+    def some(self, which: NDArray[np.bool_]) -> "GroupEffects":
+        """Return the groups of some of the trials.
+
+        Args:
+            which: [n] whether a trial is one of them.
+        """
+        chosen = [group for group, used in zip(self._groups, which, strict=True) if used]
+        return GroupEffects(chosen, self.share, self.offset)
 
     def _covariances(self, slopes: Floats, variances: Floats, widths: Floats) -> list[Floats]:
         """R_g of each group."""
         shifted = slopes * (self.share * widths)
-        return [np.diag(variances[rows]) + shifted[rows] @ shifted[rows].T for rows in self._rows]
+        return [np.diag(variances[rows]) + self.offset**2 + shifted[rows] @ shifted[rows].T for rows in self._rows]
 
     def whitening(self, slopes: Floats, variances: Floats, widths: Floats) -> Floats:
         """Matrix [n, n] that makes the errors independent of each other, with variance 1.
@@ -115,7 +136,7 @@ class GroupEffects:
         return -0.5 * float(found)
 
     def most_probable(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> "GroupEffects":
-        """Return the same groups with the omega that explains their errors best (empirical Bayes).
+        """Return the same groups with the omega and tau that explain their errors best (empirical Bayes).
 
         Args:
             errors: [n] with the constants of the prior.
@@ -124,12 +145,11 @@ class GroupEffects:
             widths: [p] standard deviations of the prior.
         """
 
-        def score(share: float) -> float:
-            off = np.log10(share / USUAL_SHARE) / DECADES
-            groups = GroupEffects(self._groups, share)
-            return groups.log_evidence(errors, slopes, variances, widths) - 0.5 * float(off**2)
+        def score(groups: "GroupEffects") -> float:
+            off = np.log10([groups.share / USUAL_SHARE, groups.offset / USUAL_OFFSET]) / DECADES
+            return groups.log_evidence(errors, slopes, variances, widths) - 0.5 * float(off @ off)
 
-        return GroupEffects(self._groups, max(SHARES, key=score))
+        return max((GroupEffects(self._groups, *each) for each in product(SHARES, OFFSETS)), key=score)
 
     def unseen(self, errors: Floats, slopes: Floats, variances: Floats, widths: Floats) -> Unseen:
         """Return what the fit would say of each trial, had it not seen its group.
@@ -148,4 +168,4 @@ class GroupEffects:
             # (I - V R^-1)^-1 = R (R - V)^-1
             found[rows] = covariance @ np.linalg.solve(left, errors[rows])
             expected[rows] = np.diag(explained + explained @ np.linalg.solve(left, explained))
-        return Unseen(found, expected + (slopes**2) @ (self.share * widths) ** 2)
+        return Unseen(found, expected + (slopes**2) @ (self.share * widths) ** 2 + self.offset**2)

@@ -7,12 +7,12 @@ scale of a strategy, larger the less it resembles what was measured.
 How many scales wide an interval must be, the trials themselves say (conformal prediction: Vovk, Gammerman and Shafer,
 Algorithmic Learning in a Random World, 2005, chapter 2; scaled residuals: Lei et al., arXiv 1604.04173 section 5.2):
 each group of trials is predicted by a fit that has not seen it (`group_effects`), and the multiplier is the quantile of
-|error| / scale, with the scale that this fit gives.
+|error| / scale, with the scale that this fit gives. Trials of one group are alike, so where there are few groups the
+quantile is drawn to that of Student's t-distribution.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, exp, sqrt
+from math import ceil, exp, hypot, sqrt
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,10 @@ PRIOR_TRIALS = 4
 
 NORMAL = 1.645
 """Standard deviations of a normal distribution that hold 90 %."""
+
+PRIOR_GROUPS = 2
+"""Groups that the quantile of Student's t-distribution, for as many groups as there are and one, weighs as much as:
+trials of few groups may agree with each other by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,36 +98,38 @@ def uncalibrated(prior: Prior[Any] | None = None) -> Intervals:
 def conformal(
     errors: Floats,
     slopes: Floats,
-    groups: Sequence[object],
+    groups: GroupEffects,
     *,
     prior: Prior[Any],
     residual_sd: float,
     covariance: Floats | None = None,
-    group_share: float = 0.0,
 ) -> Intervals:
     """Return intervals from n trials with a time, each predicted as if the fit had not seen its group.
 
     Args:
         errors: [n] log(predicted / measured) of the fit.
         slopes: [n, p] of log(time).
-        groups: of each trial.
+        groups: of the trials.
         prior: of the p constants.
         residual_sd: standard deviation of the errors, the fit's freedom taken off.
         covariance: [p, p] of the logarithms of the constants; None = what slopes and errors say.
-        group_share: how far constants of one group are from the others', in widths of the prior.
     """
+    from scipy.special import stdtrit
+
     count = len(errors)
     spread = sqrt((count * residual_sd**2 + PRIOR_TRIALS * NOISE**2) / (count + PRIOR_TRIALS))
     if covariance is None:
         covariance = np.linalg.inv(slopes.T @ slopes / spread**2 + np.diag(prior.widths**-2.0)).astype(np.float64)
     # Trials count as much as they did in the fit: less where they are far off.
     variances = spread**2 / weights_of(errors / NOISE, LARGE)
-    unseen = GroupEffects(groups, group_share).unseen(errors, slopes, variances, prior.widths)
+    unseen = groups.unseen(errors, slopes, variances, prior.widths)
     scores = np.abs(unseen.errors) / np.sqrt(spread**2 + unseen.variances)
+    seen_share = len(groups) / (len(groups) + PRIOR_GROUPS)
+    usual = float(stdtrit(len(groups) + 1, (1 + COVERAGE) / 2))
     return Intervals(
         coverage=COVERAGE,
-        multiplier=conformal_quantile(scores, COVERAGE),
-        residual_sd=spread,
+        multiplier=conformal_quantile(scores, COVERAGE) ** seen_share * usual ** (1 - seen_share),
+        residual_sd=hypot(spread, groups.offset),
         covariance=covariance,
         parameter_names=prior.names,
     )

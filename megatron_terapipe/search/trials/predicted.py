@@ -1,7 +1,8 @@
 """Cross-validation: every trial is predicted by a calibration that has not seen its group."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -141,28 +142,47 @@ def _cluster(trial: Trial) -> Cluster:
     return trial.source, trial.device, on_several_nodes(trial.cluster)
 
 
+LEFT_OUT: Mapping[str, Callable[[Trial], int]] = MappingProxyType(
+    {
+        "hidden_size": lambda one: max(layer.hidden_size for layer in one.workload.layers),
+        "layers": lambda one: len(one.workload.layers),
+        "devices": lambda one: sum(node.num_devices for node in one.cluster.nodes),
+    }
+)
+"""What may be left out at a time, to see how predictions extrapolate; by name."""
+
+
+def leave_out(trials: Sequence[Trial], what: str) -> list[int]:
+    """Return the fold of each trial, [n]: trials that agree in something are in one.
+
+    Args:
+        trials: n trials.
+        what: a name in `LEFT_OUT`.
+    """
+    return [LEFT_OUT[what](one) for one in trials]
+
+
 def predict_in_folds(
     trials: Sequence[Trial],
-    num_folds: int,
+    folds: Sequence[int],
     *,
     more: Sequence[Trial] = (),
     profile: Profile | None = None,
     step: Callable[[int], None] = lambda _: None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Predicted]:
-    """Predict each trial from the groups of the other folds.
+    """Predict each trial from those of the other folds.
 
-    A cluster with one group alone has no others to be calibrated on: nothing is fitted for it.
+    A cluster whose trials are all in one fold has no others to be calibrated on: nothing is fitted for it.
 
     Args:
         trials: measured runs.
-        num_folds: calibrations of each cluster.
+        folds: of each trial, from `deal_groups` or `leave_out`.
         more: trials that every calibration sees.
         profile: measured op times and links of the machine.
         step: told how many trials are done.
         progress: told what is being fitted.
     """
-    folds = deal_groups(trials, num_folds)
     places: dict[tuple[str, str, int], list[int]] = {}
     for index, (one, fold) in enumerate(zip(trials, folds, strict=True)):
         places.setdefault((one.source, one.device, fold), []).append(index)

@@ -21,6 +21,7 @@ from megatron_terapipe.search.op_times.profile_factors import ProfileFactors, Re
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
 from megatron_terapipe.search.trials.calibration import Calibration, calibration_of
 from megatron_terapipe.search.trials.fit import NOISE, fit_constants, residual_sd_of
+from megatron_terapipe.search.trials.group_effects import GroupEffects
 from megatron_terapipe.search.trials.intervals import conformal, uncalibrated
 from megatron_terapipe.search.trials.trial import Trial, models_of
 from megatron_terapipe.strategy import Strategy
@@ -137,7 +138,9 @@ def calibrate_on_profile(
             errors, slopes = errors[seen], slopes[seen]
             precision = slopes.T @ slopes / NOISE**2 + np.diag(PRIOR.widths**-2.0)
             spread = residual_sd_of(errors, precision, PRIOR)
-            intervals = conformal(errors, slopes, range(len(errors)), prior=PRIOR, residual_sd=spread)
+            intervals = conformal(
+                errors, slopes, GroupEffects(range(len(errors)), share=0.0, offset=0.0), prior=PRIOR, residual_sd=spread
+            )
     return calibration_of(
         covered,
         memory_trials=trials if memory_trials is None else memory_trials,

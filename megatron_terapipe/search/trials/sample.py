@@ -1,6 +1,6 @@
 """Measured runs, ready to be priced again and again under other constants; how much each constant moves their times."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,8 +95,8 @@ class Sample:
         return np.where(self.cut_off & (errors > 0), 0.0, errors)
 
 
-STEP = 0.05
-"""Change of a constant's logarithm over which the slope is taken, to both sides."""
+STEP = 0.02
+"""Change of a constant's logarithm over which the slope is taken."""
 
 
 def sample_sensitivities(sample: Sample, efficiency: HardwareEfficiency, names: Sequence[str]) -> Floats:
@@ -139,29 +139,35 @@ def _slopes_of_batches(
 ) -> Floats:
     """[n, p] slopes of the logarithms of the times of n strategies in batches, each with the places of its own."""
     slopes = np.zeros((sum(len(rows) for _, rows in batches), len(names)))
-    single = [column for column, name in enumerate(names) if not is_factor(name)]
     factors = [column for column, name in enumerate(names) if is_factor(name)]
     for batch, rows in batches:
-        for column in [*single, *_felt(batch, efficiency, names, factors)]:
-            above, below = (batch.times(moved(efficiency, [names[column]], sign * STEP)) for sign in (1, -1))
-            slopes[rows, column] = np.log(above / below) / (2 * STEP)
+        at = np.log(batch.times(efficiency))
+
+        def steps(columns: Sequence[int], batch: StrategyBatch = batch, at: Floats = at) -> Floats:
+            moves = moved(efficiency, [names[column] for column in columns], STEP)
+            return np.log(batch.times(moves)) - at
+
+        found = {column: steps([column]) for column, name in enumerate(names) if not is_factor(name)}
+        found.update(_felt(steps, factors))
+        for column, step in found.items():
+            slopes[rows, column] = step / STEP
     return slopes
 
 
-def _felt(
-    batch: StrategyBatch, efficiency: HardwareEfficiency, names: Sequence[str], columns: Sequence[int]
-) -> list[int]:
-    """Those factors that the times of a batch depend on: few of many, so halves are tried that may hold none."""
+def _felt(steps: Callable[[Sequence[int]], Floats], columns: Sequence[int]) -> dict[int, Floats]:
+    """Changes of log(time) with those factors that it depends on: few of many, so halves are tried that may hold none.
+
+    Args:
+        steps: changes of log(time) if all of some factors grow.
+        columns: the factors.
+    """
     if not columns:
-        return []
+        return {}
     # Times grow with every factor: if they do not with all of these, then with none.
-    block = moved(efficiency, [names[column] for column in columns], STEP)
-    if np.array_equal(batch.times(block), batch.times(efficiency)):
-        return []
+    together = steps(columns)
+    if not together.any():
+        return {}
     if len(columns) == 1:
-        return list(columns)
+        return {columns[0]: together}
     middle = len(columns) // 2
-    return [
-        *_felt(batch, efficiency, names, columns[:middle]),
-        *_felt(batch, efficiency, names, columns[middle:]),
-    ]
+    return _felt(steps, columns[:middle]) | _felt(steps, columns[middle:])

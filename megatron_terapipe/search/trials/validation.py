@@ -111,7 +111,12 @@ def data_sets(trials: Sequence[Trial]) -> Callable[[Trial], str]:
 
 
 def validation_document(
-    predicted: Sequence[Predicted], *, calibrated_on: Sequence[str], in_sample: int, num_folds: int | None
+    predicted: Sequence[Predicted],
+    *,
+    calibrated_on: Sequence[str],
+    in_sample: int,
+    num_folds: int | None,
+    left_out: str | None = None,
 ) -> dict[str, Any]:
     """All figures and all predictions.
 
@@ -120,6 +125,7 @@ def validation_document(
         calibrated_on: files of trials that constants were fitted to.
         in_sample: how many of the trials are among those.
         num_folds: folds of the cross-validation; None without one.
+        left_out: what was left out at a time instead; None = nothing.
     """
     name = data_sets([one.trial for one in predicted])
     sources: dict[str, list[Predicted]] = {}
@@ -131,6 +137,7 @@ def validation_document(
     return {
         "calibrated_on": list(calibrated_on),
         "folds": num_folds,
+        "left_out": left_out,
         "in_sample": in_sample,
         "overall": summary(predicted),
         "sources": {source: _of_source(rows) for source, rows in sources.items()},
@@ -231,10 +238,20 @@ def _row(name: str, figures: dict[str, Any]) -> list[str]:
     ]
 
 
+LEFT_OUT_IN_WORDS = {
+    "hidden_size": "hidden sizes",
+    "layers": "numbers of layers",
+    "devices": "numbers of devices",
+}
+
+
 def _caption(document: dict[str, Any]) -> str:
     lines = list(LEGEND)
     if document["folds"]:
         lines.append(f"Calibrated in {document['folds']} folds: each group is predicted from groups of other folds.")
+    elif document["left_out"]:
+        what = LEFT_OUT_IN_WORDS[document["left_out"]]
+        lines.append(f"Trials are predicted from those of the source with other {what}, if there are any.")
     elif document["calibrated_on"]:
         lines.append(f"Calibrated on {', '.join(document['calibrated_on'])}.")
     else:

@@ -87,7 +87,7 @@ def test_strategies_that_nobody_measured_are_predicted(fitted: FittedEfficiency)
 def test_constants_are_found_and_are_surer_than_before(fitted: FittedEfficiency) -> None:
     deviations = np.sqrt(np.diag(fitted.covariance))
     # Those of another group than the trials' are a little further off than those of the cluster.
-    assert (deviations <= PRIOR.widths * (1 + 1e-9) * np.hypot(1, fitted.group_share)).all()
+    assert (deviations <= PRIOR.widths * (1 + 1e-9) * np.hypot(1, fitted.groups.share)).all()
     shares = [name for name in PRIOR.names if name.endswith("efficiency") or name == "launch_exposed"]
     assert len(shares) == 9 and all(getattr(fitted.efficiency, name) <= 1 + 1e-6 for name in shares)
     assert fitted.efficiency.network_efficiency == pytest.approx(TRUTH.network_efficiency, rel=0.1)

@@ -6,7 +6,8 @@ import pytest
 from megatron_terapipe.search.trials.group_effects import GroupEffects
 
 RANDOM = np.random.default_rng(0)
-SLOPES, WIDTHS, SHARE, SD = RANDOM.normal(size=(12, 3)), np.array([0.5, 0.2, 1.0]), 0.3, 0.1
+SLOPES, WIDTHS, SHARE = RANDOM.normal(size=(12, 3)), np.array([0.5, 0.2, 1.0]), 0.3
+SD, OFFSET = 0.1, 0.15
 OBSERVED = SLOPES @ np.array([0.3, -0.2, 0.1]) + RANDOM.normal(0, SD, 12)
 GROUPS = [index // 3 for index in range(12)]
 VARIANCES = np.full(12, SD**2) * np.linspace(1, 2, 12)
@@ -14,11 +15,12 @@ VARIANCES = np.full(12, SD**2) * np.linspace(1, 2, 12)
 
 def solve(rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Constants and their covariance, the groups' own constants written out as more unknowns."""
-    unknown = np.zeros((len(rows), 3 * 5))
+    unknown = np.zeros((len(rows), 3 * 5 + 4))
     unknown[:, :3] = SLOPES[rows]
     for line, row in enumerate(rows):
         unknown[line, 3 * (1 + GROUPS[row]) : 3 * (2 + GROUPS[row])] = SLOPES[row]
-    widths = np.concatenate([WIDTHS, *4 * [SHARE * WIDTHS]])
+        unknown[line, 3 * 5 + GROUPS[row]] = 1.0
+    widths = np.concatenate([WIDTHS, *4 * [SHARE * WIDTHS], 4 * [OFFSET]])
     precision = (unknown.T / VARIANCES[rows]) @ unknown + np.diag(widths**-2)
     covariance = np.linalg.inv(precision)
     return (covariance @ (unknown.T / VARIANCES[rows]) @ OBSERVED[rows])[:3], covariance[:3, :3]
@@ -27,17 +29,17 @@ def solve(rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
 def test_a_group_that_was_not_seen_is_predicted_as_by_another_fit() -> None:
     everything = list(range(12))
     errors = OBSERVED - SLOPES @ solve(everything)[0]
-    unseen = GroupEffects(GROUPS, SHARE).unseen(errors, SLOPES, VARIANCES, WIDTHS)
+    unseen = GroupEffects(GROUPS, SHARE, OFFSET).unseen(errors, SLOPES, VARIANCES, WIDTHS)
     for group in range(4):
         rows = [index for index in everything if GROUPS[index] == group]
         found, covariance = solve([index for index in everything if GROUPS[index] != group])
         assert unseen.errors[rows] == pytest.approx(OBSERVED[rows] - SLOPES[rows] @ found)
         of_another = covariance + np.diag((SHARE * WIDTHS) ** 2)
-        assert unseen.variances[rows] == pytest.approx(np.diag(SLOPES[rows] @ of_another @ SLOPES[rows].T))
+        assert unseen.variances[rows] == pytest.approx(np.diag(SLOPES[rows] @ of_another @ SLOPES[rows].T) + OFFSET**2)
 
 
 def test_precision_and_whitening_agree() -> None:
-    groups = GroupEffects(GROUPS, SHARE)
+    groups = GroupEffects(GROUPS, SHARE, OFFSET)
     white = groups.whitening(SLOPES, VARIANCES, WIDTHS) @ SLOPES
     precision = groups.precision(SLOPES, VARIANCES, WIDTHS)
     assert white.T @ white + np.diag(WIDTHS**-2) == pytest.approx(precision)

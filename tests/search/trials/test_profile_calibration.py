@@ -22,7 +22,7 @@ from megatron_terapipe.search.op_times.profile_files import write_profile
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.search.trials.journal import SOURCE, Journal, explicit
-from megatron_terapipe.search.trials.predicted import predict_in_folds
+from megatron_terapipe.search.trials.predicted import deal_groups, predict_in_folds
 from megatron_terapipe.search.trials.profile_calibration import PRIOR, calibrate_on_profile, factor_slopes
 from megatron_terapipe.search.trials.trial import Trial, trial_line
 from megatron_terapipe.strategy import Strategy
@@ -168,7 +168,7 @@ def test_scaled_times_are_all_scaled() -> None:
 
 
 def test_trials_are_cross_validated_on_the_profile() -> None:
-    predicted = predict_in_folds(trials(), 3, profile=PROFILE)
+    predicted = predict_in_folds(trials(), deal_groups(trials(), 3), profile=PROFILE)
     assert [one.calibration.num_trials for one in predicted] == [4] * 6
     for one in predicted:
         assert one.iteration_time_s == pytest.approx(one.trial.iteration_time_s, rel=0.03)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.trials.cluster_calibrations import Calibrations
-from megatron_terapipe.search.trials.predicted import deal_groups, predict_in_folds, predict_trials
+from megatron_terapipe.search.trials.predicted import deal_groups, leave_out, predict_in_folds, predict_trials
 from megatron_terapipe.search.trials.scores import naive_memory_bytes, naive_time_s
 from megatron_terapipe.search.trials.trial import trial_line
 from megatron_terapipe.search.trials.validation import validation_document
@@ -85,16 +85,23 @@ def test_folds_keep_groups_whole() -> None:
 def test_no_trial_is_predicted_by_a_fit_that_has_seen_it() -> None:
     """A time that nobody could predict moves the predictions of all other groups, and not its own."""
     trials = measured(STRATEGIES[:4])
-    before = [one.iteration_time_s for one in predict_in_folds(trials, 2)]
+    before = [one.iteration_time_s for one in predict_in_folds(trials, deal_groups(trials, 2))]
     for index in (0, 1):
         object.__setattr__(trials[index], "iteration_time_s", 1.5 * (trials[index].iteration_time_s or 0))
-    after = [one.iteration_time_s for one in predict_in_folds(trials, 2)]
+    after = [one.iteration_time_s for one in predict_in_folds(trials, deal_groups(trials, 2))]
     assert np.isclose(before, after, rtol=1e-6).tolist() == [True, True, False, False]
 
 
 def test_one_group_alone_is_not_calibrated() -> None:
     trials = measured(STRATEGIES[:2])
-    assert [one.calibration.num_trials for one in predict_in_folds(trials, 2)] == [0, 0]
+    assert [one.calibration.num_trials for one in predict_in_folds(trials, deal_groups(trials, 2))] == [0, 0]
+
+
+def test_folds_may_leave_out_sizes() -> None:
+    trials = measured(STRATEGIES[:3])
+    assert leave_out(trials, "hidden_size") == [2048] * 3 and leave_out(trials, "devices") == [16] * 3
+    assert len(set(leave_out(trials, "layers"))) == 1
+    assert [one.calibration.num_trials for one in predict_in_folds(trials, [1, 2, 2])] == [2, 1, 1]
 
 
 def test_the_naive_line() -> None:
@@ -124,6 +131,7 @@ def test_calibration_is_saved_and_in_sample_is_said(tmp_path: Path, capsys: pyte
     after = validate(capsys, "--trials", path, "--calibrate", path, "--save-calibration", saved)
     assert (after["in_sample"], after["calibrated_on"]) == (8, [path])
     assert after["overall"]["mape"] < before["overall"]["mape"]
+    assert validate(capsys, "--trials", path, "--leave-out", "layers")["left_out"] == "layers"
     again = validate(capsys, "--trials", path, "--calibration", saved)
     assert again["overall"]["mape"] == pytest.approx(after["overall"]["mape"])
     assert main(["validate", "--trials", path, "--calibrate", path]) == 0
@@ -136,6 +144,8 @@ def test_calibration_is_saved_and_in_sample_is_said(tmp_path: Path, capsys: pyte
         (["--folds", "1"], "--folds 1 leaves nothing"),
         (["--save-calibration", "c.json"], "nothing to save"),
         (["--calibration", "c.json", "--folds", "2"], "already fitted"),
+        (["--calibration", "c.json", "--leave-out", "layers"], "already fitted"),
+        (["--leave-out", "layers", "--folds", "2"], "give one"),
         (["--calibrate", "none.jsonl"], "none.jsonl cannot be read"),
         (["--json", "no/such/place.json"], "cannot be written"),
     ],
