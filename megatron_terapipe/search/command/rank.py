@@ -146,6 +146,9 @@ def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf
 
 HELP = "Find the best strategies of a model on a cluster: search them, price them on their schedules, and rank them."
 
+LEAST_TOP = 10
+"""Strategies that are searched for however few are listed, so that a short list has the same winner and advice."""
+
 NOTHING = "nothing"
 """Value of `--explain` without a file."""
 
@@ -209,7 +212,9 @@ def run(options: argparse.Namespace) -> int:
     asked = None if options.explain in (None, NOTHING) else read_one_strategy(options.explain)
     start = time.perf_counter()
     with progress_bar(options.progress) as progress:
-        result = search(problem, choices, costs.pricing_on, top=options.top, effort=options.effort, progress=progress)
+        top = max(options.top, LEAST_TOP)
+        result = search(problem, choices, costs.pricing_on, top=top, effort=options.effort, progress=progress)
+        result = replace(result, entries=result.entries[: options.top])
         advice = advise(result, problem, constraints, costs, progress)
         proposed = []
         if result.entries and options.propose_trials is not None:

@@ -46,7 +46,10 @@ OPS_OF_ONE = 8_000
 MOST_LAYOUTS = 6
 """Layouts beside those of the best strategies that have a contender."""
 
-CONTENDS = 1.5
+OF_A_LAYOUT = 4
+"""Strategies of each of them that are simulated."""
+
+CONTENDS = 1.3
 """Closed form of a contender, in seconds of the winner, at most."""
 
 MOST_TOO_FULL = 8
@@ -197,7 +200,7 @@ class _Contest:
         return fastest
 
     def best_of_other_layouts(self, best_s: float) -> list[Ranked]:
-        """Return the strategy with the lowest estimate of each of a few layouts of which none was simulated.
+        """Return the fastest of the most promising strategies of a few layouts of which none was simulated.
 
         Args:
             best_s: seconds of the winner.
@@ -207,22 +210,26 @@ class _Contest:
         for grid, first in zip(self._grids, self._first, strict=False):
             places = np.flatnonzero(grid.roomy)
             if len(places):
-                best = int(places[np.argmin(grid.estimate[places])])
-                lowest.append((float(grid.estimate[best]), int(first) + best))
+                places = places[np.argsort(grid.estimate[places], kind="stable")[:OF_A_LAYOUT]]
+                lowest.append((float(grid.estimate[places[0]]), (int(first) + places).tolist()))
         found: list[Ranked] = []
-        for estimate, index in sorted(lowest):
+        for estimate, indices in sorted(lowest):
             if len(found) >= MOST_LAYOUTS or estimate > CONTENDS * best_s:
                 break
-            strategy, pricing = self._at(index)
-            memory = pricing.memory_model.predict(strategy)
-            if _layout(strategy) in known or pricing.why_it_does_not_fit(
-                strategy, memory, self._problem.memory_headroom
-            ):
-                continue
-            known.add(_layout(strategy))
-            prediction = pricing.predict(strategy, memory)
-            found.append(Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster))
+            layout = _layout(self._at(indices[0])[0])
+            if layout not in known:
+                known.add(layout)
+                found += ranked_in_order(filter(None, map(self._roomy_entry, indices)))[:1]
         return found
+
+    def _roomy_entry(self, index: int) -> Ranked | None:
+        """Return the strategy at a place with its price; None if it does not leave the headroom free."""
+        strategy, pricing = self._at(index)
+        memory = pricing.memory_model.predict(strategy)
+        if pricing.why_it_does_not_fit(strategy, memory, self._problem.memory_headroom) is not None:
+            return None
+        prediction = pricing.predict(strategy, memory)
+        return Ranked(strategy=strategy, prediction=prediction, cluster_in_order=pricing.cluster)
 
     def _by_estimate(self, places: NDArray[np.int64]) -> list[int]:
         """Return places in the order of their estimates; equal ones in the order of the space."""
