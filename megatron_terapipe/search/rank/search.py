@@ -5,15 +5,15 @@
 What fits the devices but does not leave the headroom free cannot win. The fastest of those is found, so that its user
 knows what the headroom costs.
 
-The strategies with the lowest estimates are simulated first. A strategy whose lower bound is above the last of the
-ranking is never simulated. If the effort does not suffice for all others, the ranking says by how much the best of
-those could still win. The same question always has the same answer.
+The strategies with the lowest estimates are simulated first, then those with the lowest bounds. A strategy whose lower
+bound is above the last of the ranking is never simulated. If the effort does not suffice for all others, the ranking
+says by how much the best of those could still win. The same question always has the same answer.
 """
 
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from megatron_terapipe.strategy import Strategy
 
 Floats = NDArray[np.float64]
 
-MOST_STRATEGIES = 150
+MOST_STRATEGIES = 200
 """Strategies that are simulated with effort 1."""
 
 MOST_OPS = 400_000
@@ -132,6 +132,13 @@ def search(
     )
 
 
+class _Budget(NamedTuple):
+    """How many strategies are simulated, and how many ops of new schedules generated, since the start of a contest."""
+
+    strategies: int
+    ops: float
+
+
 class _Contest:
     """Simulates strategies until none that is left can be among the best."""
 
@@ -146,7 +153,8 @@ class _Contest:
         """Places of the strategies that fit the devices, but do not leave the headroom free."""
         self._first = np.cumsum([0, *(len(grid.places) for grid in grids)])
         self._shapes: set[tuple[str, PipelineShape]] = set()
-        self._ops_left = 0.0
+        self._ops = 0.0
+        self._done = 0
         self.ranked: list[Ranked] = []
         self.refused: list[Ranked] = []
         self._times_s: list[float] = []
@@ -156,25 +164,38 @@ class _Contest:
         """Lower bound in seconds of all strategies that were not simulated."""
 
     def simulate(self, effort: float, progress: ProgressCallback | None) -> None:
-        """Simulate, lowest estimate first, until no strategy left can be among the best or the effort is spent.
+        """Simulate until no strategy left can be among the best, or the effort is spent.
+
+        Half of the effort goes to the lowest estimates, which are mostly the best. The other half goes to the lowest
+        bounds: of what is left then, none could save much.
 
         Args:
             effort: how much is simulated.
             progress: told what is being done.
         """
-        bound = self._bound
-        most, self._ops_left = max(int(MOST_STRATEGIES * effort), self._top), MOST_OPS * effort
-        done = 0
-        for index in self._by_estimate(np.flatnonzero(self._roomy)):
-            if bound[index] >= self._to_beat_s * (1 - ROUNDING):
+        most, ops = max(int(MOST_STRATEGIES * effort), self._top), MOST_OPS * effort
+        left = self._by_estimate(np.flatnonzero(self._roomy))
+        for share in (0.5, 1.0):
+            budget = _Budget(max(int(most * share), self._top), ops * share)
+            left = self._simulate_some(left, budget, progress)
+            left.sort(key=self._bound.__getitem__)
+        self.lowest_bound_left = float(self._bound[left[0]]) if left else np.inf
+
+    def _simulate_some(self, places: list[int], budget: _Budget, progress: ProgressCallback | None) -> list[int]:
+        """Simulate what may be among the best, in this order; return what the budget leaves over."""
+        left = []
+        for index in places:
+            if self._bound[index] >= self._to_beat_s * (1 - ROUNDING):
                 continue
-            if done >= most or (self._ops_left <= 0 and len(self.ranked) >= self._top):
-                self.lowest_bound_left = min(self.lowest_bound_left, float(bound[index]))
+            spent = self._ops >= budget.ops and len(self.ranked) >= self._top
+            if self._done >= budget.strategies or spent:
+                left.append(index)
                 continue
             if progress is not None:
-                progress(min(done, most), most, "simulated")
-            done += 1
+                progress(self._done, budget.strategies, "simulated")
+            self._done += 1
             self._simulate(index)
+        return [index for index in left if self._bound[index] < self._to_beat_s * (1 - ROUNDING)]
 
     def fastest_too_full(self, to_beat_s: float) -> Ranked | None:
         """Return the fastest of a few promising strategies that fit without headroom; None if none is faster.
@@ -263,7 +284,7 @@ class _Contest:
         if key not in self._shapes:
             self._shapes.add(key)
             shape = key[1]
-            self._ops_left -= min(2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices, OPS_OF_ONE)
+            self._ops += min(2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices, OPS_OF_ONE)
         self._counts.simulated += 1
         prediction = pricing.predict(strategy, memory)
         self.ranked.append(
