@@ -104,7 +104,8 @@ class OptimizerConfig:
         # The general line would not say why DeepSpeed's other two stages are not on offer.
         if self.zero_stage in (2, 3):
             raise ConfigError(
-                f"--zero-stage {self.zero_stage}: DeepSpeed cannot combine ZeRO 2 or 3 with pipelines: use 0 or 1"
+                f"--zero-stage {self.zero_stage}: DeepSpeed cannot combine ZeRO 2 or 3 with pipelines, not even of "
+                "one stage: use 0 or 1"
             )
         check_choices(self)
         check_positive(

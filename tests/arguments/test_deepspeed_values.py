@@ -50,7 +50,8 @@ def of_file(directory: Path, file: object, words: str) -> Config:
         (
             "",
             {"zero_optimization": {"stage": 3}},
-            "--zero-stage 3: DeepSpeed cannot combine ZeRO 2 or 3 with pipelines: use 0 or 1 (--deepspeed-config FILE "
+            "--zero-stage 3: DeepSpeed cannot combine ZeRO 2 or 3 with pipelines, not even of one stage: use 0 or 1 "
+            "(--deepspeed-config FILE "
             "sets zero_optimization.stage)",
         ),
         (

@@ -10,12 +10,13 @@ library.py        all of them by name, and descriptions in files of users
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-ScalarOrArray = NDArray[np.float64] | float
+ScalarOrArray: TypeAlias = "NDArray[np.float64] | float"
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"fp16": 2, "bf16": 2, "fp32": 4})
 """Bytes of a number that layers compute with, by precision."""

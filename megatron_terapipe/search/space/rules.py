@@ -167,7 +167,9 @@ def _partition(
 
 def _zero(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
     del grid, problem
-    return None if stage in (0, 1) else f"ZeRO stage {stage} does not go with pipelines in DeepSpeed: use 0 or 1"
+    if stage in (0, 1):
+        return None
+    return f"DeepSpeed cannot combine ZeRO stage {stage} with pipelines, not even of one stage: use 0 or 1"
 
 
 def _loss_scale(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
