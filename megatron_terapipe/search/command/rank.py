@@ -213,7 +213,15 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     with progress_bar(options.progress) as progress:
         top = max(options.top, LEAST_TOP)
-        result = search(problem, choices, costs.pricing_on, top=top, effort=options.effort, progress=progress)
+        result = search(
+            problem,
+            choices,
+            costs.pricing_on,
+            top=top,
+            effort=options.effort,
+            other_layouts=True,
+            progress=progress,
+        )
         result = replace(result, entries=result.entries[: options.top])
         advice = advise(result, problem, constraints, costs, progress)
         proposed = []

@@ -90,6 +90,7 @@ def search(
     top: int = 10,
     effort: float = 1.0,
     refine: bool = True,
+    other_layouts: bool = False,
     progress: ProgressCallback | None = None,
 ) -> SearchResult:
     """Return the best strategies.
@@ -100,7 +101,8 @@ def search(
         pricing_on: prices strategies on the cluster's nodes in another order.
         top: how many strategies to return.
         effort: how much is simulated, in some seconds of one core.
-        refine: whether token slices, stages and nodes of the best are solved for, and other layouts looked at.
+        refine: whether token slices, stages and nodes of the best are solved for.
+        other_layouts: whether strategies of layouts that cannot win are simulated, as contenders for a sensitivity.
         progress: told what is being done.
     """
     counts = SearchCounts()
@@ -117,7 +119,7 @@ def search(
     best_s = ordered[0].prediction.iteration_time_s if ordered and ordered[0].prediction else np.inf
     could_save = max(0.0, 1 - left / best_s) if ordered and np.isfinite(left) else 0.0
     too_full = contest.fastest_too_full(best_s)
-    others = contest.best_of_other_layouts(best_s) if refine else []
+    others = contest.best_of_other_layouts(best_s) if other_layouts else []
     contenders = contenders_of(
         ranked_in_order(without_repetitions([*everything, *others], problem.workload.seq_length))
     )
