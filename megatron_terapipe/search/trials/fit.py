@@ -29,20 +29,23 @@ LARGE = 1.2
 SIMULATIONS = 2
 """How often closed forms are held to the simulator: with the constants of the step before."""
 
-SLOPES = 3
-"""Steps of a fit that take the slopes anew; they hardly change any more after that."""
+GROUPS_FROM = 3
+"""Step from which on it is known well enough what constants explain to say how far groups differ."""
 
-STEPS = 10
+STEPS = 12
 """Steps of a fit at most."""
 
-LONGEST_STEP = 0.7
+LONGEST_STEP = 0.5
 """By how much the logarithm of a constant moves in one step: beyond, slopes say little."""
+
+HALVINGS = 4
+"""How often a step is halved, as long as it makes a fit worse."""
 
 REWEIGHTINGS = 4
 """How often a step finds anew which trials are far off."""
 
-STANDSTILL = 0.002
-"""Step of all logarithms below which a fit has ended."""
+STANDSTILL = 0.01
+"""Part of the misfit that a step takes away, below which a fit has ended."""
 
 
 def fit_constants(
@@ -151,20 +154,24 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
         return FittedEfficiency(
             efficiency=prior.start, covariance=np.diag(prior.widths**2), residual_sd=NOISE, groups=groups
         )
-    found, slopes = np.zeros(len(prior.names)), np.empty((len(sample), len(prior.names)))
+    found = np.zeros(len(prior.names))
     for step in range(STEPS):
-        efficiency = prior.at(found)
         if step < SIMULATIONS:
-            ratio = sample.simulated_ratio(efficiency)
-        if step < SLOPES:
-            slopes = sample_sensitivities(sample, efficiency, prior.names)
-        errors = sample.errors(efficiency, ratio)
-        after = _step(errors, slopes, found, prior, groups)
-        if step == SLOPES - 1:
+            ratio = sample.simulated_ratio(prior.at(found))
+        slopes = sample_sensitivities(sample, prior.at(found), prior.names)
+        errors = sample.errors(prior.at(found), ratio)
+        if step == GROUPS_FROM:
             variances = NOISE**2 / weights_of(errors / NOISE, LARGE)
             groups = groups.most_probable(errors - slopes @ found, slopes, variances, prior.widths)
-            continue
-        if step >= SLOPES and np.abs(after - found).max() < STANDSTILL:
+        after = _step(errors, slopes, found, prior, groups)
+        white = groups.whitening(slopes, NOISE**2 / weights_of(errors / NOISE, LARGE), prior.widths)
+        before = _misfit(errors, found, white, prior)
+        for _ in range(HALVINGS):
+            now = _misfit(sample.errors(prior.at(after), ratio), after, white, prior)
+            if now <= before:
+                break
+            after = (after + found) / 2
+        if step > GROUPS_FROM and now > (1 - STANDSTILL) * before:
             break
         found = after
     errors = sample.errors(prior.at(found), ratio)
@@ -177,6 +184,11 @@ def fit_efficiency(sample: Sample) -> FittedEfficiency:
     return FittedEfficiency(efficiency=prior.at(found), covariance=covariance, residual_sd=spread, groups=groups)
 
 
+def _misfit(errors: Floats, logs: Floats, white: Floats, prior: Prior[Any]) -> float:
+    """What a step makes less: squares of errors, made independent, and of the way from the prior, in its widths."""
+    return float(np.sum((white @ errors) ** 2) + np.sum((logs / prior.widths) ** 2))
+
+
 def _step(errors: Floats, slopes: Floats, logs: Floats, prior: Prior[Any], groups: GroupEffects) -> Floats:
     """The most probable logarithms, if times follow their slopes, none further away than a step may be long.
 
@@ -186,7 +198,7 @@ def _step(errors: Floats, slopes: Floats, logs: Floats, prior: Prior[Any], group
     from scipy.optimize import lsq_linear
 
     weights, after = np.ones(len(errors)), logs
-    lower, upper = logs - LONGEST_STEP, np.minimum(logs + LONGEST_STEP, np.maximum(prior.most, logs - STANDSTILL))
+    lower, upper = logs - LONGEST_STEP, np.minimum(logs + LONGEST_STEP, np.maximum(prior.most, logs))
     for _ in range(REWEIGHTINGS):
         white = groups.whitening(slopes, NOISE**2 / weights, prior.widths)
         system = np.concatenate([white @ slopes, np.diag(1 / prior.widths)])
