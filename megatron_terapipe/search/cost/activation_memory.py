@@ -189,6 +189,7 @@ class _Kept:
         widths = (1 + layer.gated) * mlp_width
         activated = 0.0 * size if self.reads_output else mlp_width
         flash = not self.software.attention.writes_scores
+        owned = self.software.attention.keeps_keys and has_attention
         core = log_sums if flash else scores
         everything = (
             norms
@@ -199,7 +200,7 @@ class _Kept:
             + widths
             + activated
             + masks
-            + (0.0 if flash else key_value)
+            + (0.0 if owned else key_value)
         )
         gradients = 2 * hidden + np.maximum(2 * mlp_width, query + key_value) + (0.0 if flash else 0.8 * scores)
         kept, again = everything, 0.0 * size
@@ -211,7 +212,6 @@ class _Kept:
         elif recompute == "selective":
             again = inputs + activated
             kept = everything - again
-        owned = flash and has_attention
         if owned and window is not None:
             # Each token slice keeps its own; while it runs, those in reach are put together.
             return TokenMemory(

@@ -131,6 +131,8 @@ class AttentionCore:
         skips_masked: whether it leaves out what a causal mask hides.
         forward_kernels: kernels of the forward.
         backward_kernels: kernels of the backward.
+        keeps_keys: whether keys and values of whole sequences are kept, whatever is recomputed, because token slices
+            that come later attend to them.
         keeps_dropped: whether scores that are written out are kept a second time, with the mask of dropout.
         prefix: gradients of keys and values before the token slice that its backward adds to those of later ones
             [channel of a key or value].
@@ -141,6 +143,7 @@ class AttentionCore:
     skips_masked: bool = True
     forward_kernels: float = 1.0
     backward_kernels: float = 1.0
+    keeps_keys: bool = False
     keeps_dropped: bool = False
     prefix: Operator = NOTHING
 

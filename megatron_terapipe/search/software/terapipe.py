@@ -61,6 +61,7 @@ TERAPIPE = Software(
         on=(("volta", "memory-efficient"), ("turing", "memory-efficient")),
         forward_kernels=1,
         backward_kernels=1,
+        keeps_keys=True,
         # Sums in fp32, read and written, and the gradients that this token slice found.
         prefix=Operator(backward=1, backward_bytes=8, forward_kernels=0, backward_kernels=0),
     ),
