@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline engine with the layers of Megatron-LM: Megatron-DeepSpeed, as most published runs used it.
 
 Sources: `runtime/pipe/engine.py`, `runtime/pipe/schedule.py`, `runtime/zero/stage_1_and_2.py` and
-`runtime/bf16_optimizer.py` of DeepSpeed 0.19.8. Gradients travel as its optimizers send them: in bf16 with sums in fp32,
+`runtime/bf16_optimizer.py` of DeepSpeed 0.19.8. Gradients travel as its optimizers send them: sums of bf16 in fp32, and
 all-reduced even at ZeRO stage 1 (`cost.step_costs.step_traffic`). GPT-NeoX's rotation is written in Python.
 """
 

@@ -52,7 +52,7 @@ MEGATRON_CORE = Software(
         shares_transfers=True,
         overlaps_gradient_reduction=True,
         overlaps_weight_gather=True,
-        # What products hide of collectives, less what that slows them down: chosen beside the runs that NVIDIA published,
+        # What products hide of collectives, less what that slows them down: chosen beside runs that NVIDIA published,
         # which lie between 0 and 0.5.
         tensor_parallel_overlap=0.1,
         reduction_bytes=2,
