@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.trials.group_effects import GroupEffects
+from megatron_terapipe.search.trials.group_effects import OFFSETS, GroupEffects
 
 RANDOM = np.random.default_rng(0)
 SLOPES, WIDTHS, SHARE = RANDOM.normal(size=(12, 3)), np.array([0.5, 0.2, 1.0]), 0.3
@@ -51,3 +51,25 @@ def test_many_trials_of_one_group_say_less_than_one_trial_of_many() -> None:
     same = GroupEffects(["one"] * 50, SHARE).precision(slopes, variances, widths)
     apart = GroupEffects(list(range(50)), SHARE).precision(slopes, variances, widths)
     assert same[0, 0] < 1 + SHARE**-2 < 0.1 * apart[0, 0]
+
+
+def test_the_evidence_is_that_of_a_normal_distribution() -> None:
+    groups = GroupEffects(GROUPS, SHARE, OFFSET)
+    same = np.equal.outer(GROUPS, GROUPS)
+    shared = same * (OFFSET**2 + (SLOPES * (SHARE * WIDTHS) ** 2) @ SLOPES.T)
+    whole = np.diag(VARIANCES) + shared + (SLOPES * WIDTHS**2) @ SLOPES.T
+    expected = -0.5 * (OBSERVED @ np.linalg.solve(whole, OBSERVED) + np.linalg.slogdet(whole)[1])
+    # All but the widths of the prior, which stay the same.
+    constant = np.sum(np.log(WIDTHS))
+    assert groups.log_evidence(OBSERVED, SLOPES, VARIANCES, WIDTHS) == pytest.approx(expected + constant)
+
+
+def test_groups_that_differ_are_found_to_differ() -> None:
+    draw = np.random.default_rng(1)
+    groups = np.repeat(np.arange(40), 3)
+    slopes, noise = np.ones((120, 1)), draw.normal(0, 0.01, 120)
+    apart = GroupEffects(groups.tolist()).most_probable(
+        noise + 0.1 * draw.normal(size=40)[groups], slopes, np.full(120, 1e-4), np.array([0.01])
+    )
+    alike = GroupEffects(groups.tolist()).most_probable(noise, slopes, np.full(120, 1e-4), np.array([0.01]))
+    assert apart.offset == max(OFFSETS) and alike.offset == min(OFFSETS)
