@@ -16,10 +16,6 @@ from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwi
 from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, ScalarOrArray
 from megatron_terapipe.search.software.description import ELEMENT_BYTES, Operator, Software
 
-SCORE_BYTES = 13
-"""Bytes that one score moves where scores are written out: the product writes it (2), softmax reads and writes it (4),
-dropout reads and writes it with a mask (5), the product with the values reads it (2)."""
-
 WRITTEN_OUT_BYTES = (12, 2)
 """Bytes that one score moves where our own kernel writes them out: the product writes it in fp32 (4), its exponential
 sum and its weight are computed (4 + 4); the weight, in the type of the values, is written and read (twice 2 or 4)."""
@@ -226,7 +222,7 @@ class Roofline:
             else:
                 computing = flops * pairs / (self._products_reach(device) * self.efficiency.attention_efficiency)
                 computing_back = BACKWARD_PER_FORWARD * computing
-            score_bytes = 0.0 if flash else SCORE_BYTES * attention.query_heads / tp
+            score_bytes = 0.0 if flash else core.score_bytes * attention.query_heads / tp
             moving_scores = self._moving_s(device, score_bytes * pairs)
             moving_back = BACKWARD_MOVES * moving_scores
         heads = attention.query_heads + attention.key_value_heads

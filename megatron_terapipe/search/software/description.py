@@ -1,10 +1,13 @@
 """The form of a description: facts of a trainer that affect time or memory, and do not depend on the hardware.
 
-description.py    the form
-terapipe.py       this trainer                       deepspeed.py        DeepSpeed's pipeline engine
-megatron_lm.py    Megatron-LM of 2021 to 2023        megatron_core.py    its successor
-fsdp.py           PyTorch's fully sharded data parallelism
-library.py        all of them by name, and descriptions in files of users
+description.py      the form
+terapipe.py         this trainer
+megatron_lm.py      Megatron-LM of 2021 to 2023
+deepspeed.py        DeepSpeed's pipeline engine with its layers
+deepspeed_eager.py  the same with layers in plain PyTorch
+megatron_core.py    the successor of Megatron-LM
+fsdp.py             PyTorch's fully sharded data parallelism
+library.py          all of them by name, and descriptions in files of users
 """
 
 from collections.abc import Mapping
@@ -133,6 +136,9 @@ class AttentionCore:
         backward_kernels: kernels of the backward.
         keeps_keys: whether keys and values of whole sequences are kept, whatever is recomputed, because token slices
             that come later attend to them.
+        score_bytes: bytes that one score moves in the forward where scores are written out. 13: the product writes it
+            (2), a fused softmax reads and writes it (4), dropout reads and writes it with a mask (5), the product with
+            the values reads it (2).
         keeps_dropped: whether scores that are written out are kept a second time, with the mask of dropout.
         prefix: gradients of keys and values before the token slice that its backward adds to those of later ones
             [channel of a key or value].
@@ -144,6 +150,7 @@ class AttentionCore:
     forward_kernels: float = 1.0
     backward_kernels: float = 1.0
     keeps_keys: bool = False
+    score_bytes: float = 13.0
     keeps_dropped: bool = False
     prefix: Operator = NOTHING
 

@@ -13,6 +13,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.documents import read_document, short, suggestion
 from megatron_terapipe.search.inputs.entries import fault, place
 from megatron_terapipe.search.software.deepspeed import DEEPSPEED
+from megatron_terapipe.search.software.deepspeed_eager import DEEPSPEED_EAGER
 from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.fsdp import FSDP
 from megatron_terapipe.search.software.megatron_core import MEGATRON_CORE
@@ -20,7 +21,7 @@ from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
-    {each.name: each for each in (TERAPIPE, MEGATRON_LM, DEEPSPEED, MEGATRON_CORE, FSDP)}
+    {each.name: each for each in (TERAPIPE, MEGATRON_LM, DEEPSPEED, DEEPSPEED_EAGER, MEGATRON_CORE, FSDP)}
 )
 """By name."""
 

@@ -23,6 +23,7 @@ from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.inputs.workload_files import GptEntry
 from megatron_terapipe.search.software.deepspeed import DEEPSPEED
+from megatron_terapipe.search.software.deepspeed_eager import DEEPSPEED_EAGER
 from megatron_terapipe.search.software.library import SOFTWARE
 from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.trials.trial import GIBIBYTE, Trial
@@ -62,13 +63,13 @@ def published_precision(source: str, group: str) -> str:
     return PUBLISHED_PRECISION
 
 
-DEEPSPEED_SOURCES = ("bigscience", "vTrain", "sailor")
-"""Texts in the source of trials that DeepSpeed's pipeline engine ran, as their publications say."""
+SOFTWARE_OF_SOURCE = (("bigscience", DEEPSPEED), ("vTrain", DEEPSPEED), ("sailor", DEEPSPEED_EAGER))
+"""Text in the source of trials, and what ran them as their publications say."""
 
 
 def published_software(source: str) -> str:
     """Name of the software of a trial that names none: Megatron-LM, or what its publication says."""
-    return DEEPSPEED.name if any(text in source for text in DEEPSPEED_SOURCES) else MEGATRON_LM.name
+    return next((software for text, software in SOFTWARE_OF_SOURCE if text in source), MEGATRON_LM).name
 
 
 @dataclass(frozen=True, slots=True)
