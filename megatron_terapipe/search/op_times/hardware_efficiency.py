@@ -55,7 +55,7 @@ class HardwareEfficiency:
         optimizer_passes: how often the optimizer step reads or writes the bytes that it keeps of a parameter.
         op_s: what a pipeline's executor needs between two ops of a rank.
         iteration_s: what an iteration takes however small it is.
-        reductions: seconds of reductions inside a node in those of the formula, by ranks and bytes
+        reductions: seconds of reductions inside a node, in those of the formula; by ranks and bytes
             (`reduction_factors`).
     """
 

@@ -19,6 +19,9 @@ from megatron_terapipe.search.space.problem import MEMORY_HEADROOM, SearchProble
 WORTH_SAYING = 0.02
 """Share of the time that leaving devices out must save before a note says so."""
 
+WORTH_CHANGING = 0.01
+"""How much longer, as a share, the winner takes than another strategy before a note advises to look at that one."""
+
 CHEAPER = 0.1
 """Share of the device hours that leaving devices out must save before a note says so."""
 
@@ -116,9 +119,11 @@ def _add(part: FewerDevices) -> str:
     return f"add --devices-at-most {part.cluster.num_devices} to rank them"
 
 
-def _too_full(full: TooFull, problem: SearchProblem) -> str:
-    """Return what keeping memory free costs."""
+def _too_full(full: TooFull, problem: SearchProblem) -> str | None:
+    """Return what keeping memory free costs; None if that is next to nothing."""
     assert full.entry.prediction is not None
+    if full.could_save is not None and full.could_save < WORTH_CHANGING:
+        return None
     saves = "" if full.could_save is None else f" and saves {full.could_save:.1%}"
     return (
         f"{strategy_text(full.entry.strategy)} takes {time_text(full.entry.prediction.iteration_time_s)}, but leaves "
@@ -128,18 +133,28 @@ def _too_full(full: TooFull, problem: SearchProblem) -> str:
 
 
 def _utilization(check: UtilizationCheck) -> str:
+    """Return what an MFU that nobody has published rests on."""
     words = (
-        f"rank 1 is predicted to reach {check.predicted:.0%} of the peak, and the best published for such devices is "
-        f"{check.published.share:.0%} ({check.published.run}); it rests on {_constant(check.constant)} = "
-        f"{check.value:.3g}"
+        f"rank 1 is predicted to reach an MFU of {check.predicted:.0%} ({check.predicted_causal:.0%} with causal "
+        f"attention), and the best published for such devices is {check.published.share:.0%} "
+        f"({check.published.causal_share:.0%}; {check.published.run})"
     )
-    if check.needed is None:
+    doubted = check.constant
+    if doubted is None:
+        return (
+            f"{words}: it is higher because the usual MFU counts scores that causal attention never computes, and "
+            "sequences are long; compare the causal MFU"
+        )
+    words = f"{words}; it rests on {_constant(doubted.name)} = {doubted.value:.3g}"
+    if doubted.needed is None:
         return f"{words} most, which alone does not explain it: calibrate on trials"
-    return f"{words}, and with {check.needed:.3g} it would be {check.published.share:.0%}: calibrate on trials"
+    return f"{words}, and with {doubted.needed:.3g} it would be as published: calibrate on trials"
 
 
-def _sensitivity(found: Sensitivity) -> str:
-    """Return which constant decides who wins, in one line."""
+def _sensitivity(found: Sensitivity) -> str | None:
+    """Return which constant decides who wins, in one line; None if nothing was compared."""
+    if found.num_contenders < 2 and not found.changes:
+        return None
     tried = f"{found.num_constants} constants, {found.num_contenders} strategies"
     if not found.changes:
         near = ""
@@ -147,6 +162,11 @@ def _sensitivity(found: Sensitivity) -> str:
             near = f"; the first to change it is {_moved(found.nearest)}: {strategy_text(found.nearest.strategy)}"
         return f"no constant that is {CHANGE:.0%} off changes the winner ({tried}){near}"
     first, *others = found.changes
+    if first.regret < WORTH_CHANGING and first.strategy is not None and not any(each.is_memory for each in others):
+        return (
+            f"no constant that is {CHANGE:.0%} off makes rank 1 more than {first.regret:.1%} slower than another "
+            f"strategy; with {_moved(first)} that is {strategy_text(first.strategy)} ({tried})"
+        )
     if first.strategy is None:
         effect = "rank 1 does not fit the devices any more, and none of the others does"
     elif first.is_memory:

@@ -73,13 +73,16 @@ def _other_winner(other: OtherWinner) -> OtherWinnerPart:
 
 
 def _utilization(check: UtilizationCheck) -> UtilizationPart:
+    doubted = check.constant
     return UtilizationPart(
         predicted=check.predicted,
+        predicted_causal=check.predicted_causal,
         published=check.published.share,
+        published_causal=check.published.causal_share,
         published_run=check.published.run,
-        constant=check.constant,
-        value=check.value,
-        needed=check.needed,
+        constant=None if doubted is None else doubted.name,
+        value=None if doubted is None else doubted.value,
+        needed=None if doubted is None else doubted.needed,
     )
 
 

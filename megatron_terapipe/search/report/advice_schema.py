@@ -67,16 +67,20 @@ class UtilizationPart(Part):
 
     predicted: float
     """MFU of the winner."""
+    predicted_causal: float
+    """The same without the scores that causal attention never computes."""
     published: float
-    """The best published for such devices."""
+    """The best published MFU for such devices."""
+    published_causal: float
+    """The same run without these scores."""
     published_run: str
     """The run that it was."""
-    constant: str
-    """Constant of the cost model that moves the time most."""
-    value: float
-    """What it is."""
+    constant: str | None
+    """Constant of the cost model that moves the time most; null = the causal MFU is one that was published."""
+    value: float | None
+    """What it is; null = there is none."""
     needed: float | None
-    """What it would have to be for the published MFU; null = no value of it alone does that."""
+    """What it would have to be for the published MFU; null = no value of it alone does that, or there is none."""
 
 
 class RemedyPart(Part):

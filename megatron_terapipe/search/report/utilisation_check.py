@@ -23,22 +23,36 @@ STEPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class UtilizationCheck:
-    """A utilisation that nobody has published, and the constant that it depends on most.
+class DoubtedConstant:
+    """A constant that could explain a utilisation that nobody has published.
 
     Attributes:
-        predicted: share of the peak.
-        published: the best published.
-        constant: name of the constant that moves the time most.
+        name: of the constant that moves the time most.
         value: what it is.
         needed: what it would have to be for the published share; None = no value of it alone does that.
     """
 
-    predicted: float
-    published: PublishedUtilization
-    constant: str
+    name: str
     value: float
     needed: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UtilizationCheck:
+    """A utilisation that nobody has published, and what it rests on.
+
+    Attributes:
+        predicted: share of the peak.
+        predicted_causal: the same without the scores that causal attention never computes.
+        published: the best published.
+        constant: on which it depends most; None = it is the convention, which counts scores that are not computed: with
+            causal attention the share is one that was published.
+    """
+
+    predicted: float
+    predicted_causal: float
+    published: PublishedUtilization
+    constant: DoubtedConstant | None
 
 
 def check_utilization(entry: Ranked, model: CostModel) -> UtilizationCheck | None:
@@ -50,9 +64,27 @@ def check_utilization(entry: Ranked, model: CostModel) -> UtilizationCheck | Non
     """
     assert entry.prediction is not None
     time_s, published = entry.prediction.iteration_time_s, best_published(model.cluster)
-    used = flops_utilization(entry.strategy, model.workload, model.cluster, time_s, model.precision)
+    used, causal = (
+        flops_utilization(entry.strategy, model.workload, model.cluster, time_s, model.precision, causal=each)
+        for each in (False, True)
+    )
     if published is None or used <= published.share + TOLERANCE:
         return None
+    constant = None
+    if causal > published.causal_share + TOLERANCE:
+        constant = _doubted(entry, time_s, log(causal / published.causal_share), model)
+    return UtilizationCheck(predicted=used, predicted_causal=causal, published=published, constant=constant)
+
+
+def _doubted(entry: Ranked, time_s: float, target: float, model: CostModel) -> DoubtedConstant:
+    """Return the constant that moves the time most, and its value with which a strategy takes longer.
+
+    Args:
+        entry: the strategy.
+        time_s: what it takes.
+        target: logarithm of how much longer it is to take.
+        model: what priced it.
+    """
     constants = model.efficiency if isinstance(model.op_times, Roofline) else ProfileFactors()
 
     def log_time(name: str, logarithm: float) -> float:
@@ -65,10 +97,10 @@ def check_utilization(entry: Ranked, model: CostModel) -> UtilizationCheck | Non
         if isinstance(getattr(constants, name), float)
     }
     constant = max(slopes, key=lambda name: abs(slopes[name]))
-    target, at, slope, needed = log(used / published.share), 0.0, slopes[constant], None
+    at, slope, needed = 0.0, slopes[constant], None
     for _ in range(STEPS):
         at = max(-MOST, min(MOST, at + (target - (log_time(constant, at) if at else 0.0)) / slope))
     value = float(getattr(constants, constant))
     if abs(log_time(constant, at) - target) < 0.01:
         needed = value * exp(at)
-    return UtilizationCheck(predicted=used, published=published, constant=constant, value=value, needed=needed)
+    return DoubtedConstant(name=constant, value=value, needed=needed)

@@ -10,6 +10,7 @@ from megatron_terapipe.search.inputs.cluster_files import parse_cluster
 from megatron_terapipe.search.inputs.workload_files import read_workload
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.report.advice import Advice, advice_notes
+from megatron_terapipe.search.report.advice_document import advice_part
 from megatron_terapipe.search.report.figures import flops_utilization
 from megatron_terapipe.search.report.published_utilisation import PUBLISHED, best_published
 from megatron_terapipe.search.report.utilisation_check import check_utilization
@@ -51,12 +52,46 @@ def test_a_time_that_nobody_reached_is_doubted() -> None:
     entry = Ranked(strategy=strategy, prediction=fast.predict(strategy))
     check = check_utilization(entry, fast.cost_model)
     assert check is not None and check.predicted > check.published.share + 0.03
-    assert check.constant == "gemm_efficiency" and check.value == 1.0 and check.needed is not None
+    doubted = check.constant
+    assert doubted is not None and doubted.name == "gemm_efficiency"
+    assert doubted.value == 1.0 and doubted.needed is not None
     # With the value that is named, the same strategy has the published utilisation.
-    honest = Pricing(WORKLOAD, ONE_NODE, efficiency=replace(perfect, gemm_efficiency=check.needed))
+    honest = Pricing(WORKLOAD, ONE_NODE, efficiency=replace(perfect, gemm_efficiency=doubted.needed))
     time_s = honest.predict(strategy).iteration_time_s
-    used = flops_utilization(strategy, WORKLOAD, ONE_NODE, time_s, "bf16")
-    assert used == pytest.approx(check.published.share, rel=0.02)
+    used = flops_utilization(strategy, WORKLOAD, ONE_NODE, time_s, "bf16", causal=True)
+    assert used == pytest.approx(check.published.causal_share, rel=0.02)
     problem = SearchProblem(workload=WORKLOAD, cluster=ONE_NODE, global_batch_size=64)
     (note,) = advice_notes(Advice(utilization=check), problem)
     assert "the best published for such devices is 64%" in note and "gemm_efficiency" in note
+
+
+def test_long_sequences_are_compared_with_causal_attention() -> None:
+    long = read_workload("gpt3-6.7b", {"seq_length": 131072})
+    pricing = Pricing(long, ONE_NODE)
+    strategy = replace(STRATEGY, micro_batch_size=1, global_batch_size=4)
+    check = check_utilization(Ranked(strategy=strategy, prediction=pricing.predict(strategy)), pricing.cost_model)
+    assert check is not None and check.predicted > check.published.share + 0.03 > check.predicted_causal
+    # No constant is in doubt: the usual count has scores that nobody computes.
+    assert check.constant is None
+    (note,) = advice_notes(
+        Advice(utilization=check), SearchProblem(workload=long, cluster=ONE_NODE, global_batch_size=4)
+    )
+    assert note.endswith("compare the causal MFU")
+    part = advice_part(Advice(utilization=check)).utilization
+    assert part is not None and part.predicted_causal < part.predicted
+    assert part.constant is None and part.value is None and part.needed is None
+
+
+def test_causal_shares_are_those_of_the_shapes() -> None:
+    runs = {
+        "MPT-7B": (32, 4096, 2048, 24 * 4096**2, 50432),
+        "a GPT of 1T": (128, 25600, 2048, 24 * 25600**2, 51200),
+        "Nemotron-4 15B": (32, 6144, 4096, 2 * 6144 * (2 * 6144 + 2 * 1024) + 4 * 6144 * 24576, 256000),
+    }
+    for each in PUBLISHED.values():
+        for published in (each.one_node, each.several_nodes):
+            for name, (layers, hidden, tokens, products, vocab) in runs.items():
+                if published.run.startswith(name):
+                    whole = layers * (products + 4 * tokens * hidden) + 2 * hidden * vocab
+                    causal = whole - layers * 2 * tokens * hidden
+                    assert published.causal_share == pytest.approx(published.share * causal / whole, abs=0.001)
