@@ -149,5 +149,5 @@ def nothing_fits(result: SearchResult, advice: Advice, problem: SearchProblem) -
         )
     return (
         f"no strategy can run: the last {number:,} break the rule '{last}'; drop a flag that fixes a dimension, or "
-        "take another batch or number of devices (--explain counts every rule)"
+        "take another batch or fewer devices with --devices-at-most (--explain counts every rule)"
     )

@@ -63,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
     trials = [one for path in options.trials for one in read_trials(path)]
     calibrating = [one for path in options.calibrate for one in read_trials(path)]
     _tell_ignored([*trials, *calibrating])
+    if options.leave_out and not calibrating:
+        _tell_alike(trials, options.leave_out)
     predicted = _predicted(options, trials, calibrating)
     document = validation_document(
         predicted,
@@ -137,6 +139,18 @@ def _in_sample(trials: "Sequence[Trial]", calibrating: "Sequence[Trial]") -> int
 
     seen = {key(one) for one in calibrating}
     return sum(key(one) in seen for one in trials)
+
+
+def _tell_alike(trials: "Sequence[Trial]", what: str) -> None:
+    """Print which sources have nothing that their trials could be predicted from."""
+    from megatron_terapipe.search.trials.predicted import leave_out
+
+    values: dict[str, set[int]] = {}
+    for one, value in zip(trials, leave_out(trials, what), strict=True):
+        values.setdefault(one.source, set()).add(value)
+    alike = sorted(source for source, found in values.items() if len(found) == 1)
+    if alike:
+        print(f"note: all trials of {', '.join(alike)} agree in {what}: nothing is calibrated there", file=sys.stderr)
 
 
 def _tell_ignored(trials: "Sequence[Trial]") -> None:

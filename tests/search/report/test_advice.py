@@ -67,6 +67,8 @@ def test_what_headroom_costs() -> None:
     (note,) = advice_notes(Advice(too_full=TooFull(entry=entry, left_free=0.0217, could_save=0.03)), problem)
     assert "leaves 2.2% of a device's memory free, less than the 5 % asked for" in note
     assert note.endswith("--memory-headroom 0.021 allows it and saves 3.0%")
+    # What saves next to nothing is in the document alone.
+    assert advice_notes(Advice(too_full=TooFull(entry=entry, left_free=0.0217, could_save=0.004)), problem) == []
 
 
 def test_what_decides_who_wins() -> None:
@@ -77,6 +79,12 @@ def test_what_decides_who_wins() -> None:
     (note,) = advice_notes(Advice(sensitivity=found), problem)
     assert "network_efficiency (share of a network card that collectives reach) 10% lower" in note
     assert "rank 1 takes 2.0% longer; so do activation_factor +10% (1.0%)" in note
+    # A change that costs next to nothing is named, and not called a doubt.
+    little = Sensitivity(changes=(replace(network, regret=0.004),), nearest=None, num_constants=25, num_contenders=6)
+    (note,) = advice_notes(Advice(sensitivity=little), problem)
+    assert note.startswith("no constant that is 10% off makes rank 1 more than 0.4% slower than another strategy; with")
+    alone = Sensitivity(changes=(), nearest=None, num_constants=25, num_contenders=1)
+    assert advice_notes(Advice(sensitivity=alone), problem) == []
     none = Sensitivity(changes=(), nearest=replace(network, change=0.3), num_constants=25, num_contenders=6)
     (note,) = advice_notes(Advice(sensitivity=none), problem)
     assert note.startswith("no constant that is 10% off changes the winner (25 constants, 6 strategies)")
