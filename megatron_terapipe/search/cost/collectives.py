@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_terapipe.search.cost.rank_groups import GroupTopology
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
-from megatron_terapipe.search.op_times.reduction_factors import reduction_factor
+from megatron_terapipe.search.op_times.reduction_factors import carried_by_network, reduction_factor
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -90,8 +90,7 @@ def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
         efficiency: constants of the hardware.
     """
     size = np.maximum(topology.size, 1)
-    network_share = np.where(np.equal(topology.num_nodes, 2), 0.5, (size - 1) / size)
-    round_s = _round_s(num_bytes, topology, efficiency, network_share)
+    round_s = _round_s(num_bytes, topology, efficiency, carried_by_network(size, topology.num_nodes))
     return np.where(np.greater(topology.size, 1), 2 * round_s + efficiency.collective_s, 0.0)
 
 

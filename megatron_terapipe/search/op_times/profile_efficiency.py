@@ -18,6 +18,7 @@ from megatron_terapipe.search.inputs.cluster import Cluster, Node
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth
 from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink
+from megatron_terapipe.search.op_times.reduction_factors import carried_by_network
 from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 
@@ -146,7 +147,10 @@ def message_line(points: Sequence[tuple[int, float]]) -> Line:
 
 def _share_reached(link: ProfiledLink, node: Node) -> float:
     """Share of the data sheet that a group reached."""
-    rounds = 2 * (link.num_ranks - 1) / link.num_ranks if link.what == "all_reduce" else 1.0
+    rounds = 1.0
+    if link.what == "all_reduce":
+        num_nodes = 1 if link.where == "inside" else link.num_ranks // link.ranks_per_node
+        rounds = 2 * float(carried_by_network(link.num_ranks, num_nodes))
     return rounds / (message_line(link.points).byte_s * share_of(link, node))
 
 

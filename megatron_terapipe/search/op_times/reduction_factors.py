@@ -49,3 +49,16 @@ def _place(value: ScalarOrArray, knots: tuple[int, ...]) -> tuple[NDArray[np.int
     way = np.clip(np.log2(np.maximum(value, 1e-9) / knots[0]), 0, len(knots) - 1)
     below = np.minimum(way.astype(np.int64), len(knots) - 2)
     return below, np.asarray(way - below)
+
+
+def carried_by_network(num_ranks: ScalarOrArray, num_nodes: ScalarOrArray) -> ScalarOrArray:
+    """Part of the bytes that the network cards of a node carry in one of the two rounds of an all-reduce over nodes.
+
+    Between two nodes each sums inside and exchanges its sum with the other, so that the cards carry the bytes once in
+    both rounds; among more, a tree carries as much as a ring. Arguments broadcast.
+
+    Args:
+        num_ranks: ranks that reduce.
+        num_nodes: nodes that they are on.
+    """
+    return np.where(np.equal(num_nodes, 2), 0.5, (num_ranks - 1) / num_ranks)

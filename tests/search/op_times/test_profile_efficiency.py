@@ -126,3 +126,13 @@ def test_a_network_that_is_another_keeps_its_own_latency() -> None:
     found = measured_cluster(measured, Cluster(nodes=(*alike, other)))
     assert found.nodes[-1] == other
     assert found.nodes[0].network.latency_s == pytest.approx(NETWORK_LATENCY_S, rel=1e-6)
+
+
+def test_an_all_reduce_of_two_full_nodes_is_then_priced_as_measured() -> None:
+    points = tuple((size, 1e-3 + size * 4 * NETWORK_BYTE_S) for size in SIZES)
+    link = ProfiledLink(where="network", what="all_reduce", num_ranks=8, points=points, ranks_per_node=4)
+    nodes = tuple(replace(CLUSTER.nodes[0], name=name, num_devices=4) for name in ("a", "b"))
+    measured = replace(profile(), num_nodes=2, links=(*profile().links, link))
+    efficiency = measured_efficiency(measured, Cluster(nodes=nodes))
+    topology = GroupTopology(8, 2, LINK.bandwidth, 0.0, LINK.bandwidth, 0.0)
+    assert float(all_reduce_s(2**24, topology, efficiency)) == pytest.approx(2**24 * 4 * NETWORK_BYTE_S, rel=0.05)
