@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.text_files import write_text
@@ -142,13 +143,13 @@ def _in_sample(trials: "Sequence[Trial]", calibrating: "Sequence[Trial]") -> int
 
 
 def _tell_alike(trials: "Sequence[Trial]", what: str) -> None:
-    """Print which sources have nothing that their trials could be predicted from."""
+    """Print which files have nothing that their trials could be predicted from."""
     from megatron_terapipe.search.trials.predicted import leave_out
 
     values: dict[str, set[int]] = {}
     for one, value in zip(trials, leave_out(trials, what), strict=True):
-        values.setdefault(one.source, set()).add(value)
-    alike = sorted(source for source, found in values.items() if len(found) == 1)
+        values.setdefault(Path(one.path).name, set()).add(value)
+    alike = sorted(name for name, found in values.items() if len(found) == 1)
     if alike:
         print(f"note: all trials of {', '.join(alike)} agree in {what}: nothing is calibrated there", file=sys.stderr)
 

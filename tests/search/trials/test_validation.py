@@ -134,7 +134,7 @@ def test_calibration_is_saved_and_in_sample_is_said(tmp_path: Path, capsys: pyte
     assert validate(capsys, "--trials", path, "--leave-out", "layers")["left_out"] == "layers"
     # All trials have as many layers, so that there is nothing to learn from, and a note says so.
     assert main(["validate", "--trials", path, "--leave-out", "layers"]) == 0
-    assert capsys.readouterr().err == "note: all trials of a agree in layers: nothing is calibrated there\n"
+    assert capsys.readouterr().err == "note: all trials of a.jsonl agree in layers: nothing is calibrated there\n"
     again = validate(capsys, "--trials", path, "--calibration", saved)
     assert again["overall"]["mape"] == pytest.approx(after["overall"]["mape"])
     assert main(["validate", "--trials", path, "--calibrate", path]) == 0
