@@ -56,8 +56,8 @@ class BestStrategy(NamedTuple):
             f"{name.replace('_', '-')} {value}" for name, value in self.strategy.to_json().items() if value is not None
         )
         return (
-            f"--strategy auto chose, of {self.considered:,} strategies for {self.machine}, predicted to take "
-            f"{self.iteration_time_s:.4g} s an iteration: {settings}"
+            f"--strategy auto chose, of {self.considered:,} strategies for {self.machine}, one that is predicted to "
+            f"take {self.iteration_time_s:.4g} s an iteration: {settings}"
         )
 
 
@@ -136,7 +136,7 @@ def cluster_of_run(config: Config, ranks: Ranks) -> "tuple[Cluster, str]":
     device, count = _device(parallel.op_profile), ranks.all // ranks.on_a_host
     nodes = {"device": device, "devices": ranks.on_a_host, "count": count}
     words = f"{count} {'host' if count == 1 else 'hosts'} of {ranks.on_a_host} {device}"
-    assumed = ", since neither --cluster nor --op-profile is given" if parallel.op_profile is None else ""
+    assumed = " (assumed: give --cluster or --op-profile)" if parallel.op_profile is None else ""
     return parse_cluster({"nodes": [nodes]}, "--op-profile" if profile else "default")[0], f"{words}{assumed}{profile}"
 
 

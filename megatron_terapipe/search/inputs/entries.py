@@ -150,8 +150,9 @@ def read_entry(kind: type[AnyEntry], document: object, file: str, path: str = ""
         return kind.model_validate(document)
     except ValidationError as error:
         found = error.errors(include_url=False)
-        # A name with a slip is a field too many and one too few: the first says more.
-        first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
+        # A file of another kind has many wrong fields, and the one that names its kind says most. A name with a slip is
+        # a field too many and one too few: the first says more.
+        first = min(found, key=lambda each: (each["loc"] != ("format",), each["type"] != "extra_forbidden"))
         raise ConfigError(_in_words(kind, first, document, file, path)) from None
 
 

@@ -100,7 +100,7 @@ def _fewer_devices(found: tuple[FewerDevices, ...], problem: SearchProblem) -> s
     if best is None or best.cost_ratio > 1 - CHEAPER:
         return None
     return (
-        f"fewer devices are cheaper: {_on_part(best, problem)}, {best.time_ratio:.2g} times as long as rank 1, for "
+        f"fewer devices are cheaper: {_on_part(best, problem)}, {best.time_ratio:.2f} times as long as on all, for "
         f"{1 - best.cost_ratio:.0%} fewer device hours a token: {_add(best)}"
     )
 
