@@ -66,7 +66,7 @@ def all_notes(answer: Answer) -> list[str]:
     """Return assumptions, and warnings about the winner, each once."""
     winner = next(iter(answer.priced), None)
     of_winner = () if winner is None or winner.prediction is None else winner.prediction.notes
-    return list(dict.fromkeys([*answer.notes, *(f"rank 1: {note}" for note in of_winner), *_impossible(answer)]))
+    return list(dict.fromkeys([*_impossible(answer), *answer.notes, *(f"rank 1: {note}" for note in of_winner)]))
 
 
 def _impossible(answer: Answer) -> list[str]:

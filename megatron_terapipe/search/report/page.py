@@ -49,6 +49,7 @@ def render_page(answer: Answer, extras: Extras) -> str:
     body.append(f'<p class="sub">{escape(heading(answer))}</p>')
     if priced:
         body.append(_section("", sections.winner(answer, priced[0])))
+        body += _notes(answer)
         if extras.command:
             body.append(_section("How to run it", f"<pre>{escape(extras.command)}</pre>"))
         for index, rival in enumerate(rivals(priced)):
@@ -57,6 +58,7 @@ def render_page(answer: Answer, extras: Extras) -> str:
     else:
         why = escape(answer.why_none or "no strategy can run; below is why")
         body.append(_section("", f'<p class="winner">{why[:1].upper()}{why[1:]}</p>'))
+        body += _notes(answer)
     body.append(_section("Ranking", sections.ranking(answer, extras.rows)))
     if priced:
         body.append(_section("Where an iteration goes", sections.times(priced[:10])))
@@ -65,10 +67,13 @@ def render_page(answer: Answer, extras: Extras) -> str:
         body.append(_section("Timeline", _timeline(extras), kind="timeline"))
     if answer.counts is not None:
         body.append(_section("What was rejected", sections.rejections(answer)))
-    notes = all_notes(answer)
-    if notes:
-        body.append(_section("Notes", f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"))
     return _document(f"{answer.workload.name} on {answer.cluster.name or 'the cluster'}", "\n".join(body))
+
+
+def _notes(answer: Answer) -> list[str]:
+    """Return the section of the notes, which stand where they are read; empty if there are none."""
+    listed = "".join(f"<li>{escape(note)}</li>" for note in all_notes(answer))
+    return [_section("Notes", f"<ul>{listed}</ul>")] if listed else []
 
 
 def _section(title: str, content: str, *, kind: str = "") -> str:

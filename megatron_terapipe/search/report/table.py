@@ -15,6 +15,7 @@ from megatron_terapipe.search.report.figures import (
     share_text,
     time_text,
 )
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
@@ -73,10 +74,11 @@ def heading(answer: Answer) -> str:
     """Return the model, the batch and the cluster of a ranking in one line."""
     workload, nodes = answer.workload, answer.cluster.nodes
     batch = "" if answer.global_batch_size is None else f", {answer.global_batch_size} sequences a step"
+    trainer = "" if answer.software == TERAPIPE.name else f", trainer {answer.software}"
     listed = " + ".join(f"{count} x {name}" for name, count in devices_of(answer.cluster).items())
     return (
         f"{workload.name} ({count_text(workload.parameters)} parameters, {workload.seq_length} tokens{batch}) on "
-        f"{listed} in {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {answer.precision}"
+        f"{listed} in {len(nodes)} node{'s' if len(nodes) > 1 else ''}, {answer.precision}{trainer}"
     )
 
 

@@ -18,7 +18,7 @@ from megatron_terapipe.search.report.figures import (
     time_text,
     tokens_per_s,
 )
-from megatron_terapipe.search.report.table import print_table, rows_of
+from megatron_terapipe.search.report.table import heading, print_table, rows_of
 from tests.search.report.answers import answer
 
 
@@ -38,6 +38,10 @@ def test_the_table() -> None:
     assert "1.4 s" in text and "-10 +20 %" in text and "8 GB" in text
     assert "[why] <it> falls" in text
     assert "note: rank 1: micro-batches extrapolated" in text
+
+
+def test_another_trainer_is_named() -> None:
+    assert heading(replace(answer(), software="megatron-core")).endswith("in 2 nodes, bf16, trainer megatron-core")
 
 
 def test_no_column_of_blanks() -> None:
