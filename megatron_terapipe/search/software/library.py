@@ -50,11 +50,17 @@ def find_software(name: str) -> Software:
         raise fault(place(name, LIKE), like, "is not a known trainer", suggestion(str(like), SOFTWARE))
     changed = _changed({**asdict(SOFTWARE[like]), "name": Path(name).stem}, document, name)
     try:
-        return TypeAdapter(Software).validate_python(changed)
+        software = TypeAdapter(Software).validate_python(changed)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         at = place(name, *(step for step in first["loc"]))
         raise ConfigError(f"{at} {short(first['input'])} is wrong ({first['msg']}): mend it") from None
+    hidden = software.communication.tensor_parallel_overlap
+    if hidden > 1:
+        raise fault(
+            place(name, "communication", "tensor_parallel_overlap"), hidden, "is not a share up to 1", "give one"
+        )
+    return software
 
 
 def _changed(known: Any, given: Any, file: str, *way: str) -> Any:

@@ -54,6 +54,10 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ({"like": "fsdp", "operators": {"rmsnrom": {}}}, "operators.rmsnrom is not known: did you mean rmsnorm?"),
         ({"like": "fsdp", "operators": 3}, "operators 3 is not an object: give fields of it: layernorm"),
         ({"like": "fsdp", "launch_factor": -1}, "launch_factor -1 is not a number from 0"),
+        (
+            {"like": "fsdp", "communication": {"tensor_parallel_overlap": 1.8}},
+            "communication.tensor_parallel_overlap 1.8 is not a share up to 1: give one",
+        ),
         ({"like": "fsdp", "launch_factor": "fast"}, 'launch_factor "fast" is wrong'),
         ({"like": "fsdp", "attention": {"kernel": "flash-9"}}, 'attention.kernel "flash-9" is wrong'),
     ],
