@@ -8,7 +8,8 @@ middle of a sequence, four query heads to a key head. What an operator costs tha
 rotations, norms of queries and keys) is what a module costs with it, less what it costs without.
 """
 
-from collections.abc import Callable, Iterable
+import argparse
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -232,8 +233,9 @@ def _embedding(model: ModelConfig, ranks: TensorParallelRanks) -> Both:
     return _both(_on_meta(WordEmbedding(model, ranks)), tokens)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(argv)
     print("| operator | numbers forward | bytes | kernels | backward | bytes | kernels |")
     print("|---|---|---|---|---|---|---|")
     found: dict[str, Iterable[Counted]] = {**operators(), "product": product(), "prefix": (Counted(0, 0, 0), prefix())}
