@@ -37,7 +37,7 @@ FlagSet = argparse.ArgumentParser | argparse._ArgumentGroup
 """What flags are added to."""
 
 TERAPIPE = "terapipe"
-TRAINERS = (TERAPIPE, "megatron-lm", "deepspeed", "deepspeed-eager", "megatron-core", "fsdp")
+TRAINERS = (TERAPIPE, "megatron-lm", "deepspeed", "deepspeed-eager", "megatron-core", "fsdp", "llm-foundry")
 """Names of `software.library.SOFTWARE`, which takes longer to load than a help text may."""
 
 PRECISIONS = ("bf16", "fp16", "fp32")

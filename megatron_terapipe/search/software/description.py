@@ -7,6 +7,7 @@ deepspeed.py        DeepSpeed's pipeline engine with its layers
 deepspeed_eager.py  the same with layers in plain PyTorch
 megatron_core.py    the successor of Megatron-LM
 fsdp.py             PyTorch's fully sharded data parallelism
+llm_foundry.py      the same as MosaicML ran it in 2023
 library.py          all of them by name, and descriptions in files of users
 """
 

@@ -1,13 +1,11 @@
-"""PyTorch's fully sharded data parallelism with flash attention, other kernels eager: MosaicML's llm-foundry of 2023.
+"""PyTorch's fully sharded data parallelism with FlashAttention-2, other kernels eager.
 
 Each rank keeps a part of every weight. A layer's weights are gathered before its forward and again before its backward,
-one layer ahead of the ops, and its gradients are reduced while the layer before it computes. Trials write it as ZeRO 1
-without a pipeline.
+one layer ahead of the ops, and its gradients are reduced in fp32 while the layer before it computes. Trials write it as
+ZeRO 1 without a pipeline.
 
-Sources: Zhao et al., arXiv 2304.11277 sections 3 and 4; llm-foundry's throughput tables
-(github.com/mosaicml/llm-foundry, scripts/train/benchmarking): most rows say `FULL_SHARD` and `DEFAULT` (gradients are
-reduced in fp32), and their attention is Triton's (`attn_impl` in `submit_benchmarks.py`), a form of the first
-FlashAttention. Bytes and kernels of eager operators were counted as PyTorch 2.13 dispatches them in bf16.
+Sources: Zhao et al., arXiv 2304.11277 sections 3 and 4. Bytes and kernels of eager operators were counted as PyTorch
+2.13 dispatches them in bf16.
 """
 
 from megatron_terapipe.search.software.description import (
@@ -44,14 +42,15 @@ FSDP = Software(
         head_norm=_RMSNORM,
         # Gradients of queries, keys and values are put together for the product before.
         heads=Operator(backward=1.5, forward_kernels=0),
-        # flash-attn's fused loss reads logits and writes their gradient over them. Two metrics of each micro-batch cast
-        # the logits to fp32 and compute the loss again.
-        loss=Operator(forward=3, backward=2, forward_bytes=24, forward_kernels=7),
+        # Cast to fp32 (2 + 4), log-softmax (8). Back: zeros (4), log-softmax (12), cast (4 + 2).
+        loss=Operator(
+            forward=1, backward=1, forward_bytes=12, backward_bytes=20, forward_kernels=3, backward_kernels=4
+        ),
         embedding=Operator(forward=2, backward=2, backward_kernels=10),
     ),
     # Gradients of a micro-batch are put into one tensor, cast to fp32 and divided before they are reduced.
     products=Products(forward_kernels=1, backward_kernels=2, accumulation_bytes=18),
-    attention=AttentionCore(kernel="flash-attention-1", forward_kernels=2, backward_kernels=4),
+    attention=AttentionCore(kernel="flash-attention-2", forward_kernels=2, backward_kernels=4),
     communication=Communication(
         overlaps_gradient_reduction=True, overlaps_weight_gather=True, reduction_bytes=4, shards_weights=True
     ),
@@ -64,7 +63,6 @@ FSDP = Software(
         ("zero_stage", (1,)),
         ("recompute", ("none", "full")),
     ),
-    loss_in_place=True,
     # About one transformer layer of 7B parameters, of which the next one is gathered ahead.
     bucket_elements=200_000_000,
     states=tuple(

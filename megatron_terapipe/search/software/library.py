@@ -16,12 +16,13 @@ from megatron_terapipe.search.software.deepspeed import DEEPSPEED
 from megatron_terapipe.search.software.deepspeed_eager import DEEPSPEED_EAGER
 from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.fsdp import FSDP
+from megatron_terapipe.search.software.llm_foundry import LLM_FOUNDRY
 from megatron_terapipe.search.software.megatron_core import MEGATRON_CORE
 from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
-    {each.name: each for each in (TERAPIPE, MEGATRON_LM, DEEPSPEED, DEEPSPEED_EAGER, MEGATRON_CORE, FSDP)}
+    {each.name: each for each in (TERAPIPE, MEGATRON_LM, DEEPSPEED, DEEPSPEED_EAGER, MEGATRON_CORE, FSDP, LLM_FOUNDRY)}
 )
 """By name."""
 

@@ -24,7 +24,9 @@ from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.inputs.workload_files import GptEntry
 from megatron_terapipe.search.software.deepspeed import DEEPSPEED
 from megatron_terapipe.search.software.deepspeed_eager import DEEPSPEED_EAGER
+from megatron_terapipe.search.software.fsdp import FSDP
 from megatron_terapipe.search.software.library import SOFTWARE
+from megatron_terapipe.search.software.llm_foundry import LLM_FOUNDRY
 from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 from megatron_terapipe.search.trials.trial import GIBIBYTE, Trial
 from megatron_terapipe.strategy import Strategy
@@ -63,13 +65,24 @@ def published_precision(source: str, group: str) -> str:
     return PUBLISHED_PRECISION
 
 
-SOFTWARE_OF_SOURCE = (("bigscience", DEEPSPEED), ("vTrain", DEEPSPEED), ("sailor", DEEPSPEED_EAGER))
-"""Text in the source of trials, and what ran them as their publications say."""
+SOFTWARE_OF_SOURCE = (
+    ("bigscience", "", DEEPSPEED),
+    ("vTrain", "", DEEPSPEED),
+    ("sailor", "", DEEPSPEED_EAGER),
+    ("llm-foundry", FSDP.name, LLM_FOUNDRY),
+)
+"""Text in the source of trials, the software that they name, and what ran them as their publications say."""
 
 
-def published_software(source: str) -> str:
-    """Name of the software of a trial that names none: Megatron-LM, or what its publication says."""
-    return next((software for text, software in SOFTWARE_OF_SOURCE if text in source), MEGATRON_LM).name
+def published_software(source: str, named: str = "") -> str:
+    """Name of the software of a trial: what its publication says, what the trial names, or Megatron-LM.
+
+    Args:
+        source: publication of the trial.
+        named: software that the trial names; empty = none.
+    """
+    found = (software.name for text, name, software in SOFTWARE_OF_SOURCE if text in source and name == named)
+    return next(found, named or MEGATRON_LM.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +266,7 @@ class _Reader:
             workload=workload,
             cluster=cluster,
             strategy=strategy,
-            software=SOFTWARE[entry.software or published_software(entry.source)],
+            software=SOFTWARE[published_software(entry.source, entry.software or "")],
             precision=entry.precision or published_precision(entry.source, group),
             activation_limit=schedule.activation_limit,
             iteration_time_s=measured.iteration_time_s,

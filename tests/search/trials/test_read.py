@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.trials.read import read_trials
+from megatron_terapipe.search.trials.read import published_software, read_trials
 from megatron_terapipe.search.trials.trial import Trial, trial_line
 from tests.architecture.sources import ROOT
 
@@ -175,3 +175,17 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 def test_published_trials(name: str, trials: int, groups: int) -> None:
     found = read_trials(TRIALS / f"{name}.jsonl")
     assert (len(found), len({(one.source, one.group) for one in found})) == (trials, groups)
+
+
+@pytest.mark.parametrize(
+    ("source", "named", "software"),
+    [
+        ("VIA-Research/vTrain", "", "deepspeed"),
+        ("eth-easl/sailor", "", "deepspeed-eager"),
+        ("MosaicML llm-foundry throughput tables", "fsdp", "llm-foundry"),
+        ("someone", "fsdp", "fsdp"),
+        ("someone", "", "megatron-lm"),
+    ],
+)
+def test_publications_say_what_ran(source: str, named: str, software: str) -> None:
+    assert published_software(source, named) == software
