@@ -194,55 +194,91 @@ class Roofline:
         start: ScalarOrArray,
         end: ScalarOrArray,
     ) -> _Part:
-        attention, software = layer.attention, self.software
+        attention, core = layer.attention, self.software.attention
         assert attention is not None
-        core, flash = software.attention, not software.attention.writes_scores
-        tokens = end - start
-        in_reach = positions_in_reach(start, end, attention.sliding_window)
-        if flash and attention.written_out:
-            computing, computing_back, moving_scores, moving_back = self._written_out(
-                attention, device, tp, sequences, start, end
-            )
+        tokens, in_reach = end - start, positions_in_reach(start, end, attention.sliding_window)
+        if core.writes_scores:
+            forward, back = self._scores(layer, device, tp, sequences, start, end)
+        elif attention.written_out:
+            forward, back = self._written_out(attention, device, tp, sequences, start, end)
         else:
-            if core.skips_masked or not attention.causal:
-                pairs = sequences * attention.positions(start, end, layer.tokens)  # type: ignore[arg-type,operator]
-            else:
-                pairs = sequences * tokens * end
-            # fp32 is read by 4 bytes, and needs no tensor core.
-            misaligned = attention.head_size % 8 and self.precision != "fp32"
-            flops = attention.flops_per_position / tp / (self.efficiency.misaligned_efficiency if misaligned else 1.0)
-            if flash:
-                called = core.kernel_on(device.generation)
-                kernel = fused_attention(called, device, self.precision, attention.head_size)
-                heads = sequences * attention.query_heads / tp
-                forth, back = kernel.pairs_of_time(pairs, sequences * tokens, tokens, heads, in_reach)
-                reached = device.peak_flops(self.precision) * self.efficiency.fused_attention
-                computing = flops * forth / (reached * kernel.forward)
-                computing_back = FLASH_BACKWARD_PER_FORWARD * flops * back / (reached * kernel.backward)
-            else:
-                computing = flops * pairs / (self._products_reach(device) * self.efficiency.attention_efficiency)
-                computing_back = BACKWARD_PER_FORWARD * computing
-            score_bytes = 0.0 if flash else core.score_bytes * attention.query_heads / tp
-            moving_scores = self._moving_s(device, score_bytes * pairs)
-            moving_back = BACKWARD_MOVES * moving_scores
+            forward, back = self._fused(layer, device, tp, sequences, start, end)
         heads = attention.query_heads + attention.key_value_heads
         elements = tokens * heads + in_reach * heads
-        if flash and attention.sliding_window is not None:
+        if not core.writes_scores and attention.sliding_window is not None:
             # Keys and values of the token slices in reach are put together: read, and written.
             elements = elements + 2 * 2 * in_reach * attention.key_value_heads
         kept = self._moving_s(device, self._element_bytes * attention.head_size * sequences * elements / tp)
-        forward = computing + kept + moving_scores
-        again = software.selective_recomputes == "attention"
+        forward = forward + kept
+        again = self.software.selective_recomputes == "attention"
         before = 2 * attention.key_value_heads * attention.head_size / tp * sequences * (in_reach - tokens)
         adding = self._moving_s(device, core.prefix.bytes_backward(self._element_bytes) * before)
-        back = computing_back + BACKWARD_MOVES * kept + moving_back + adding
         return _Part(
             forward,
-            back,
+            back + BACKWARD_MOVES * kept + adding,
             selective=forward if again else 0.0,
             forward_kernels=core.forward_kernels,
             input_kernels=core.backward_kernels,
             selective_kernels=core.forward_kernels if again else 0.0,
+        )
+
+    def _pairs(self, layer: Layer, sequences: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray) -> ScalarOrArray:
+        """Pairs of a token and a position whose score is computed."""
+        attention = layer.attention
+        assert attention is not None
+        if self.software.attention.skips_masked or not attention.causal:
+            return sequences * attention.positions(start, end, layer.tokens)  # type: ignore[arg-type,operator]
+        return sequences * (end - start) * end
+
+    def _flops_per_pair(self, attention: Attention, tp: ScalarOrArray) -> ScalarOrArray:
+        """FLOPs of a pair, more where no tensor core reads the head size; fp32 needs none, and is read by 4 bytes."""
+        misaligned = attention.head_size % 8 and self.precision != "fp32"
+        return attention.flops_per_position / tp / (self.efficiency.misaligned_efficiency if misaligned else 1.0)
+
+    def _scores(
+        self,
+        layer: Layer,
+        device: Device,
+        tp: ScalarOrArray,
+        sequences: ScalarOrArray,
+        start: ScalarOrArray,
+        end: ScalarOrArray,
+    ) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Forward and backward seconds of attention whose matrix of scores is in memory."""
+        attention, core = layer.attention, self.software.attention
+        assert attention is not None
+        pairs = self._pairs(layer, sequences, start, end)
+        reached = self._products_reach(device) * self.efficiency.attention_efficiency
+        computing = self._flops_per_pair(attention, tp) * pairs / reached
+        moving = self._moving_s(device, core.score_bytes * attention.query_heads / tp * pairs)
+        return computing + moving, BACKWARD_PER_FORWARD * computing + BACKWARD_MOVES * moving
+
+    def _fused(
+        self,
+        layer: Layer,
+        device: Device,
+        tp: ScalarOrArray,
+        sequences: ScalarOrArray,
+        start: ScalarOrArray,
+        end: ScalarOrArray,
+    ) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Forward and backward seconds of the fused kernel that runs on the device."""
+        attention = layer.attention
+        assert attention is not None
+        called = self.software.attention.kernel_on(device.generation)
+        kernel = fused_attention(called, device, self.precision, attention.head_size)
+        forth, back = kernel.pairs_of_time(
+            self._pairs(layer, sequences, start, end),
+            sequences * (end - start),
+            end - start,
+            sequences * attention.query_heads / tp,
+            positions_in_reach(start, end, attention.sliding_window),
+        )
+        flops = self._flops_per_pair(attention, tp)
+        reached = device.peak_flops(self.precision) * self.efficiency.fused_attention
+        return (
+            flops * forth / (reached * kernel.forward),
+            FLASH_BACKWARD_PER_FORWARD * flops * back / (reached * kernel.backward),
         )
 
     def _written_out(
@@ -253,8 +289,8 @@ class Roofline:
         sequences: ScalarOrArray,
         start: ScalarOrArray,
         end: ScalarOrArray,
-    ) -> tuple[ScalarOrArray, ScalarOrArray, ScalarOrArray, ScalarOrArray]:
-        """Seconds of products, forward and backward, and of moving scores, forward and backward.
+    ) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Forward and backward seconds of attention that our own kernel writes out, tile by tile.
 
         Scores are computed in fp32, and so is the whole backward (`attention_kernels.plain`). Masked ones are computed
         too; in a window those out of the reach of a tile are not.
@@ -274,7 +310,7 @@ class Roofline:
         fixed, of_element = WRITTEN_OUT_BYTES
         moving = self._moving_s(device, (fixed + of_element * self._element_bytes) * scores)
         moving_back = self._moving_s(device, WRITTEN_OUT_BACKWARD_BYTES * scores)
-        return in_fp32 + in_precision, 5 * in_fp32, moving, moving_back
+        return in_fp32 + in_precision + moving, 5 * in_fp32 + moving_back
 
     def _element_wise(
         self, layer: Layer, device: Device, tp: ScalarOrArray, rows: ScalarOrArray, sequence_parallel: bool
