@@ -96,7 +96,7 @@ class Roofline:
         # The host launches the same kernels however small they are.
         parts = [self._product(product, device, tp, rows) for product in layer.products]
         if layer.attention is not None:
-            parts.append(self._attention(layer, device, tp, query.micro_batch_size, query.start, query.end))
+            parts.append(self._attention(query, layer.attention))
         parts += self._element_wise(layer, device, tp, rows, query.sequence_parallel)
         if layer.kind == "head":
             parts.append(self._loss(layer, device, tp, rows))
@@ -185,24 +185,16 @@ class Roofline:
             weight_kernels=beside.backward_kernels / 2,
         )
 
-    def _attention(
-        self,
-        layer: Layer,
-        device: Device,
-        tp: ScalarOrArray,
-        sequences: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-    ) -> _Part:
-        attention, core = layer.attention, self.software.attention
-        assert attention is not None
-        tokens, in_reach = end - start, positions_in_reach(start, end, attention.sliding_window)
+    def _attention(self, query: LayerQuery, attention: Attention) -> _Part:
+        core, device, tp = self.software.attention, query.device, query.tensor_parallel_size
+        in_reach = positions_in_reach(query.start, query.end, attention.sliding_window)
+        tokens, sequences = query.end - query.start, query.micro_batch_size
         if core.writes_scores:
-            forward, back = self._scores(layer, device, tp, sequences, start, end)
+            forward, back = self._scores(query, attention)
         elif attention.written_out:
-            forward, back = self._written_out(attention, device, tp, sequences, start, end)
+            forward, back = self._written_out(query, attention)
         else:
-            forward, back = self._fused(layer, device, tp, sequences, start, end)
+            forward, back = self._fused(query, attention, in_reach)
         heads = attention.query_heads + attention.key_value_heads
         elements = tokens * heads + in_reach * heads
         if not core.writes_scores and attention.sliding_window is not None:
@@ -222,86 +214,60 @@ class Roofline:
             selective_kernels=core.forward_kernels if again else 0.0,
         )
 
-    def _pairs(self, layer: Layer, sequences: ScalarOrArray, start: ScalarOrArray, end: ScalarOrArray) -> ScalarOrArray:
+    def _pairs(self, query: LayerQuery, attention: Attention) -> ScalarOrArray:
         """Pairs of a token and a position whose score is computed."""
-        attention = layer.attention
-        assert attention is not None
         if self.software.attention.skips_masked or not attention.causal:
-            return sequences * attention.positions(start, end, layer.tokens)  # type: ignore[arg-type,operator]
-        return sequences * (end - start) * end
+            return query.micro_batch_size * attention.positions(query.start, query.end, query.layer.tokens)  # type: ignore[arg-type,operator]
+        return query.rows * query.end
 
-    def _flops_per_pair(self, attention: Attention, tp: ScalarOrArray) -> ScalarOrArray:
+    def _flops_per_pair(self, query: LayerQuery, attention: Attention) -> ScalarOrArray:
         """FLOPs of a pair, more where no tensor core reads the head size; fp32 needs none, and is read by 4 bytes."""
         misaligned = attention.head_size % 8 and self.precision != "fp32"
-        return attention.flops_per_position / tp / (self.efficiency.misaligned_efficiency if misaligned else 1.0)
+        flops = attention.flops_per_position / query.tensor_parallel_size
+        return flops / (self.efficiency.misaligned_efficiency if misaligned else 1.0)
 
-    def _scores(
-        self,
-        layer: Layer,
-        device: Device,
-        tp: ScalarOrArray,
-        sequences: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-    ) -> tuple[ScalarOrArray, ScalarOrArray]:
+    def _scores(self, query: LayerQuery, attention: Attention) -> tuple[ScalarOrArray, ScalarOrArray]:
         """Forward and backward seconds of attention whose matrix of scores is in memory."""
-        attention, core = layer.attention, self.software.attention
-        assert attention is not None
-        pairs = self._pairs(layer, sequences, start, end)
-        reached = self._products_reach(device) * self.efficiency.attention_efficiency
-        computing = self._flops_per_pair(attention, tp) * pairs / reached
-        moving = self._moving_s(device, core.score_bytes * attention.query_heads / tp * pairs)
+        pairs, heads = self._pairs(query, attention), attention.query_heads / query.tensor_parallel_size
+        reached = self._products_reach(query.device) * self.efficiency.attention_efficiency
+        computing = self._flops_per_pair(query, attention) * pairs / reached
+        moving = self._moving_s(query.device, self.software.attention.score_bytes * heads * pairs)
         return computing + moving, BACKWARD_PER_FORWARD * computing + BACKWARD_MOVES * moving
 
     def _fused(
-        self,
-        layer: Layer,
-        device: Device,
-        tp: ScalarOrArray,
-        sequences: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
+        self, query: LayerQuery, attention: Attention, in_reach: ScalarOrArray
     ) -> tuple[ScalarOrArray, ScalarOrArray]:
         """Forward and backward seconds of the fused kernel that runs on the device."""
-        attention = layer.attention
-        assert attention is not None
-        called = self.software.attention.kernel_on(device.generation)
-        kernel = fused_attention(called, device, self.precision, attention.head_size)
+        called = self.software.attention.kernel_on(query.device.generation)
+        kernel = fused_attention(called, query.device, self.precision, attention.head_size)
         forth, back = kernel.pairs_of_time(
-            self._pairs(layer, sequences, start, end),
-            sequences * (end - start),
-            end - start,
-            sequences * attention.query_heads / tp,
-            positions_in_reach(start, end, attention.sliding_window),
+            self._pairs(query, attention),
+            query.rows,
+            query.end - query.start,
+            query.micro_batch_size * attention.query_heads / query.tensor_parallel_size,
+            in_reach,
         )
-        flops = self._flops_per_pair(attention, tp)
-        reached = device.peak_flops(self.precision) * self.efficiency.fused_attention
+        flops = self._flops_per_pair(query, attention)
+        reached = query.device.peak_flops(self.precision) * self.efficiency.fused_attention
         return (
             flops * forth / (reached * kernel.forward),
             FLASH_BACKWARD_PER_FORWARD * flops * back / (reached * kernel.backward),
         )
 
-    def _written_out(
-        self,
-        attention: Attention,
-        device: Device,
-        tp: ScalarOrArray,
-        sequences: ScalarOrArray,
-        start: ScalarOrArray,
-        end: ScalarOrArray,
-    ) -> tuple[ScalarOrArray, ScalarOrArray]:
+    def _written_out(self, query: LayerQuery, attention: Attention) -> tuple[ScalarOrArray, ScalarOrArray]:
         """Forward and backward seconds of attention that our own kernel writes out, tile by tile.
 
         Scores are computed in fp32, and so is the whole backward (`attention_kernels.plain`). Masked ones are computed
         too; in a window those out of the reach of a tile are not.
         """
-        window, reached = attention.sliding_window, end
+        device, tp, efficiency = query.device, query.tensor_parallel_size, self.efficiency
+        window, reached = attention.sliding_window, query.end
         if window is not None:
-            reached = np.minimum(end, window - 1 + np.minimum(end - start, longest_in_window(window)))
-        pairs = sequences * (end - start) * reached
+            reached = np.minimum(reached, window - 1 + np.minimum(query.end - query.start, longest_in_window(window)))
+        pairs = query.rows * reached
         # Two products of as many FLOPs: scores, and weights times values; the backward has five. In fp32 they are bound
         # by the peak, and reach what large products do.
-        product, efficiency = attention.flops_per_position / tp * pairs / 2, self.efficiency
+        product = attention.flops_per_position / tp * pairs / 2
         in_fp32 = product / (device.peak_flops("fp32") * efficiency.gemm_efficiency)
         in_precision = product / (self._products_reach(device) * efficiency.attention_efficiency)
         if self.precision == "fp32":

@@ -5,6 +5,8 @@ Transformer Engine's (LayerNormLinear, fused attention by cuDNN), release 2.x; t
 tensor-parallel communication overlap.
 """
 
+from dataclasses import replace
+
 from megatron_terapipe.search.software.description import (
     NOTHING,
     AttentionCore,
@@ -19,6 +21,9 @@ from megatron_terapipe.search.software.description import (
 
 _DIVIDED = ("optimizer",)
 """The distributed optimizer divides copies and moments, not the gradients that products add to."""
+
+_SINGLE = ParameterBytes(weights=4, gradients=4, optimizer=8)
+_HALF = ParameterBytes(weights=2, gradients=4, optimizer=12)
 
 MEGATRON_CORE = Software(
     name="megatron-core",
@@ -63,24 +68,13 @@ MEGATRON_CORE = Software(
         ("stage_partition", ("uniform",)),
     ),
     bucket_elements=40_000_000,
-    states=(
-        StateBytes(precision="fp32", zero_stage=0, parameter=ParameterBytes(weights=4, gradients=4, optimizer=8)),
+    states=tuple(
         StateBytes(
-            precision="fp32",
-            zero_stage=1,
-            parameter=ParameterBytes(weights=4, gradients=4, optimizer=8, divided=_DIVIDED),
-        ),
-        StateBytes(precision="fp16", zero_stage=0, parameter=ParameterBytes(weights=2, gradients=4, optimizer=12)),
-        StateBytes(
-            precision="fp16",
-            zero_stage=1,
-            parameter=ParameterBytes(weights=2, gradients=4, optimizer=12, divided=_DIVIDED),
-        ),
-        StateBytes(precision="bf16", zero_stage=0, parameter=ParameterBytes(weights=2, gradients=4, optimizer=12)),
-        StateBytes(
-            precision="bf16",
-            zero_stage=1,
-            parameter=ParameterBytes(weights=2, gradients=4, optimizer=12, divided=_DIVIDED),
-        ),
+            precision=precision,
+            zero_stage=zero_stage,
+            parameter=replace(parameter, divided=_DIVIDED if zero_stage else ()),
+        )
+        for precision, parameter in (("fp32", _SINGLE), ("fp16", _HALF), ("bf16", _HALF))
+        for zero_stage in (0, 1)
     ),
 )
