@@ -60,7 +60,7 @@ class MemoryModel:
     def __post_init__(self) -> None:
         """Fill in the defaults."""
         if self.overheads is None:
-            self.overheads = default_overheads(self.cluster)
+            self.overheads = default_overheads(self.cluster, self.software)
         self.counter = LayerCounter(self.workload)
 
     def predict(self, strategy: Strategy, *, activation_limit: float | None = None) -> tuple[RankMemory, ...]:

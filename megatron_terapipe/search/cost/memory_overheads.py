@@ -10,6 +10,7 @@ from megatron_terapipe.search.cost.live_memory import Held
 from megatron_terapipe.search.cost.prediction import RankMemory
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.op_times.constants import constant
+from megatron_terapipe.search.software.description import Software
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +40,16 @@ ON_CPU = MemoryOverheads(
 """Overheads of ranks on CPUs: a process with PyTorch and DeepSpeed loaded, gloo, and malloc."""
 
 
-def default_overheads(cluster: Cluster) -> MemoryOverheads:
-    """Constants before anything was measured, by what a cluster is made of."""
-    return MemoryOverheads() if any(node.device.is_gpu for node in cluster.nodes) else ON_CPU
+def default_overheads(cluster: Cluster, software: Software) -> MemoryOverheads:
+    """Constants before anything was measured.
+
+    Args:
+        cluster: what it is made of.
+        software: the trainer, which says what its allocator cannot use of a GPU.
+    """
+    if not any(node.device.is_gpu for node in cluster.nodes):
+        return ON_CPU
+    return MemoryOverheads(activation_factor=software.allocator_factor)
 
 
 ScalarOrArray = NDArray[np.float64] | float

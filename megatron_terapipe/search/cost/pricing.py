@@ -57,7 +57,7 @@ class Pricing:
             cluster=cluster,
             software=software,
             precision=precision,
-            overheads=memory_overheads or default_overheads(cluster),
+            overheads=memory_overheads or default_overheads(cluster, software),
         )
 
     def predict(self, strategy: Strategy, memory: tuple[RankMemory, ...] | None = None) -> Prediction:

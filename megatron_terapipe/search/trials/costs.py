@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_terapipe.search.cost.measured_layers import given_layers
-from megatron_terapipe.search.cost.memory_overheads import default_overheads
 from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
@@ -54,7 +53,7 @@ class Costs:
             cluster,
             software=self.software,
             efficiency=self._physics(cluster),
-            memory_overheads=self.calibration.memory_overheads or default_overheads(cluster),
+            memory_overheads=self.calibration.memory_overheads,
             op_times=self._op_times(cluster),
             precision=self.precision,
             measured_cluster=None if self.profile is None else measured_cluster(self.profile, cluster),

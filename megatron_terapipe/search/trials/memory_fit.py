@@ -101,7 +101,7 @@ def fit_memory(trials: Sequence[Trial]) -> FittedMemory:
     sample = MemorySample(trials)
     if not len(sample):
         return FittedMemory(overheads=MemoryOverheads(), residual_sd=NOISE, num_trials=0)
-    prior = Prior.of(default_overheads(sample.trials[0].cluster))
+    prior = Prior.of(default_overheads(sample.trials[0].cluster, sample.trials[0].software))
     logs, _ = fit_constants(lambda logs: sample.errors(prior.at(logs)), prior, noise=NOISE, large=LARGE, max_nfev=60)
     overheads = prior.at(logs)
     errors = sample.errors(overheads)[~np.isnan(sample.measured)]

@@ -87,7 +87,7 @@ def _predict_alike(trials: Sequence[Trial], calibration: Calibration, profile: P
     )
     if calibration.factors is not None:
         model = model.with_factors(calibration.factors)
-    memory_overheads = calibration.memory_overheads or default_overheads(first.cluster)
+    memory_overheads = calibration.memory_overheads or default_overheads(first.cluster, first.software)
     capacity = device_memory_bytes(first) * memory_overheads.usable_share
     slopes = calibrated_slopes(calibration, model, [one.strategy for one in trials])
     predicted = []

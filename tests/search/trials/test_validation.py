@@ -7,10 +7,10 @@ import pytest
 
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.trials.cluster_calibrations import Calibrations
-from megatron_terapipe.search.trials.predicted import deal_groups, leave_out, predict_in_folds, predict_trials
+from megatron_terapipe.search.trials.predicted import LEFT_OUT, deal_groups, leave_out, predict_in_folds, predict_trials
 from megatron_terapipe.search.trials.scores import naive_memory_bytes, naive_time_s
 from megatron_terapipe.search.trials.trial import trial_line
-from megatron_terapipe.search.trials.validation import validation_document
+from megatron_terapipe.search.trials.validation import LEFT_OUT_IN_WORDS, validation_document
 from megatron_terapipe.strategy import Strategy
 from tests.search.trials.synthetic import STRATEGIES, WORKLOAD, failed, measured
 
@@ -158,3 +158,12 @@ def test_errors(words: list[str], said: str, tmp_path: Path, capsys: pytest.Capt
     assert main(["validate", "--trials", path, *words]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: ") and said in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_the_flag_and_the_table_name_all_that_can_be_left_out(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trials(tmp_path / "trials.jsonl", {1: 3.0, 2: 2.5})
+    assert main(["validate", "--trials", path, "--leave-out", name]) == 0
+    assert set(LEFT_OUT_IN_WORDS) == set(LEFT_OUT)
