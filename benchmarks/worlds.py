@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.search.trials.launcher import free_port
 
 
 class RankFailed(RuntimeError):
@@ -59,7 +59,7 @@ class World:
         self._timeout_s = timeout_s
         self._pipes: list[Connection] = []
         self._processes = []
-        port = _free_port()
+        port = free_port()
         for rank in range(size):
             own = _rank_variables(rank, size, port) | dict(variables[rank] if variables else {})
             here, there = context.Pipe()
@@ -178,9 +178,3 @@ def _environment(variables: Mapping[str, str]) -> Any:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,12 +2,13 @@
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from megatron_terapipe.search.trials.launcher import free_port
 
 # Children are forked from a server that has imported the heavy packages once.
 _context = multiprocessing.get_context("forkserver")
@@ -35,9 +36,7 @@ def run_distributed(function: Callable[..., Any], world_size: int, *arguments: A
     Raises:
         RankFailed: if a rank raised, died or took longer than `TIMEOUT_S`; the others are killed.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = _context.Pipe(duplex=False)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
+
+from megatron_terapipe.search.trials.launcher import free_port
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "pretrain_gpt.py"
@@ -36,12 +37,6 @@ def environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in launchers}
     paths = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
     return kept | {"PYTHONPATH": paths, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"} | more
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Launch:

@@ -2,12 +2,13 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from megatron_terapipe.search.trials.launcher import free_port
 
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "own_model.py"
@@ -20,10 +21,8 @@ HUGGINGFACE = ROOT / "examples" / "huggingface_model.py"
     ids=["own", "huggingface"],
 )
 def test_it_trains_under_the_launcher(example: Path, line: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", str(port)]
+    port = str(free_port())
+    launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", port]
     done = subprocess.run(
         [*launch, str(example)],
         env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},

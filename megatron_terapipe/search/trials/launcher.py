@@ -1,6 +1,7 @@
 """Starts and ends DeepSpeed's launcher, which starts ranks here and on other hosts."""
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -16,6 +17,10 @@ END_S = 10.0
 
 OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a launcher that may have started this process."""
+
+
+LISTENING_PORTS = range(20_000, 32_768)
+"""Ports below those that systems give to outgoing connections, one of which may take a free port before it is used."""
 
 
 def launcher() -> str:
@@ -41,10 +46,16 @@ def variables(*, on_cpu: bool) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that is free on this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that is free on this host, and that no connection will be given by chance.
+
+    Raises:
+        ConfigError: if none of many is free.
+    """
+    for port in random.sample(LISTENING_PORTS, k=100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise ConfigError(f"no free port of 100 tried in {LISTENING_PORTS}: end some of the servers on this host")
 
 
 def end(process: "subprocess.Popen[bytes] | subprocess.Popen[str]") -> None:
