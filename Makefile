@@ -16,7 +16,7 @@ SOURCES := deepspeed_ext megatron_terapipe benchmarks tests examples pretrain_gp
 # Files of the driver: without one, nothing needs to be installed to say that there is no GPU.
 GPU := $(firstword $(wildcard /dev/nvidiactl /dev/dxg))
 
-.PHONY: help demo test test-fast test-all check format bench gpu gpu-bench clean
+.PHONY: help demo test test-fast test-all check faults format bench gpu gpu-bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -47,6 +47,9 @@ check: $(VENV)/installed ## style, types, names, layers and docstrings
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy --strict --follow-imports silent $(TYPED)
 	$(BIN)/python -m pytest --quiet tests/architecture
+
+faults: $(VENV)/installed ## make faults on purpose, and hold the promises of docs/reliability.md against what comes of them; hours
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.faults
 
 format: $(VENV)/installed ## bring the code into style
 	$(BIN)/ruff format $(SOURCES)

@@ -42,9 +42,10 @@ setup(
     ],
     extras_require={
         # NVIDIA apex is not on PyPI: what is called apex there is another package.
-        "test": ["hypothesis", "jsonschema>=4.18", "pytest", "pytest-xdist>=3.7"],
+        # psutil is what DeepSpeed needs, too.
+        "test": ["hypothesis", "jsonschema>=4.18", "psutil", "pytest", "pytest-xdist>=3.7"],
         "dev": [
-            *("hypothesis", "jsonschema>=4.18", "mypy", "pre-commit", "pytest", "pytest-xdist>=3.7", "ruff"),
+            *("hypothesis", "jsonschema>=4.18", "mypy", "pre-commit", "psutil", "pytest", "pytest-xdist>=3.7", "ruff"),
             *("sentencepiece", "tensorboard", "tiktoken", "wandb", "zstandard"),
             # Hugging Face's own models, to hold converted ones against.
             *("safetensors", "transformers"),

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.gpu import links, operators
 from benchmarks.gpu.machine import SHARINGS, Sharing, has_gpu, join, possible_sharings, software
-from benchmarks.gpu.report import Section, progress, publish
 from benchmarks.gpu.training_speed import training_speed
+from benchmarks.report import Section, progress, publish
 from benchmarks.workload import benchmark_model
 from benchmarks.worlds import RankFailed, World
 from megatron_terapipe.config import ModelConfig

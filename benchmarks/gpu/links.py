@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from benchmarks.gpu.machine import Sharing, has_gpu, join
-from benchmarks.gpu.report import Section, progress
+from benchmarks.report import Section, progress
 from benchmarks.workload import batches, benchmark_model, our_engine
 from benchmarks.worlds import RankFailed, World
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES

@@ -11,7 +11,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.machine import has_gpu
-from benchmarks.gpu.report import Section
+from benchmarks.report import Section
 from benchmarks.utilization import seconds_of
 from benchmarks.workload import batches, benchmark_model, our_engine
 from deepspeed_ext.plan.slicing import TokenSlices

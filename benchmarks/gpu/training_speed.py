@@ -14,9 +14,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from benchmarks.gpu.machine import Sharing, has_gpu, join
-from benchmarks.gpu.report import Section, progress
 from benchmarks.plain_llama import PlainLlama, train_step
 from benchmarks.plain_loop import adamw
+from benchmarks.report import Section, progress
 from benchmarks.utilization import seconds_of
 from benchmarks.workload import batches, our_engine
 from benchmarks.worlds import RankFailed, World

@@ -57,6 +57,11 @@ class Launch:
             start_new_session=True,
         )
 
+    @property
+    def running(self) -> bool:
+        """Whether the launcher has not ended yet."""
+        return self._process.poll() is None
+
     def wait(self) -> int:
         """The exit code."""
         try:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.machine import Sharing, has_gpu, possible_sharings, software
-from benchmarks.gpu.report import Section, one_line, progress, publish
+from benchmarks.report import Section, one_line, progress, publish
 from benchmarks.worlds import RankFailed, World
 from tests.gpu import marked, numerics
 from tests.gpu.cases import COLD, WARM, Case, cases

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gpu.machine import Sharing, join
-from benchmarks.gpu.report import Section, progress
+from benchmarks.report import Section, progress
 from benchmarks.worlds import World
 from tests.gpu.pipelines import EXACT
 from tests.training.gpt_runs import Setup, Step, gradients

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gpu.machine import Sharing
-from benchmarks.gpu.report import one_line
+from benchmarks.report import one_line
 from benchmarks.worlds import RankFailed, World
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES

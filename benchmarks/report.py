@@ -1,4 +1,4 @@
-"""Tables for an issue: markdown to paste, and the same as JSON."""
+"""Tables of what a program found: markdown to paste, and JSON."""
 
 import json
 import sys

@@ -1,0 +1,90 @@
+"""Campaigns: faults of one class, made many times, and what came of each."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a campaign.
+
+    Attributes:
+        folder: an empty folder for its files.
+        quick: whether to make each fault once or a few times only.
+        seed: seed of what is chosen by chance.
+    """
+
+    folder: Path
+    quick: bool
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Outcome of one fault, made once or more often.
+
+    Attributes:
+        fault: what was done: `kill -9 of rank 1 while it saves`.
+        tried: number of times.
+        longest_s: seconds from the fault to the end of the last process; None where nothing has to end.
+        promised_s: seconds that were promised for it.
+        said: the line that a user reads.
+        broken: promises that were not kept, a line each: `2 processes left`, `3 iterations lost`.
+    """
+
+    fault: str
+    tried: int
+    longest_s: float | None = None
+    promised_s: float | None = None
+    said: str = ""
+    broken: tuple[str, ...] = ()
+
+    @property
+    def all_broken(self) -> tuple[str, ...]:
+        """Promises that were not kept, the time to the end among them."""
+        late = self.longest_s is not None and self.promised_s is not None and self.longest_s > self.promised_s
+        return (*self.broken, *([f"ended after {self.longest_s:.0f} s, not {self.promised_s:.0f}"] if late else []))
+
+
+Campaign = Callable[[Settings], Iterator[Outcome]]
+"""Makes the faults of one class, and yields the outcome of each as soon as it is known."""
+
+
+def table(title: str) -> Section:
+    """Return the empty table of a campaign.
+
+    Args:
+        title: above it.
+    """
+    return Section(title, ("fault", "tried", "ended after, s", "promised, s", "said", "promises kept"))
+
+
+def add(section: Section, outcome: Outcome) -> None:
+    """Append the row of an outcome.
+
+    Args:
+        section: a table as `table` makes it.
+        outcome: the outcome.
+    """
+    section.add(
+        outcome.fault,
+        outcome.tried,
+        "" if outcome.longest_s is None else f"{outcome.longest_s:.0f}",
+        "" if outcome.promised_s is None else f"{outcome.promised_s:.0f}",
+        outcome.said,
+        "; ".join(f"NO: {line}" for line in outcome.all_broken) or "yes",
+    )
+
+
+def slope(values: list[float]) -> float:
+    """Return the slope of values over their index, by the median of all pairs (Theil and Sen), per index.
+
+    Args:
+        values: [count], at least two.
+    """
+    last = len(values)
+    return statistics.median((values[j] - values[i]) / (j - i) for i in range(last) for j in range(i + 1, last))
