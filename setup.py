@@ -62,6 +62,8 @@ setup(
         "huggingface": ["safetensors>=0.5"],
         # To preprocess .zst files.
         "zstandard": ["zstandard>=0.22"],
+        # The fault suite (make faults): inputs that reach new code. Without it they are made by chance alone.
+        "faults": ["atheris>=3"],
         # Curves of benchmarks/convergence.py.
         "bench": ["matplotlib"],
         # Megatron's own readers, to hold our data files against.

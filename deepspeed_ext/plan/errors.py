@@ -1,11 +1,19 @@
 """Errors of people and of plans."""
 
+MOST_CHARACTERS = 2000
+"""Characters of a message at most: a value of a million digits is no line that anybody reads."""
+
 
 class UserError(ValueError):
     """Bad input from outside: one line that names the value, the rule and the remedy.
 
-    Every command prints it as `error: ...` and exits with code 2. Our own invariants are `assert`s instead.
+    Every command prints it as `error: ...` and exits with code 2. Our own invariants are `assert`s instead. Messages
+    quote what users wrote, and a value may hold line breaks, codes of terminals or half a character; here, in one place
+    for all messages, it becomes a line that can be printed.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(one_line(message))
 
 
 class PlanError(UserError):
@@ -14,3 +22,17 @@ class PlanError(UserError):
 
 class ScheduleDeadlock(PlanError):
     """An order of ops in which every stage that is not done waits for another."""
+
+
+def one_line(message: str) -> str:
+    r"""Return a message as one line of printable characters, its middle left out if it is very long.
+
+    What cannot be printed is written as in Python's strings: a line break becomes `\n`.
+    """
+    if len(message) > MOST_CHARACTERS:
+        end = MOST_CHARACTERS // 4  # The remedy, which comes last.
+        left_out = f" ... ({len(message) - MOST_CHARACTERS} characters left out) ... "
+        message = message[: MOST_CHARACTERS - end] + left_out + message[-end:]
+    if message.isprintable():
+        return message
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)

@@ -1,7 +1,7 @@
 """Reading the JSON files that flags name."""
 
-import json
-
+from deepspeed_ext.plan import json_text
+from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 
@@ -19,26 +19,18 @@ def read_json(path: str, flag: str) -> object:
     return parse_json(read_text(path, flag), f"{flag} {path}")
 
 
-def parse_json(text: str, described: str) -> object:
-    """Parse JSON text.
+def parse_json(text: str, described: str, *, infinite: bool = False) -> object:
+    """Parse JSON text; see `deepspeed_ext.plan.json_text.parse_json`.
 
     Args:
         text: the text.
         described: its place, for the error.
+        infinite: whether numbers may be infinite.
 
     Raises:
-        ConfigError: if it is not JSON, is nested too deeply, or has a key twice.
+        ConfigError: if it is not JSON, is nested too deeply, has a key twice, or a number that is not finite.
     """
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{described} is not JSON ({error}): mend it") from None
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {repeated!r} stands twice")
-    return document
+        return json_text.parse_json(text, described, infinite=infinite)
+    except PlanError as error:
+        raise ConfigError(str(error)) from None

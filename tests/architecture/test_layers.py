@@ -46,7 +46,7 @@ LAYERS = (
     Layer(("megatron_terapipe.errors",), PLAN),
     Layer(("megatron_terapipe.devices",)),
     Layer(("megatron_terapipe.command_parser",), ("megatron_terapipe.errors",)),
-    Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors")),
+    Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors"), ("yaml",)),
     Layer(("megatron_terapipe.strategy", "megatron_terapipe.dimensions"), (*PLAN, *CONFIG)),
     Layer(
         (

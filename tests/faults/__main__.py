@@ -15,8 +15,10 @@ from benchmarks.gpu.machine import software
 from benchmarks.report import Section, one_line, progress, publish
 from tests.faults import soak
 from tests.faults.campaign import Campaign, Settings, add, table
+from tests.faults.fuzzing import campaign as fuzzing
 
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
+    "fuzzing": ("Bad input", fuzzing.campaign),
     "soak": ("Long runs", soak.campaign),
 }
 """Title and function of each campaign, by name."""

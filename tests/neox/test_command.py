@@ -171,8 +171,8 @@ def test_older_files_have_older_defaults(files: list[str], capsys: pytest.Captur
     ("text", "line"),
     [
         ("num_layers: 3\nnum-layers: 4\n", "sets num_layers twice: remove one"),
-        ("num_layers: 3\nnum_layers: 3\n", "sets num_layers twice: remove one"),
-        ("optimizer: {params: {lr: 1, lr: 2}}\n", "sets lr twice: remove one"),
+        ("num_layers: 3\nnum_layers: 3\n", "is not YAML (key 'num_layers' stands twice in line 1)"),
+        ("optimizer: {params: {lr: 1, lr: 2}}\n", "is not YAML (key 'lr' stands twice in line 1)"),
         ("num_layers: [1\n", "is not YAML ("),
         ("- 1\n", "is not a mapping of settings to values: write one"),
         ("", "is not a mapping of settings to values: write one"),

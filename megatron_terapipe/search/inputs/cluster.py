@@ -5,6 +5,9 @@ from functools import cached_property
 
 from megatron_terapipe.devices import Device as Device
 
+MOST_NODES, MOST_DEVICES = 100_000, 1024
+"""Nodes of one entry of a file, and devices of a node: more would be a slip of the hand."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:

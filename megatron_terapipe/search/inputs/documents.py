@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any
 
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.json_files import parse_json
+from megatron_terapipe.config.yaml_files import parse_yaml
 from megatron_terapipe.errors import ConfigError
 
 YAML_ENDINGS = (".yaml", ".yml")
@@ -39,39 +39,6 @@ def parse_text(text: str, path: str) -> object:
         if text.lstrip()[:1] in ("{", "["):
             raise
         raise ConfigError(f"{error}, or give YAML the ending .yaml") from None
-
-
-def parse_yaml(text: str, path: str) -> object:
-    """Parse YAML.
-
-    Args:
-        text: the text.
-        path: path of the file, for messages.
-
-    Raises:
-        ConfigError: if it is not YAML, or has a key twice.
-    """
-    import yaml
-
-    class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
-        """PyYAML keeps the last of two equal keys and says nothing."""
-
-    def mapping(loader: Any, node: Any) -> dict[Any, Any]:
-        pairs = [(loader.construct_object(key, deep=True), value) for key, value in node.value]
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} stands twice", problem_mark=node.start_mark)
-        return {key: loader.construct_object(value, deep=True) for key, value in pairs}
-
-    UniqueKeys.add_constructor("tag:yaml.org,2002:map", mapping)
-    try:
-        return yaml.load(text, Loader=UniqueKeys)
-    except (yaml.YAMLError, TypeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" in line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or error
-        raise ConfigError(f"{path} is not YAML ({problem}{line}): mend it") from None
 
 
 _PREFIXES = {"": 1.0, "K": 1e3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.cluster import Node
+from megatron_terapipe.search.inputs.cluster import MOST_DEVICES, Node
 from megatron_terapipe.search.inputs.documents import short
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)(.*)")
@@ -74,7 +74,7 @@ def parse_hostfile(text: str, file: str) -> tuple[Host, ...]:
             raise ConfigError(f"{file}: line {number} of the hostfile, {short(line)}, {_mistake(line)}")
         if match[1] in hosts:
             raise ConfigError(f"{file}: line {number} of the hostfile names host {match[1]} again: keep one line")
-        hosts[match[1]] = Host(match[1], int(match[2]), match[3].strip())
+        hosts[match[1]] = Host(match[1], _slots(match[2], f"{file}: line {number} of the hostfile"), match[3].strip())
     if not hosts:
         raise ConfigError(f"{file} is a hostfile that names no host: write a line HOST slots=N for each")
     if not any(host.slots for host in hosts.values()):
@@ -104,6 +104,14 @@ def _lines(text: str) -> Iterable[tuple[int, str]]:
         content = line.strip()
         if content and not content.startswith("#"):
             yield number, content
+
+
+def _slots(digits: str, where: str) -> int:
+    # The length first: Python does not read numbers of thousands of digits.
+    slots = int(digits) if len(digits.lstrip("0")) < 9 else None
+    if slots is None or slots > MOST_DEVICES:
+        raise ConfigError(f"{where} has {short(digits)} slots, more than {MOST_DEVICES}: give the devices of the host")
+    return slots
 
 
 def _mistake(line: str) -> str:

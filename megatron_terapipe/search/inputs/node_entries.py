@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from megatron_terapipe.devices import GENERATION_NAMES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs import library
-from megatron_terapipe.search.inputs.cluster import Device, Link, Node
+from megatron_terapipe.search.inputs.cluster import MOST_DEVICES, MOST_NODES, Device, Link, Node
 from megatron_terapipe.search.inputs.documents import EXAMPLES, suggestion
 from megatron_terapipe.search.inputs.doubts import inside_doubt, network_doubt, sparsity_doubt
 from megatron_terapipe.search.inputs.entries import (
@@ -26,9 +26,6 @@ from megatron_terapipe.search.inputs.entries import (
     wanted,
 )
 from megatron_terapipe.search.inputs.library import MACHINES, Machine
-
-MOST_NODES, MOST_DEVICES = 100_000, 1024
-"""Nodes of one entry, and devices of a node: more would be a slip of the hand, and take long to be noticed."""
 
 NodeCount = Annotated[int, Field(ge=1, le=MOST_NODES)]
 DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES)]

@@ -12,12 +12,12 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.text_files import read_text
+from megatron_terapipe.config.json_files import parse_json
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.cluster_files import TrialCluster, is_flat, parse_cluster, read_flat
-from megatron_terapipe.search.inputs.documents import parse_text
 from megatron_terapipe.search.inputs.entries import Count, Entry, Text, fault, place, read_entry
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.workload import Workload
@@ -229,7 +229,7 @@ class _Reader:
     def read(self, number: int, line: str) -> Trial:
         """One line."""
         where = f"{self._path}:{number}"
-        entry = read_entry(TrialEntry, parse_text(line, where), where)
+        entry = read_entry(TrialEntry, parse_json(line, where, infinite=True), where)
         try:
             return self._trial(entry, where, number)
         except UserError as error:

@@ -1,0 +1,91 @@
+"""A parser under fuzzing, and the judgement of what it did with an input."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed_ext.plan.errors import MOST_CHARACTERS, UserError
+from tests.faults.fuzzing.limits import LimitBroken, limited
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A parser.
+
+    Attributes:
+        name: its name in the table.
+        read: reads bytes; files that it needs go into the folder, which is empty. Of errors it may raise `UserError`
+            alone.
+        seeds: real inputs. All of them are read without an error.
+        found: inputs that once broke it.
+        words: words of its language, beside those of the seeds.
+        seconds: time for an input.
+    """
+
+    name: str
+    read: Callable[[bytes, Path], object]
+    seeds: tuple[bytes, ...]
+    found: tuple[bytes, ...] = ()
+    words: tuple[bytes, ...] = ()
+    seconds: float = 5.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A promise that a parser broke.
+
+    Attributes:
+        kind: what it did, without what depends on the input: faults of one kind count as one.
+        detail: more of it, for people.
+    """
+
+    kind: str
+    detail: str
+
+
+def fault_of(target: Target, data: bytes, folder: Path) -> Fault | None:
+    """Return the promise that a parser breaks on an input; None if it keeps all.
+
+    Args:
+        target: the parser.
+        data: the input.
+        folder: a folder for its files, the only one where it may write; empty.
+    """
+    try:
+        with limited(target.seconds, folder):
+            target.read(data, folder)
+    except UserError as error:
+        return _fault_of_line(str(error))
+    except LimitBroken as error:
+        return Fault(f"{error.rule} ({_place(error)})", str(error))
+    except (Exception, SystemExit) as error:
+        return Fault(f"{type(error).__name__} ({_place(error)})", str(error)[:500])
+    finally:
+        _empty(folder)
+    return None
+
+
+def _fault_of_line(line: str) -> Fault | None:
+    if not line.isprintable():
+        return Fault("a message of several lines, or one that cannot be printed", repr(line))
+    if len(line) > 2 * MOST_CHARACTERS:
+        return Fault("a message without end", line)
+    return None
+
+
+def _place(error: BaseException) -> str:
+    """Return where an error was raised, in our code if it went through it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "/tests/faults/" not in frame.filename and _is_ours(frame.filename)]
+    last = (ours or list(frames))[-1]
+    return f"{Path(last.filename).name}:{last.lineno} in {last.name}"
+
+
+def _is_ours(filename: str) -> bool:
+    return "megatron_terapipe" in filename or "deepspeed_ext" in filename
+
+
+def _empty(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
