@@ -2,8 +2,8 @@
 PYTHON ?= python3
 # The newest torch this project is tested with. On a machine with a GPU pip takes the CUDA build of it.
 TORCH ?= torch==2.13.0
-# Files of tests that run at the same time. Many start several ranks, so no more than there are cores.
-WORKERS ?= 2
+# Files of tests that run at the same time: one more than two cores, since a launch waits as long as it computes.
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 # Files go to workers in the order of tests/conftest.py, longest first. What `make check` runs is not run again.
@@ -46,7 +46,7 @@ check: $(VENV)/installed ## style, types, names, layers and docstrings
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy --strict --follow-imports silent $(TYPED)
-	$(BIN)/python -m pytest --quiet tests/architecture
+	$(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/architecture
 
 faults: $(VENV)/installed ## make faults on purpose, and hold the promises of docs/reliability.md against what comes of them; hours
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.faults

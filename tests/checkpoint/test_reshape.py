@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from tests.checkpoint.runs import BEFORE, Outcome, Task, Way, perform
 from tests.distributed import run_distributed
+from tests.pairs import Axes
 
 ONE = Way("one rank", 1, "--zero-stage 0")
 ONE_ZERO_1 = Way("one rank, ZeRO 1", 1, "--zero-stage 1 --num-token-slices 2")
@@ -83,9 +84,38 @@ SAME = [
     TENSOR,
     TENSOR_ZERO_1,
 ]
-IDS = [f"{first.name} to {second.name}" for first, second in PAIRS]
 
 Ranks = list[Outcome]
+
+
+class Pair(NamedTuple):
+    """The way that saves, and the way that goes on from there."""
+
+    first: Way
+    second: Way
+
+    def __str__(self) -> str:
+        return f"{self.first.name} to {self.second.name}"
+
+
+SETUPS = [Pair(*ways) for ways in PAIRS]
+
+
+def axes_of(pair: Pair) -> Axes:
+    """The pair's value on each axis: what is cut how before and after, in which type, and with which optimizer."""
+    return {
+        "from": _cut(pair.first),
+        "to": _cut(pair.second),
+        "partitioned": tuple("--zero-stage 0" not in way.flags for way in pair),
+        "types": tuple(next((each for each in ("--bf16", "--fp16") if each in way.flags), "") for way in pair),
+        "optimizer": "sgd" if "sgd" in pair.first.flags else "decoupled" * ("decoupled" in pair.first.flags),
+    }
+
+
+def _cut(way: Way) -> tuple[str, ...]:
+    """Axes of parallelism of a way."""
+    axes = {"tp": "--tensor-model", "pp": "--pipeline-model-parallel", "v": "chunk", "dp": "dp"}
+    return tuple(name for name, sign in axes.items() if sign in f"{way.name} {way.flags}")
 
 
 @dataclass(frozen=True)
@@ -118,25 +148,27 @@ class _Workbench:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Way, Ranks]]:
+def trained(tmp_path_factory: pytest.TempPathFactory, setups: list[Pair]) -> tuple[Path, dict[Way, Ranks]]:
     """Each way, trained, saved on the way, and trained on; and the directory with what it saved."""
     folder, bench = tmp_path_factory.mktemp("saved"), _Workbench()
-    for way in {way for pair in PAIRS for way in pair} | set(SAME):
+    for way in {pair.first for pair in setups} | set(SAME):
         bench.add(way, Task(way, None, folder / way.name, BEFORE))
     return folder, bench.work()
 
 
 @pytest.fixture(scope="module")
-def resumed(trained: tuple[Path, dict[Way, Ranks]]) -> Iterator[dict[Any, Resumed]]:
+def resumed(trained: tuple[Path, dict[Way, Ranks]], setups: list[Pair]) -> Iterator[dict[Pair, Resumed]]:
     folder, undisturbed = trained
     bench = _Workbench()
-    for first, second in PAIRS:
-        bench.add((first, second), Task(second, folder / first.name, folder / first.name / second.name))
+    for pair in setups:
+        first, second = pair
+        bench.add(pair, Task(second, folder / first.name, folder / first.name / second.name))
     elsewhere = bench.work()
-    for first, second in PAIRS:
-        bench.add((first, second), Task(first, folder / first.name / second.name, None))
+    for pair in setups:
+        first, second = pair
+        bench.add(pair, Task(first, folder / first.name / second.name, None))
     back = bench.work()
-    yield {pair: Resumed(undisturbed[pair[0]], elsewhere[pair], back[pair]) for pair in PAIRS}
+    yield {pair: Resumed(undisturbed[pair.first], elsewhere[pair], back[pair]) for pair in setups}
 
 
 def _tolerance(ways: tuple[Way, ...]) -> float:
@@ -151,11 +183,11 @@ def _assert_same_bits(found: Ranks, expected: Ranks) -> None:
         assert [name for name in mine.weights if not np.array_equal(mine.weights[name], theirs.weights[name])] == []
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=IDS)
-def test_the_losses_go_on_as_if_nothing_had_happened(resumed: dict[Any, Resumed], pair: tuple[Way, Way]) -> None:
-    case = resumed[pair]
+@pytest.mark.setups(SETUPS, axes_of)
+def test_the_losses_go_on_as_if_nothing_had_happened(resumed: dict[Pair, Resumed], setup: Pair) -> None:
+    case = resumed[setup]
     for rank in case.elsewhere:
-        assert rank.losses == pytest.approx(case.undisturbed[0].losses, rel=_tolerance(pair))
+        assert rank.losses == pytest.approx(case.undisturbed[0].losses, rel=_tolerance(setup))
 
 
 def test_without_the_state_of_the_optimizer_they_would_not(trained: tuple[Path, dict[Way, Ranks]]) -> None:
@@ -170,10 +202,10 @@ def test_without_the_state_of_the_optimizer_they_would_not(trained: tuple[Path, 
             assert rank.losses != pytest.approx(undisturbed[way][0].losses, rel=20 * _tolerance((way,)))
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=IDS)
-def test_there_and_back_again_nothing_is_lost(resumed: dict[Any, Resumed], pair: tuple[Way, Way]) -> None:
+@pytest.mark.setups(SETUPS, axes_of)
+def test_there_and_back_again_nothing_is_lost(resumed: dict[Pair, Resumed], setup: Pair) -> None:
     """What the other layout saves at once is loaded where it came from, and training goes on bit for bit."""
-    _assert_same_bits(resumed[pair].back, resumed[pair].undisturbed)
+    _assert_same_bits(resumed[setup].back, resumed[setup].undisturbed)
 
 
 def test_the_same_layout_goes_on_bit_for_bit(trained: tuple[Path, dict[Way, Ranks]]) -> None:

@@ -1,18 +1,31 @@
-"""Data and one training run that many tests look at."""
+"""Data and one training run that many tests look at. Each is made once, by whichever worker comes first."""
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.corpus import write_corpus
-from tests.end_to_end.launching import DEEPSPEED, Launch, flags, launch
+from tests.end_to_end.launching import DEEPSPEED, flags, launch
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder that all workers of this session share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if own.name.startswith("popen-") else own
+
+
+@pytest.fixture(scope="session")
+def data(shared: Path) -> Path:
     """Prefix of a small corpus, as the preprocess command writes it."""
-    return write_corpus(tmp_path_factory.mktemp("data"))
+    with _by_one(shared / "data") as (folder, first):
+        if first:
+            write_corpus(folder)
+    return folder / "corpus_text_document"
 
 
 @dataclass(frozen=True)
@@ -20,7 +33,6 @@ class Trained:
     """A finished run of six iterations on two stages with four token slices."""
 
     folder: Path
-    launch: Launch
 
     @property
     def checkpoints(self) -> Path:
@@ -30,12 +42,35 @@ class Trained:
     def metrics(self) -> Path:
         return self.folder / "metrics.jsonl"
 
+    @property
+    def output(self) -> str:
+        """What the run printed."""
+        (log,) = self.folder.glob("log_*.txt")
+        return log.read_text()
+
 
 @pytest.fixture(scope="session")
-def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(data: Path, shared: Path) -> Trained:
     """Launched once for all tests; it saves after iterations 3 and 6."""
     if not DEEPSPEED.exists():
         pytest.skip(f"{DEEPSPEED} is not there")
-    folder = tmp_path_factory.mktemp("trained")
-    outputs = ["--metrics-file", "metrics.jsonl", "--timeline", "timeline", "--save", "checkpoints"]
-    return Trained(folder, launch(folder, flags(data, *outputs, "--save-interval", 3)))
+    with _by_one(shared / "trained") as (folder, first):
+        if first:
+            outputs = ["--metrics-file", "metrics.jsonl", "--timeline", "timeline", "--save", "checkpoints"]
+            launch(folder, flags(data, *outputs, "--save-interval", 3))
+    return Trained(folder)
+
+
+@contextmanager
+def _by_one(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Around what fills a folder: whether this worker is the one that does. The others wait until it is done.
+
+    Args:
+        folder: made where it is missing; what a worker left that failed is filled again.
+    """
+    folder.mkdir(exist_ok=True)
+    done = folder / "done"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder, not done.exists()
+        done.touch()

@@ -49,7 +49,7 @@ def test_the_loss_falls(trained: Trained, iterations: list[dict[str, Any]]) -> N
 
 
 def test_the_log_says_what_happened(trained: Trained) -> None:
-    text = trained.launch.output()
+    text = trained.output
     assert re.findall(r"^ iteration +(\d+)/ +6 \| consumed samples", text, re.MULTILINE) == ["1"]
     assert re.findall(r"^ saved checkpoint (\S+)$", text, re.MULTILINE) == [
         "checkpoints/global_step3",

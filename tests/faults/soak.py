@@ -62,16 +62,16 @@ def campaign(settings: Settings) -> Iterator[Outcome]:
     before = _shared_files()
     run = Launch(settings.folder, flags(data, "--train-iters", iterations, *saves, *evaluations))
     samples: dict[int, list[Sample]] = {0: [], 1: []}
-    next_iteration = 0
+    next_iteration = iterations // SAMPLES
     while run.running:
         time.sleep(0.5)
         iteration = _iterations(metrics)
-        if iteration >= next_iteration > 0:
+        if iteration >= next_iteration:
             for rank, process in _ranks(run).items():
                 with suppress(psutil.Error):
                     samples[rank].append(_sample(process, iteration))
             progress(f"iteration {iteration} of {iterations}")
-        next_iteration = max(next_iteration, iteration + iterations // SAMPLES)
+            next_iteration = iteration + iterations // SAMPLES
     code = run.wait()
     if code:
         yield Outcome(fault="a long run", tried=1, broken=(f"exit code {code}",), said=run.output().splitlines()[-1])
