@@ -10,30 +10,30 @@ import pytest
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES, VARIABLES
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.hosts import cuda_variables
-from tests.end_to_end.hosts.network import Host, hosts, missing
+from tests.end_to_end.hosts.network import Network, missing, network
 from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, TIMEOUT_S, environment, error_lines, flags, read_metrics
 
 pytestmark = pytest.mark.hosts
 
 
 @pytest.fixture(scope="module")
-def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     if reason := missing():
         pytest.skip(reason)
-    with hosts(2, tmp_path_factory.mktemp("hosts")) as made:
+    with network(2, tmp_path_factory.mktemp("hosts")) as made:
         yield made
 
 
 def launch(
-    two_hosts: list[Host], folder: Path, trainer_flags: list[str], *, program: object = PRETRAIN, **variables: str
+    two_hosts: Network, folder: Path, trainer_flags: list[str], *, program: object = PRETRAIN, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Launch from the first host, as its user would, with more variables set in the shell."""
-    (folder / "hostfile").write_text("".join(f"{host.name} slots=1\n" for host in two_hosts))
+    (folder / "hostfile").write_text(two_hosts.hostfile())
     # The launcher passes on only variables of a few names, and those of this file.
     (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nCUDA_MODULE_LOADING=LAZY\n")
     command = [DEEPSPEED, "--hostfile", "hostfile", program, *trainer_flags]
     return subprocess.run(
-        two_hosts[0].command(command),
+        two_hosts.hosts[0].command(command),
         cwd=folder,
         env=environment(**variables),
         stdout=subprocess.PIPE,
@@ -45,11 +45,11 @@ def launch(
 
 
 def test_a_pipeline_over_two_hosts_trains_as_on_one(
-    two_hosts: list[Host], trained: Trained, data: Path, tmp_path: Path
+    two_hosts: Network, trained: Trained, data: Path, tmp_path: Path
 ) -> None:
     run = launch(two_hosts, tmp_path, flags(data, "--metrics-file", tmp_path / "metrics.jsonl"))
     assert run.returncode == 0, run.stdout
-    for host in two_hosts:
+    for host in two_hosts.hosts:
         assert f"{host.name}: [" in run.stdout  # pdsh puts the host before what it says
     found, evaluations = read_metrics(tmp_path / "metrics.jsonl")
     expected, expected_evaluations = read_metrics(trained.metrics)
@@ -58,7 +58,7 @@ def test_a_pipeline_over_two_hosts_trains_as_on_one(
     assert len(evaluations) == len(expected_evaluations)
 
 
-def test_bad_flags_end_the_launch_on_both_hosts(two_hosts: list[Host], data: Path, tmp_path: Path) -> None:
+def test_bad_flags_end_the_launch_on_both_hosts(two_hosts: Network, data: Path, tmp_path: Path) -> None:
     run = launch(two_hosts, tmp_path, flags(data, "--token-slices", "9,9"))
     lines = error_lines("\n".join(line.partition(": ")[2] for line in run.stdout.splitlines()))
     assert len(lines) == 2, run.stdout  # one of each host
@@ -66,7 +66,7 @@ def test_bad_flags_end_the_launch_on_both_hosts(two_hosts: list[Host], data: Pat
 
 
 def test_no_host_gets_the_cuda_variables_of_the_launching_shell_and_all_get_those_of_the_file(
-    two_hosts: list[Host], tmp_path: Path
+    two_hosts: Network, tmp_path: Path
 ) -> None:
     """So the trainer sets in every process what nobody has set there."""
     run = launch(two_hosts, tmp_path, [], program=cuda_variables.__file__, **{HARDWARE_QUEUES: "4"})

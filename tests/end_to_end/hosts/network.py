@@ -6,18 +6,27 @@ host 2 (10.88.0.2) --+
 
 What a host finds under /etc lies under /etc/netns/HOST, which `ip netns exec` mounts over it: names of the other hosts,
 and the settings of ssh. So nothing of the machine's own network, names or ssh changes.
+
+Names contain the process that made them, so that processes do not meet, and what a dead one left is found. Networks are
+apart, so all of them have the same addresses.
 """
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
-SWITCH = "tsliceswitch"
 PROGRAMS = ("ip", "unshare", "sshd", "ssh", "ssh-keygen", "pdsh")
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+NAMESPACES = Path("/run/netns")
+ETC = Path("/etc/netns")
+NAME = re.compile(r"tslice-(\d+)-\d+-\w+")
+"""A namespace of ours: the process that made it, the number of its network, and the host or the switch."""
 
 
 def missing() -> str:
@@ -27,20 +36,23 @@ def missing() -> str:
     absent = [program for program in PROGRAMS if shutil.which(program, path=SEARCH_PATH) is None]
     if absent:
         return f"not installed: {', '.join(absent)}"
-    probe = subprocess.run(["ip", "netns", "add", SWITCH], capture_output=True, text=True, check=False)
-    if probe.returncode:
-        return f"no network namespace can be made here: {probe.stderr.strip()}"
-    _run("ip", "netns", "delete", SWITCH)
-    return ""
+    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    return f"no network namespace can be made here: {probe.stderr.strip()}" if probe.returncode else ""
 
 
 class Host:
-    """One host."""
+    """One host.
 
-    def __init__(self, number: int) -> None:
+    Args:
+        network: name of its network.
+        number: from 1.
+    """
+
+    def __init__(self, network: str, number: int) -> None:
         self.number = number
-        self.name, self.address = f"tslicehost{number}", f"10.88.0.{number}"
-        self.etc = Path("/etc/netns", self.name)
+        self.name, self.address = f"{network}-host{number}", f"10.88.0.{number}"
+        self.port = f"port{number}"
+        self.etc = ETC / self.name
 
     def command(self, words: Sequence[object]) -> list[str]:
         """The command, as it runs on this host."""
@@ -48,41 +60,86 @@ class Host:
         inside = ["unshare", "--uts", "sh", "-c", script, self.name, *map(str, words)]
         return ["ip", "netns", "exec", self.name, *inside]
 
+    def processes(self) -> dict[int, str]:
+        """Return the command lines of all processes that run on this host, but its sshd."""
+        found = {}
+        for pid in _processes(self.name):
+            with suppress(OSError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        return {pid: line for pid, line in found.items() if line and not line.startswith("sshd: ")}
+
+
+class Network:
+    """Hosts that reach each other.
+
+    Args:
+        name: begin of the names of all its namespaces.
+        num_hosts: how many.
+    """
+
+    def __init__(self, name: str, num_hosts: int) -> None:
+        self.switch = f"{name}-switch"
+        self.hosts = [Host(name, number + 1) for number in range(num_hosts)]
+
+    def hostfile(self, slots: int = 1) -> str:
+        """Return the text of a hostfile with so many slots on each host."""
+        return "".join(f"{host.name} slots={slots}\n" for host in self.hosts)
+
+    def limit_rate(self, rate_mbit: float) -> None:
+        """Let every host send no faster than this."""
+        for host in self.hosts:
+            shape = f"tc qdisc replace dev eth0 root tbf rate {rate_mbit}mbit burst 64kb latency 50ms"
+            _run(*host.command(shape.split()))
+
+    def cut(self, host: Host) -> None:
+        """Cut a host off: what it sends and what is sent to it is lost, and nobody is told."""
+        _run("ip", "-n", self.switch, "link", "set", host.port, "nomaster")
+
+    def restore(self, host: Host) -> None:
+        """Connect a host again that was cut off."""
+        _run("ip", "-n", self.switch, "link", "set", host.port, "master", "bridge")
+
 
 @contextmanager
-def hosts(count: int, folder: Path) -> Iterator[list[Host]]:
+def network(num_hosts: int, folder: Path) -> Iterator[Network]:
     """Hosts that reach each other by name, with ssh and no password.
 
     Args:
-        count: how many.
+        num_hosts: how many.
         folder: for keys and logs.
     """
-    made = [Host(number + 1) for number in range(count)]
-    _remove(made)  # what a killed run left
+    _remove_those_of_dead_processes()
+    made = Network(_new_name(), num_hosts)
     try:
         for name in ("user", "host"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name)
         Path("/run/sshd").mkdir(parents=True, exist_ok=True)  # where sshd locks its children in
-        _run("ip", "netns", "add", SWITCH)
-        _run("ip", "-n", SWITCH, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", SWITCH, "link", "set", "bridge", "up")
-        for host in made:
-            _write_etc(host, made, folder)
-            _connect(host)
+        _run("ip", "-n", made.switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", made.switch, "link", "set", "bridge", "up")
+        for host in made.hosts:
+            _write_etc(host, made.hosts, folder)
+            _connect(host, made.switch)
             _start_sshd(host, folder)
         yield made
     finally:
-        for host in made:
-            with suppress(OSError, ValueError):
-                os.kill(int(_pid_file(host, folder).read_text()), 15)
-        _remove(made)
+        for name in (*(host.name for host in made.hosts), made.switch):
+            _remove(name)
 
 
-def _connect(host: Host) -> None:
+def _new_name() -> str:
+    """Return the name of a network whose switch was made; one of another process cannot have it."""
+    for number in count(1):
+        name = f"tslice-{os.getpid()}-{number}"
+        if not (NAMESPACES / f"{name}-switch").exists():
+            _run("ip", "netns", "add", f"{name}-switch")
+            return name
+    raise AssertionError
+
+
+def _connect(host: Host, switch: str) -> None:
     _run("ip", "netns", "add", host.name)
-    port = f"port{host.number}"
-    _run("ip", "-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
-    _run("ip", "-n", SWITCH, "link", "set", port, "master", "bridge", "up")
+    _run("ip", "-n", switch, "link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+    _run("ip", "-n", switch, "link", "set", host.port, "master", "bridge", "up")
     _run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
     for device in ("eth0", "lo"):
         _run("ip", "-n", host.name, "link", "set", device, "up")
@@ -100,8 +157,7 @@ def _write_etc(host: Host, everyone: Sequence[Host], folder: Path) -> None:
     )
     (host.etc / "ssh" / "sshd_config").write_text(
         f"ListenAddress {host.address}\nHostKey {folder / 'host'}\nAuthorizedKeysFile {folder / 'user.pub'}\n"
-        "StrictModes no\nPasswordAuthentication no\nPermitRootLogin prohibit-password\n"
-        f"PidFile {_pid_file(host, folder)}\n"
+        f"StrictModes no\nPasswordAuthentication no\nPermitRootLogin prohibit-password\nPidFile none\n"
     )
 
 
@@ -110,17 +166,30 @@ def _start_sshd(host: Host, folder: Path) -> None:
     _run(*host.command([sshd, "-E", folder / f"sshd{host.number}.log"]))
 
 
-def _pid_file(host: Host, folder: Path) -> Path:
-    return folder / f"sshd{host.number}.pid"
+def _remove_those_of_dead_processes() -> None:
+    """Remove what killed sessions left: processes, namespaces and files."""
+    names = {path.name for folder in (NAMESPACES, ETC) if folder.is_dir() for path in folder.iterdir()}
+    for name in names:
+        ours = NAME.fullmatch(name)
+        if ours and not Path("/proc", ours[1]).exists():
+            _remove(name)
 
 
-def _remove(made: Sequence[Host]) -> None:
-    for name in [*(host.name for host in made), SWITCH]:
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-    for host in made:
-        shutil.rmtree(host.etc, ignore_errors=True)
-        with suppress(OSError):  # while another's are in it
-            host.etc.parent.rmdir()
+def _remove(namespace: str) -> None:
+    """End all processes of a namespace, and remove it."""
+    for pid in _processes(namespace):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+    shutil.rmtree(ETC / namespace, ignore_errors=True)
+    with suppress(OSError):  # while another's are in it
+        ETC.rmdir()
+
+
+def _processes(namespace: str) -> list[int]:
+    """Return the processes of a namespace; none if it is not there."""
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(word) for word in found.stdout.split()] if found.returncode == 0 else []
 
 
 def _run(*words: object) -> None:

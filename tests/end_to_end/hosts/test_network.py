@@ -1,0 +1,76 @@
+"""Hosts of tests: several networks at a time, and none that a dead process left."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.hosts.network import ETC, NAMESPACES, Host, Network, missing, network
+from tests.end_to_end.launching import environment
+
+pytestmark = pytest.mark.hosts
+
+THAT_DIES = """
+import os, signal, sys
+from pathlib import Path
+from tests.end_to_end.hosts.network import network
+with network(1, Path(sys.argv[1])):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    if reason := missing():
+        pytest.skip(reason)
+    with network(2, tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+def reaches(host: Host, other: Host, seconds: int = 5) -> bool:
+    """Whether ssh reaches the other host by its name, and finds itself there."""
+    ssh = ["ssh", "-o", f"ConnectTimeout={seconds}", other.name, "hostname"]
+    done = subprocess.run(host.command(ssh), capture_output=True, text=True, check=False)
+    return done.stdout == f"{other.name}\n"
+
+
+def test_a_host_that_was_cut_off_is_not_reached_until_it_is_restored(two_hosts: Network) -> None:
+    first, second = two_hosts.hosts
+    assert reaches(first, second)
+    two_hosts.cut(second)
+    assert not reaches(first, second, 1)
+    two_hosts.restore(second)
+    assert reaches(first, second)
+
+
+def test_a_network_removes_those_of_dead_processes_and_not_those_of_others(two_hosts: Network, tmp_path: Path) -> None:
+    for name in ("dead", "mine"):
+        (tmp_path / name).mkdir()
+    dying = subprocess.run([sys.executable, "-c", THAT_DIES, tmp_path / "dead"], env=environment(), check=False)
+    assert dying.returncode == -signal.SIGKILL
+    left = [path for folder in (NAMESPACES, ETC) for path in folder.iterdir() if is_left(path)]
+    assert left
+    with network(1, tmp_path / "mine") as mine:
+        assert not any(path.exists() for path in left)
+        assert reaches(mine.hosts[0], mine.hosts[0])
+        assert reaches(*two_hosts.hosts)
+
+
+def is_left(path: Path) -> bool:
+    """Whether the process that a namespace is named after is gone."""
+    prefix, maker, *_ = path.name.split("-")
+    return prefix == "tslice" and not Path("/proc", maker).exists()
+
+
+def test_the_processes_of_a_host_are_those_started_there(two_hosts: Network) -> None:
+    first, second = two_hosts.hosts
+    with subprocess.Popen(first.command(["sh", "-c", "echo begun; exec sleep 60"]), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert first.processes() == {process.pid: "sleep 60"}
+        assert second.processes() == {}
+        os.kill(process.pid, signal.SIGKILL)
