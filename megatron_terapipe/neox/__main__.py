@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings |= {key: value for key in OVERRIDING if (value := getattr(options, key)) is not None}
         defaults = BEFORE_2023_12 if options.defaults_before_2023_12 else SINCE_2023_12
         conversion = convert(settings, options.world_size or _slots(settings), defaults=defaults)
-        comments = [*conversion.comments(), *_unfinished(conversion)]
+        # A value with a line break must not end a comment of the script: what follows would be a command.
+        comments = [" ".join(each.split()) for each in (*conversion.comments(), *_unfinished(conversion))]
         text = "".join(f"# {comment}\n" for comment in comments) + conversion.command()
         if options.output is None:
             print(text, end="")

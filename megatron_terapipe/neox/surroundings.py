@@ -1,5 +1,8 @@
 """Settings of data, tokenizer, checkpoints, reports and the launcher."""
 
+import shlex
+
+from megatron_terapipe.config.host_names import check_host_name
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.conversion import Conversion, as_number
 
@@ -121,14 +124,22 @@ def convert_reports(conversion: Conversion) -> None:
 
 
 def convert_launch(conversion: Conversion) -> None:
-    """Convert how processes are started."""
+    """Convert how processes are started.
+
+    Raises:
+        ConfigError: if the first host has no host name, which the shells of all hosts would read.
+    """
+    first_host = conversion.take("master_addr")
+    if first_host is not None:
+        check_host_name(str(first_host), "master_addr")
     for key, (flag, needless) in LAUNCHER.items():
         value = conversion.take(key)
         if value is not None and value != needless:
             conversion.launcher.append((flag, str(value)))
     comment = conversion.take("comment")
     if comment is not None:
-        conversion.launcher.append(("--launcher_args", f"--comment={comment}"))
+        # DeepSpeed splits this into words as a shell does: a comment of several must come out as one.
+        conversion.launcher.append(("--launcher_args", shlex.quote(f"--comment={comment}")))
     for key in ("force_multi", "no_ssh_check"):
         if conversion.take(key, False):
             conversion.launcher.append((f"--{key}",))

@@ -68,6 +68,17 @@ def test_the_command_runs_in_a_shell(files: list[str], capsys: pytest.CaptureFix
     assert "log_dir: the log and --metrics-file have what there is" in comments
 
 
+def test_a_value_with_a_line_break_runs_nothing(files: list[str], tmp_path: Path) -> None:
+    """The trainer's objection repeats a value, and stands in a comment of the script."""
+    hit = tmp_path / "hit"
+    (tmp_path / "more.yml").write_text("split: " + json.dumps(f"x\ntouch${{IFS}}{hit}\n"))
+    assert main([*files, str(tmp_path / "more.yml"), "--output", str(tmp_path / "train.sh")]) == 0
+    script = (tmp_path / "train.sh").read_text()
+    assert "is not three shares" in script
+    subprocess.run(["bash", "-c", f"deepspeed() {{ :; }}\n{script}"], check=True)
+    assert not hit.exists()
+
+
 def test_output_file(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*files, "--output", str(tmp_path / "train.sh")]) == 0
     assert not capsys.readouterr().out

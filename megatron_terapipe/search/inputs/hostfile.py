@@ -2,6 +2,7 @@
 
 A line is a host, blanks, `slots=` and a number without blanks between. What follows the number is ignored, such as
 `max_slots=16` of Open MPI. A line that begins with `#` is a comment; `#` elsewhere is none. A host may have no slots.
+DeepSpeed takes any word for a host, also one that ssh reads as an option; here it must be a host name.
 """
 
 import re
@@ -9,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from megatron_terapipe.config.host_names import check_host_name
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import MOST_DEVICES, Node
 from megatron_terapipe.search.inputs.documents import short
@@ -65,13 +67,14 @@ def parse_hostfile(text: str, file: str) -> tuple[Host, ...]:
         file: its path, for messages.
 
     Raises:
-        ConfigError: if DeepSpeed would refuse a line or the file, or no host has slots.
+        ConfigError: if DeepSpeed would refuse a line or the file, a host has no host name, or none has slots.
     """
     hosts: dict[str, Host] = {}
     for number, line in _lines(text):
         match = _LINE.match(line)
         if match is None:
             raise ConfigError(f"{file}: line {number} of the hostfile, {short(line)}, {_mistake(line)}")
+        check_host_name(match[1], f"{file}: line {number} of the hostfile")
         if match[1] in hosts:
             raise ConfigError(f"{file}: line {number} of the hostfile names host {match[1]} again: keep one line")
         hosts[match[1]] = Host(match[1], _slots(match[2], f"{file}: line {number} of the hostfile"), match[3].strip())

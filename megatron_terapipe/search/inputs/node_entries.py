@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from megatron_terapipe.config.host_names import check_host_name
 from megatron_terapipe.devices import GENERATION_NAMES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs import library
@@ -308,8 +309,9 @@ def _hosts(entry: NodeEntry, where: str, *, first: int) -> tuple[str, ...]:
         if entry.count not in (None, len(entry.hosts)):
             problem = f"contradicts hosts, which names {len(entry.hosts)}"
             raise fault(f"{where}.count", entry.count, problem, "drop one of them")
-        return tuple(entry.hosts)
+        return tuple(check_host_name(host, f"{where}.hosts[{index}]") for index, host in enumerate(entry.hosts))
     count = entry.count or 1
     if entry.name is None:
         return tuple(f"node-{index}" for index in range(first, first + count))
+    check_host_name(entry.name, f"{where}.name")
     return (entry.name,) if count == 1 else tuple(f"{entry.name}-{index + 1}" for index in range(count))

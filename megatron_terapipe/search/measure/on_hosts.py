@@ -15,6 +15,7 @@ from megatron_terapipe.search.measure.machine import Progress
 from megatron_terapipe.search.measure.sizes import MeasuredSizes
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.op_times.profile_files import parse_profile
+from megatron_terapipe.search.report.remote_words import check_remote_words
 from megatron_terapipe.search.trials.launcher import end, free_port, launcher, variables
 
 MARK = "measured: "
@@ -39,7 +40,7 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
         on_cpu: whether DeepSpeed must be told to take the CPU.
 
     Raises:
-        ConfigError: if the launcher is not installed, or a rank fails.
+        ConfigError: if the launcher is not installed, other hosts would read a word otherwise, or a rank fails.
     """
     environment = variables(on_cpu=on_cpu)
     # The launcher hands it on to the other hosts, where the package lies in the same place.
@@ -47,6 +48,7 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
     words = [launcher(), "--hostfile", hostfile, "--master_port", str(free_port()), "--no_local_rank", "--module"]
     words += ["megatron_terapipe.search.measure.launched", _encoded(json.dumps(sizes.to_json()))]
+    check_remote_words([*words, environment["PYTHONPATH"]], Path.cwd())
     process = subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

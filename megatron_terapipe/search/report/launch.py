@@ -16,6 +16,7 @@ from megatron_terapipe.search.inputs.cluster import Cluster, Node
 from megatron_terapipe.search.inputs.described import cluster_document
 from megatron_terapipe.search.inputs.hostfile import hostfile_text
 from megatron_terapipe.search.report.figures import sequences
+from megatron_terapipe.search.report.remote_words import SHELL_CHECK, check_remote_words
 from megatron_terapipe.strategy import Strategy
 
 TRAIN_ITERATIONS = 100
@@ -33,11 +34,12 @@ case " $* " in *" --data-path "* | *" --train-data-path "*) data= ;; esac
 """
 
 FIND_TRAINER = """trainer=${{PRETRAIN_GPT:-}}
-for each in {beside_package} ./pretrain_gpt.py; do
+beside_package={beside_package}
+for each in "$beside_package" ./pretrain_gpt.py; do
     if [ -z "$trainer" ] && [ -f "$each" ]; then trainer=$each; fi
 done
 if [ ! -f "$trainer" ]; then
-    echo "error: pretrain_gpt.py is not at ${{trainer:-{beside_package} or here}}: set PRETRAIN_GPT to its path" >&2
+    echo "error: pretrain_gpt.py is not at ${{trainer:-$beside_package or here}}: set PRETRAIN_GPT to its path" >&2
     exit 2
 fi
 """
@@ -84,13 +86,16 @@ class Launch:
         """Write the files into a directory, which is created if needed, and return their paths.
 
         Raises:
-            ConfigError: if they cannot be written.
+            ConfigError: if they cannot be written, or other hosts would read a flag otherwise.
         """
         beside_package = shlex.quote(str(Path(__file__).parents[3] / "pretrain_gpt.py"))
         script = [HEADER.format(iterations=TRAIN_ITERATIONS), FIND_TRAINER.format(beside_package=beside_package)]
         if self.on_cpu:
             script.append("export DS_ACCELERATOR=cpu\n")
         script.append(f"launch=({_quoted(self._launcher('$here/hostfile'))})\n{DRY_RUN}")
+        if self.many_nodes:
+            check_remote_words(self.flags)
+            script.append(SHELL_CHECK)
         words = _quoted([*self._files("$here"), *self.flags])
         script.append(f'"${{launch[@]}}" "$trainer" {words} $data "$@"\n')
         contents = {
@@ -106,7 +111,7 @@ class Launch:
             path = Path(directory) / name
             write_text(path, content, make_folder=True)
             paths.append(str(path))
-        (Path(directory) / "launch.sh").chmod(0o755)
+        make_executable(Path(directory) / "launch.sh")
         return paths
 
     def _launcher(self, hostfile: str) -> list[str]:
@@ -117,6 +122,12 @@ class Launch:
     def _files(self, directory: str) -> list[str]:
         files = ["--strategy", f"{directory}/strategy.json", "--deepspeed-config", f"{directory}/ds_config.json"]
         return [*files, "--cluster", f"{directory}/cluster.json"] if self.needs_cluster else files
+
+
+def make_executable(path: Path) -> None:
+    """Let those run a file who may read it, which the umask has decided."""
+    readable = path.stat().st_mode & 0o444
+    path.chmod(path.stat().st_mode | readable >> 2)
 
 
 def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, precision: str) -> Launch:

@@ -13,6 +13,7 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.report.launch import Launch, launch_of
+from megatron_terapipe.search.report.remote_words import check_remote_words
 from megatron_terapipe.search.trials.launcher import end, free_port, launcher, variables
 from megatron_terapipe.strategy import Strategy
 
@@ -167,7 +168,8 @@ def run_strategy(
         name: name of its folder.
 
     Raises:
-        ConfigError: if the launcher is not installed or cannot place the ranks so.
+        ConfigError: if the launcher is not installed or cannot place the ranks so, or other hosts would read a word
+            otherwise.
         KeyboardInterrupt: once the run has been ended.
     """
     launch = launch_of(strategy, model, cluster, precision)
@@ -177,6 +179,8 @@ def run_strategy(
         metrics = directory / "metrics.jsonl"
         metrics.unlink(missing_ok=True)
         words = command(launch, directory, settings, metrics)
+        if launch.many_nodes:
+            check_remote_words(words, directory)
         exit_code, output = _run(words, directory, settings.timeout_s, on_cpu=launch.on_cpu)
         if exit_code is None:
             return Outcome(iteration_time_s=None, reason=f"it took longer than {settings.timeout_s:g} s")
