@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.gradients.stepping import SteppingEngine
+from deepspeed_ext.runtime.saved_files import only_safe_files
 
 
 class SavingEngine(SteppingEngine):
@@ -31,7 +32,7 @@ class SavingEngine(SteppingEngine):
             `(path, client_state)`, both None if there is no latest one.
 
         Raises:
-            UserError: if there is no checkpoint of that name.
+            UserError: if there is no checkpoint of that name, or a file of it names what could run a program.
         """
         directory = Path(load_dir)
         if tag is not None and not (directory / tag).is_dir():
@@ -40,7 +41,8 @@ class SavingEngine(SteppingEngine):
                 f"{directory} has no checkpoint {tag!r}, but {', '.join(names) or 'none at all'}: give one of its tags"
             )
         try:
-            return super().load_checkpoint(load_dir, tag, *arguments, **keywords)
+            with only_safe_files(directory if tag is None else directory / tag):
+                return super().load_checkpoint(load_dir, tag, *arguments, **keywords)
         finally:
             self._curr_ckpt_path = None
 

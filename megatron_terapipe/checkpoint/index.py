@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
+from deepspeed_ext.runtime.saved_files import load_saved
 from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, optimizer_files, state_file
 from megatron_terapipe.checkpoint.find import check_files
 from megatron_terapipe.checkpoint.info import CheckpointInfo
@@ -100,8 +100,8 @@ def write_index(directory: Path, places: Iterable[tuple[str, Place]]) -> None:
 
 def load_file(path: Path) -> Mapping[str, Any]:
     """Return the objects that one rank saved. Tensors are mapped into memory, and read only where they are used."""
-    # DeepSpeed saves objects of its own.
-    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    loaded: Mapping[str, Any] = load_saved(path)
+    return loaded
 
 
 def _weights_alone() -> SavedRun:

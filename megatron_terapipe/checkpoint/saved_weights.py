@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from deepspeed_ext.runtime.saved_files import load_saved
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.errors import CheckpointError
 
@@ -32,7 +33,8 @@ class SavedWeights:
         """
         path = self._directory / layer_file(index, tensor_parallel_rank)
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            layer: Mapping[str, Tensor] = load_saved(path)
+            return layer
         except Exception as error:  # On a damaged file an unpickler may raise anything.
             raise CheckpointError(
                 f"cannot load layer {index} from {path} ({first_line(error)}): save it again"

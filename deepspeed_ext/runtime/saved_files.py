@@ -1,0 +1,78 @@
+"""Files of a checkpoint, read so that nothing in them runs.
+
+`torch.save` writes pickles, and a pickle may name any function of Python, which is called when the file is read. torch
+can refuse all but tensors, plain values and classes that are listed (`weights_only`). DeepSpeed 0.19.8 asks it not to.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from deepspeed_ext.plan.errors import UserError
+
+ALLOWED = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
+"""The classes that DeepSpeed's files name. None does anything when it is made."""
+
+_FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+"""Variables by which torch overrules what its caller says; both at once are an error."""
+
+_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|callable (\S+) |pickle from module (\S+)")
+
+
+class UnsafeFileError(UserError):
+    """A file that names functions or classes which could run a program as it is read."""
+
+
+def load_saved(path: Path) -> Any:
+    """Return the objects of a file. Tensors are mapped into memory, and read only where they are used.
+
+    Raises:
+        UnsafeFileError: if it names more than tensors, plain values, the classes of DeepSpeed's files, and those of
+            `torch.serialization.add_safe_globals`.
+    """
+    try:
+        with torch.serialization.safe_globals(list(ALLOWED)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UnpicklingError as error:
+        raise _unsafe(str(path), error) from None
+
+
+@contextmanager
+def only_safe_files(directory: Path) -> Iterator[None]:
+    """Let DeepSpeed read the files of a checkpoint in the same way, in spite of what it asks of torch.
+
+    Args:
+        directory: the checkpoint, for the error.
+
+    Raises:
+        UnsafeFileError: as `load_saved`.
+    """
+    before = {name: os.environ.pop(name, None) for name in (_FORCED, _FORBIDDEN)}
+    os.environ[_FORCED] = "1"
+    try:
+        with torch.serialization.safe_globals(list(ALLOWED)):
+            yield
+    except UnpicklingError as error:
+        raise _unsafe(f"a file of {directory}", error) from None
+    finally:
+        del os.environ[_FORCED]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _unsafe(file: str, error: UnpicklingError) -> UnsafeFileError:
+    """Return the error, which names the function or class where torch does."""
+    found = _REFUSED.search(str(error))
+    what = next(filter(None, found.groups())) if found else "something that is neither a tensor nor a plain value"
+    return UnsafeFileError(
+        f"{file} names {what}, which could run a program, and did not: load a checkpoint of those you trust; classes "
+        "of your own in client_state are allowed by torch.serialization.add_safe_globals"
+    )

@@ -1,0 +1,57 @@
+"""Files that attack who reads them: a pickle that makes a file, in each form that readers of pickles take."""
+
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Touch:
+    """An object whose pickle makes a file when it is read."""
+
+    def __init__(self, hit: Path) -> None:
+        self._hit = hit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._hit,)
+
+
+def poison(path: Path, hit: Path) -> None:
+    """Rewrite a file of torch so that what it holds comes first, and reading it makes `hit`.
+
+    Args:
+        path: the file, whose objects stay as they are.
+        hit: file that is made.
+    """
+    objects = torch.load(path, map_location="cpu", weights_only=False)
+    assert isinstance(objects, dict)
+    torch.save({**objects, "more": Touch(hit)}, path)
+
+
+def hostile_array(path: Path, hit: Path) -> None:
+    """Write an `.npy` file of objects, which numpy reads by pickle."""
+    np.save(path, np.array([Touch(hit)], dtype=object), allow_pickle=True)
+
+
+def plain_pickle(path: Path, hit: Path) -> None:
+    """Write a pickle as it is, which torch's older format is."""
+    path.write_bytes(pickle.dumps(Touch(hit)))
+
+
+def hostile_zip(path: Path, hit: Path) -> None:
+    """Write the archive that torch's newer format is, with that pickle as its objects."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Touch(hit), protocol=2))
+        archive.writestr("archive/version", "3\n")
+        archive.writestr("archive/byteorder", "little")
+
+
+def legacy_torch_file(path: Path, hit: Path) -> None:
+    """Write the older format of torch."""
+    buffer = io.BytesIO()
+    torch.save({"weight": torch.zeros(1), "more": Touch(hit)}, buffer, _use_new_zipfile_serialization=False)
+    path.write_bytes(buffer.getvalue())

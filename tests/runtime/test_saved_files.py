@@ -1,0 +1,95 @@
+"""Reading a checkpoint runs nothing, whatever its files hold."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved, only_safe_files
+from tests.distributed import run_distributed
+from tests.hostile_files import Touch, hostile_zip, legacy_torch_file, plain_pickle, poison
+from tests.runtime.training import Setup, build, losses
+
+
+def test_tensors_values_and_deepspeeds_classes_are_read(tmp_path: Path) -> None:
+    scaler = DynamicLossScaler(2.0**16, 2.0, 100, 1.0, 2, False, torch.float16)
+    objects = {"step": 3, "weight": torch.arange(3.0), "where": fragment_address(4, 5), "scaler": scaler}
+    torch.save(objects, tmp_path / "file.pt")
+    assert get_unsafe_globals_in_checkpoint(tmp_path / "file.pt"), "these need the list"
+    found = load_saved(tmp_path / "file.pt")
+    assert found["step"] == 3 and found["where"] == fragment_address(4, 5) and found["scaler"].cur_scale == 2.0**16
+    assert torch.equal(found["weight"], objects["weight"])
+
+
+@pytest.mark.parametrize("write", [hostile_zip, legacy_torch_file, plain_pickle])
+def test_nothing_runs(tmp_path: Path, write: Callable[[Path, Path], None]) -> None:
+    path, hit = tmp_path / "layer_00.pt", tmp_path / "hit"
+    write(path, hit)
+    with pytest.raises((UnsafeFileError, RuntimeError)):
+        load_saved(path)
+    with pytest.raises(Exception, match=r"."), only_safe_files(tmp_path):
+        torch.load(path, weights_only=False)
+    assert not hit.exists()
+    # The same file does run where nobody forbids it: otherwise this test would say nothing.
+    with suppress(AttributeError, RuntimeError):  # Its result is no dictionary of weights.
+        torch.load(path, weights_only=False)
+    assert hit.exists()
+
+
+def test_one_line_names_the_file_and_what_it_would_call(tmp_path: Path) -> None:
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"more": Touch(tmp_path / "hit")}, path)
+    with pytest.raises(UnsafeFileError, match="could run a program, and did not: load a checkpoint") as caught:
+        load_saved(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert "pathlib" in str(caught.value) or "getattr" in str(caught.value)
+
+
+def test_variables_of_torch_are_as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    before = dict(os.environ)
+    torch.save({"more": Touch(tmp_path / "hit")}, tmp_path / "file.pt")
+    with pytest.raises(UnsafeFileError), only_safe_files(tmp_path):
+        torch.load(tmp_path / "file.pt", weights_only=False)
+    assert dict(os.environ) == before and not (tmp_path / "hit").exists()
+
+
+SETUP = Setup(pp=1, cut=(24,), zero=1)
+FILES = ("mp_rank_00_model_states.pt", "layer_00-model_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def _save_and_load_poisoned(folder: str) -> list[str]:
+    """What an engine says that saves, and loads with one file after the other poisoned. It is DeepSpeed that reads."""
+    engine = build(SETUP, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2))
+    losses(engine, SETUP, 1)
+    said = []
+    for name in FILES:
+        engine.save_checkpoint(folder, tag=name)
+        poison(Path(folder, name, name), Path(folder, "hit"))
+        said.append(_said(engine, folder, name))
+    engine.save_checkpoint(folder, tag="whole", client_state={"mine": 7})
+    said.append(str(engine.load_checkpoint(folder, "whole")[1]["mine"]))
+    return said
+
+
+def _said(engine: Any, folder: str, tag: str) -> str:
+    try:
+        engine.load_checkpoint(folder, tag)
+    except UnsafeFileError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_deepspeed_runs_nothing_of_a_checkpoint_of_an_own_model(tmp_path: Path) -> None:
+    (said,) = run_distributed(_save_and_load_poisoned, 1, str(tmp_path))
+    assert said[-1] == "7"
+    for name, line in zip(FILES, said, strict=False):
+        assert line.startswith(f"a file of {tmp_path / name} names ") and "could run a program, and did not" in line
+    assert not (tmp_path / "hit").exists()
