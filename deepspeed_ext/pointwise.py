@@ -11,10 +11,12 @@ start, so functions run there as they are written. Both ways compute the same fo
 """
 
 import os
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from importlib.util import find_spec
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ VARIABLE = "TERAPIPE_COMPILE_POINTWISE"
 
 CHOICES = ("auto", "always", "never")
 """Its values, the default first."""
+
+CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+"""Variable of the environment that names the folder of what torch compiled."""
 
 KINDS = 64
 """Kinds of arguments that a function is compiled for at most."""
@@ -66,10 +71,34 @@ class Pointwise:
 
     @cached_property
     def _compiled(self) -> Callable[..., Any]:
+        check_cache_folder()
         # Each type, one token and many, other strides are compiled for. Beyond the limit a function runs as it is
         # written; releases of torch that take no limit have one of 8.
         takes_limit = "recompile_limit" in signature(torch.compile).parameters
         return torch.compile(self.function, **({"recompile_limit": KINDS} if takes_limit else {}))
+
+
+def check_cache_folder(environment: Mapping[str, str] = os.environ) -> None:
+    """See that what torch compiled before is this user's: it lies under /tmp, in a folder whose name all can foretell.
+
+    Args:
+        environment: variables; one that names another folder is the user's word for it.
+
+    Raises:
+        UserError: if others can write there, so that code of theirs would run.
+    """
+    if CACHE_FOLDER in environment:
+        return
+    # Makes the folder where there is none.
+    from torch._inductor.codecache import cache_dir
+
+    folder = Path(cache_dir())
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
+        raise UserError(
+            f"{folder}, where torch keeps code that it compiled, is another user's or lets others write: set "
+            f"{CACHE_FOLDER} to a folder of your own"
+        )
 
 
 @cache

@@ -1,6 +1,8 @@
 """Pointwise functions: where they are compiled, and that compiled they compute the same."""
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from deepspeed_ext import pointwise
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.pointwise import Pointwise, is_compiled
+from deepspeed_ext.pointwise import CACHE_FOLDER, Pointwise, check_cache_folder, is_compiled
 from deepspeed_ext.runtime.attention_kernels import plain
 from deepspeed_ext.runtime.sequence import positional_dropout
 from megatron_terapipe.model import activation, norm, rotary
@@ -117,6 +119,24 @@ def test_compiled_masks_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = Pointwise(function.function)
     assert_same(fresh(*arguments()), expected)
     assert "_compiled" in fresh.__dict__
+
+
+def test_compiled_code_of_others_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder has a name that all can foretell: another user may make it first, or a link in its place."""
+    monkeypatch.delenv(CACHE_FOLDER, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    check_cache_folder({CACHE_FOLDER: "/anywhere"})
+    assert not list(tmp_path.iterdir())
+    check_cache_folder()
+    (folder,) = tmp_path.iterdir()
+    for attack in (
+        lambda: folder.chmod(0o777),
+        lambda: (folder.rmdir(), (tmp_path / "x").mkdir(), folder.symlink_to("x")),
+    ):
+        attack()
+        monkeypatch.delenv(CACHE_FOLDER)  # torch has set it
+        with pytest.raises(UserError, match=f"{folder}, where torch keeps code that it compiled, is another user's"):
+            check_cache_folder()
 
 
 def test_what_cannot_be_compiled_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def parse_yaml(text: str, described: str) -> object:
     except ImportError:
         raise ConfigError(f"{described} is YAML, and the package for it is missing: pip install pyyaml") from None
     try:
-        document = yaml.load(text, Loader=_loader())
+        document = yaml.load(text, Loader=_loader())  # noqa: S506 - a subclass of SafeLoader
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""

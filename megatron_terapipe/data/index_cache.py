@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_ext.plan.file_modes import permit_as_new
 from megatron_terapipe.errors import DataError
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -81,17 +82,23 @@ def _load(folder: Path, key: str, description: Mapping[str, object]) -> Arrays |
         entry = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
         if entry["description"] != description:
             return None
-        arrays = {name: np.load(_file(folder, key, name), mmap_mode="r") for name in entry["arrays"]}
+        arrays = {name: _mapped(_file(folder, key, name)) for name in entry["arrays"]}
         whole = all([array.dtype.str, *array.shape] == entry["arrays"][name] for name, array in arrays.items())
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
     return arrays if whole else None
 
 
+def _mapped(path: Path) -> NDArray[Any]:
+    """Return an array [...] that is read where it lies. One of objects, which would be a pickle, is a ValueError."""
+    array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array
+
+
 def _store(folder: Path, key: str, description: Mapping[str, object], arrays: Arrays) -> None:
     for name, array in arrays.items():
         with _appearing(_file(folder, key, name)) as partial, partial.open("wb") as file:
-            np.save(file, array)
+            np.save(file, array, allow_pickle=False)
     entry = {
         "description": description,
         "arrays": {name: [array.dtype.str, *array.shape] for name, array in arrays.items()},
@@ -112,8 +119,8 @@ def _appearing(path: Path) -> Iterator[Path]:
     partial = Path(name)
     try:
         yield partial
-        # A temporary file is its owner's alone, but the cache may be a team's.
-        partial.chmod(0o644)
+        # A temporary file is its owner's alone, but the cache may be a team's: the umask decides.
+        permit_as_new(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

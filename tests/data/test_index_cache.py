@@ -11,6 +11,7 @@ import pytest
 
 from megatron_terapipe.data.index_cache import Arrays, IndexCache
 from megatron_terapipe.errors import DataError
+from tests.hostile_files import hostile_array
 
 DESCRIPTION = {"kind": "squares", "size": 5}
 
@@ -75,14 +76,34 @@ def test_what_is_not_whole_is_computed_again(tmp_path: Path, pattern: str, damag
     assert compute.calls == 2
 
 
+def test_a_pickle_in_place_of_an_array_is_not_read(tmp_path: Path) -> None:
+    compute, cache = Squares(), IndexCache(tmp_path / "cache")
+    cache.get(DESCRIPTION, compute)
+    for path in (tmp_path / "cache").glob("*.npy"):
+        hostile_array(path, tmp_path / "hit")
+    assert values(cache.get(DESCRIPTION, compute)) == SQUARES
+    assert not (tmp_path / "hit").exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_have_the_permissions_that_the_user_gives(tmp_path: Path, umask: int, mode: int) -> None:
+    tmp_path.chmod(0o777)  # What others may do in the folder says nothing of the files.
+    before = os.umask(umask)
+    try:
+        IndexCache(tmp_path).get(DESCRIPTION, Squares())
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {mode}
+
+
 def test_an_interruption_leaves_nothing_half_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, saved = np.save, []
 
-    def dies(file: object, array: np.ndarray) -> None:
+    def dies(file: object, array: np.ndarray, **keywords: bool) -> None:
         saved.append(array)
         if len(saved) == 2:
             raise KeyboardInterrupt
-        save(file, array)
+        save(file, array, **keywords)
 
     monkeypatch.setattr(np, "save", dies)
     compute, cache = Squares(), IndexCache(tmp_path)

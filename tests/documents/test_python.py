@@ -24,7 +24,7 @@ def names_of_the_text() -> dict[str, Any]:
     definitions = [node for node in example.body if not isinstance(node, ast.Expr | ast.For)]
     definitions = definitions[: next(i for i, node in enumerate(definitions) if isinstance(node, ast.FunctionDef)) + 1]
     names: dict[str, Any] = {}
-    exec(compile(ast.Module(definitions, []), "own_model.py", "exec"), names)
+    exec(compile(ast.Module(definitions, []), "own_model.py", "exec"), names)  # noqa: S102 - our own example
 
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -62,7 +62,7 @@ def run_blocks(path: Path, directory: Path) -> None:
     names = names_of_the_text()
     for block in blocks_of(path):
         if block.language == "python":
-            exec(compile(block.text, block.where, "exec"), names)
+            exec(compile(block.text, block.where, "exec"), names)  # noqa: S102 - our own documents
 
 
 @pytest.mark.parametrize("path", WITH_PYTHON, ids=lambda path: str(path.relative_to(ROOT)))

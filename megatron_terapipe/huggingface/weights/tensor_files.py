@@ -1,7 +1,6 @@
 """Tensors in safetensors files, in one or in several with an index."""
 
 import json
-import stat
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib import import_module
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.plan.file_modes import permit_as_new
 from megatron_terapipe.errors import CheckpointError, ConfigError
 
 SINGLE = "model.safetensors"
@@ -68,6 +68,10 @@ class SavedTensors:
             except (ValueError, KeyError, TypeError) as error:
                 raise self._unreadable(INDEX, error) from None
             for file in sorted(set(files.values())):
+                if Path(file).name != file:
+                    raise CheckpointError(
+                        f"{self._directory / INDEX} names {json.dumps(file)}, which is no file beside it: get it again"
+                    )
                 self._open(file)
             return files
         if not (self._directory / SINGLE).is_file():
@@ -135,8 +139,8 @@ def _name_files(directory: Path, shards: list[list[str]], total: int) -> None:
 
 
 def _publish(temporary: Path, file: Path) -> None:
-    """Give a written file its name, and the rights that the others have: safetensors writes for its owner alone."""
-    temporary.chmod((file.parent.stat().st_mode & 0o666) | stat.S_IRUSR | stat.S_IWUSR)
+    """Give a written file its name, and the permissions of new files: safetensors writes for its owner alone."""
+    permit_as_new(temporary)
     temporary.rename(file)
 
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.plan.file_modes import permit_to_run
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.config.model import ModelConfig
@@ -111,7 +112,7 @@ class Launch:
             path = Path(directory) / name
             write_text(path, content, make_folder=True)
             paths.append(str(path))
-        make_executable(Path(directory) / "launch.sh")
+        permit_to_run(Path(directory) / "launch.sh")
         return paths
 
     def _launcher(self, hostfile: str) -> list[str]:
@@ -122,12 +123,6 @@ class Launch:
     def _files(self, directory: str) -> list[str]:
         files = ["--strategy", f"{directory}/strategy.json", "--deepspeed-config", f"{directory}/ds_config.json"]
         return [*files, "--cluster", f"{directory}/cluster.json"] if self.needs_cluster else files
-
-
-def make_executable(path: Path) -> None:
-    """Let those run a file who may read it, which the umask has decided."""
-    readable = path.stat().st_mode & 0o444
-    path.chmod(path.stat().st_mode | readable >> 2)
 
 
 def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, precision: str) -> Launch:
