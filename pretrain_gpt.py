@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.arguments.searched_strategy import Constraints, FoundStrategy
 from megatron_terapipe.config import Config
 from megatron_terapipe.planning.stated_ranks import stated_ranks
-from megatron_terapipe.training.launch_environment import LaunchEnvironment
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a command that ended by Ctrl-C, as shells know it."""
@@ -20,7 +20,7 @@ INTERRUPTED = 128 + signal.SIGINT
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, prepare, build, train. Returns the exit code: 2 for bad input, said in one line."""
     # Up to the process group every rank of a host meets the same error, and one of them says it.
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    speaks = _speaks_for_its_host()
     try:
         arguments = read_arguments(argv, _find_strategy)
         config = arguments.config
@@ -58,6 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted: what was not saved is lost", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
+
+
+def _speaks_for_its_host() -> bool:
+    """Whether this rank is the first of its host; where nobody can tell, every rank speaks."""
+    try:
+        return LaunchEnvironment.read().local_rank == 0
+    except UserError:
+        return True
 
 
 def _find_strategy(config: Config, constraints: Constraints) -> FoundStrategy:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.errors import UserError
-from megatron_terapipe.training.launch_environment import LaunchEnvironment
 
 HERE = ("--dry-run", "--dry-run-without-files")
 """Flags that leave out what is not here: devices, tokenizers, data, checkpoints."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import deepspeed
 import deepspeed.ops
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import log_dist
 from packaging.specifiers import SpecifierSet
@@ -24,6 +25,7 @@ from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, interleaved, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.settings import read_settings, settings_without_effect
 
@@ -146,9 +148,15 @@ def _check_precision(engine: TokenSlicePipelineEngine) -> None:
 def init_distributed(**keywords: Any) -> None:
     """Join the process group as `deepspeed.init_distributed` does, without compiling an op.
 
+    Rank and meeting place come from the variables of whichever launcher started this process; without one, it is alone.
     On CPUs DeepSpeed would first build its shared-memory collectives with a C++ compiler; gloo does without.
+
+    Raises:
+        UserError: if these variables contradict each other, or do not say where the ranks meet.
     """
     check_deepspeed_version()
+    if not (dist.is_initialized() or keywords.keys() & {"rank", "init_method"}):
+        LaunchEnvironment.read().export()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(**keywords)
 

@@ -114,7 +114,7 @@ def _not_met(run: Run, error: dist.DistNetworkError) -> Exception:
     if run.launch.rank == 0 and "EADDRINUSE" in str(error):
         return ConfigError(
             f"port {port} of {host}, where the ranks meet, is in use, perhaps by another run: give the launcher "
-            "another with --master_port"
+            "another with --master_port, or set MASTER_PORT for mpirun and srun"
         )
     return error
 

@@ -1,11 +1,11 @@
 """A dry run: all checks of a run that need neither its devices nor its hosts, and the lines that it prints."""
 
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.parallel import OPTIMISED
 from megatron_terapipe.planning.cost_model import machine_in_words
 from megatron_terapipe.training.absent_files import absent_files, without_files
-from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.run import Run, prepare
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.parallel import AUTO
@@ -16,7 +17,6 @@ from megatron_terapipe.planning.cost_model import named_cluster
 from megatron_terapipe.planning.stated_ranks import slots_of_hosts
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.absent_files import without_files
-from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.run import Run, vocab_size_of
 
 STRATEGY_FILE = "strategy.json"

@@ -16,6 +16,7 @@ from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
 from deepspeed_ext.runtime.initialize import check_deepspeed_version
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import Config, LoggingConfig
@@ -30,7 +31,6 @@ from megatron_terapipe.errors import ConfigError, DataError
 from megatron_terapipe.planning.pipeline_plan import check_schedule, pipeline_schedule
 from megatron_terapipe.planning.planned_run import plan_run
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
-from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.reporting.curves import check_packages
 

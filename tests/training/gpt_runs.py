@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.planning.pipeline_plan import with_found_token_slices
 from megatron_terapipe.training import build_engine as trainer_engine
-from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.run import Run
 from tests.training.prepared import prepared_run
 

@@ -1,11 +1,11 @@
 """A run that is prepared but for its data: tests feed micro-batches of their own."""
 
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.data.dataset_splits import DatasetSplits
 from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
-from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.run import Run
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.batch_sizes import BatchSizes
 from megatron_terapipe.data.blended_dataset import UnreadSamples
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.data.tokenizer import TokenizerSettings
 from megatron_terapipe.errors import CheckpointError, ConfigError, DataError
-from megatron_terapipe.training.launch_environment import LaunchEnvironment
 from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.reporting import curves
 from megatron_terapipe.training.run import Run, _datasets, prepare, reading_ranks

@@ -2,18 +2,11 @@
 
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-from megatron_terapipe.errors import ConfigError
-
-_VARIABLES = {
-    "RANK": ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),
-    "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"),
-    "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"),
-    "LOCAL_SIZE": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"),
-}
-"""Our names for each number, which torch and deepspeed read too, and what other launchers call it."""
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.launch.launchers import TORCH, Meeting, launcher_of, number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,12 +18,14 @@ class LaunchEnvironment:
         world_size: number of processes.
         local_rank: among those of this host.
         local_size: number of processes on this host.
+        meeting: where they meet, as far as the launcher knows it.
     """
 
     rank: int
     world_size: int
     local_rank: int
     local_size: int
+    meeting: Meeting = field(default_factory=Meeting)
 
     @classmethod
     def read(
@@ -46,25 +41,36 @@ class LaunchEnvironment:
             local_rank: value of `--local_rank`, for launchers that pass it as a flag.
 
         Raises:
-            ConfigError: if only some are set, or one is no number, or the rank is not one of them.
+            UserError: if only some are set, or they contradict each other, or one is no number.
         """
-        found = {name: _find(environment, name, others) for name, others in _VARIABLES.items()}
-        rank, world_size = found["RANK"], found["WORLD_SIZE"]
-        if rank is None and world_size is None:
+        launcher = launcher_of(environment)
+        if launcher is None:
+            if TORCH.size in environment:
+                raise UserError("RANK is not set, but WORLD_SIZE is: start with deepspeed, torchrun, mpirun or srun")
             return cls.first_of(1)
+        rank, world_size = number(environment, launcher.rank), number(environment, launcher.size)
         if rank is None or world_size is None:
-            missing = "RANK" if rank is None else "WORLD_SIZE"
-            raise ConfigError(f"{missing} is not set, but its counterpart is: start with deepspeed or torchrun")
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"RANK {rank} is not below WORLD_SIZE {world_size}: start with deepspeed or torchrun")
-        on_this_host = found["LOCAL_RANK"] if found["LOCAL_RANK"] is not None else local_rank
-        return cls(
+            raise UserError(
+                f"{launcher.size} is not set, but {launcher.rank} is: start with deepspeed, torchrun, mpirun or srun"
+            )
+        on_this_host = number(environment, launcher.local_rank)
+        place = cls(
             rank=rank,
             world_size=world_size,
-            local_rank=on_this_host or 0,
+            local_rank=(local_rank or 0) if on_this_host is None else on_this_host,
             # Where the launcher does not say: the most there can be, so that no two ranks share a core.
-            local_size=found["LOCAL_SIZE"] or world_size,
+            local_size=launcher.local_size(environment) or world_size,
+            meeting=launcher.meeting(environment),
         )
+        for mine, name, all_of_them, size in (
+            (place.rank, launcher.rank, place.world_size, launcher.size),
+            (place.local_rank, launcher.local_rank, place.local_size, "the number of ranks of this host"),
+        ):
+            if not 0 <= mine < all_of_them:
+                raise UserError(
+                    f"{name} {mine} is not below {size} {all_of_them}: start with deepspeed, torchrun, mpirun or srun"
+                )
+        return place
 
     @classmethod
     def of_dry_run(
@@ -78,12 +84,13 @@ class LaunchEnvironment:
             least: the least number of ranks that the run needs.
 
         Raises:
-            ConfigError: as `read`.
+            UserError: as `read`.
         """
-        rank, world_size = (_find(environment, name, _VARIABLES[name]) for name in ("RANK", "WORLD_SIZE"))
-        if rank is not None:
+        sizes = [number(environment, name) for name in (TORCH.size, "SLURM_NTASKS")]
+        unlaunched = {name: value for name, value in environment.items() if name not in (TORCH.size, "SLURM_NTASKS")}
+        if launcher_of(unlaunched) is not None:
             return cls.read(environment)
-        return cls.first_of(stated or world_size or least)
+        return cls.first_of(stated or sizes[0] or sizes[1] or least)
 
     @classmethod
     def first_of(cls, world_size: int) -> "LaunchEnvironment":
@@ -91,30 +98,21 @@ class LaunchEnvironment:
         return cls(rank=0, world_size=world_size, local_rank=0, local_size=world_size)
 
     def export(self, environment: MutableMapping[str, str] = os.environ) -> None:
-        """Set the variables that torch and deepspeed read; alone, also a place to meet, on a port that is free.
+        """Set the variables that torch and deepspeed read, the place to meet only where nobody has.
 
         Raises:
-            ConfigError: if nobody said where the ranks meet.
+            UserError: if nobody said where the ranks meet.
         """
         environment["RANK"], environment["WORLD_SIZE"] = str(self.rank), str(self.world_size)
         environment["LOCAL_RANK"], environment["LOCAL_SIZE"] = str(self.local_rank), str(self.local_size)
-        if self.world_size == 1:
-            environment.setdefault("MASTER_ADDR", "127.0.0.1")
-            # torch's store then takes any free port; nobody else needs to know it.
-            environment.setdefault("MASTER_PORT", "0")
+        # Alone, torch's store takes any free port; nobody else needs to know it.
+        meeting = Meeting(address="127.0.0.1", port=0) if self.world_size == 1 else self.meeting
+        for name, value in (("MASTER_ADDR", meeting.address), ("MASTER_PORT", meeting.port)):
+            if value is not None:
+                environment.setdefault(name, str(value))
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
         if missing and find_spec("mpi4py") is None:  # With it, DeepSpeed asks MPI.
-            raise ConfigError(
+            raise UserError(
                 f"{' and '.join(missing)} not set, so the {self.world_size} ranks cannot meet: set them to the first "
                 "host and a free port there, or start with deepspeed or torchrun"
             )
-
-
-def _find(environment: Mapping[str, str], name: str, others: tuple[str, ...]) -> int | None:
-    for variable in (name, *others):
-        if variable in environment:
-            try:
-                return int(environment[variable])
-            except ValueError:
-                raise ConfigError(f"{variable}={environment[variable]!r} is not a number: set it as a rank") from None
-    return None

@@ -1,0 +1,196 @@
+"""Who a process is, from the variables that each launcher sets."""
+
+import pytest
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime.launch import environment as environment_module
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.launch.launchers import PORTS, Meeting
+from tests.runtime.launch import recorded
+
+START = "start with deepspeed, torchrun, mpirun or srun"
+
+
+def place(rank: int, world_size: int, local_rank: int, local_size: int, *meeting: object) -> LaunchEnvironment:
+    address, port = meeting or (None, None)
+    return LaunchEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_size=local_size,
+        meeting=Meeting(address=address, port=port),  # type: ignore[arg-type]
+    )
+
+
+OF_TORCH = place(5, 8, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (recorded.DEEPSPEED, OF_TORCH),
+        (recorded.TORCHRUN, OF_TORCH),
+        (recorded.OPEN_MPI, place(2, 3, 1, 2, "10.88.0.1", 27841)),
+        (recorded.OPEN_MPI_FIRST, place(0, 3, 0, 1, "10.88.0.1", 27841)),
+        (recorded.OPEN_MPI_ONE_HOST, place(1, 2, 1, 2, "127.0.0.1", 30977)),
+        (recorded.MPICH, place(1, 2, 1, 2)),
+        (recorded.SLURM, place(2, 3, 0, 1, "tslice-29807-1-host1", 20100)),
+        (recorded.OPEN_MPI_IN_SLURM, place(3, 4, 1, 2, "10.88.0.1", 30305)),
+    ],
+    ids=["deepspeed", "torchrun", "mpirun", "its first rank", "one host", "mpiexec", "srun", "mpirun in slurm"],
+)
+def test_every_launcher_is_understood(variables: dict[str, str], expected: LaunchEnvironment) -> None:
+    assert LaunchEnvironment.read(variables) == expected
+
+
+@pytest.mark.parametrize("inner", [recorded.DEEPSPEED, recorded.TORCHRUN], ids=["deepspeed", "torchrun"])
+@pytest.mark.parametrize(
+    "outer", [recorded.SLURM, recorded.BATCH_SCRIPT, recorded.OPEN_MPI, recorded.OPEN_MPI_IN_SLURM]
+)
+def test_the_launcher_nearest_to_the_process_counts(outer: dict[str, str], inner: dict[str, str]) -> None:
+    assert LaunchEnvironment.read(outer | inner) == OF_TORCH
+
+
+def test_nothing_is_taken_from_a_launcher_farther_away() -> None:
+    """A task of srun that was given RANK and WORLD_SIZE by hand: Slurm's local numbers may be of other ranks."""
+    assert LaunchEnvironment.read(recorded.SLURM | {"RANK": "1", "WORLD_SIZE": "2"}) == place(1, 2, 0, 2)
+
+
+def test_tasks_of_slurm_that_have_the_variables_of_pmi_are_tasks_of_slurm() -> None:
+    """As under `srun --mpi=pmi2`."""
+    variables = recorded.SLURM | {"PMI_RANK": "2", "PMI_SIZE": "3"}
+    assert LaunchEnvironment.read(variables) == LaunchEnvironment.read(recorded.SLURM)
+
+
+def test_alone_without_variables() -> None:
+    alone = place(0, 1, 0, 1)
+    assert LaunchEnvironment.read({}) == alone
+    assert LaunchEnvironment.read({"PATH": "/bin"}, local_rank=0) == alone
+    assert LaunchEnvironment.read(recorded.BATCH_SCRIPT | {"SLURM_NTASKS": "1"}) == alone
+
+
+@pytest.mark.parametrize(
+    ("variables", "stated", "world_size"),
+    [
+        ({}, None, 2),
+        ({}, 16, 16),
+        ({"WORLD_SIZE": "64"}, None, 64),
+        (recorded.BATCH_SCRIPT, 16, 16),
+        (recorded.BATCH_SCRIPT, None, 4),
+        (recorded.BATCH_SCRIPT | {"WORLD_SIZE": "8"}, None, 8),
+    ],
+    ids=["the least", "stated", "by a variable", "stated in a script", "in a script", "by a variable in a script"],
+)
+def test_a_dry_run_is_the_first_of_ranks_that_nobody_launched(
+    variables: dict[str, str], stated: int | None, world_size: int
+) -> None:
+    found = LaunchEnvironment.of_dry_run(variables, stated=stated, least=2)
+    assert found == place(0, world_size, 0, world_size)
+
+
+def test_a_dry_run_under_a_launcher_is_where_the_launcher_says() -> None:
+    assert LaunchEnvironment.of_dry_run(recorded.DEEPSPEED, stated=None, least=2) == OF_TORCH
+    assert LaunchEnvironment.of_dry_run(recorded.SLURM, stated=None, least=2).rank == 2
+
+
+def test_the_flag_says_the_local_rank_where_no_variable_does() -> None:
+    variables = {"RANK": "5", "WORLD_SIZE": "8"}
+    assert LaunchEnvironment.read(variables, local_rank=3).local_rank == 3
+    assert LaunchEnvironment.read(variables | {"LOCAL_RANK": "0"}, local_rank=3).local_rank == 0
+
+
+def test_where_nobody_says_how_many_share_the_host_all_may() -> None:
+    """Each rank still gets cores of its own."""
+    assert LaunchEnvironment.read({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}).local_size == 8
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "1"}, f"WORLD_SIZE is not set, but RANK is: {START}"),
+        ({"WORLD_SIZE": "2"}, f"RANK is not set, but WORLD_SIZE is: {START}"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a number: set it as a rank"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, f"RANK 2 is not below WORLD_SIZE 2: {START}"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, f"RANK -1 is not below WORLD_SIZE 2: {START}"),
+        ({"RANK": "9" * 5000, "WORLD_SIZE": "2"}, f"RANK='{'9' * 80}' is not a number: set it as a rank"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+            f"LOCAL_RANK 2 is not below the number of ranks of this host 2: {START}",
+        ),
+        (
+            recorded.SLURM | {"WORLD_SIZE": "16"},
+            "WORLD_SIZE=16 is not the 3 processes that srun launched (SLURM_STEP_NUM_TASKS): unset WORLD_SIZE",
+        ),
+        (
+            recorded.BATCH_SCRIPT,
+            "SLURM_NTASKS=4, and this process is none of the 4 tasks: write srun before the command, or srun -n 1 for "
+            "one",
+        ),
+        (
+            recorded.SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"},
+            "'2(x' does not say how many tasks node 1 has, as 4(x2),1 does: set RANK, WORLD_SIZE, LOCAL_RANK and "
+            "LOCAL_SIZE",
+        ),
+        (
+            recorded.OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"},
+            "the first rank is on another host than mpirun, and nobody says where: add -x MASTER_ADDR=HOST with the "
+            "host of the first rank, or run mpirun there",
+        ),
+    ],
+)
+def test_half_an_environment_or_two_that_contradict_are_refused(variables: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        LaunchEnvironment.read(variables)
+    assert str(caught.value) == said
+
+
+def test_what_is_exported_is_read_back_by_torch_and_deepspeed() -> None:
+    meeting = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    exported = dict(meeting)
+    OF_TORCH.export(exported)
+    assert exported == meeting | {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+    assert LaunchEnvironment.read(exported) == OF_TORCH
+
+
+def test_the_place_to_meet_is_the_launchers_where_nobody_says_it() -> None:
+    exported = dict(recorded.SLURM)
+    LaunchEnvironment.read(exported).export(exported)
+    assert (exported["MASTER_ADDR"], exported["MASTER_PORT"]) == ("tslice-29807-1-host1", "20100")
+    stated = recorded.SLURM | {"MASTER_ADDR": "ib0-host1"}
+    LaunchEnvironment.read(stated).export(stated)
+    assert (stated["MASTER_ADDR"], stated["MASTER_PORT"]) == ("ib0-host1", "20100")
+
+
+def test_the_first_rank_may_be_elsewhere_than_mpirun_if_somebody_says_where() -> None:
+    stated = recorded.OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "MASTER_ADDR": "10.88.0.2"}
+    LaunchEnvironment.read(stated).export(stated)
+    assert (stated["MASTER_ADDR"], stated["MASTER_PORT"]) == ("10.88.0.2", "27841")
+
+
+@pytest.mark.parametrize("number", ["1", "99999999", "2147483647"])
+def test_the_port_of_a_job_is_one_that_no_connection_is_given_by_chance(number: str) -> None:
+    for variables in (
+        recorded.SLURM | {"SLURM_JOB_ID": number},
+        recorded.OPEN_MPI | {"OMPI_MCA_ess_base_jobid": number},
+    ):
+        assert LaunchEnvironment.read(variables).meeting.port in PORTS
+
+
+def test_alone_a_place_to_meet_is_exported_unless_there_is_one() -> None:
+    exported = {"MASTER_PORT": "1234"}
+    LaunchEnvironment.read({}).export(exported)
+    assert (exported["MASTER_ADDR"], exported["MASTER_PORT"]) == ("127.0.0.1", "1234")
+    nowhere: dict[str, str] = {}
+    LaunchEnvironment.read({}).export(nowhere)
+    assert nowhere["MASTER_PORT"] == "0"  # any that is free: runs beside each other must not meet
+
+
+def test_ranks_that_do_not_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under MPICH. Where mpi4py is installed DeepSpeed finds out by itself."""
+    monkeypatch.setattr(environment_module, "find_spec", lambda name: None)
+    with pytest.raises(
+        UserError, match=r"^MASTER_ADDR not set, so the 8 ranks cannot meet: set them to the first host"
+    ):
+        OF_TORCH.export({"MASTER_PORT": "29500"})
+    monkeypatch.setattr(environment_module, "find_spec", lambda name: object() if name == "mpi4py" else None)
+    OF_TORCH.export({})
