@@ -11,6 +11,7 @@ from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.arguments import read_arguments
 from megatron_terapipe.arguments.searched_strategy import Constraints, FoundStrategy
 from megatron_terapipe.config import Config
+from megatron_terapipe.errors import NumbersError
 from megatron_terapipe.planning.stated_ranks import stated_ranks
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -49,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         speaks = True
         with process_group(run):
             Trainer(run, build_engine(run)).run()
+    except NumbersError as error:
+        if launch.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
     except UserError as error:
         if speaks:
             print(f"error: {error}", file=sys.stderr, flush=True)

@@ -15,6 +15,13 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete, or of another model."""
 
 
+class NumbersError(UserError):
+    """Numbers of a run that are wrong: NaN, infinite, or copies that differ.
+
+    Every rank raises it alike, and the first one says it.
+    """
+
+
 MODEL_CANNOT_BE_TRAINED = "this model cannot be trained here"
 """How a line ends about a part of a model that this trainer does not have: without it, another would be trained."""
 

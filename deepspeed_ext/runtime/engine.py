@@ -37,9 +37,9 @@ from deepspeed_ext.runtime.ledger.op_clock import OpClock
 from deepspeed_ext.runtime.ledger.op_ledger import OpLedger, accelerator_mark
 from deepspeed_ext.runtime.ledger.stall_watch import StallWatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.numbers.replay import ReplayingEngine
 from deepspeed_ext.runtime.rank_links import RankLinks
 from deepspeed_ext.runtime.rank_programs import RankPrograms
-from deepspeed_ext.runtime.saving import SavingEngine
 
 SEQUENCES_PER_STEP = 1 << 32
 """More than any step has, so that every sequence of a run has a number of its own."""
@@ -72,7 +72,7 @@ def _executed_by(method: Callable[[Executor, Instruction], None]) -> Callable[..
     return execute
 
 
-class TokenSlicePipelineEngine(SavingEngine):
+class TokenSlicePipelineEngine(ReplayingEngine):
     """DeepSpeed's pipeline engine with token slices. Made by `deepspeed_ext.runtime.initialize`.
 
     Args:
@@ -343,11 +343,12 @@ class TokenSlicePipelineEngine(SavingEngine):
             token_slices=token_slices,
             rows=rows,
             training=schedule.training,
+            reduces=schedule.updates,
             first_sequence=self._first_sequence,
             **settings,
         )
         self._executor.begin(plan, puts_weight_gradients_off=schedule.puts_weight_gradients_off)
-        if self._reductions is not None and schedule.training:
+        if self._reductions is not None and schedule.updates:
             self._reductions.begin(completing_ops(schedule.program.ops()))
 
     def _first_sequence(self, micro_batch: int) -> int:

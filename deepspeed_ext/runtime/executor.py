@@ -46,6 +46,7 @@ class BatchPlan:
         first_sequence: number of a micro-batch's first row among all sequences of the run, which dropout depends on.
         computes_loss: whether to call the loss function.
         keeps_outputs: whether to keep the last layer's outputs, and the labels.
+        reduces: whether gradients are summed over replicas as they are completed.
     """
 
     shape: PipelineShape
@@ -55,6 +56,7 @@ class BatchPlan:
     first_sequence: Callable[[int], int]
     computes_loss: bool = True
     keeps_outputs: bool = False
+    reduces: bool = False
 
 
 class Executor:
@@ -173,8 +175,9 @@ class Executor:
         op, held = step.op, self.live.buffers[step.buffer]
         roots = held.roots
         if op.stage == self.plan.shape.last_stage:
+            # 1, or NaN where the loss is no number: then no gradient of it may pass for one.
+            gradients = tuple(root.detach() * 0 + 1 for root in roots)
             roots = tuple(self._loss_scale(root) for root in roots)
-            gradients = tuple(torch.ones_like(root) for root in roots)
         else:
             gradients = self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
         with self._around(op):
@@ -198,7 +201,7 @@ class Executor:
 
     def reduce_gradients(self, step: Instruction) -> None:
         """Start the reductions of a stage whose gradients are complete."""
-        if self._reductions is not None:
+        if self._reductions is not None and self.plan.reduces:
             self._reductions.reduce_stage(step.stage)
 
     def free(self, step: Instruction) -> None:
@@ -266,7 +269,7 @@ class Executor:
     def _entering(self, op: Op) -> Entering | None:
         """Whom a forward tells of the layers it enters; None if nobody wants to know."""
         told = [self._gathers.entering] if self._gathers is not None and self._gathers.pending else []
-        if self._reductions is not None and self.plan.training:
+        if self._reductions is not None and self.plan.reduces:
             reduced = self._reductions.entering(op, self._defer)
             told += [reduced] if reduced is not None else []
 

@@ -37,11 +37,19 @@ INSTRUCTION_CLASSES: dict[InstructionKind, type[TokenSliceInstruction]] = {
 
 
 class ProgramSchedule(PipeSchedule):
-    """The program of a rank, one instruction per step; in training, the reductions and the optimizer step follow."""
+    """The program of a rank, one instruction per step; in training, the reductions and the optimizer step follow.
 
-    def __init__(self, program: Program, shape: PipelineShape, *, training: bool) -> None:
+    Args:
+        program: the program.
+        shape: shape of the pipeline.
+        training: whether backwards follow the forwards.
+        updates: whether reductions and the optimizer step follow them; None if they do in training.
+    """
+
+    def __init__(self, program: Program, shape: PipelineShape, *, training: bool, updates: bool | None = None) -> None:
         super().__init__(micro_batches=shape.num_micro_batches, stages=shape.num_ranks, stage_id=program.rank)
         self.program, self.shape, self.training = program, shape, training
+        self.updates = training if updates is None else updates
         self.puts_weight_gradients_off = any(
             instruction.kind is InstructionKind.WEIGHT_GRADIENT for instruction in program.instructions
         )
@@ -54,5 +62,9 @@ class ProgramSchedule(PipeSchedule):
         """The program, then the end of the batch."""
         for instruction in self.program.instructions:
             yield [INSTRUCTION_CLASSES[instruction.kind](step=instruction)]
-        if self.training:
+        if self.updates:
             yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+
+    def without_update(self) -> "ProgramSchedule":
+        """Return the same program, with nothing after its last instruction."""
+        return ProgramSchedule(self.program, self.shape, training=self.training, updates=False)

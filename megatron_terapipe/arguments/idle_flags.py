@@ -106,14 +106,13 @@ _OPERATION: Mapping[str, IdleFlag] = {
     # Repeated and checked computation, failures, restarts.
     **_operation(
         0,
-        "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad check-for-spiky-loss check-for-large-grads"
-        " test-mode inprocess-restart inprocess-empty-cuda-cache enable-ft-package calc-ft-timeouts adlr-autoresume"
+        "test-mode inprocess-restart inprocess-empty-cuda-cache enable-ft-package calc-ft-timeouts adlr-autoresume"
         " exit-signal-handler-for-dataloader exit-signal-handler-for-training decrease-batch-size-if-needed",
     ),
     **_operation(
         1,
         "rerun-mode error-injection-rate error-injection-type result-rejected-tracker-filename"
-        " check-weight-hash-across-dp-replicas-interval gpu-sniff-test-interval adlr-autoresume-interval"
+        " gpu-sniff-test-interval adlr-autoresume-interval"
         " inprocess-max-iterations inprocess-monitor-thread-interval inprocess-monitor-process-interval"
         " inprocess-progress-watchdog-interval inprocess-heartbeat-interval inprocess-soft-timeout"
         " inprocess-hard-timeout inprocess-heartbeat-timeout inprocess-barrier-timeout inprocess-completion-timeout"

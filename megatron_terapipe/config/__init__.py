@@ -11,6 +11,7 @@ from megatron_terapipe.config.data import DataConfig
 from megatron_terapipe.config.deepspeed import DeepSpeedConfig
 from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.numbers import NumbersConfig
 from megatron_terapipe.config.optimizer import OptimizerConfig
 from megatron_terapipe.config.parallel import ParallelConfig
 from megatron_terapipe.config.precision import PrecisionConfig
@@ -24,6 +25,7 @@ __all__ = [
     "DeepSpeedConfig",
     "LoggingConfig",
     "ModelConfig",
+    "NumbersConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",

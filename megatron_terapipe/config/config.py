@@ -13,6 +13,7 @@ from megatron_terapipe.config.deepspeed import DeepSpeedConfig
 from megatron_terapipe.config.learning_rate_steps import LearningRateSteps
 from megatron_terapipe.config.logging import LoggingConfig
 from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.numbers import NumbersConfig
 from megatron_terapipe.config.optimizer import OptimizerConfig
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.parallel import AUTO, ParallelConfig
@@ -38,6 +39,7 @@ class Config:
     data: DataConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    numbers: NumbersConfig
     deepspeed: DeepSpeedConfig
 
     def __post_init__(self) -> None:

@@ -24,12 +24,13 @@ from deepspeed_ext.runtime.topology import own_group
 from megatron_terapipe.checkpoint.index import saved_run
 from megatron_terapipe.checkpoint.load import load_checkpoint
 from megatron_terapipe.config import Config
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import ConfigError, NumbersError
 from megatron_terapipe.model.gpt import LAYERS_BEFORE_BLOCKS, gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.found_plan import check_agreement
+from megatron_terapipe.training.guards.states import refuse_bad_states
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.run import Run, reading_ranks
 from megatron_terapipe.training.token_slice_batch import documents_reader, loss_tokens, split_batch
@@ -63,6 +64,11 @@ def process_group(run: Run) -> Iterator[None]:
         if accelerator.device_name() == "cuda":
             compare_environments()
         yield
+    except NumbersError:
+        # Every rank raises it, and the first one says it: it must come to that before a launcher ends it.
+        if run.launch.rank:
+            time.sleep(LAUNCHER_NOTICES_S)
+        raise
     except UserError:
         raise
     except Exception:
@@ -173,6 +179,7 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
         )
     if run.checkpoint is not None and saved is not None:
         load_checkpoint(engine, *run.checkpoint, saved, config.checkpoint)
+        refuse_bad_states(engine, f"checkpoint {run.checkpoint[0]}", "load another, which --load-tag can name")
     return engine
 
 

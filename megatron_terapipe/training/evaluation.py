@@ -4,6 +4,7 @@ from operator import mul
 from typing import Literal
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from megatron_terapipe.training.guards.bad_numbers import check_evaluation
 from megatron_terapipe.training.metrics import EvaluationMetrics
 from megatron_terapipe.training.micro_batches import micro_batches
 from megatron_terapipe.training.progress import Progress
@@ -43,11 +44,14 @@ class Evaluation:
             for _ in range(eval_iters):
                 losses.append(self._engine.eval_batch(batches, num_micro_batches=num_micro_batches).item())
                 weights.append(self._engine.num_loss_tokens() if per_token else 1.0)
-        self._reporter.evaluation(
-            EvaluationMetrics(
-                iteration=progress.iteration,
-                consumed_samples=progress.consumed_samples,
-                part=part,
-                lm_loss=sum(map(mul, losses, weights)) / max(sum(weights), 1.0),
-            )
+        metrics = EvaluationMetrics(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            part=part,
+            lm_loss=sum(map(mul, losses, weights)) / max(sum(weights), 1.0),
         )
+        self._reporter.evaluation(metrics)
+        what = f"{part} at iteration {progress.iteration}"
+        line = check_evaluation(self._run.config.numbers, self._engine, what, metrics.lm_loss)
+        if line is not None:
+            self._reporter.note(line)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import exp
+from math import exp, isfinite
 from typing import Any, Literal
 
 
@@ -37,15 +37,19 @@ class IterationMetrics:
     """Seconds of each phase of the iteration, of the ranks that were asked for; None if none were."""
     peak_memory_bytes: tuple[int, ...] | None = None
     """Most that a rank of each stage ever held; None in iterations in which it is not measured."""
+    spiky_loss: bool = False
+    """Whether the loss jumped above those before."""
+    large_grads: bool = False
+    """Whether the norm of the gradient did; False unless asked for."""
 
     @property
     def skipped(self) -> bool:
-        """Whether an overflow kept the weights as they were."""
+        """Whether a gradient that was no number kept the weights as they were."""
         return self.grad_norm is None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object of the metrics file."""
-        return asdict(self)
+        """Return the object of the metrics file; JSON has no NaN, so a loss that is no number is null."""
+        return asdict(self) | {"lm_loss": _or_none(self.lm_loss)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,4 +68,8 @@ class EvaluationMetrics:
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of the metrics file, without the samples of training."""
-        return {"iteration": self.iteration, f"{self.part}_lm_loss": self.lm_loss}
+        return {"iteration": self.iteration, f"{self.part}_lm_loss": _or_none(self.lm_loss)}
+
+
+def _or_none(loss: float) -> float | None:
+    return loss if isfinite(loss) else None

@@ -19,6 +19,8 @@ from deepspeed_ext.plan.render import Panel, render_chrome_trace, render_html, r
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.training.device_peak import peak_tflops_here
+from megatron_terapipe.training.guards.bad_numbers import BadNumbers, RememberedBatches
+from megatron_terapipe.training.guards.spikes import SpikeGuard
 from megatron_terapipe.training.instruments.instruments import Instruments
 from megatron_terapipe.training.lr_schedule import LearningRateSchedule
 from megatron_terapipe.training.metrics import IterationMetrics
@@ -53,12 +55,14 @@ class TrainingStep:
         )
         highest, last = run.config.optimizer.ends
         self._rates_of_ends = replace(self._learning_rates, max_lr=highest, min_lr=last)
+        self._bad_numbers = BadNumbers(run.config.numbers, engine, reporter.note)
+        self._spikes = SpikeGuard(run.config.numbers)
         self._instruments = Instruments(self._logging, engine, reporter.note)
         self._weight_decays = WeightDecaySchedule.from_config(run.config.optimizer, self._training)
         self._measured = self._logging.measured_iterations(run.start.iteration, run.train_iters)
         self._peak_tflops = self._logging.peak_tflops_per_device or peak_tflops_here(run.config.precision.dtype)
 
-    def run(self, progress: Progress, batches: Iterator[Any]) -> Progress:
+    def run(self, progress: Progress, batches: RememberedBatches) -> Progress:
         """Train on the next global batch.
 
         Args:
@@ -67,12 +71,19 @@ class TrainingStep:
 
         Returns:
             Progress after it.
+
+        Raises:
+            NumbersError: on every rank, if its numbers are wrong and the run is to end.
         """
         learning_rate, rate_of_ends = self._set_step_sizes(progress)
         batch_size = self._set_batch_size(progress)
+        batches.begin()
         with self._instruments.around(progress.iteration + 1):
             loss, seconds = self._train(progress.iteration + 1, batches)
+        self._bad_numbers.check(progress.iteration + 1, loss, batches)
         skipped = not self._engine.was_step_applied()
+        # Of a skipped step it is no number, or still that of the step before.
+        grad_norm = None if skipped else float(self._engine.get_global_grad_norm())
         progress = progress.after(batch_size, skipped=skipped)
         throughput = Throughput.of(
             self._run.config.model,
@@ -81,13 +92,13 @@ class TrainingStep:
             world_size=self._run.launch.world_size,
             peak_tflops=self._peak_tflops,
         )
+        spikes = self._spikes.look(progress.iteration, loss, grad_norm)
         self._reporter.iteration(
             IterationMetrics(
                 iteration=progress.iteration,
                 consumed_samples=progress.consumed_samples,
                 lm_loss=loss,
-                # Of a skipped step it is no number, or still that of the step before.
-                grad_norm=None if skipped else float(self._engine.get_global_grad_norm()),
+                grad_norm=grad_norm,
                 learning_rate=learning_rate,
                 decoupled_learning_rate=None if self._run.config.optimizer.decoupled_lr is None else rate_of_ends,
                 iteration_time_s=seconds,
@@ -101,8 +112,11 @@ class TrainingStep:
                 num_zeros_in_grad=self._instruments.num_zero_gradients(),
                 timers=self._instruments.timers(),
                 peak_memory_bytes=self._peak_memory(progress.iteration),
+                spiky_loss=spikes.spiky_loss,
+                large_grads=spikes.large_grads,
             )
         )
+        spikes.tell(self._reporter.note)
         return progress
 
     def close(self) -> None:

@@ -12,6 +12,8 @@ from megatron_terapipe.training.evaluation import Evaluation
 from megatron_terapipe.training.exit_conditions import ExitConditions, ExitReason, heard_signal
 from megatron_terapipe.training.found_plan import keep_schedule, notes
 from megatron_terapipe.training.found_strategy import keep_strategy
+from megatron_terapipe.training.guards.bad_numbers import BadIteration, RememberedBatches
+from megatron_terapipe.training.guards.states import refuse_bad_states, refuse_different_copies
 from megatron_terapipe.training.micro_batches import micro_batches
 from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.reporting.build import build_reporters
@@ -61,12 +63,13 @@ class Trainer:
 
     def _train(self, exits: ExitConditions, cleanup: ExitStack) -> None:
         run, progress = self._run, self._run.start
-        batches = cleanup.enter_context(micro_batches(run, self._engine, run.datasets.train, progress.consumed_samples))
+        loader = cleanup.enter_context(micro_batches(run, self._engine, run.datasets.train, progress.consumed_samples))
+        batches = RememberedBatches(loader)
         last_iteration = run.train_iters
         if progress.iteration == 0 and run.config.checkpoint.saves_after(0):
             self._save(progress)
         while progress.iteration < last_iteration:
-            progress = self._step.run(progress, batches)
+            progress = self._one_iteration(progress, batches)
             reason = exits.reason(progress.iteration)
             last = reason is not None or progress.iteration == last_iteration
             # Who was told to go, or has no time left, does not begin to evaluate.
@@ -81,6 +84,20 @@ class Trainer:
             if last:
                 self._evaluation.run(progress, "test")
 
+    def _one_iteration(self, progress: Progress, batches: RememberedBatches) -> Progress:
+        try:
+            progress = self._step.run(progress, batches)
+        except BadIteration:
+            if progress.iteration:
+                self._engine.uncount_step()
+                self._save(progress)
+            raise
+        interval = self._run.config.numbers.check_consistency
+        if interval is not None and progress.iteration % interval == 0:
+            equal_after = max(progress.iteration - interval, self._run.start.iteration)
+            refuse_different_copies(self._engine, progress.iteration, equal_after)
+        return progress
+
     def _evaluate_everything(self, progress: Progress) -> None:
         self._evaluation.run(progress)
         self._evaluation.run(progress, "test")
@@ -88,6 +105,11 @@ class Trainer:
     def _save(self, progress: Progress) -> None:
         checkpoint = self._run.config.checkpoint
         if checkpoint.save is not None and progress.iteration != self._saved_iteration:
+            refuse_bad_states(
+                self._engine,
+                f"the model after iteration {progress.iteration}",
+                "nothing was saved; go on from a checkpoint before it",
+            )
             info = self._run.checkpoint_info(progress)
             directory = save_checkpoint(
                 self._engine, checkpoint.save, info, keep_last=checkpoint.keep_last_n_checkpoints

@@ -57,3 +57,22 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(coefficient)
+
+
+def hold_back_bad_update(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Let the next step of an optimizer change nothing, if the norm of its gradient is no number.
+
+    DeepSpeed's other optimizers do so themselves. Fused steps skip on the device, and the host need not wait for the
+    norm; with others it does, and takes away the gradients, without which no optimizer of torch updates a weight.
+
+    Args:
+        optimizer: one of torch's.
+        norm: norm of all gradients of the model: [].
+    """
+    is_bad = ~torch.isfinite(norm)
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer.found_inf = is_bad.to(torch.float32)
+    elif is_bad.item():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None

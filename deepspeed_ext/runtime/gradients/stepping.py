@@ -9,10 +9,11 @@ import torch
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from deepspeed_ext.runtime.gradients.grad_norm import clip_gradients, global_grad_norm
+from deepspeed_ext.runtime.gradients.grad_norm import clip_gradients, global_grad_norm, hold_back_bad_update
 from deepspeed_ext.runtime.gradients.gradient_reductions import GradientReductions
 from deepspeed_ext.runtime.gradients.gradient_sums import sum_over_sharing_ranks, sum_over_tensor_parallel_ranks
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
+from deepspeed_ext.runtime.gradients.stepped_gradients import count_bad_copies
 from deepspeed_ext.runtime.ledger.observers import REDUCTIONS, SUMS, UPDATE, Observers
 
 
@@ -53,6 +54,7 @@ class SteppingEngine(PipelineEngine):
             super()._exec_reduce_grads()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        count_bad_copies(self)
         if not (self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization()):
             # The other optimizers of DeepSpeed compute the norm themselves.
             self._global_grad_norm = global_grad_norm(
@@ -60,6 +62,7 @@ class SteppingEngine(PipelineEngine):
                 self.grid.get_model_parallel_group(),
                 tensor_parallel_rank=self.grid.get_slice_parallel_rank(),
             )
+            hold_back_bad_update(self.optimizer, self._global_grad_norm)
         with nullcontext() if self._gathers is None else self._gathers.deferred():
             super()._exec_optimizer_step(lr_kwargs)
 
@@ -67,6 +70,11 @@ class SteppingEngine(PipelineEngine):
         """Norm of the gradients of the last step; the host waits for it only here."""
         norm = super().get_global_grad_norm()
         return norm.item() if torch.is_tensor(norm) else norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step changed the weights: not if its gradient was no number."""
+        norm = self._global_grad_norm
+        return super().was_step_applied() and not (torch.is_tensor(norm) and not norm.isfinite().item())
 
     def clip_fp32_gradients(self) -> None:
         """Scale the gradients so that the norm of the whole model's is at most the configured one."""

@@ -1,17 +1,16 @@
 """How many numbers of a model's gradient are exactly zero, each counted once."""
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.runtime.gradients.stepped_gradients import stepped_gradients
 from deepspeed_ext.runtime.ledger.observers import UPDATE
 
 
@@ -50,7 +49,7 @@ def num_zero_gradients(engine: Any) -> Tensor:
     """
     first_of_tensor_parallel = engine.grid.get_slice_parallel_rank() == 0
     zeros = torch.zeros((), dtype=torch.int64, device=engine.device)
-    for parameter, gradient in _gradients(engine):
+    for parameter, gradient in stepped_gradients(engine):
         replicated = getattr(parameter, "ds_pipe_replicated", False)
         if not replicated and (first_of_tensor_parallel or is_model_parallel_parameter(parameter)):
             zeros += gradient.numel() - torch.count_nonzero(gradient)
@@ -58,20 +57,3 @@ def num_zero_gradients(engine: Any) -> Tensor:
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         dist.all_reduce(zeros, group=engine.grid.get_data_parallel_group())
     return zeros
-
-
-def _gradients(engine: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The gradients [...] that this rank's optimizer steps with: whole, or under ZeRO 1 those of its partition."""
-    optimizer = engine.optimizer
-    if isinstance(optimizer, BF16_Optimizer):
-        for weights, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
-            yield from zip(weights, gradients, strict=True)
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        for group, weights in enumerate(optimizer.params_in_partition):
-            # Behind the last weight the partition is filled up.
-            parts = (part for part in optimizer.averaged_gradients[group] if not hasattr(part, "_zero_padding"))
-            yield from zip(weights, parts, strict=False)
-    else:
-        for parameter in engine.module.parameters():
-            if parameter.grad is not None:
-                yield parameter, parameter.grad

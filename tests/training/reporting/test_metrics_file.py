@@ -1,6 +1,8 @@
 """The metrics file."""
 
 import json
+from dataclasses import replace
+from math import nan
 from pathlib import Path
 
 from megatron_terapipe.training.reporting.build import MetricsFile
@@ -34,6 +36,8 @@ def test_each_object_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None
             "num_zeros_in_grad": None,
             "timers": None,
             "peak_memory_bytes": None,
+            "spiky_loss": False,
+            "large_grads": False,
         }
     ]
     file.evaluation(EVALUATION)
@@ -45,6 +49,12 @@ def test_each_object_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None
 def test_a_skipped_update_has_no_norm(tmp_path: Path) -> None:
     MetricsFile(str(tmp_path / "metrics.jsonl")).iteration(SKIPPED)
     assert objects(tmp_path / "metrics.jsonl")[0]["grad_norm"] is None
+
+
+def test_a_loss_that_is_no_number_is_null_because_json_has_no_nan(tmp_path: Path) -> None:
+    MetricsFile(str(tmp_path / "metrics.jsonl")).iteration(replace(SKIPPED, lm_loss=nan))
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    assert objects(tmp_path / "metrics.jsonl")[0]["lm_loss"] is None
 
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:

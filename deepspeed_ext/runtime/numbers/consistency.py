@@ -1,0 +1,127 @@
+"""Compares what several ranks hold copies of: replicas, tied weights, and what tensor parallelism does not cut.
+
+Copies start equal and get equal updates, so they stay equal to the bit. Where they do not, memory or a link is broken,
+or ranks have computed different things; training goes on without a sign of it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
+
+from deepspeed_ext.runtime.numbers.states import WEIGHT, State, states_of
+from deepspeed_ext.runtime.numbers.tensor_hash import hashes
+
+_NAMED = 3
+"""Differences that a message names; more are counted."""
+
+REPLICAS, TENSOR_PARALLEL, TIED = "replicas", "tensor-parallel ranks", "tied stages"
+"""Kinds of ranks that hold copies."""
+
+
+class Difference(NamedTuple):
+    """Copies of a state that are not equal.
+
+    Attributes:
+        state: its name in words.
+        among: kind of the ranks that hold copies.
+        odd: ranks whose copies differ from those of most; all of them where no copy has a majority.
+        others: the others.
+    """
+
+    state: str
+    among: str
+    odd: tuple[int, ...]
+    others: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Text for messages."""
+        from_others = f" from that on {_listed(self.others)}" if self.others else ""
+        return f"{self.state} on {_listed(self.odd)} differs{from_others} ({self.among})"
+
+
+class _Copies(NamedTuple):
+    """States of which all ranks of a group hold copies, in one order."""
+
+    among: str
+    group: dist.ProcessGroup
+    states: list[State]
+
+
+def differences(engine: Any) -> list[Difference]:
+    """Copies that differ, the same list on every rank; every rank must ask.
+
+    Args:
+        engine: the engine of this rank, between two steps.
+    """
+    found: list[Difference] = []
+    for copies in _all_copies(engine):
+        own = hashes([state.values for state in copies.states])
+        ranks = dist.get_process_group_ranks(copies.group)
+        gathered = [torch.empty_like(own) for _ in ranks]
+        dist.all_gather(gathered, own, group=copies.group)
+        by_rank = torch.stack(gathered).tolist()
+        for number, state in enumerate(copies.states):
+            difference = compared(str(state), copies.among, ranks, [each[number] for each in by_rank])
+            found += [] if difference is None else [difference]
+    any_found = torch.tensor(len(found), device=engine.device)
+    dist.all_reduce(any_found, op=dist.ReduceOp.MAX)
+    if not any_found.item():
+        return []
+    everywhere: list[list[Difference]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    return list(dict.fromkeys(each for of_rank in everywhere for each in of_rank))
+
+
+def compared(state: str, among: str, ranks: Sequence[int], hashed: Sequence[int]) -> Difference | None:
+    """Return how the copies of a state differ; None if they do not.
+
+    Args:
+        state: its name in words.
+        among: kind of the ranks.
+        ranks: those that hold copies.
+        hashed: hash of the copy of each.
+    """
+    (usual, count), *others = Counter(hashed).most_common()
+    if not others:
+        return None
+    majority = 2 * count > len(ranks)
+    odd = tuple(rank for rank, each in zip(ranks, hashed, strict=True) if not majority or each != usual)
+    return Difference(state, among, odd, tuple(rank for rank in ranks if rank not in odd))
+
+
+def described(found: Sequence[Difference]) -> str:
+    """Differences in words: the first few, and how many more."""
+    more = len(found) - _NAMED
+    return "; ".join(map(str, found[:_NAMED])) + (f"; and {more} more" if more > 0 else "")
+
+
+def _all_copies(engine: Any) -> Iterator[_Copies]:
+    """What this rank holds copies of, group by group, in an order in which no two ranks wait for each other."""
+    states = list(states_of(engine))
+    weights = [state for state in states if state.kind == WEIGHT]
+    whole = isinstance(engine.optimizer, torch.optim.Optimizer)
+    grid = engine.grid
+    if grid.get_data_parallel_world_size() > 1:
+        # DeepSpeed's optimizers deal their states to the replicas.
+        yield _Copies(REPLICAS, grid.get_data_parallel_group(), states if whole else weights)
+    if grid.get_slice_parallel_world_size() > 1:
+        # Those ranks deal their parts alike.
+        uncut = [state for state in states if not is_model_parallel_parameter(state.parameter)]
+        if uncut:
+            yield _Copies(TENSOR_PARALLEL, grid.get_slice_parallel_group(), uncut)
+    tied: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[State]]] = {}
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) > 1:
+            held = [state for state in (states if whole else weights) if state.parameter is weight]
+            tied.setdefault(ranks, (group, []))[1].extend(held)
+    for ranks in sorted(tied):
+        yield _Copies(TIED, *tied[ranks])
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,179 @@
+"""The op in which bad numbers began: found by computing a batch again, and looking at all that its ops leave.
+
+NaN spreads: forwards to all later stages and token slices, backwards to all earlier ones, and over ranks with every
+sum. So each rank notes the first bad number of each of its ops, and of all ranks' notes that one counts which no other
+can have caused: forwards come before backwards, and within them ops come in the order of their dependencies.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from deepspeed_ext.plan.ops import Op, OpKind
+from deepspeed_ext.runtime.numbers.bad_states import are_finite
+from deepspeed_ext.runtime.numbers.replay import ReplayingEngine
+
+_GRADIENTS = ("_hp_grad", "grad_accum", "grad")
+"""Attributes in which the gradient of a weight adds up, by optimizer."""
+
+
+class BadOp(NamedTuple):
+    """An op that left a bad number. They are sorted by who may have caused whom.
+
+    Attributes:
+        backward: whether it is not a forward.
+        micro_batch: number of the micro-batch among those of its replica.
+        order: place of the op and of the event in it, in the order of dependencies.
+        what: tensor that was bad, in words.
+        token_slice: number of the token slice.
+        replica: the replica.
+        rank: the rank.
+    """
+
+    backward: bool
+    micro_batch: int
+    order: tuple[int, int, int]
+    what: str
+    token_slice: int
+    replica: int
+    rank: int
+
+
+class Origin(NamedTuple):
+    """Where bad numbers began.
+
+    Attributes:
+        op: the op that left the first.
+        ranks: ranks on which it was the first: those that share a layer may all see the same.
+    """
+
+    op: BadOp
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Text for messages."""
+        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        return f"{self.op.what} on {ranks}, at micro-batch {self.op.micro_batch}, token slice {self.op.token_slice}"
+
+
+def find_origin(engine: ReplayingEngine, micro_batches: Iterable[Any]) -> Origin | None:
+    """Compute the last batch again and say where bad numbers began; None if none came. Every rank must ask.
+
+    Args:
+        engine: the engine of this rank.
+        micro_batches: those that it read for the batch.
+    """
+    if not engine.can_replay:
+        return None
+    watch = _Watch(engine)
+    with watch.watching():
+        engine.replay(micro_batches, watch)
+    firsts: list[BadOp | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(firsts, min(watch.found, default=None))
+    found = sorted(each for each in firsts if each is not None)
+    if not found:
+        return None
+    return Origin(found[0], tuple(sorted(each.rank for each in found if each[:4] == found[0][:4])))
+
+
+class _Watch:
+    """Looks at what the ops of a rank leave. An `Observer`.
+
+    Args:
+        engine: the engine.
+    """
+
+    def __init__(self, engine: ReplayingEngine) -> None:
+        self._engine = engine
+        self._replica, self._rank = engine.grid.get_data_parallel_rank(), engine.global_rank
+        self._weights = [(name, each) for name, each in engine.module.named_parameters() if each.requires_grad]
+        self._spoilt: set[str] = set()
+        self._op: Op | None = None
+        self._events = 0
+        self.found: list[BadOp] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at the outputs of all modules, and at their gradients."""
+        hooks = [
+            module.register_forward_hook(partial(self._output, name))
+            for name, module in self._engine.module.named_modules()
+            if name
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def begin(self) -> None:
+        """A batch begins."""
+
+    @contextmanager
+    def op(self, op: Op) -> Iterator[None]:
+        """Look at an op, and when it is done at the loss, or at the gradients of weights."""
+        self._op, self._events = op, 0
+        yield
+        if op.kind is OpKind.FORWARD:
+            loss = self._engine.losses_so_far.get(op.micro_batch)
+            if op.stage == self._engine.module.pipeline.last_stage and loss is not None:
+                self._look("the loss", loss)
+        else:
+            self._look_at_weight_gradients()
+        self._op = None
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """There are no phases."""
+        return nullcontext()
+
+    def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        # What a backward recomputes has been looked at.
+        if self._op is None or self._op.kind is not OpKind.FORWARD:
+            return
+        for tensor in tree_leaves(output):
+            if torch.is_tensor(tensor) and tensor.is_floating_point():
+                self._look(f"the output of layer {name}", tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._look, f"the gradient of the output of layer {name}"))
+
+    def _look_at_weight_gradients(self) -> None:
+        held = [
+            (name, gradient.detach())
+            for name, weight in self._weights
+            if name not in self._spoilt and (gradient := _gradient(weight)) is not None
+        ]
+        by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+        for name, gradient in held:
+            by_dtype.setdefault(gradient.dtype, []).append((name, gradient))
+        for of_one_dtype in by_dtype.values():
+            finite = are_finite([gradient for _, gradient in of_one_dtype]).tolist()
+            spoilt = [name for (name, _), is_finite in zip(of_one_dtype, finite, strict=True) if not is_finite]
+            # Backwards go from the last layer to the first.
+            for name in reversed(spoilt):
+                self._note(f"the gradient of weight {name}")
+            self._spoilt.update(spoilt)
+
+    def _look(self, what: str, tensor: Tensor) -> None:
+        self._events += 1
+        if tensor.numel() and not torch.isfinite(tensor.detach()).all():
+            self._note(what)
+
+    def _note(self, what: str) -> None:
+        op = self._op
+        assert op is not None, "looked at within ops"
+        backward = op.kind is not OpKind.FORWARD
+        place = (-op.token_slice, -op.stage) if backward else (op.token_slice, op.stage)
+        order = (*place, self._events)
+        if self.found and self.found[-1][:2] == (backward, op.micro_batch) and self.found[-1].order[:2] == place:
+            return  # the first of an op is enough
+        self.found.append(BadOp(backward, op.micro_batch, order, what, op.token_slice, self._replica, self._rank))
+
+
+def _gradient(weight: nn.Parameter) -> Tensor | None:
+    return next((held for name in _GRADIENTS if (held := getattr(weight, name, None)) is not None), None)

@@ -1,0 +1,205 @@
+"""Bad numbers are named where they began, and their update reaches neither weights nor states."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.runtime.numbers.states import states_of
+from megatron_terapipe.config.numbers import NumbersConfig
+from megatron_terapipe.errors import NumbersError
+from megatron_terapipe.training.build_engine import build_engine
+from megatron_terapipe.training.guards.bad_numbers import BadIteration, BadNumbers, RememberedBatches
+from megatron_terapipe.training.guards.states import refuse_bad_states, refuse_different_copies
+from tests.distributed import run_distributed
+from tests.faults.injection import Fault, Injection
+from tests.training.gpt_runs import Setup, batches, run_of
+
+PIPELINE = "--pipeline-model-parallel-size 2 --num-token-slices 4"
+TENSOR = "--tensor-model-parallel-size 2"
+FP16 = "--fp16 --zero-stage 1 --initial-loss-scale 1 --hysteresis 1"
+"""At the lowest scale, so that no overflow is cured by lowering it."""
+
+
+LOSS, GRADIENT = "iteration 1: the loss is nan", "iteration 1: the gradient is NaN or infinite"
+FIRST = "; the first NaN or infinity was in "
+HERE = {"iteration": 1, "micro_batch": 1, "token_slice": 2}
+AT = "at micro-batch 1, token slice 2"
+
+CASES: dict[str, dict[Fault, str]] = {
+    PIPELINE: {
+        Fault(kind="loss", rank=1, **HERE): f"{LOSS}{FIRST}the loss on rank 1, {AT}; the weights are those before it",
+        Fault(kind="loss", rank=1, once=True, **HERE): f"{LOSS}; computed again it is a number",
+    },
+    f"{PIPELINE} --bf16 --zero-stage 1": {
+        Fault(kind="loss", value=float("inf"), rank=1, **HERE): (
+            f"iteration 1: the loss is inf{FIRST}the loss on rank 1, {AT}"
+        ),
+        Fault(kind="output", rank=0, name="2.mlp", **HERE): f"{LOSS}{FIRST}the output of layer 2.mlp on rank 0, {AT}",
+    },
+    f"{PIPELINE} {FP16}": {
+        Fault(kind="gradient", rank=1, name="4", **HERE): (
+            f"{GRADIENT} at the lowest loss scale, 1{FIRST}the gradient of the output of layer 4 on rank 1, {AT}"
+        ),
+    },
+    "--num-token-slices 4": {
+        Fault(kind="weight gradient", rank=1, name="3.mlp_norm", **HERE): (
+            f"{GRADIENT}{FIRST}the gradient of weight 3.mlp_norm.weight on rank 1, {AT}"
+        ),
+    },
+    f"{TENSOR} --num-token-slices 4 --bf16": {
+        Fault(kind="weight gradient", rank=1, name="3.mlp_norm", **HERE): (
+            f"{GRADIENT}{FIRST}the gradient of weight 3.mlp_norm.weight on rank 1, {AT}"
+        ),
+    },
+    f"{TENSOR} --num-token-slices 4 --sequence-parallel": {
+        Fault(kind="output", rank=1, name="3.mlp.up", **HERE): (
+            f"{LOSS}{FIRST}the output of layer 3.mlp.up on rank 1, {AT}"
+        ),
+    },
+}
+"""Faults by the flags of the run, and how the line about each begins."""
+
+
+class Endless(Iterator[Any]):
+    """The same micro-batches again and again."""
+
+    def __init__(self, made: list[Any]) -> None:
+        self._made, self._next = made, 0
+
+    def __next__(self) -> Any:
+        self._next += 1
+        return self._made[(self._next - 1) % len(self._made)]
+
+
+class Training:
+    """An engine, its guard, and micro-batches."""
+
+    def __init__(self, flags: str, **numbers: Any) -> None:
+        get_accelerator().is_fp16_supported = lambda: True
+        setup = Setup(2, flags)
+        run = run_of(setup)
+        self.engine, self.lines = build_engine(run), []
+        self.guard = BadNumbers(NumbersConfig(**numbers), self.engine, self.lines.append)
+        self.batches = RememberedBatches(Endless(batches(setup, run.layout.coordinate(run.launch.rank).data)))
+        self.iteration = 0
+
+    def step(self) -> float:
+        self.batches.begin()
+        loss = self.engine.train_batch(self.batches).item()
+        self.iteration += 1
+        self.guard.check(self.iteration, loss, self.batches)
+        return loss
+
+    def states(self) -> dict[str, torch.Tensor]:
+        return {str(each): each.values.clone() for each in states_of(self.engine)}
+
+
+def lines_and_differences(flags: str, faults: list[Fault]) -> tuple[list[str], int]:
+    """The line about each fault in the first step; and states that they changed, in the step or in those after."""
+    training = Training(flags)
+    before, lines, changed = training.states(), [], 0
+    for fault in faults:
+        with Injection(training.engine, fault):
+            try:
+                training.step()
+                raise AssertionError("a bad number, and nobody said so")
+            except BadIteration as error:
+                lines.append(str(error))
+        # Moments may be made in the first step; then they are zero.
+        after = training.states()
+        changed += sum(not torch.equal(after[name], before.get(name, torch.zeros_like(after[name]))) for name in after)
+        training.engine.uncount_step()
+        training.iteration -= 1
+    if "sequence-parallel" in flags:
+        return lines, changed
+    # The batch again, without the fault: as if it had never been there.
+    sound = Training(flags)
+    losses = [(training.step(), sound.step()) for _ in range(2)]
+    changed += sum(of_this != of_sound for of_this, of_sound in losses)
+    expected, found = sound.states(), training.states()
+    return lines, changed + sum(not torch.equal(expected[name], found[name]) for name in expected)
+
+
+def _lines_and_differences() -> list[tuple[list[str], int]]:
+    return [lines_and_differences(flags, list(faults)) for flags, faults in CASES.items()]
+
+
+def test_the_first_bad_number_is_named_and_leaves_no_trace() -> None:
+    for found in run_distributed(_lines_and_differences, 2):
+        for (flags, expected), (lines, changed) in zip(CASES.items(), found, strict=True):
+            for line, start in zip(lines, expected.values(), strict=True):
+                assert line.startswith(start), (line, flags)
+            assert changed == 0, flags
+
+
+def _skipping() -> tuple[list[str], str, int]:
+    """Lines about two skipped iterations, the line about a third, and iterations that DeepSpeed counted."""
+    training = Training(PIPELINE, bad_numbers="skip", max_bad_numbers_in_a_row=2)
+    Injection(training.engine, Fault(kind="loss", rank=1, iteration=2, iterations=2))
+    Injection(training.engine, Fault(kind="loss", rank=1, iteration=5, iterations=9))
+    try:
+        while True:
+            training.step()
+    except BadIteration as error:
+        return training.lines, str(error), training.iteration
+
+
+def test_bad_iterations_are_skipped_until_there_are_too_many_in_a_row() -> None:
+    for lines, error, iteration in run_distributed(_skipping, 2):
+        assert [line.partition(":")[0] for line in lines] == [f" skipped iteration {each}" for each in (2, 3, 5, 6)]
+        assert iteration == 7
+        assert "it is number 3 in a row" in error
+
+
+def _bad_weight(flags: str, fault: Fault) -> list[str]:
+    """Lines about a bad weight or state: of the step, of a save or a load, and of a comparison of copies."""
+    training = Training(flags)
+    Injection(training.engine, fault)
+    lines = []
+    try:
+        training.step()
+        training.step()
+        training.step()
+    except NumbersError as error:
+        lines.append(str(error))
+    for look in (
+        lambda: refuse_bad_states(training.engine, "the model", "nothing was saved"),
+        lambda: refuse_different_copies(training.engine, training.iteration, 0),
+    ):
+        try:
+            look()
+            lines.append("")
+        except NumbersError as error:
+            lines.append(str(error))
+    return lines
+
+
+def _bad_weights() -> list[list[str]]:
+    return [
+        _bad_weight(PIPELINE, Fault(kind="weight", rank=1, name="4.mlp.up", iteration=2)),
+        _bad_weight("--zero-stage 1 --bf16", Fault(kind="state", rank=1, name="mlp.up", iteration=2)),
+        _bad_weight("", Fault(kind="bit", rank=1, name="2.mlp.up.weight", iteration=2)),
+        _bad_weight(TENSOR, Fault(kind="bit", rank=1, name="2.mlp_norm.weight", iteration=2)),
+        _bad_weight(PIPELINE, Fault(kind="bit", rank=1, name="tied_modules", iteration=2)),
+        _bad_weight(f"{TENSOR} --bf16", Fault(kind="bit", rank=1, iteration=9)),
+    ]
+
+
+def test_bad_weights_and_states_are_named_and_copies_that_differ_too() -> None:
+    weight, state, replica, uncut, tied, sound = run_distributed(_bad_weights, 2)[0]
+    named = "NaN or infinity in weight 4.mlp.up.weight on rank 1 (1 of "
+    assert weight[0].startswith(f"iteration 2: the loss is nan, because of {named}")
+    assert weight[1].startswith(f"the model has {named}") and weight[1].endswith(": nothing was saved")
+    assert state[0].startswith("iteration 3: the loss is nan, because of NaN or infinity in exp_avg of ")
+    assert " on rank 1 (1 of " in state[0]
+    for found, name, among in (
+        (replica, "weight 2.mlp.up.weight on ranks 0, 1 differs", "replicas"),
+        (uncut, "weight 2.mlp_norm.weight on ranks 0, 1 differs", "tensor-parallel ranks"),
+        (tied, "weight tied_modules.", "tied stages"),
+    ):
+        (refused, compared) = found
+        assert refused == "" and f"({among})" in compared
+        assert name in compared or "more" in compared
+    assert sound == ["", ""]
