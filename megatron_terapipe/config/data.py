@@ -102,7 +102,7 @@ class DataConfig:
     files, if that can be written. With `none` every rank that reads data computes the order in memory."""
 
     data_impl: str = option("mmap", metavar="{mmap,infer}")
-    """How data files are read: always through memory maps."""
+    """Kind of the data files: the `.bin` and `.idx` that Megatron calls mmap."""
 
     mmap_warmup: bool = False
     """Read the data files once at the start, so that the operating system has them in memory."""

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from megatron_terapipe.data.file_columns import Numbers
 from megatron_terapipe.data.index_cache import Arrays, IndexCache
 
 _SECONDS_UNTIL_PROGRESS = 2.0
@@ -30,8 +31,8 @@ class BlendOrder(NamedTuple):
         dataset_sample_index: number of the sample in its dataset, int64 [samples].
     """
 
-    dataset_index: NDArray[np.int16]
-    dataset_sample_index: NDArray[np.int64]
+    dataset_index: Numbers
+    dataset_sample_index: Numbers
 
 
 class UnreadSamples:

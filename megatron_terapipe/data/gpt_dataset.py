@@ -6,15 +6,19 @@ last token of a sample is the first of the next, once as a label and once as an 
 are then shuffled within their epoch.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.data.index_cache import IndexCache
-from megatron_terapipe.data.indexed_dataset import IndexedDataset
+from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file
 from megatron_terapipe.data.sample_order import SampleOrder
 from megatron_terapipe.errors import DataError
+
+_DOCUMENTS_AT_ONCE = 32
+"""Entries of the order that are read at once."""
 
 
 class GPTDataset:
@@ -22,7 +26,8 @@ class GPTDataset:
 
     Attributes:
         document_index: documents in the order of the stream, int32 [epochs * documents].
-        shuffle_index: the stream's sample behind each sample, int64 [samples].
+        shuffle_index: the stream's sample behind each sample, and behind those after the last that are left of its
+            epoch, int64 [samples or more].
     """
 
     def __init__(
@@ -33,6 +38,7 @@ class GPTDataset:
         seq_length: int,
         num_samples: int,
         seed: int,
+        vocab_size: int | None = None,
         cache: IndexCache | None = None,
     ) -> None:
         """Draw the order of documents and of samples.
@@ -43,6 +49,7 @@ class GPTDataset:
             seq_length: tokens the model sees per sample.
             num_samples: number of samples; as many epochs as they need.
             seed: seed of every shuffle, in [0, 2**32).
+            vocab_size: every id is below it, which is seen to whenever a sample is read; None for any id.
             cache: keeps the order; None keeps nothing.
 
         Raises:
@@ -51,7 +58,7 @@ class GPTDataset:
         tokens = checked_tokens(indexed, documents, seq_length=seq_length)
         lengths = indexed.sequence_lengths[documents.start : documents.stop]
         self.seq_length = seq_length
-        self._indexed = indexed
+        self._indexed, self._num_samples, self._vocab_size = indexed, num_samples, vocab_size
         order = SampleOrder.draw(
             lengths,
             documents,
@@ -61,39 +68,68 @@ class GPTDataset:
             cache=cache or IndexCache(None),
         )
         self.document_index = order.document_index
-        self.shuffle_index = order.shuffle_index[:num_samples]
+        self.shuffle_index = order.shuffle_index
         self._stream_starts = order.stream_starts
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return len(self.shuffle_index)
+        return self._num_samples
 
-    def locate(self, stream_sample: NDArray[Any] | int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return where samples of the stream begin.
-
-        Args:
-            stream_sample: numbers of samples before the shuffle, [...].
-
-        Returns:
-            Position in `document_index` and offset into that document, each [...].
-        """
-        token = np.asarray(stream_sample, np.int64) * self.seq_length
-        position = np.searchsorted(self._stream_starts, token, side="right") - 1
-        return position, token - self._stream_starts[position]
+    def locate(self, stream_sample: int) -> tuple[int, int]:
+        """Return where a sample of the stream begins: a position in `document_index`, and a token of that document."""
+        token = stream_sample * self.seq_length
+        position = int(self._stream_starts.searchsorted(token, side="right")) - 1
+        return position, token - int(self._stream_starts[position])
 
     def __getitem__(self, sample: int, /) -> NDArray[np.int64]:
-        """Return the token ids of one sample, int64 [seq_length + 1]."""
-        position, offset = (int(part) for part in self.locate(int(self.shuffle_index[sample])))
+        """Return the token ids of one sample, int64 [seq_length + 1].
+
+        Raises:
+            DataError: a file cannot be read, or is not what it was at the start.
+        """
         tokens = np.empty(self.seq_length + 1, np.int64)
         filled = 0
-        while filled < len(tokens):
-            document = int(self.document_index[position])
-            available = int(self._indexed.sequence_lengths[document]) - offset
-            length = min(available, len(tokens) - filled)
-            tokens[filled : filled + length] = self._indexed.get(document, offset, length)
-            filled += length
-            position, offset = position + 1, 0
+        for _, _, ids in self._runs(sample):
+            tokens[filled : filled + len(ids)] = ids
+            filled += len(ids)
+        # Negative ids are large ones as uint64.
+        if self._vocab_size is not None and int(tokens.view(np.uint64).max()) >= self._vocab_size:
+            raise self._wrong_id(sample)
         return tokens
+
+    def _runs(self, sample: int) -> Iterator[tuple[int, int, NDArray[Any]]]:
+        """Yield the parts of a sample: document, first token in it, ids [tokens of the part]."""
+        if not 0 <= sample < self._num_samples:
+            raise IndexError(f"sample {sample} of {self._num_samples}")
+        position, offset = self.locate(int(self.shuffle_index[sample]))
+        missing = self.seq_length + 1
+        while missing:
+            documents = self.document_index[max(0, position) : position + _DOCUMENTS_AT_ONCE].tolist()
+            if not documents:
+                raise DataError(
+                    f"the order of the samples of {self._indexed.prefix} has changed since the start, and sample "
+                    f"{sample} lies outside: remove the folder of --data-cache-path, and go on from the last checkpoint"
+                )
+            for document in documents:
+                ids = self._indexed.run(document, offset, missing)
+                yield document, offset, ids
+                missing -= len(ids)
+                if not missing:
+                    return
+                offset = 0
+            position += _DOCUMENTS_AT_ONCE
+
+    def _wrong_id(self, sample: int) -> DataError:
+        for document, offset, ids in self._runs(sample):
+            for number in np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[:1].tolist():
+                token = self._indexed.first_token(document) + offset + number
+                return DataError(
+                    f"{data_file(self._indexed.prefix)} has the token id {ids[number]} at byte "
+                    f"{self._indexed.tokens.byte_of(token)} (document {document}), and the vocabulary has "
+                    f"{self._vocab_size} ids from 0: bring back the file that the run began with, and go on from the "
+                    "last checkpoint"
+                )
+        return DataError(f"{data_file(self._indexed.prefix)} changes while it is read: end what writes it")
 
 
 def checked_tokens(indexed: IndexedDataset, documents: range, *, seq_length: int) -> int:

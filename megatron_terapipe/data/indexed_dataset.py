@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_terapipe.data.file_columns import FileColumn, ReadFile
 from megatron_terapipe.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -130,10 +131,11 @@ class IndexedDatasetWriter:
 
 
 class IndexedDataset:
-    """Reads a dataset through memory maps: opening costs no read of the ids.
+    """Reads a dataset run by run: opening reads and checks its index, and costs no read of the ids.
 
     Attributes:
         prefix: path of the two files without `.bin` and `.idx`.
+        tokens: all ids of the file, of the type on disk, [tokens].
         sequence_lengths: tokens of each sequence, int32 [sequences].
         document_indices: first sequence of each document, then the number of sequences,
             int64 [documents + 1].
@@ -157,70 +159,84 @@ class IndexedDataset:
                 f"(looked for {data_file(prefix)} and {index_file(prefix)}): --data-path takes the "
                 "path without .bin and .idx, for example corpus_text_document"
             )
-        dtype = self._open_index(index_file(prefix))
-        self._open_data(data_file(prefix), dtype)
+        data = ReadFile(data_file(prefix))
+        self.dtype = self._open_index(ReadFile(index_file(prefix)))
+        self._check_index(index_file(prefix), data)
+        self.tokens = FileColumn(data, self.dtype, 0, data.size // self.dtype.itemsize)
         if warm_up:
             _read_through(data_file(prefix))
 
-    def _open_index(self, path: Path) -> np.dtype[np.number[Any]]:
-        size = path.stat().st_size
+    def _open_index(self, index: ReadFile) -> np.dtype[np.number[Any]]:
+        """Find the columns of the index, and return the type of the ids."""
+        path, size = index.path, index.size
         if size < _HEADER.size:
             raise DataError(f"{path} is truncated: {size} bytes, and its header alone has {_HEADER.size}: {_REMEDY}")
-        with path.open("rb") as file:
-            magic, version, code, sequences, documents = _HEADER.unpack(file.read(_HEADER.size))
+        magic, version, code, sequences, bounds = _HEADER.unpack(index.read(0, _HEADER.size))
         if magic != _MAGIC:
             raise DataError(f"{path} is no index of Megatron's: it begins with {magic!r}, not {_MAGIC!r}: {_REMEDY}")
         if version != _VERSION:
             raise DataError(f"{path} has format version {version}, and only {_VERSION} is known: {_REMEDY}")
         if code not in _DTYPES:
             raise DataError(f"{path} has token type code {code}, not one of {sorted(_DTYPES)}: {_REMEDY}")
-        expected = _HEADER.size + 12 * sequences + 8 * documents
+        expected = _HEADER.size + 12 * sequences + 8 * bounds
         if size != expected:
             raise DataError(
                 f"{path} is {'truncated' if size < expected else 'overlong'}: {size} bytes, and "
-                f"{sequences} sequences and {documents} document bounds take {expected}: {_REMEDY}"
+                f"{sequences} sequences and {bounds} document bounds take {expected}: {_REMEDY}"
             )
+        self.sequence_lengths = FileColumn(index, "<i4", _HEADER.size, sequences)
+        self._offsets = FileColumn(index, "<i8", _HEADER.size + 4 * sequences, sequences)
+        self.document_indices = FileColumn(index, "<i8", _HEADER.size + 12 * sequences, bounds)
+        return np.dtype(_DTYPES[code]).newbyteorder("<")
 
-        def column(dtype: str, start: int, count: int) -> NDArray[Any]:
-            return np.memmap(path, dtype, "r", start, (count,)) if count else np.empty(0, dtype)
-
-        self.sequence_lengths: NDArray[np.int32] = column("<i4", _HEADER.size, sequences)
-        self._offsets: NDArray[np.int64] = column("<i8", _HEADER.size + 4 * sequences, sequences)
-        self.document_indices: NDArray[np.int64] = column("<i8", _HEADER.size + 12 * sequences, documents)
-        if not documents or self.document_indices[0] != 0 or self.document_indices[-1] != sequences:
+    def _check_index(self, path: Path, data: ReadFile) -> None:
+        """Check every number of the index: sequences follow one another and fill the data; documents cover them."""
+        end = 0  # of the sequences so far, in bytes
+        for first, lengths in self.sequence_lengths.pieces():
+            wrong = _first(lengths < 0)
+            if wrong is not None:
+                number = first + wrong
+                raise DataError(
+                    f"{path} is damaged at byte {self.sequence_lengths.byte_of(number)}: sequence {number} has "
+                    f"{lengths[wrong]} tokens: {_REMEDY}"
+                )
+            ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            begins = ends - lengths * np.int64(self.dtype.itemsize)
+            offsets = self._offsets.read(first, first + len(lengths))
+            wrong = _first(offsets != begins)
+            if wrong is not None:
+                number = first + wrong
+                raise DataError(
+                    f"{path} is damaged at byte {self._offsets.byte_of(number)}: sequence {number} begins at byte "
+                    f"{offsets[wrong]} of {data.path}, and the one before it ends at byte {begins[wrong]}: {_REMEDY}"
+                )
+            end = int(ends[-1])
+        if data.size != end:
+            raise DataError(
+                f"{data.path} is {'truncated' if data.size < end else 'not of its index'}: "
+                f"{data.size} bytes, and {path} describes {end}: {_REMEDY}"
+            )
+        bounds, sequences = self.document_indices, len(self)
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != sequences:
             raise DataError(
                 f"{path} is damaged: its document bounds do not run from 0 to its {sequences} sequences: {_REMEDY}"
             )
-        return np.dtype(_DTYPES[code]).newbyteorder("<")
-
-    def _open_data(self, path: Path, dtype: np.dtype[np.number[Any]]) -> None:
-        size = path.stat().st_size
-        expected = 0
-        if len(self):
-            expected = int(self._offsets[-1]) + int(self.sequence_lengths[-1]) * dtype.itemsize
-        if size != expected:
-            raise DataError(
-                f"{path} is {'truncated' if size < expected else 'not of its index'}: "
-                f"{size} bytes, and {index_file(self.prefix)} describes {expected}: {_REMEDY}"
-            )
-        self._tokens: NDArray[Any] = np.memmap(path, dtype, "r") if size else np.empty(0, dtype)
+        before = 0
+        for first, piece in bounds.pieces():
+            wrong = _first(np.diff(piece, prepend=before) < 0)
+            if wrong is not None:
+                raise DataError(
+                    f"{path} is damaged at byte {bounds.byte_of(first + wrong)}: document bound {first + wrong} is "
+                    f"{piece[wrong]}, less than the one before it: {_REMEDY}"
+                )
+            before = int(piece[-1])
 
     def __len__(self) -> int:
         """Return the number of sequences."""
         return len(self.sequence_lengths)
 
-    @property
-    def tokens(self) -> NDArray[Any]:
-        """All ids of the file, of the type on disk, [tokens]; read only, mapped from disk."""
-        return self._tokens
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The type of the ids on disk."""
-        return self._tokens.dtype
-
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Return a run of one sequence's ids, as a view of the file.
+        """Return a run of one sequence's ids.
 
         Args:
             sequence: number of the sequence.
@@ -232,6 +248,7 @@ class IndexedDataset:
 
         Raises:
             IndexError: the run is not inside the sequence.
+            DataError: a file cannot be read, or has changed.
         """
         available = int(self.sequence_lengths[sequence]) - offset
         if length is None:
@@ -241,8 +258,42 @@ class IndexedDataset:
                 f"tokens [{offset}, {offset + length}) are not inside sequence {sequence} of "
                 f"{self.sequence_lengths[sequence]} tokens"
             )
-        start = int(self._offsets[sequence]) // self._tokens.itemsize + offset
-        return self._tokens[start : start + length]
+        first = self.first_token(sequence) + offset
+        return self.tokens.read(first, first + length)
+
+    def run(self, sequence: int, offset: int, most: int) -> NDArray[Any]:
+        """Return some ids of a sequence, as many as are wanted or there are.
+
+        Args:
+            sequence: number of the sequence.
+            offset: first token of the run.
+            most: tokens wanted.
+
+        Returns:
+            Token ids of the type on disk, [most or less]; read only.
+
+        Raises:
+            DataError: a file cannot be read, or is not what it was when it was opened.
+        """
+        # A sequence ends where the next begins, so that one read finds both.
+        offsets = self._offsets.read(sequence, min(sequence + 2, len(self))) // self.dtype.itemsize
+        first, end = int(offsets[0]), int(offsets[1]) if len(offsets) > 1 else len(self.tokens)
+        if not 0 <= first <= first + offset <= end <= len(self.tokens):
+            raise DataError(
+                f"{index_file(self.prefix)} has changed since it was opened: sequence {sequence} takes tokens {first} "
+                f"to {end} of {len(self.tokens)}, and token {offset} of it is wanted: bring back the dataset that the "
+                "run began with, and go on from the last checkpoint"
+            )
+        return self.tokens.read(first + offset, min(first + offset + most, end))
+
+    def first_token(self, sequence: int) -> int:
+        """Return where in `tokens` a sequence begins."""
+        return int(self._offsets[sequence]) // self.dtype.itemsize
+
+
+def _first(wrong: NDArray[np.bool]) -> int | None:
+    """Return the index of the first that is wrong, of [length]; None if none is."""
+    return int(wrong.argmax()) if wrong.any() else None
 
 
 def _read_through(path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from megatron_terapipe.data.file_columns import Numbers
 from megatron_terapipe.data.index_cache import Arrays, IndexCache
 
 _SECONDS_UNTIL_PROGRESS = 2.0
@@ -22,13 +23,13 @@ class SampleOrder:
     longer run begins with the samples of a shorter one.
     """
 
-    document_index: NDArray[np.int32]
+    document_index: Numbers
     """Documents in the order of the stream, int32 [epochs * documents]."""
 
-    shuffle_index: NDArray[np.int64]
+    shuffle_index: Numbers
     """The stream's sample behind each sample, int64 [samples of all epochs]."""
 
-    stream_starts: NDArray[np.int64]
+    stream_starts: Numbers
     """Tokens of the stream before each document, and before its end, int64 [epochs * documents + 1].
 
     Megatron stores where each sample begins; a binary search among these when the sample is wanted needs no such

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from megatron_terapipe.data.file_columns import FileColumn
 from megatron_terapipe.data.index_cache import IndexCache
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file
 from megatron_terapipe.data.tokenizer import Tokenizer
@@ -35,30 +36,41 @@ def check_token_ids(prefixes: Iterable[str], tokenizer: Tokenizer, cache: IndexC
         DataError: a file has an id that the tokenizer does not have, or the cache cannot be written.
     """
     for prefix in prefixes:
-        smallest, largest = token_range(IndexedDataset(prefix), cache)
+        smallest, largest = token_range(prefix, cache)
         if smallest < 0 or largest >= tokenizer.vocab_size:
+            number, token = _first_outside(IndexedDataset(prefix).tokens, tokenizer.vocab_size)
             raise DataError(
-                f"{data_file(prefix)} has the token id {smallest if smallest < 0 else largest}, and the vocabulary of "
+                f"{data_file(prefix)} has the token id {token} at byte {number}, and the vocabulary of "
                 f"--tokenizer-type {tokenizer.name} has {tokenizer.vocab_size} ids from 0: give the tokenizer that the "
                 "data was preprocessed with"
             )
 
 
-def token_range(dataset: IndexedDataset, cache: IndexCache) -> tuple[int, int]:
+def token_range(prefix: str, cache: IndexCache) -> tuple[int, int]:
     """Return the smallest and the largest token id of a data file, or 0 where none is below or above it.
 
     Args:
-        dataset: the file.
-        cache: keeps the answer, under the size of the file and the time at which it was written.
+        prefix: prefix of preprocessed data.
+        cache: keeps the answer, under the size of the file and the times at which it was written and changed.
     """
-    path = data_file(dataset.prefix).resolve()
+    path = data_file(prefix).resolve()
     state = path.stat()
-    description = {"range of token ids of": str(path), "bytes": state.st_size, "written_ns": state.st_mtime_ns}
-    found = cache.get(description, lambda: {"range": _range(dataset.tokens, path.name)})["range"]
+    # A copy may keep the time of writing; nobody can set that of the last change.
+    times = {"written_ns": state.st_mtime_ns, "changed_ns": state.st_ctime_ns}
+    description = {"range of token ids of": str(path), "bytes": state.st_size, **times}
+    found = cache.get(description, lambda: {"range": _range(IndexedDataset(prefix).tokens, path.name)})["range"]
     return int(found[0]), int(found[1])
 
 
-def _range(tokens: NDArray[np.number], name: str) -> NDArray[np.int64]:
+def _first_outside(tokens: FileColumn, vocab_size: int) -> tuple[int, int]:
+    """Return the byte of the first id that is not in a vocabulary, and the id."""
+    for first, piece in tokens.pieces():
+        for index in np.flatnonzero((piece < 0) | (piece >= vocab_size))[:1].tolist():
+            return tokens.byte_of(first + index), int(piece[index])
+    raise DataError("the token ids change while they are read: end what writes the data, and start again")
+
+
+def _range(tokens: FileColumn, name: str) -> NDArray[np.int64]:
     """Return the smallest and the largest of ids [tokens], read in pieces, several at a time: [2]."""
 
     def of_piece(start: int) -> tuple[int, int, int]:
@@ -67,7 +79,7 @@ def _range(tokens: NDArray[np.number], name: str) -> NDArray[np.int64]:
 
     found = np.zeros(2, np.int64)
     progress = tqdm(
-        total=tokens.nbytes,
+        total=len(tokens) * tokens.dtype.itemsize,
         desc=f"checking the token ids of {name}",
         unit="B",
         unit_scale=True,

@@ -9,6 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.data.blended_dataset import SampleDataset
 from megatron_terapipe.data.loader import MicroBatchLoader
+from megatron_terapipe.errors import DataError
 from megatron_terapipe.training.run import Run
 
 
@@ -42,4 +43,12 @@ def micro_batches(
         masked_eod=eod if data.eod_mask_loss else None,
         pin_memory=get_accelerator().device_name() != "cpu",
     ) as loader:
-        yield loader
+        yield _named(loader, run.launch.rank)
+
+
+def _named(loader: MicroBatchLoader, rank: int) -> Iterator[Any]:
+    """Yield the micro-batches; an error says which rank could not read its data, as others may read other files."""
+    try:
+        yield from loader
+    except DataError as error:
+        raise DataError(f"rank {rank}: {error}") from None

@@ -160,6 +160,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
             config,
             config.batch.sizes(layout.data_parallel_size),
             _start(config, checkpoint),
+            vocab_size=tokenizer.vocab_size,
             reads=not config.training.dry_run and layout.coordinate(launch.rank).pipe in reading_ranks(config),
         ),
         deepspeed_settings=deepspeed_config(config, layout),
@@ -250,7 +251,7 @@ def reading_ranks(config: Config) -> set[int]:
     return {pipeline.rank_of(stage) for stage in every}
 
 
-def _datasets(config: Config, sizes: BatchSizes, start: Progress, *, reads: bool) -> DatasetSplits:
+def _datasets(config: Config, sizes: BatchSizes, start: Progress, *, vocab_size: int, reads: bool) -> DatasetSplits:
     """Build as many samples as the run reads; where none are read, their numbers alone."""
     data = config.data
     ahead = max(0, _planned_iters(config.training, sizes) - start.iteration)
@@ -261,13 +262,20 @@ def _datasets(config: Config, sizes: BatchSizes, start: Progress, *, reads: bool
 
     seq_length, seed = config.model.seq_length, config.training.seed
     if data.mock_data:
-        vocab_size = config.model.vocab_size
-        assert vocab_size is not None, "the tokenizer's, where no flag says it"
+        drawn_from = config.model.vocab_size
+        assert drawn_from is not None, "the tokenizer's, where no flag says it"
         num_samples = (train, valid, test)
-        return mock_datasets(seq_length=seq_length, num_samples=num_samples, vocab_size=vocab_size, seed=seed)
+        return mock_datasets(seq_length=seq_length, num_samples=num_samples, vocab_size=drawn_from, seed=seed)
 
     def build(num_test: int) -> DatasetSplits:
-        return build_datasets(data, seq_length=seq_length, num_samples=(train, valid, num_test), seed=seed, reads=reads)
+        return build_datasets(
+            data,
+            seq_length=seq_length,
+            num_samples=(train, valid, num_test),
+            seed=seed,
+            vocab_size=vocab_size,
+            reads=reads,
+        )
 
     try:
         return build(test)

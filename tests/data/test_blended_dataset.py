@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.data.blended_dataset import BlendedDataset, interleave
+from megatron_terapipe.data.file_columns import FileColumn
 from megatron_terapipe.data.index_cache import IndexCache
 
 
@@ -61,7 +62,7 @@ def test_the_order_is_megatrons_to_the_last_tie(weights: list[float], num_sample
 def test_a_kept_order_is_the_order(tmp_path: Path) -> None:
     cache = IndexCache(tmp_path)
     orders = [interleave([0.3, 0.7], 1000, each) for each in (None, cache, cache)]
-    assert all(isinstance(each, np.memmap) for each in orders[2])
+    assert all(isinstance(each, FileColumn) for each in orders[2])
     for first, second, third in zip(*orders, strict=True):
         assert first.tolist() == second.tolist() == third.tolist()
     assert interleave([0.7, 0.3], 1000, cache).dataset_index.tolist() != orders[0].dataset_index.tolist()

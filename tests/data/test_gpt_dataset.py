@@ -1,5 +1,6 @@
 """Samples: what they hold, in which order, against the stream of tokens and against Megatron's."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.data.dataset_splits import split_ranges
+from megatron_terapipe.data.file_columns import FileColumn
 from megatron_terapipe.data.gpt_dataset import GPTDataset
 from megatron_terapipe.data.index_cache import IndexCache
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
@@ -53,7 +55,7 @@ def test_samples_are_the_stream_of_documents_and_each_epoch_visits_each_token_on
     documents = range(len(lengths))
     dataset = GPTDataset(indexed, documents, seq_length=seq_length, num_samples=num_samples, seed=seed)
     assert len(dataset) == num_samples
-    assert sorted(dataset.shuffle_index) == list(range(num_samples))
+    assert sorted(dataset.shuffle_index[:num_samples]) == list(range(num_samples))
 
     orders = dataset.document_index.reshape(-1, len(lengths))
     assert all(sorted(order) == list(documents) for order in orders)
@@ -61,7 +63,7 @@ def test_samples_are_the_stream_of_documents_and_each_epoch_visits_each_token_on
     for epoch in stream.reshape(-1, tokens):
         assert sorted(epoch) == list(range(tokens))
 
-    for sample, stream_sample in enumerate(dataset.shuffle_index):
+    for sample, stream_sample in enumerate(dataset.shuffle_index[:num_samples]):
         start = stream_sample * seq_length
         assert dataset[sample].tolist() == stream[start : start + seq_length + 1].tolist()
         assert dataset[sample].dtype == np.int64
@@ -104,7 +106,7 @@ def test_a_kept_order_is_the_order_that_is_drawn(
     )
     for sample in range(num_samples):
         assert drawn[sample].tolist() == kept[sample].tolist() == found[sample].tolist()
-    assert isinstance(found.document_index, np.memmap)
+    assert isinstance(found.document_index, FileColumn)
 
 
 def test_other_data_seed_or_length_has_another_kept_order(dataset_of: DatasetOf, tmp_path: Path) -> None:
@@ -131,6 +133,35 @@ def test_only_the_documents_of_the_range_are_read(dataset_of: DatasetOf) -> None
     dataset = GPTDataset(dataset_of(9, 9, 9), range(1, 2), seq_length=4, num_samples=7, seed=0)
     seen = {int(token) for sample in range(7) for token in dataset[sample]}
     assert seen == set(range(9, 18))
+
+
+def test_an_id_beyond_the_vocabulary_is_found_when_its_sample_is_read(dataset_of: DatasetOf, tmp_path: Path) -> None:
+    indexed = dataset_of(5, 6)
+    whole, checked = (
+        GPTDataset(indexed, range(2), seq_length=5, num_samples=2, seed=0, vocab_size=size) for size in (11, 10)
+    )
+    assert sorted({int(token) for sample in range(2) for token in whole[sample]}) == list(range(11))
+    with pytest.raises(DataError) as raised:
+        [checked[sample] for sample in range(2)]
+    assert str(raised.value) == (
+        f"{indexed.prefix}.bin has the token id 10 at byte 40 (document 1), and the vocabulary has 10 ids from 0: "
+        "bring back the file that the run began with, and go on from the last checkpoint"
+    )
+    with open(f"{indexed.prefix}.bin", "r+b") as file:
+        file.write((-1).to_bytes(4, "little", signed=True))
+    with pytest.raises(DataError, match=r"has the token id -1 at byte 0 \(document 0\)"):
+        [whole[sample] for sample in range(2)]
+
+
+def test_an_order_that_changed_on_disk_leads_nowhere(dataset_of: DatasetOf, tmp_path: Path) -> None:
+    cache = IndexCache(tmp_path)
+    dataset = GPTDataset(dataset_of(5, 6), range(2), seq_length=5, num_samples=2, seed=0, cache=cache)
+    (order,) = tmp_path.glob("*-shuffle_index.npy")
+    with order.open("r+b") as file:
+        file.seek(-16, os.SEEK_END)
+        file.write(np.array([10**6, 10**6]).tobytes())
+    with pytest.raises(DataError, match=r"order of the samples of .* has changed since the start, and sample 0 lies"):
+        dataset[0]
 
 
 def test_too_little_text_for_one_sample_is_refused_with_the_numbers(dataset_of: DatasetOf) -> None:
@@ -168,8 +199,8 @@ def test_samples_begin_where_megatron_begins_them(
         len(dataset.document_index) // len(lengths),
         tokens,
     )
-    ours = np.stack(dataset.locate(np.arange(num_samples)), axis=1)
-    assert ours.tolist() == theirs[:num_samples].tolist()
+    ours = [list(dataset.locate(sample)) for sample in range(num_samples)]
+    assert ours == theirs[:num_samples].tolist()
 
 
 def test_one_epoch_is_megatrons_sample_for_sample(dataset_of: DatasetOf) -> None:

@@ -1,5 +1,6 @@
 """Arrays kept on disk: found again, never half there, computed once, and rewritten where damaged."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_terapipe.data import index_cache
+from megatron_terapipe.data.file_columns import FileColumn
 from megatron_terapipe.data.index_cache import Arrays, IndexCache
 from megatron_terapipe.errors import DataError
 from tests.hostile_files import hostile_array
@@ -40,8 +43,7 @@ def test_what_is_computed_once_is_found_by_its_description(tmp_path: Path) -> No
     for _ in range(2):
         arrays = IndexCache(tmp_path / "deep" / "cache").get(DESCRIPTION, compute)
         assert values(arrays) == SQUARES
-        assert isinstance(arrays["number"], np.memmap)
-        assert not arrays["number"].flags.writeable
+        assert isinstance(arrays["number"], FileColumn)
     assert compute.calls == 1
     other = IndexCache(tmp_path / "deep" / "cache").get(DESCRIPTION | {"size": 2}, Squares(2))
     assert values(other) == [[0, 1], [0.0, 1.0]]
@@ -63,7 +65,13 @@ def put_another_array_in_its_place(path: Path) -> None:
         np.save(file, np.arange(3))
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, truncate, put_another_array_in_its_place])
+def change_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, put_another_array_in_its_place, change_a_bit])
 @pytest.mark.parametrize("pattern", ["*-number.npy", "*-square.npy", "*.json"])
 def test_what_is_not_whole_is_computed_again(tmp_path: Path, pattern: str, damage: Callable[[Path], None]) -> None:
     compute, cache = Squares(), IndexCache(tmp_path)
@@ -128,6 +136,28 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         IndexCache(tmp_path / "file").get(DESCRIPTION, Squares())
 
 
+def test_the_entry_of_other_data_is_computed_again(tmp_path: Path) -> None:
+    """As if a folder was copied together from several."""
+    one, other = IndexCache(tmp_path / "one"), IndexCache(tmp_path / "other")
+    one.get(DESCRIPTION, Squares())
+    other.get(DESCRIPTION | {"size": 2}, Squares(2))
+    for end in (".json", "-number.npy", "-square.npy"):
+        (target,), (source,) = (list((tmp_path / folder).glob(f"*{end}")) for folder in ("one", "other"))
+        target.write_bytes(source.read_bytes())
+    assert values(one.get(DESCRIPTION, Squares())) == SQUARES
+
+
+def test_a_process_that_stands_still_with_the_lock_is_not_waited_for_without_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_cache, "_SILENT_S", 0.05)
+    monkeypatch.setattr(index_cache, "_PATIENCE_S", 0.3)
+    with (tmp_path / ".lock").open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert values(IndexCache(tmp_path).get(DESCRIPTION, Squares())) == SQUARES
+    assert capsys.readouterr().err == f"waiting for another process that fills {tmp_path}\n"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_whole_entry_is_read_where_nothing_can_be_written(tmp_path: Path) -> None:
     IndexCache(tmp_path).get(DESCRIPTION, Squares())
@@ -139,6 +169,8 @@ RACER = """
 import sys, time
 from pathlib import Path
 import numpy as np
+from megatron_terapipe.data import index_cache
+from megatron_terapipe.data.file_columns import FileColumn
 from megatron_terapipe.data.index_cache import IndexCache
 
 folder, name = Path(sys.argv[1]), sys.argv[2]

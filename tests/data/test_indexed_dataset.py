@@ -1,15 +1,19 @@
 """Megatron's file format: round trips, exchange with megatron-core, and damaged files."""
 
+import gc
+import os
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_terapipe.data import file_columns
 from megatron_terapipe.data.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetWriter,
@@ -138,6 +142,20 @@ def replace(offset: int, value: bytes):
         (index_file, replace(0, b"TNTIDX"), r"no index of Megatron's: it begins with b'TNTIDX"),
         (index_file, replace(9, struct.pack("<Q", 2)), "format version 2, and only 1"),
         (index_file, replace(17, b"\x63"), "token type code 99"),
+        (index_file, replace(34, struct.pack("<i", -3)), "damaged at byte 34: sequence 0 has -3 tokens"),
+        (
+            index_file,
+            replace(38, struct.pack("<i", 2)),
+            r"damaged at byte 66: sequence 2 begins .* 8 .* ends at byte 10",
+        ),
+        (index_file, replace(58, struct.pack("<q", -6)), r"damaged at byte 58: sequence 1 begins at byte -6 .*d\.bin"),
+        (
+            index_file,
+            replace(74, struct.pack("<q", 1 << 40)),
+            "damaged at byte 74: sequence 3 begins at byte 1099511627776",
+        ),
+        (index_file, replace(90, struct.pack("<q", 3)), "damaged at byte 98: document bound 2 is 2, less than"),
+        (index_file, replace(90, struct.pack("<q", -1)), "damaged at byte 90: document bound 1 is -1, less than"),
         (index_file, replace(114, struct.pack("<q", 3)), "bounds do not run from 0 to its 4"),
         (data_file, keep(-2), r"truncated: 16 bytes, and .*d\.idx describes 18"),
         (data_file, lambda content: content + b"??", "not of its index: 20 bytes"),
@@ -152,12 +170,72 @@ def test_damage_is_named_with_the_file_and_the_remedy(tmp_path: Path, file, dama
     assert "write the dataset again" in str(error.value)
 
 
+def test_an_index_is_checked_to_its_end_whatever_the_pieces(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [[number] * (number % 3) for number in range(100)])
+    content = index_file(prefix).read_bytes()
+    with patch.object(file_columns, "NUMBERS_AT_ONCE", 7):
+        assert len(IndexedDataset(prefix)) == 100
+        for field, byte in (("sequence", 34 + 4 * 100 + 8 * 63), ("document bound", 34 + 12 * 100 + 8 * 63)):
+            index_file(prefix).write_bytes(replace(byte, struct.pack("<q", 5))(content))
+            with pytest.raises(DataError, match=rf"damaged at byte {byte}: {field} 63 "):
+                IndexedDataset(prefix)
+
+
+def test_the_index_of_other_data_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "d", DOCUMENTS)
+    index_file(tmp_path / "d").write_bytes(index_file(write(tmp_path / "other", DOCUMENTS[:-1])).read_bytes())
+    with pytest.raises(DataError, match=r"d\.bin is not of its index: 18 bytes, and .*d\.idx describes 16"):
+        IndexedDataset(tmp_path / "d")
+
+
 @pytest.mark.parametrize("file", [index_file, data_file])
 def test_a_missing_file_is_named_with_both_looked_for(tmp_path: Path, file) -> None:
     prefix = write(tmp_path / "d", DOCUMENTS)
     file(prefix).unlink()
     with pytest.raises(DataError, match=rf"{file(prefix).name} not found .*d\.bin and .*d\.idx"):
         IndexedDataset(prefix)
+
+
+def test_a_file_cut_short_while_it_is_read_is_named(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "d", DOCUMENTS))
+    os.truncate(data_file(tmp_path / "d"), 4)
+    assert dataset.run(0, 0, 2).tolist() == [1, 2]
+    with pytest.raises(DataError) as error:
+        dataset.run(2, 1, 9)
+    assert str(error.value) == (
+        f"{data_file(tmp_path / 'd')} ends at byte 4 now, and had 18 bytes when it was opened; bytes 10 to 16 are "
+        "wanted: bring back the whole file, and go on from the last checkpoint"
+    )
+    os.truncate(index_file(tmp_path / "d"), 60)
+    with pytest.raises(DataError, match=r"d\.idx ends at byte 60 now, and had 122 bytes when it was opened"):
+        dataset.run(2, 1, 9)
+
+
+def test_an_index_rewritten_while_it_is_read_is_named(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "d", DOCUMENTS))
+    with index_file(tmp_path / "d").open("r+b") as file:
+        file.write(bytes(122))
+    with pytest.raises(DataError, match=r"d\.idx has changed since it was opened: sequence 2 takes tokens 0 to 0 of 9"):
+        dataset.run(2, 1, 9)
+
+
+def test_a_file_that_is_removed_can_be_read_to_the_end(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", DOCUMENTS)
+    dataset = IndexedDataset(prefix)
+    for file in (data_file, index_file):
+        file(prefix).unlink()
+    assert [dataset.get(number).tolist() for number in range(4)] == DOCUMENTS
+
+
+def test_no_file_stays_open_when_nobody_reads_it(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", DOCUMENTS)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    datasets = [IndexedDataset(prefix) for _ in range(3)]
+    assert len(os.listdir("/proc/self/fd")) == before + 6
+    datasets.clear()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_text_to_datasets_needs_no_torch() -> None:
