@@ -42,11 +42,12 @@ test-fast: $(VENV)/installed ## the tests that start no ranks and no programs, a
 test-all: $(VENV)/installed ## all tests on all setups
 	$(PYTEST) --all-setups --durations=30
 
-check: $(VENV)/installed ## style, types, names, layers and docstrings
+check: $(VENV)/installed ## style, types, names, layers, docstrings, and known vulnerabilities of dependencies
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy --strict --follow-imports silent $(TYPED)
 	$(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/architecture
+	$(BIN)/python -m tests.audit_dependencies
 
 faults: $(VENV)/installed ## make faults on purpose, and hold the promises of docs/reliability.md against what comes of them; hours
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.faults

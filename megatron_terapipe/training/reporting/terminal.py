@@ -1,6 +1,7 @@
 """The log, in Megatron's words and order, so that what reads its logs reads ours; and a progress bar."""
 
 import sys
+import threading
 from collections.abc import Sequence
 from math import isfinite
 from statistics import fmean
@@ -131,6 +132,8 @@ class ProgressBar(Reporter):
     """
 
     def __init__(self, done: int, train_iters: int) -> None:
+        # Only threads of this process write. tqdm's own lock is for several, and may leave a semaphore in /dev/shm.
+        tqdm.set_lock(threading.RLock())
         self._bar = tqdm(total=train_iters, initial=done, unit="iteration", disable=not sys.stderr.isatty())
 
     def iteration(self, metrics: IterationMetrics) -> None:
