@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.notices and launch.rank == 0:
             print(*arguments.notices, sep="\n", flush=True)
         speaks = True
-        with process_group(run):
-            Trainer(run, build_engine(run)).run()
+        with process_group(run) as watch:
+            Trainer(run, build_engine(run, watch)).run()
     except NumbersError as error:
         if launch.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)

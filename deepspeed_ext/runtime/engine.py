@@ -7,10 +7,7 @@ checkpoints, reductions over data-parallel ranks - is DeepSpeed's own.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
-from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -34,8 +31,7 @@ from deepspeed_ext.runtime.gradients.stepping import SteppingEngine
 from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
 from deepspeed_ext.runtime.ledger.observers import BackwardTimer, Observers
 from deepspeed_ext.runtime.ledger.op_clock import OpClock
-from deepspeed_ext.runtime.ledger.op_ledger import OpLedger, accelerator_mark
-from deepspeed_ext.runtime.ledger.stall_watch import StallWatch
+from deepspeed_ext.runtime.ledger.stall_watch import GRACE, StallWatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.numbers.replay import ReplayingEngine
 from deepspeed_ext.runtime.rank_links import RankLinks
@@ -67,7 +63,7 @@ _METHODS = {
 def _executed_by(method: Callable[[Executor, Instruction], None]) -> Callable[..., None]:
     def execute(engine: "TokenSlicePipelineEngine", step: Instruction) -> None:
         method(engine._executor, step)
-        engine._ledger.done()
+        engine.ledger.done()
 
     return execute
 
@@ -77,8 +73,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
 
     Args:
         schedule: order of the ops when training.
-        timeout: longest time that a transfer between stages may take.
-        ledger_directory: directory in which ranks write what they have done, if the pipeline stands still.
+        watch: looks after this rank, and has its ledger.
         overlap_grad_reduce: sum gradients over replicas layer by layer, while the last backwards run.
         overlap_param_gather: gather weights that replicas stepped in parts while the next forward runs.
         check_token_slices: check in the first batch that each layer computes in token slices what it does whole.
@@ -90,8 +85,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         self,
         *arguments: Any,
         schedule: Schedule,
-        timeout: timedelta,
-        ledger_directory: Path,
+        watch: StallWatch,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = False,
         check_token_slices: bool = True,
@@ -110,25 +104,14 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             self.global_rank,
             self.module.pipeline,
             self.device,
-            timeout=timeout,
+            timeout=watch.timeout + GRACE,
             activation_rule=self._activation_shape if self.module.activation_spec else None,
             dynamic_shape=self.dynamic_shape,
         )
         self.observers = Observers([BackwardTimer(self)] if self.wall_clock_breakdown() else [])
         """Surround ops and phases of the steps, wherever they are called for."""
-        self._ledger = OpLedger(self.global_rank, accelerator_mark())
-        if self.is_pipe_parallel:
-            pipeline = self.grid.get_pipe_parallel_group()
-            self._watch = StallWatch(
-                self._ledger,
-                rank=self.global_rank,
-                peers=dist.get_process_group_ranks(pipeline),
-                name=pipeline.group_name,
-                store=dist.distributed_c10d._get_default_store(),
-                timeout=timeout,
-                directory=ledger_directory,
-            )
-            finalize(self, self._watch.end)
+        self.ledger = watch.ledger
+        self._name_groups()
         self._reductions = gradient_reductions(self) if overlap_grad_reduce else None
         self._gathers = parameter_gathers(self) if overlap_param_gather else None
         self._loss = batch_loss(self)
@@ -140,7 +123,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             loss=self._loss,
             loss_scale=self._loss_scale,
             around=self._around,
-            ledger=self._ledger,
+            ledger=self.ledger,
             reductions=self._reductions,
             gathers=self._gathers,
             checks=check_token_slices and len(self.module.token_slices) > 1,
@@ -150,6 +133,17 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
             self._accumulated = OptimizerGradients(self.optimizer)
             self._executor.attach_weight_gradients()
+
+    def _name_groups(self) -> None:
+        """Tell the ledger what the groups of this rank are for, and count their collectives alike on all ranks."""
+        collectives = self.ledger.collectives
+        collectives.leave_out(self._links.groups)
+        collectives.name(self.grid.get_data_parallel_group(), "replicas")
+        collectives.name(self.grid.get_slice_parallel_group(), "tensor-parallel ranks")
+        collectives.name(self.grid.get_pipe_parallel_group(), "pipeline ranks")
+        collectives.name(self.grid.get_model_parallel_group(), "ranks of a replica")
+        collectives.name(dist.group.WORLD, "all ranks")
+        collectives.start_anew()
 
     # ------------------------------------------------------------------ what a user calls
 
@@ -327,9 +321,9 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         except BaseException as error:
             self.timers(TRAIN_BATCH_TIMER).reset()
             self._executor.finish()
-            if not self._ledger.untouched:
+            if not self.ledger.untouched:
                 self._broken_by = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            self._ledger.begin("no batch: the last one was refused", ())
+            self.ledger.begin("no batch: the last one was refused", ())
             raise
 
     def _begin(self, schedule: ProgramSchedule, token_slices: TokenSlices, rows: int, **settings: bool) -> None:
@@ -337,7 +331,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         self._links.begin((schedule.training, rows, token_slices), schedule.shape)
         phase = "train" if schedule.training else "eval"
         self.observers.begin()
-        self._ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
+        self.ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
         plan = BatchPlan(
             shape=schedule.shape,
             token_slices=token_slices,

@@ -8,6 +8,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import deepspeed
 import deepspeed.ops
@@ -26,8 +27,10 @@ from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, interleaved, sched
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.ledger.stall_watch import GRACE, StallWatch, watch_this_rank
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.settings import read_settings, settings_without_effect
+from deepspeed_ext.runtime.topology import wait_as_long
 
 SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.8,<0.20")
 """0.19.8 brought the schedule hooks this engine overrides; before 0.19.3 gradients of pipelines were wrong."""
@@ -40,6 +43,7 @@ def initialize(
     schedule: str | Schedule = "1f1b",
     timeout: timedelta = timedelta(minutes=30),
     ledger_directory: str | Path = "stalled_pipeline",
+    watch: StallWatch | None = None,
     overlap_grad_reduce: bool = True,
     overlap_param_gather: bool = False,
     check_token_slices: bool = True,
@@ -53,9 +57,10 @@ def initialize(
         config: DeepSpeed configuration, or the file of one; may be in the keywords `args` or `config_params`, too.
         schedule: order of the ops: a name of `plan.schedules.SCHEDULES`, a generator of your own, or `optimised`, which
             is found for the costs of the ops before the first batch.
-        timeout: longest time that a transfer between stages may take before it counts as lost.
-        ledger_directory: directory to which every rank writes its progress and what it waits for, if the pipeline
-            stands still for most of that time.
+        timeout: longest time that a rank may wait for another. If the run stands still for longer, one line says which
+            rank is behind, and all processes end with the code `stall_watch.STANDS_STILL`.
+        ledger_directory: directory to which every rank then writes what it has done and what it waits for.
+        watch: looks after this rank already, with a timeout and a directory of its own; None to make one.
         overlap_grad_reduce: start to sum gradients over data-parallel ranks as soon as the last backward of the step
             has passed a layer; else after the last op. Settings of `config` that only DeepSpeed's own reductions
             know, such as ZeRO's `contiguous_gradients` and `overlap_comm`, turn it off.
@@ -90,11 +95,13 @@ def initialize(
             log_dist(line, ranks=[0], level=logging.WARNING)
     # Before optimizers copy weights and ask which of them to count.
     model.connect_shared_modules()
+    ends = watch is None
+    if watch is None:
+        watch = watch_this_rank(timeout, Path(ledger_directory), name=model.world_group.group_name)
     engine_class = partial(
         TokenSlicePipelineEngine,
         schedule=schedule,
-        timeout=timeout,
-        ledger_directory=Path(ledger_directory),
+        watch=watch,
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         check_token_slices=check_token_slices,
@@ -103,6 +110,9 @@ def initialize(
         engine, *others = deepspeed.initialize(
             model=model, config=str(config) if isinstance(config, Path) else config, **keywords
         )
+    if ends:
+        finalize(engine, watch.end)
+    wait_as_long(watch.timeout + GRACE)
     _check_precision(engine)
     engine.check_schedule()
     return engine, *others

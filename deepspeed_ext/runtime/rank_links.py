@@ -63,7 +63,8 @@ class RankLinks:
         # One book for each end of a channel: both ends learn from the same messages, and from no others.
         self._books: dict[Channel, ShapeBook] = {}
         numbers = communicators(shape)
-        groups = _groups(topology, len(set(numbers.values())), timeout)
+        groups = self.groups = _groups(topology, len(set(numbers.values())), timeout)
+        """Communicators of the channels."""
         for channel, number in numbers.items():
             if own_rank not in channel[:2]:
                 continue

@@ -141,6 +141,16 @@ def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None = None)
     return dist.new_group(own, timeout=timeout, use_local_synchronization=True)
 
 
+def wait_as_long(timeout: timedelta) -> None:
+    """Let every process group of this rank give up after the same time: DeepSpeed makes its own with torch's default.
+
+    Args:
+        timeout: longest time that a collective or a transfer may take.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def _of(rank: int, groups: Iterable[list[int]]) -> list[int]:
     return next(ranks for ranks in groups if rank in ranks)
 

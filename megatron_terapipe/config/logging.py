@@ -162,8 +162,8 @@ class LoggingConfig:
     this run, because the first ones are slower than the rest."""
 
     ledger_directory: str | None = option(None, metavar="DIR")
-    """Directory in which every rank writes what it has done and whom it waits for, if the pipeline stands still for
-    most of `--distributed-timeout-minutes`. Default: `stalled_pipeline` in `--save`, or in the current directory."""
+    """Directory in which every rank writes what it has done and whom it waits for, if the run stands still for
+    `--distributed-timeout-minutes`. Default: `stalled_pipeline` in `--save`, or in the current directory."""
 
     def __post_init__(self) -> None:
         """Check the ranges."""

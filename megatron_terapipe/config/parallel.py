@@ -139,9 +139,10 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library. Default: the one for the accelerator."""
 
-    distributed_timeout_minutes: int = 30
-    """Minutes to wait for another rank before giving up. If a pipeline stands still, one line says earlier which rank
-    is behind."""
+    distributed_timeout_minutes: float = 30.0
+    """Longest time in minutes for which a rank waits for another. If the run stands still for so long, one line says
+    which rank is behind, and all processes end with exit code 75. It must be longer than anything that a rank does
+    alone, such as compiling or writing its part of a checkpoint."""
 
     local_rank: int | None = None
     """Rank on this machine. The launcher sets it."""

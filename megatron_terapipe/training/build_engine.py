@@ -1,10 +1,11 @@
 """Build the process group and the engine of a prepared run."""
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ from deepspeed_ext.runtime.channels import MessageSpec, TensorSpec
 from deepspeed_ext.runtime.cuda_environment import check_same_environment, compared_variables
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
+from deepspeed_ext.runtime.ledger.stall_watch import GRACE, STANDS_STILL, StallWatch, watch_this_rank
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import own_group
 from megatron_terapipe.checkpoint.index import saved_run
@@ -40,8 +42,12 @@ LAUNCHER_NOTICES_S = 5
 
 
 @contextmanager
-def process_group(run: Run) -> Iterator[None]:
-    """Join the other ranks, each on its own device or cores; leave when done."""
+def process_group(run: Run) -> Iterator[StallWatch]:
+    """Join the other ranks, each on its own device or cores; leave when done.
+
+    Yields:
+        The watch over this rank.
+    """
     run.launch.export()
     if run.config.training.compile_pointwise != "auto":
         os.environ[pointwise.VARIABLE] = run.config.training.compile_pointwise
@@ -56,14 +62,16 @@ def process_group(run: Run) -> Iterator[None]:
     # DeepSpeed calls collectives by names that torch has renamed; nobody who trains can do anything about it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     backend = run.config.parallel.distributed_backend or accelerator.communication_backend_name()
+    ledgers = run.config.logging.ledgers(run.config.checkpoint.save)
     try:
-        init_distributed(dist_backend=backend, timeout=_timeout(run), verbose=False)
-    except dist.DistNetworkError as error:
+        init_distributed(dist_backend=backend, timeout=_timeout(run) + GRACE, verbose=False)
+        watch = watch_this_rank(_timeout(run), ledgers, name="run")
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _not_met(run, error) from error
     try:
         if accelerator.device_name() == "cuda":
             compare_environments()
-        yield
+        yield watch
     except NumbersError:
         # Every rank raises it, and the first one says it: it must come to that before a launcher ends it.
         if run.launch.rank:
@@ -76,7 +84,9 @@ def process_group(run: Run) -> Iterator[None]:
         time.sleep(LAUNCHER_NOTICES_S)
         raise
     # Not in a `finally`: after an error the other ranks may never come, and the launcher ends them.
-    dist.destroy_process_group()
+    with watch.ledger.phase("leaving the process group"):
+        dist.destroy_process_group()
+    watch.end()
 
 
 def compare_environments() -> None:
@@ -114,27 +124,50 @@ def own_device(local_rank: int, num_visible: int) -> int:
     return local_rank
 
 
-def _not_met(run: Run, error: dist.DistNetworkError) -> Exception:
-    """Return what to raise where the ranks could not meet: one line if the port is taken, as by a second run."""
+def _not_met(run: Run, error: Exception) -> BaseException:
+    """Return what to raise where the ranks could not meet: the port is taken, as by a second run, or one is missing."""
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if run.launch.rank == 0 and "EADDRINUSE" in str(error):
         return ConfigError(
             f"port {port} of {host}, where the ranks meet, is in use, perhaps by another run: give the launcher "
             "another with --master_port, or set MASTER_PORT for mpirun and srun"
         )
-    return error
+    why = str(error).partition("\n")[0]
+    print(
+        f"error: the ranks did not meet at {host}:{port} within --distributed-timeout-minutes "
+        f"{run.config.parallel.distributed_timeout_minutes:g} ({why}): look for the rank or host that did not start",
+        file=sys.stderr,
+        flush=True,
+    )
+    return SystemExit(STANDS_STILL)
 
 
-def build_engine(run: Run) -> TokenSlicePipelineEngine:
-    """Build this rank's stage and its engine, and load the checkpoint if the run goes on from one."""
+def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelineEngine:
+    """Build this rank's stage and its engine, and load the checkpoint if the run goes on from one.
+
+    Args:
+        run: the prepared run.
+        watch: the watch over this rank; None to let the engine have its own.
+    """
+    with nullcontext() if watch is None else watch.ledger.phase("building the engine"):
+        check_agreement(run)
+        saved = (
+            None
+            if run.checkpoint is None
+            else saved_run(*run.checkpoint, run.config.model, weights_only=run.config.checkpoint.weights_only)
+        )
+        engine = _new_engine(run, watch)
+    if run.checkpoint is not None and saved is not None:
+        with engine.ledger.phase("loading the checkpoint"):
+            load_checkpoint(engine, *run.checkpoint, saved, run.config.checkpoint)
+            refuse_bad_states(engine, f"checkpoint {run.checkpoint[0]}", "load another, which --load-tag can name")
+    return engine
+
+
+def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
+    """Return the engine of this rank, with weights as they are drawn."""
     config, layout = run.config, run.layout
     torch.use_deterministic_algorithms(config.training.deterministic_mode)
-    check_agreement(run)
-    saved = (
-        None
-        if run.checkpoint is None
-        else saved_run(*run.checkpoint, config.model, weights_only=config.checkpoint.weights_only)
-    )
     ranks = tensor_parallel_ranks(run)
     recompute = config.training.recompute_granularity
 
@@ -172,14 +205,12 @@ def build_engine(run: Run) -> TokenSlicePipelineEngine:
             schedule=run.simulated_schedule,
             timeout=_timeout(run),
             ledger_directory=config.logging.ledgers(config.checkpoint.save),
+            watch=watch,
             overlap_grad_reduce=not config.parallel.no_overlap_grad_reduce,
             overlap_param_gather=config.parallel.overlap_param_gather,
             check_token_slices=False,  # The tests of these layers do.
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),
         )
-    if run.checkpoint is not None and saved is not None:
-        load_checkpoint(engine, *run.checkpoint, saved, config.checkpoint)
-        refuse_bad_states(engine, f"checkpoint {run.checkpoint[0]}", "load another, which --load-tag can name")
     return engine
 
 

@@ -111,9 +111,10 @@ class Trainer:
                 "nothing was saved; go on from a checkpoint before it",
             )
             info = self._run.checkpoint_info(progress)
-            directory = save_checkpoint(
-                self._engine, checkpoint.save, info, keep_last=checkpoint.keep_last_n_checkpoints
-            )
+            with self._engine.ledger.phase("saving"):
+                directory = save_checkpoint(
+                    self._engine, checkpoint.save, info, keep_last=checkpoint.keep_last_n_checkpoints
+                )
             self._saved_iteration = progress.iteration
             self._reporters.note(f" saved checkpoint {directory}")
 

@@ -145,7 +145,7 @@ REFUSALS = [
         "--stage-partition 0,2,6 ends at 6, but --num-layers is 4",
         "end it with 4",
     ),
-    ({"distributed_timeout_minutes": 0}, "--distributed-timeout-minutes 0 is not positive", "give 1 or more"),
+    ({"distributed_timeout_minutes": 0}, "--distributed-timeout-minutes 0 is not positive", "give"),
     ({"micro_batch_size": 0}, "--micro-batch-size 0 is not positive", "give 1 or more"),
     (
         {"global_batch_size": 7},

@@ -58,7 +58,7 @@ NO_CODE = {
     "a product of K inputs": "formulas",
     "all-reduce of B bytes": "formulas",
     "CUDA environment: set": "printed by a run",
-    "the pipeline stands still": "printed by a run",
+    "error: the run stands still": "printed by a run",
     "CUDA_DEVICE_MAX_CONNECTIONS=16": "file of DeepSpeed's launcher",
 }
 """Beginnings of indented blocks that are no commands."""

@@ -20,7 +20,7 @@ from tests.runtime.reference import reference_gradients
 TOLERANCE = 1e-6
 """Of the loss and the norm of the gradient in fp32, against plain autograd in fp64."""
 
-_STALLS = "the pipeline stands still: "
+_STALLS = "the run stands still: "
 _START_S = 180.0
 """How long ranks may take to start and to import torch."""
 
@@ -31,7 +31,7 @@ class Settings:
 
     Attributes:
         sharing: how ranks get their device.
-        transfer_timeout_s: how long a transfer may take; a little less, and the pipeline says who is behind.
+        transfer_timeout_s: how long a transfer may take; a little less, and the run says who is behind.
         most_hangs: of one phase, before its other trials are left out.
         start_method: of `multiprocessing`.
     """

@@ -15,12 +15,20 @@ from deepspeed_ext.runtime.gradients.gradient_sums import sum_over_sharing_ranks
 from deepspeed_ext.runtime.gradients.parameter_gathers import ParameterGathers
 from deepspeed_ext.runtime.gradients.stepped_gradients import count_bad_copies
 from deepspeed_ext.runtime.ledger.observers import REDUCTIONS, SUMS, UPDATE, Observers
+from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
+
+_WORDS = {
+    SUMS: "sums over the ranks of a replica",
+    REDUCTIONS: "sums over replicas",
+    UPDATE: "norm, clipping and update",
+}
+"""What the ledger calls each phase."""
 
 
 def _phase(name: str, method: Callable[["SteppingEngine"], None]) -> Callable[..., None]:
     @wraps(method)
     def execute(engine: "SteppingEngine") -> None:
-        with engine.observers.phase(name):
+        with engine.observers.phase(name), engine.ledger.phase(_WORDS[name]):
             method(engine)
 
     return execute
@@ -31,6 +39,8 @@ class SteppingEngine(PipelineEngine):
 
     observers: Observers
     """Observers of the ops and phases of a step."""
+    ledger: OpLedger
+    """What this rank has done and does."""
     _reductions: GradientReductions | None = None
     """Sums over replicas that start while backwards run."""
     _gathers: ParameterGathers | None = None

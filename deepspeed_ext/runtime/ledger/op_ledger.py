@@ -9,10 +9,12 @@ until the accelerator has come to the same place in its queue:
 
 An accelerator tells where it is by an event after each op. Transfers tell by themselves whether they are over, and what
 costs it nothing, such as to post a message, it has done as soon as it has done what was before.
+
+Outside of programs a rank is in phases, such as `sums over replicas` or `saving`, of which all ranks have the same. How
+many collectives a rank has started, torch counts.
 """
 
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +25,9 @@ from typing import Any, NamedTuple
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.programs.program import COMPUTES, Instruction
-from deepspeed_ext.runtime.ledger.stall import Position
+from deepspeed_ext.runtime.ledger.code_place import main_stack
+from deepspeed_ext.runtime.ledger.collectives import Collectives
+from deepspeed_ext.runtime.ledger.position import Position
 
 Reached = Callable[[], bool]
 """Says whether the accelerator has come to a place in its queue. Any thread calls it until it has, and never again."""
@@ -37,6 +41,9 @@ class _State(NamedTuple):
     program: Sequence[Instruction]
     done: int
     waits_for: int | None
+    phase: str = ""
+    number: int = 0
+    """Of the batch or phase, counted from the first."""
 
 
 class OpLedger:
@@ -50,7 +57,8 @@ class OpLedger:
     def __init__(self, rank: int, mark: Mark | None = None) -> None:
         self._rank, self._mark = rank, mark
         self._said = self._reached = _State("no batch yet", (), 0, None)
-        self._since = time.monotonic()
+        self.collectives = Collectives()
+        """Collectives that this rank has started."""
         self._ahead: deque[tuple[Reached | None, _State]] = deque()
         self._lock = Lock()
 
@@ -61,7 +69,20 @@ class OpLedger:
             batch: name of the batch.
             program: instructions of this rank.
         """
-        self._say(_State(batch, program, 0, None), self._mark)
+        self._say(_State(batch, program, 0, None, number=self._said.number + 1), self._mark)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around something that all ranks of the run do, other than a program.
+
+        Args:
+            name: of the phase, for a reader: `saving`.
+        """
+        before = self._said
+        self._say(before._replace(phase=name, number=before.number + 1), self._mark)
+        yield
+        # Not in a `finally`: where it fails, it is what the ledger should say.
+        self._say(self._said._replace(phase=before.phase, number=self._said.number + 1), self._mark)
 
     @property
     def untouched(self) -> bool:
@@ -95,24 +116,26 @@ class OpLedger:
         """Current position of the rank, and its program."""
         with self._lock:
             self._catch_up()
-            (batch, program, done, waits_for), since = self._reached, self._since
+            state = self._reached
+        instruction = str(state.program[state.done]) if state.done < len(state.program) else ""
         position = Position(
             rank=self._rank,
-            batch=batch,
-            done=done,
-            total=len(program),
-            doing=str(program[done]) if done < len(program) else "",
-            waits_for=waits_for,
-            seconds=time.monotonic() - since,
+            batch=state.batch,
+            done=state.done,
+            total=len(state.program),
+            doing=state.phase or instruction,
+            waits_for=state.waits_for,
+            phase=state.number,
+            collectives=self.collectives.counts(),
         )
-        return position, program
+        return position, state.program
 
     def _say(self, state: _State, mark: Mark | None) -> None:
         """Note where the host is; None marks nothing: the accelerator gets there with what was said before."""
         self._said = state
         with self._lock:
             if self._mark is None:
-                self._reached, self._since = state, time.monotonic()
+                self._reached = state
                 return
             # Before the mark, so that the event of one that was reached can serve again.
             self._catch_up()
@@ -121,7 +144,7 @@ class OpLedger:
 
     def _catch_up(self) -> None:
         while self._ahead and ((reached := self._ahead[0][0]) is None or reached()):
-            self._reached, self._since = self._ahead.popleft()[1], time.monotonic()
+            self._reached = self._ahead.popleft()[1]
 
     def write(self, directory: Path, line: str) -> Path:
         """Write the ledger as JSON.
@@ -147,6 +170,7 @@ class OpLedger:
                 "token_slice": doing.token_slice,
                 "peer": position.waits_for,
             },
+            "stack": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in main_stack()],
             "done": [str(instruction) for instruction in program[: position.done]],
             "to_do": [str(instruction) for instruction in program[position.done :]],
         }

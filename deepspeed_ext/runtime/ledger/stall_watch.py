@@ -1,38 +1,68 @@
-"""Watches over a rank: when its pipeline stands still, says which rank is behind and writes the ledgers.
+"""Watches over a rank: when the run stands still, says which rank is behind, writes the ledgers and ends the process.
 
 Ranks that stand still cannot talk over their communicators, on which they wait for each other. So a thread of each
-rank looks after it, and the threads talk over the store by which the ranks met:
+rank looks after it, and the threads talk over a connection of their own to the store by which the ranks met:
 
-    rank 0   waits for rank 1 too long --> asks -----> reads the answers: "rank 2 is behind"; writes its ledger
-    rank 1   waits for rank 2                 '-> answers, writes its ledger
-    rank 2   computes for ever                '-> answers, writes its ledger
+    rank 0   stands still too long    --> asks -----> reads the answers: "rank 2 is behind"; writes its ledger, ends
+    rank 1   stands still                     '-> answers, hears the same; writes its ledger, ends
+    rank 2   computes for ever                '-> answers, hears the same; writes its ledger, ends
 
-The store is kept by a rank, which may be the one that has stopped. A second thread, which asks nobody, then writes
-the ledger of its own rank and says what that rank knows.
+    0 ------------------ timeout / 2 ------------------- timeout ---------- + 5 s --------- + 30 s
+    a rank stops         all ranks are asked             asked again:      the kernel       communicators
+                         where they are                  all end           kills it         give up by themselves
+
+A collective that hangs on an accelerator never raises, so the thread ends the process. A rank that was stopped cannot
+end itself, and is killed by a timer of the kernel. The store is kept by a rank, too, which may be the one that has
+stopped. So a second thread, which asks nobody, keeps the time; it ends a rank to which the store no longer answers.
 """
 
-import json
+import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
-from deepspeed_ext.runtime.ledger.stall import Position, explain, explain_alone
+from deepspeed_ext.runtime.ledger.code_place import innermost_caller, is_in_collective, main_stack
+from deepspeed_ext.runtime.ledger.kill_timer import KillTimer
+from deepspeed_ext.runtime.ledger.op_ledger import OpLedger, accelerator_mark
+from deepspeed_ext.runtime.ledger.position import Position
+from deepspeed_ext.runtime.ledger.roll_call import RollCall
+from deepspeed_ext.runtime.ledger.stall import explain, explain_alone
 
-_PATIENCE, _LAST_MOMENT = 0.7, 0.9
-"""Parts of the timeout of transfers: after the first a wait is a stall, soon enough to ask; by the second, when
-communicators are about to give up, there should have been an answer."""
+STANDS_STILL = 75
+"""Exit code of a rank that ends because the run stands still: `EX_TEMPFAIL`, a failure that may not come again."""
+
+KILLED_AFTER_S = 5.0
+"""Seconds after the timeout at which a rank of which no thread runs is killed."""
+
+GRACE = timedelta(seconds=30)
+"""Time that communicators wait longer than the timeout, so that they do not give up before the watch has spoken."""
 
 _ANSWERS = 3
 """Looks at the store that a living rank surely takes while another waits for answers."""
 
+_UNHEARD = 1 / 3
+"""Part of the timeout for which a rank must not have answered until it counts as stopped: a library may hold up all
+threads of a process for a while."""
+
 _PARTING_S = 10.0
 """How long to wait for a thread that is to end: calls to a store that answers take less, on a busy host too."""
+
+
+def end_process() -> None:
+    """End this process at once, whatever its main thread waits for."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(STANDS_STILL)
 
 
 class StallWatch:
@@ -41,12 +71,12 @@ class StallWatch:
     Args:
         ledger: ledger of this rank.
         rank: this rank.
-        peers: ranks of its pipeline, itself included.
-        name: name of the pipeline, the same on its ranks and no other's: under it they ask and answer.
-        store: that all ranks share.
-        timeout: longest time that a transfer may take.
+        world_size: number of ranks. A rank that is alone has nobody to wait for, and is not watched.
+        store: of all ranks, over a connection that nobody else uses.
+        timeout: longest time that a rank may wait for another.
         directory: directory of the ledgers.
         say: prints a line.
+        end: ends this process.
     """
 
     def __init__(
@@ -54,29 +84,33 @@ class StallWatch:
         ledger: OpLedger,
         *,
         rank: int,
-        peers: Sequence[int],
-        name: str,
+        world_size: int,
         store: Any,
         timeout: timedelta,
         directory: Path,
         say: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True),
+        end: Callable[[], object] = end_process,
     ) -> None:
-        self._ledger, self._rank, self._peers, self._store = ledger, rank, peers, store
-        self._patience_s = _PATIENCE * timeout.total_seconds()
-        self._interval_s = min(max(self._patience_s / 20, 0.05), 5.0)
-        asked_s = self._patience_s + 2 * _ANSWERS * self._interval_s
-        self._last_moment_s = max(_LAST_MOMENT * timeout.total_seconds(), asked_s)
-        self._directory, self._say = directory, say
-        self._name, self._num_stalls = name, 0
-        # Batch and instruction at which this rank last stood still: said once, also if it goes on after a long time.
-        self._told: tuple[str, int] | None = None
-        self._ended = threading.Event()
+        self.ledger, self.timeout = ledger, timeout
+        self._rank, self._world_size, self._roll_call = rank, world_size, RollCall(store, rank)
+        timeout_s = timeout.total_seconds()
+        self._interval_s = min(max(timeout_s / 20, 0.02), 5.0)
+        # By the timeout all have answered.
+        self._limit_s = timeout_s - (_ANSWERS + 1) * self._interval_s
+        self._directory, self._say, self._end = directory, say, end
+        self._clock_s = self._heard_s = self._moved_s = 0.0
+        self._asks_at_s = self._limit_s / 2
+        self._position = ledger.position()
+        # First question that a rank has left without an answer since its last one, by the clock.
+        self._unheard_since: dict[int, float] = {}
+        self._ended, self._concluding = threading.Event(), threading.Lock()
+        self._kill_timer = KillTimer(timeout_s + KILLED_AFTER_S)
         device = get_accelerator().current_device()
         self._threads = [
             threading.Thread(target=self._on_device, args=(device, run), name="stall watch", daemon=True)
-            for run in (self._ask, self._ask_nobody)
+            for run in (self._ask, self._keep_time)
         ]
-        for thread in self._threads:
+        for thread in self._threads if world_size > 1 else ():
             thread.start()
 
     def end(self) -> None:
@@ -85,13 +119,44 @@ class StallWatch:
         # A thread that Python kills in the middle of a call to the store takes the process down with it. Whoever drops
         # the last reference to an engine ends its watch, and that may be this very thread.
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(timeout=_PARTING_S)
+        self._kill_timer.end()
 
     def _on_device(self, device: int, run: Callable[[], None]) -> None:
         # A thread starts on the first device of the host, and to ask for an event there would take memory of it.
         get_accelerator().set_device(device)
         run()
+
+    # ------------------------------------------------------------------ the thread that asks nobody
+
+    def _keep_time(self) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(self._interval_s):
+            now = time.monotonic()
+            # A process that was stopped, such as by Ctrl-Z, has not waited for anybody in that time.
+            self._clock_s += min(now - before, 2 * self._interval_s)
+            before = now
+            self._kill_timer.put_off()
+            position = self.ledger.position()
+            if not position.same_place(self._position):
+                self._position, self._moved_s, self._asks_at_s = position, self._clock_s, self._limit_s / 2
+            silent_s = self._clock_s - self._heard_s
+            if silent_s > self._limit_s and self._still_s > self._limit_s / 2:
+                self._conclude(explain_alone(self._where(), silent_s), speaks=True)
+
+    @property
+    def _still_s(self) -> float:
+        """Seconds since this rank last moved."""
+        return self._clock_s - self._moved_s
+
+    def _where(self) -> Position:
+        """Position of this rank, with what only a look at its main thread shows."""
+        stack = main_stack()
+        code, in_collective = innermost_caller(stack), is_in_collective(stack)
+        return replace(self._position, seconds=self._still_s, code=code, in_collective=in_collective)
+
+    # ------------------------------------------------------------------ the thread that asks
 
     def _ask(self) -> None:
         while not self._ended.wait(self._interval_s):
@@ -99,56 +164,85 @@ class StallWatch:
                 self._look()
             except RuntimeError:
                 return  # The store is gone; the other thread goes on.
-
-    def _ask_nobody(self) -> None:
-        while not self._ended.wait(self._interval_s):
-            position = self._ledger.position()
-            at = position.batch, position.done
-            if position.waits_for is not None and position.seconds > self._last_moment_s and at != self._told:
-                self._told = at
-                self._write_and_say(explain_alone(position), speaks=True)
+            self._heard_s = self._clock_s
 
     def _look(self) -> None:
-        position = self._ledger.position()
-        at = position.batch, position.done
-        if position.waits_for is not None and position.seconds > self._patience_s and at != self._told:
-            self._store.set(self._question, "")
-        elif not self._store.check([self._question]):
+        if self._still_s > self._asks_at_s:
+            self._asks_at_s += self._limit_s / 2
+            self._roll_call.ask()
+        elif not self._roll_call.is_asked():
             return
-        self._answer(position)
-        self._report(self._answers())
-        self._told, self._num_stalls = at, self._num_stalls + 1
+        asked_s = self._clock_s
+        self._roll_call.answer(self._where())
+        if not self._roll_call.has_verdict():
+            self._ended.wait(_ANSWERS * self._interval_s)
+        answers = self._roll_call.answers()
+        line, first = self._roll_call.settle(explain(self._heard(answers, asked_s), self._limit_s))
+        if line is not None:
+            self._conclude(line, speaks=first, heard_by=len(answers))
+        self._roll_call.next()
 
-    @property
-    def _question(self) -> str:
-        """Key in the store. Every rank answers every question, so all count stalls alike."""
-        return f"stalled/{self._name}/{self._num_stalls}"
+    def _heard(self, answers: dict[int, Position], asked_s: float) -> dict[int, Position | None]:
+        """Positions of the ranks that answered, and None for those that are silent for long."""
+        positions: dict[int, Position | None] = dict(answers)
+        for rank in range(self._world_size):
+            if rank in answers:
+                self._unheard_since.pop(rank, None)
+            elif asked_s - self._unheard_since.setdefault(rank, asked_s) > _UNHEARD * self._limit_s:
+                positions[rank] = None
+        return positions
 
-    def _answer(self, position: Position) -> None:
-        self._store.set(self._answer_of(self._rank), json.dumps(position.to_fields()))
+    # ------------------------------------------------------------------ the end
 
-    def _answers(self) -> dict[int, Position | None]:
-        """Positions of all ranks of the pipeline, after the time in which a living rank answers."""
-        self._ended.wait(_ANSWERS * self._interval_s)
-        return {rank: self._read(rank) for rank in self._peers}
+    def _conclude(self, line: str, *, speaks: bool, heard_by: int = 0) -> None:
+        """Write the ledger, say the line, and end the process once all who live have done so."""
+        with self._concluding:
+            if self._ended.is_set():
+                return
+            try:
+                where = f"the ledger of each rank is in {self.ledger.write(self._directory, line).parent}"
+            except OSError as error:
+                where = f"ledgers cannot be written to {self._directory} ({error.strerror})"
+            if speaks:
+                self._say(f"error: the run stands still: {line}; {where}")
+            # The launcher ends all as soon as one has ended, and with rank 0 the store is gone.
+            with suppress(RuntimeError):
+                self._roll_call.count_heard(1) if heard_by else None
+                deadline = time.monotonic() + _ANSWERS * self._interval_s
+                while heard_by and self._roll_call.count_heard() < heard_by and time.monotonic() < deadline:
+                    time.sleep(self._interval_s / 10)
+            self._ended.set()
+            self._end()
 
-    def _read(self, rank: int) -> Position | None:
-        key = self._answer_of(rank)
-        return Position(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
-    def _answer_of(self, rank: int) -> str:
-        return f"{self._question}/{rank}"
+def watch_this_rank(
+    timeout: timedelta, directory: Path, *, name: str, end: Callable[[], object] = end_process
+) -> StallWatch:
+    """The watch of this rank among all that have met, with a new ledger. Every rank must make it.
 
-    def _report(self, positions: dict[int, Position | None]) -> None:
-        waiting = [rank for rank, position in positions.items() if position and position.waits_for is not None]
-        line = explain(positions, waiting[0] if waiting else self._rank)
-        # One rank speaks for all of its pipeline.
-        self._write_and_say(line, speaks=self._rank == (waiting or [self._rank])[0])
+    Args:
+        timeout: longest time that a rank may wait for another.
+        directory: directory of the ledgers.
+        name: of the watch, the same on all ranks, and of no other watch.
+        end: ends this process.
+    """
+    rank = dist.get_rank()
+    return StallWatch(
+        OpLedger(rank, accelerator_mark()),
+        rank=rank,
+        world_size=dist.get_world_size(),
+        store=dist.PrefixStore(f"stall watch {name}", _own_connection(dist.distributed_c10d._get_default_store())),
+        timeout=timeout,
+        directory=directory,
+        end=end,
+    )
 
-    def _write_and_say(self, line: str, *, speaks: bool) -> None:
-        try:
-            where = f"the ledger of each rank is in {self._ledger.write(self._directory, line).parent}"
-        except OSError as error:
-            where = f"ledgers cannot be written to {self._directory} ({error.strerror})"
-        if speaks:
-            self._say(f"the pipeline stands still: {line}; {where}")
+
+def _own_connection(store: Any) -> Any:
+    """The store over another connection: one is locked while the main thread waits for something there."""
+    try:
+        return store.clone()
+    except dist.DistError:
+        raise
+    except RuntimeError:
+        return store  # One written in Python, which has no connection.

@@ -1,40 +1,42 @@
-"""A pipeline that stands still explains itself: every rank writes its ledger, one line says which rank is behind."""
+"""A run that stands still explains itself, whatever its ranks do: every rank writes its ledger, one line names one."""
 
 import json
 import os
 import signal
 import subprocess
-import time
+import threading
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from datetime import timedelta
-from io import StringIO
 from pathlib import Path
 
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
+from deepspeed_ext.runtime.ledger.stall_watch import StallWatch, watch_this_rank
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.training import Setup, build, feed
 
-TIMEOUT_S = 3.0
-PAUSE_S = 2.5 * TIMEOUT_S
+TIMEOUT = timedelta(seconds=2)
+LONGEST_S = 30
 
 
-def sleep() -> None:
-    time.sleep(PAUSE_S)
+def compute(told: threading.Event) -> None:
+    """Compute until the line is said."""
+    assert told.wait(LONGEST_S)
 
 
-def stop() -> None:
-    """Stand as still as a process whose node is gone: no thread of it runs."""
-    subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"])
+def stop(told: threading.Event) -> None:
+    """Stand as still as a process whose node is gone: no thread of it runs, until others have ended."""
+    until_then = f"for i in $(seq {LONGEST_S}0); do test -e told && break; sleep 0.1; done; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", until_then])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Pausing(nn.Linear):
-    """Does something else before its third token slice."""
+    """Does something else before its third token slice, on one rank."""
 
     def __init__(self, pause: Callable[[], None]) -> None:
         super().__init__(models.HIDDEN, models.HIDDEN)
@@ -47,30 +49,45 @@ class Pausing(nn.Linear):
         return super().forward(hidden)
 
 
-def _stalled(directory: str, pause: Callable[[], None]) -> str:
-    """Train a step in which the middle rank pauses for longer than a transfer may take: what this rank printed."""
-    setup = Setup(pp=3, cut=(6, 6, 6, 6), micro_batches=1)
-    layers = [models.Embedding, models.Block, (Pausing, pause), (nn.Linear, models.HIDDEN, models.VOCAB)]
-    printed = StringIO()
-    with redirect_stderr(printed):
-        engine = build(
-            setup,
-            layers=[LayerSpec(*layer) if isinstance(layer, tuple) else LayerSpec(layer) for layer in layers],
-            partition="0,2,3,4",
-            engine_keywords={
-                "timeout": timedelta(seconds=TIMEOUT_S),
-                "ledger_directory": directory,
-                "check_token_slices": False,  # It would call the layer that counts.
-            },
-        )
-        try:
-            engine.train_batch(feed(engine, setup))
-        except RuntimeError:
-            pass  # the transfer timed out, or its other end did
-        # A launcher leaves the others as much time.
-        dist.distributed_c10d._get_default_store().set(f"ended by {engine.global_rank}", "")
-        time.sleep(TIMEOUT_S)
-    return printed.getvalue()
+def _watched(directory: str) -> tuple[StallWatch, threading.Event, list[str]]:
+    """A watch that does not end the process, an event for that it would have, and what it said."""
+    os.chdir(directory)
+    said: list[str] = []
+    told = threading.Event()
+
+    def end() -> None:
+        Path("told").touch()
+        told.set()
+
+    made = watch_this_rank(TIMEOUT, Path(directory), name="test", end=end)
+    made._say = said.append  # before it has anything to say
+    dist.barrier()
+    return made, told, said
+
+
+def _trained(
+    directory: str, setup: Setup, pausing_rank: int, pause: Callable[[threading.Event], None]
+) -> tuple[list[str], str]:
+    """Train a step in which a rank pauses: what this rank said, and where it ended."""
+    watch, told, said = _watched(directory)
+    pauses = (lambda: pause(told)) if dist.get_rank() == pausing_rank else (lambda: None)
+    layers = [LayerSpec(models.Embedding), LayerSpec(models.Block), LayerSpec(Pausing, pauses)]
+    layers.append(LayerSpec(nn.Linear, models.HIDDEN, models.VOCAB))
+    engine = build(
+        setup,
+        layers=layers,
+        partition="0,2,3,4" if setup.pp == 3 else "parameters",
+        # It would call the layer that counts.
+        engine_keywords={"watch": watch, "check_token_slices": False},
+    )
+    engine.train_batch(feed(engine, setup))
+    assert told.wait(LONGEST_S)
+    watch.end()
+    return said, ""
+
+
+def _lines(results: list[tuple[list[str], str]]) -> list[str]:
+    return [line for said, _ in results for line in said]
 
 
 def _ledgers(directory: Path) -> dict[int, dict]:
@@ -78,11 +95,10 @@ def _ledgers(directory: Path) -> dict[int, dict]:
 
 
 def test_a_rank_that_computes_too_long_is_named_and_all_ranks_write_their_ledgers(tmp_path: Path) -> None:
-    printed = run_distributed(_stalled, 3, str(tmp_path), sleep)
-    lines = [line for text in printed for line in text.splitlines() if "stands still" in line]
-    assert len(lines) == 1
-    assert "the pipeline stands still: rank 1 is behind: rank 1 is at 'forward 1F0.2" in lines[0]
-    assert "(train step 1, instruction" in lines[0] and "waiting: ranks 0, 2; the ledger" in lines[0]
+    setup = Setup(pp=3, cut=(6, 6, 6, 6), micro_batches=1)
+    (line,) = _lines(run_distributed(_trained, 3, str(tmp_path), setup, 1, compute))
+    assert "the run stands still: rank 1 is behind: rank 1 is at 'forward 1F0.2" in line
+    assert "(train step 1, instruction" in line and "and so does rank 2; the ledger of each rank is in" in line
     ledgers = _ledgers(tmp_path)
     assert ledgers.keys() == {0, 1, 2}
     assert (
@@ -98,26 +114,54 @@ def test_a_rank_that_computes_too_long_is_named_and_all_ranks_write_their_ledger
         assert ledger["to_do"][0] == position["doing"]
 
 
-def test_a_rank_that_shows_no_sign_of_life_is_named(tmp_path: Path) -> None:
-    printed = run_distributed(_stalled, 3, str(tmp_path), stop)
-    lines = [line for text in printed for line in text.splitlines() if "stands still" in line]
-    assert lines and all("rank 1 is behind: it gives no sign of life; waiting: ranks 0, 2" in line for line in lines)
-    assert {0, 2} <= _ledgers(tmp_path).keys()
+def test_a_replica_that_shows_no_sign_of_life_is_named(tmp_path: Path) -> None:
+    setup = Setup(dp=2, cut=(6, 6, 6, 6), micro_batches=1)
+    lines = _lines(run_distributed(_trained, 2, str(tmp_path), setup, 1, stop))
+    assert len(lines) == 1
+    assert "rank 1 is behind: it gives no sign of life; rank 0 is at 'sums over replicas' since" in lines[0]
+    assert "for a collective of the replicas" not in lines[0]  # nobody knows what rank 1 has started
+    assert 0 in _ledgers(tmp_path)
 
 
-def _ordinary(directory: str) -> str:
-    setup = Setup(pp=2, cut=(6, 6, 6, 6), micro_batches=1)
-    printed = StringIO()
-    with redirect_stderr(printed):
-        keywords = {"timeout": timedelta(seconds=2 * TIMEOUT_S), "ledger_directory": directory}
-        engine = build(setup, engine_keywords=keywords)
-        for step in range(3):
-            engine.train_batch(feed(engine, setup, step=step))
-            time.sleep(0.5)
-    return printed.getvalue()
+def _built(directory: str) -> tuple[list[str], str]:
+    """Stop the first rank, which keeps the store, before it builds its engine."""
+    watch, told, said = _watched(directory)
+    with watch.ledger.phase("building the engine"):
+        if dist.get_rank() == 0:
+            stop(told)
+        build(Setup(pp=2, cut=(6, 6, 6, 6), micro_batches=1), engine_keywords={"watch": watch})
+    if dist.get_rank() == 1:
+        assert told.is_set()
+    watch.end()
+    return said, ""
 
 
-def test_a_pipeline_that_runs_says_nothing(tmp_path: Path) -> None:
-    printed = run_distributed(_ordinary, 2, str(tmp_path))
-    assert not any("stands still" in text for text in printed)
-    assert not _ledgers(tmp_path)
+def test_the_rank_that_keeps_the_store_is_named_while_engines_are_built(tmp_path: Path) -> None:
+    (line,) = _lines(run_distributed(_built, 2, str(tmp_path)))
+    assert "the run stands still: rank 0 is behind: its host keeps the store at which the ranks met" in line
+    assert "rank 1 is at 'building the engine' since" in line
+    assert 1 in _ledgers(tmp_path)
+
+
+def _ordinary(directory: str) -> tuple[list[str], str]:
+    watch, told, said = _watched(directory)
+    setup = Setup(pp=2, dp=2, cut=(6, 6, 6, 6), micro_batches=1)
+    engine = build(setup, engine_keywords={"watch": watch})
+    for step in range(2):
+        engine.train_batch(feed(engine, setup, step=step))
+    counts = json.dumps(engine.ledger.collectives.counts(), sort_keys=True)
+    assert isinstance(engine.ledger, OpLedger) and not told.is_set()
+    watch.end()
+    return said, counts
+
+
+def test_ranks_of_a_run_that_goes_well_count_the_same_collectives(tmp_path: Path) -> None:
+    results = run_distributed(_ordinary, 4, str(tmp_path))
+    assert not _lines(results) and not _ledgers(tmp_path)
+    counts = [json.loads(found) for _, found in results]
+    # Nobody is left with a lead in a group, by which it would seem to wait for the others.
+    for first in counts:
+        for other in counts:
+            shared = first.keys() & other.keys()
+            assert {name: first[name] for name in shared} == {name: other[name] for name in shared}
+    assert any(name.startswith("replicas#") and count > 0 for name, count in counts[0].items())

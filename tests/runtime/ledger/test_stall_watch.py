@@ -1,8 +1,10 @@
 """The threads that look after ranks, each with a ledger and a store but no pipeline."""
 
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +20,36 @@ from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
 from deepspeed_ext.runtime.ledger.stall_watch import StallWatch
 
 PROGRAMS = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))
-TIMEOUT = timedelta(seconds=0.25)
+TIMEOUT = timedelta(seconds=0.5)
 
 
-def watch(
-    ledger: OpLedger, rank: int, lines: list[str], directory: Path, *, name: str = "a", store: object
-) -> StallWatch:
-    ledger.begin("train step 1", PROGRAMS[rank].instructions)
-    return StallWatch(
-        ledger, rank=rank, peers=(0, 1), name=name, store=store, timeout=TIMEOUT, directory=directory, say=lines.append
-    )
+class Rank:
+    """A rank that does nothing, under watch."""
+
+    def __init__(self, number: int, store: object, directory: Path, *, world_size: int = 2) -> None:
+        self.ledger, self.lines, self.ended = OpLedger(number), [], threading.Event()
+        self.ledger.begin("train step 1", PROGRAMS[number].instructions)
+        self.watch = StallWatch(
+            self.ledger,
+            rank=number,
+            world_size=world_size,
+            store=store,
+            timeout=TIMEOUT,
+            directory=directory,
+            say=self.lines.append,
+            end=self.ended.set,
+        )
+
+
+@contextmanager
+def ranks(directory: Path, store: object | None = None) -> Iterator[tuple[Rank, Rank]]:
+    store = store or dist.HashStore()
+    first, second = Rank(0, store, directory), Rank(1, store, directory)
+    try:
+        yield first, second
+    finally:
+        for rank in (first, second):
+            rank.watch.end()
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -37,49 +59,69 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_pipeline_that_goes_on_is_watched_on(tmp_path: Path) -> None:
-    store, lines, ledgers = dist.HashStore(), [], [OpLedger(0), OpLedger(1)]
-    watches = [watch(ledger, rank, lines, tmp_path, store=store) for rank, ledger in enumerate(ledgers)]
-    for number in (1, 2):
-        with ledgers[0].waiting_for(1):
-            until(lambda number=number: len(lines) == number)
-            # It stands where it stood when that was said: once is enough.
-            time.sleep(3 * TIMEOUT.total_seconds())
-            assert len(lines) == number
-        ledgers[0].done()
-    assert all("rank 1 is behind" in line for line in lines)
-    for each in watches:
-        each.end()
+def test_a_run_that_stands_still_is_explained_once_and_ends_on_all_ranks(tmp_path: Path) -> None:
+    with ranks(tmp_path) as both:
+        with both[0].ledger.waiting_for(1):
+            until(lambda: both[0].ended.is_set() and both[1].ended.is_set())
+        (line,) = both[0].lines + both[1].lines
+    assert line.startswith("error: the run stands still: rank 1 is behind: rank 1 is at 'load 0 @0'") or (
+        line.startswith("error: the run stands still: rank 1 is behind: rank 1 is at")
+    )
+    assert line.endswith(f"; the ledger of each rank is in {tmp_path}")
+    for number in (0, 1):
+        written = json.loads((tmp_path / f"rank_{number:05d}.json").read_text())
+        assert written["behind"] in line and written["stack"]
 
 
-def test_other_pipelines_are_not_asked(tmp_path: Path) -> None:
-    store, lines, ledgers = dist.HashStore(), [], [OpLedger(0), OpLedger(1)]
-    stuck = watch(ledgers[0], 0, lines, tmp_path / "stuck", store=store, name="a")
-    other = watch(ledgers[1], 1, lines, tmp_path / "other", store=store, name="b")
-    with ledgers[0].waiting_for(1):
-        until(lambda: bool(lines))
-    assert "rank 1 is behind: it gives no sign of life" in lines[0]
-    assert not (tmp_path / "other").exists()
-    stuck.end()
-    other.end()
+def test_ranks_that_take_long_alike_go_on(tmp_path: Path) -> None:
+    with ranks(tmp_path) as both:
+        time.sleep(3 * TIMEOUT.total_seconds())
+        assert not any(rank.lines or rank.ended.is_set() for rank in both)
+        # They have been asked in the meantime, and are watched on.
+        with both[1].ledger.waiting_for(0):
+            until(lambda: all(rank.ended.is_set() for rank in both))
+    assert "rank 0 is behind" in (both[0].lines + both[1].lines)[0]
+
+
+def test_a_rank_that_moves_again_in_time_is_left_alone(tmp_path: Path) -> None:
+    with ranks(tmp_path) as both:
+        for _ in range(4):
+            with both[0].ledger.waiting_for(1):
+                time.sleep(0.5 * TIMEOUT.total_seconds())
+            both[0].ledger.done()
+        assert not any(rank.lines or rank.ended.is_set() for rank in both)
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> None:
+    """Rank 1 has no watch: its process was stopped before it began."""
+    alone = Rank(0, dist.HashStore(), tmp_path)
+    with alone.ledger.phase("building the engine"):
+        until(alone.ended.is_set)
+    assert "rank 1 is behind: it gives no sign of life; rank 0 is at 'building the engine' since" in alone.lines[0]
+    alone.watch.end()
 
 
 def test_the_line_is_said_where_no_ledger_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    lines, ledger = [], OpLedger(0)
-    watched = watch(ledger, 0, lines, tmp_path / "file", store=dist.HashStore())
-    with ledger.waiting_for(1):
-        until(lambda: bool(lines))
-    assert f"ledgers cannot be written to {tmp_path / 'file'} (File exists)" in lines[0]
-    watched.end()
+    alone = Rank(0, dist.HashStore(), tmp_path / "file")
+    until(alone.ended.is_set)
+    assert f"ledgers cannot be written to {tmp_path / 'file'} (File exists)" in alone.lines[0]
+    alone.watch.end()
 
 
 def test_nothing_is_left_of_a_watch_that_ended(tmp_path: Path) -> None:
     before = threading.active_count()
-    watched = watch(OpLedger(0), 0, [], tmp_path, store=dist.HashStore())
+    watched = Rank(0, dist.HashStore(), tmp_path)
     assert threading.active_count() == before + 2
-    watched.end()
+    watched.watch.end()
     assert threading.active_count() == before
+
+
+def test_a_rank_that_is_alone_is_not_watched(tmp_path: Path) -> None:
+    before = threading.active_count()
+    watched = Rank(0, dist.HashStore(), tmp_path, world_size=1)
+    assert threading.active_count() == before
+    watched.watch.end()
 
 
 def test_its_threads_ask_the_device_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +133,8 @@ def test_its_threads_ask_the_device_of_the_rank(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(
         stall_watch, "get_accelerator", lambda: SimpleNamespace(current_device=lambda: 3, set_device=set_device)
     )
-    watched = watch(OpLedger(0), 0, [], tmp_path, store=dist.HashStore())
-    watched.end()
+    watched = Rank(0, dist.HashStore(), tmp_path)
+    watched.watch.end()
     assert chosen == [("stall watch", 3)] * 2
 
 
@@ -105,14 +147,12 @@ def test_a_store_that_is_gone_is_not_asked_again(tmp_path: Path, error: type[Exc
             self.asked += 1
             raise error("the store is gone")
 
-    store, lines, ledger = Gone(), [], OpLedger(1)
-    watched = watch(ledger, 1, lines, tmp_path, store=store)
-    until(lambda: bool(store.asked))
-    with ledger.waiting_for(0):
-        until(lambda: bool(lines))
+    store = Gone()
+    watched = Rank(1, store, tmp_path)
+    until(watched.ended.is_set)
     assert store.asked == 1
-    assert "rank 0 is behind" in lines[0]
-    watched.end()
+    assert "rank 0 is behind" in watched.lines[0]
+    watched.watch.end()
 
 
 class SilentStore:
@@ -130,13 +170,23 @@ class SilentStore:
 
 
 def test_where_the_store_is_silent_a_rank_says_what_it_knows(tmp_path: Path) -> None:
-    store, lines, ledger = SilentStore(), [], OpLedger(1)
-    stuck = watch(ledger, 1, lines, tmp_path, store=store)
-    with ledger.waiting_for(0):
-        until(lambda: bool(lines))
-        time.sleep(3 * TIMEOUT.total_seconds())
-    assert len(lines) == 1
-    assert lines[0].startswith("the pipeline stands still: rank 0 is behind: it gives no sign of life; waiting: rank 1")
+    store = SilentStore()
+    stuck = Rank(1, store, tmp_path)
+    until(stuck.ended.is_set)
+    assert stuck.lines[0].startswith("error: the run stands still: rank 0 is behind: its host keeps the store")
     assert (tmp_path / "rank_00001.json").exists()
     store.goes_on.set()
-    stuck.end()
+    stuck.watch.end()
+
+
+def test_a_process_that_was_stopped_has_not_waited_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All were stopped, as by Ctrl-Z, and go on: nobody has waited for anybody."""
+    skipped = 0.0
+    monkeypatch.setattr(stall_watch, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + skipped))
+    with ranks(tmp_path) as both:
+        with both[0].ledger.waiting_for(1):
+            time.sleep(0.1)
+            skipped = 1000.0
+            time.sleep(0.1)
+        both[0].ledger.done()
+        assert not any(rank.lines for rank in both)
