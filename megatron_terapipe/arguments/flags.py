@@ -74,9 +74,15 @@ def _flags() -> Iterator[Flag]:
                 repeated=repeated,
                 default=declared.default,
                 choices=choices_of(section_class, declared),
-                help=texts[declared.name],
+                help=texts[declared.name] + _range(option_of(declared)),
                 option=option_of(declared),
             )
+
+
+def _range(declared: Option) -> str:
+    """Return the sentence that says which numbers a flag takes; empty if it takes all, or no numbers."""
+    bounds = declared.bounds
+    return f" {bounds[0].upper()}{bounds[1:]}." if bounds else ""
 
 
 def title_of(section: str) -> str:

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 from megatron_terapipe.config.batch_sizes import BatchSizes
-from megatron_terapipe.config.options import check_positive, option
+from megatron_terapipe.config.options import check_bounds, option
 from megatron_terapipe.errors import ConfigError
+
+MOST_INCREMENTS = 10_000
+"""Increments of a ramp at most; what a run consumes on it is computed increment by increment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,22 +18,22 @@ class BatchConfig:
         ConfigError: if a size is not positive, or one not a multiple of the other.
     """
 
-    micro_batch_size: int
+    micro_batch_size: int = option(least=1, most=1_000_000)
     """Sequences that pass through the pipeline together."""
 
-    global_batch_size: int | None = None
+    global_batch_size: int | None = option(None, least=1, most=10**9)
     """Sequences of one optimizer step, over all data-parallel ranks. Default: one micro-batch on each."""
 
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: int | None = option(None, least=1, most=10**9)
     """Micro-batches of each data-parallel rank in one optimizer step, instead of `--global-batch-size`."""
 
-    rampup_batch_size: tuple[int, ...] | None = option(None, metavar="N")
+    rampup_batch_size: tuple[int, ...] | None = option(None, metavar="N", most=10**13)
     """Three numbers: the first global batch size, the increment, and the samples until it reaches
     `--global-batch-size`, as in `--rampup-batch-size 16 8 300000`."""
 
     def __post_init__(self) -> None:
         """Check the sizes and the ramp between them."""
-        check_positive(self, "micro_batch_size", "global_batch_size", "gradient_accumulation_steps")
+        check_bounds(self)
         if self.global_batch_size is not None and self.gradient_accumulation_steps is not None:
             raise ConfigError(
                 f"--global-batch-size {self.global_batch_size} and --gradient-accumulation-steps "
@@ -80,6 +83,11 @@ class BatchConfig:
             raise ConfigError(
                 f"{words} does not rise to --global-batch-size {self.global_batch_size} in steps of {increment}: give "
                 f"{start + max(1, -(-rise // increment)) * increment}, or another start or increment"
+            )
+
+        if rise // increment > MOST_INCREMENTS:
+            raise ConfigError(
+                f"{words} rises in {rise // increment:,} increments, more than {MOST_INCREMENTS:,}: give larger ones"
             )
 
     def _check_multiples(self, of: int, described: str) -> None:

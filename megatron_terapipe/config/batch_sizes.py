@@ -1,5 +1,6 @@
 """The global batch size over a run: constant, or rising on Megatron's ramp."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -52,9 +53,12 @@ class BatchSizes:
             iterations: iterations to come.
             consumed_samples: samples consumed before them.
         """
-        while iterations and not self._is_final(consumed_samples):
-            consumed_samples += self.at(consumed_samples)
-            iterations -= 1
+        for size, number in self._stretches(consumed_samples):
+            number = min(number, iterations)
+            consumed_samples += number * size
+            iterations -= number
+            if not iterations:
+                break
         return consumed_samples + iterations * self.final
 
     def iterations_within(self, samples: int) -> int:
@@ -63,18 +67,41 @@ class BatchSizes:
         On the ramp the iteration that reaches the last sample is counted, as Megatron counts it.
         """
         iterations = consumed = 0
-        while not self._is_final(consumed) and consumed <= samples:
-            consumed += self.at(consumed)
-            iterations += 1
+        for size, number in self._stretches(0):
+            if consumed > samples:
+                break
+            number = min(number, (samples - consumed) // size + 1)
+            consumed += number * size
+            iterations += number
         return iterations + max(0, samples - consumed) // self.final
 
     def iterations_until(self, samples: int) -> int:
         """Return after how many iterations `samples` samples are consumed; the last may consume more."""
         iterations = consumed = 0
-        while not self._is_final(consumed) and consumed < samples:
-            consumed += self.at(consumed)
-            iterations += 1
+        for size, number in self._stretches(0):
+            number = min(number, max(0, -(-(samples - consumed) // size)))
+            consumed += number * size
+            iterations += number
         return iterations + max(0, -(-(samples - consumed) // self.final))
+
+    def _stretches(self, consumed_samples: int) -> Iterator[tuple[int, int]]:
+        """Yield size and number of iterations of equal size, until the ramp is over.
+
+        Args:
+            consumed_samples: samples consumed before them.
+        """
+        while not self._is_final(consumed_samples):
+            size = self.at(consumed_samples)
+            # At most as many as the ramp has room for, and fewer where a larger size begins before.
+            number, enough = 0, (self.ramp_samples - consumed_samples) // size + 1
+            while enough - number > 1:
+                middle = (number + enough) // 2
+                if self.at(consumed_samples + middle * size) == size:
+                    number = middle
+                else:
+                    enough = middle
+            yield size, enough
+            consumed_samples += enough * size
 
     def _is_final(self, consumed_samples: int) -> bool:
         """Whether the ramp is over; Megatron counts its very last sample to it."""

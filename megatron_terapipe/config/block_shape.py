@@ -10,6 +10,9 @@ from megatron_terapipe.config.json_files import parse_json, read_json
 from megatron_terapipe.errors import ConfigError
 
 FLAG = "--heterogeneous-layers-config-path"
+MOST_HEADS, MOST_WIDTH = 100_000, 10_000_000
+"""Heads of an attention, and width of an MLP's hidden layer, at most."""
+
 _MULTIPLE = 256
 """Widths that follow from `ffn_mult` are multiples of this, as in Megatron."""
 
@@ -82,9 +85,9 @@ def _block_shape(index: int, entry: Any, usual: BlockShape, num_attention_heads:
     _check_keys(entry, {"attention", name}, where)
     groups, width = usual.num_key_value_heads, usual.ffn_hidden_size
     if "num_query_groups" in attention:
-        groups = _count(attention["num_query_groups"], f"{where} attention.num_query_groups")
+        groups = _count(attention["num_query_groups"], f"{where} attention.num_query_groups", MOST_HEADS)
     elif "n_heads_in_group" in attention:
-        in_group = _count(attention["n_heads_in_group"], f"{where} attention.n_heads_in_group")
+        in_group = _count(attention["n_heads_in_group"], f"{where} attention.n_heads_in_group", MOST_HEADS)
         groups = num_attention_heads // in_group
         if groups * in_group != num_attention_heads:
             raise ConfigError(
@@ -92,12 +95,13 @@ def _block_shape(index: int, entry: Any, usual: BlockShape, num_attention_heads:
                 f"{num_attention_heads}: give one of its divisors"
             )
     if "ffn_hidden_size" in mlp:
-        width = _count(mlp["ffn_hidden_size"], f"{where} {name}.ffn_hidden_size")
+        width = _count(mlp["ffn_hidden_size"], f"{where} {name}.ffn_hidden_size", MOST_WIDTH)
     elif "ffn_mult" in mlp:
         mult = mlp["ffn_mult"]
         if isinstance(mult, bool) or not isinstance(mult, int | float) or not 0 < mult < 1e6:
             raise ConfigError(f"{where} {name}.ffn_mult {json.dumps(mult)} is not a number above 0: give one")
         width = -(-int(2 * mult * hidden_size / 3) // _MULTIPLE) * _MULTIPLE or _MULTIPLE
+        _count(width, f"{where} {name}.ffn_mult {json.dumps(mult)}: ffn_hidden_size", MOST_WIDTH)
     if num_attention_heads % groups:
         raise ConfigError(
             f"{where}: {groups} key and value heads do not divide --num-attention-heads {num_attention_heads}: "
@@ -128,9 +132,11 @@ def _check_keys(found: Mapping[str, Any], known: set[str], where: str) -> None:
             raise ConfigError(f"{where} has unknown key {key!r}: use {' or '.join(sorted(known))}")
 
 
-def _count(value: Any, where: str) -> int:
+def _count(value: Any, where: str, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{where} {json.dumps(value)} is not a whole number above 0: give one, or no_op")
+    if value > most:
+        raise ConfigError(f"{where} {value} is more than {most:,}: give {most:,} or less")
     return value
 
 

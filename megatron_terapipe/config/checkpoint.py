@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_terapipe.config.options import check_positive, flag, option
+from megatron_terapipe.config.options import check_bounds, flag, option
 from megatron_terapipe.errors import ConfigError
 
 
@@ -22,19 +22,19 @@ class CheckpointConfig:
     Hugging Face with config.json and safetensors: the model, its weights and, unless flags name another, its tokenizer
     are then taken from there, and training starts at iteration 0, or goes on from the newest checkpoint in `--save`."""
 
-    save_interval: int | None = None
+    save_interval: int | None = option(None, least=1, most=10**9)
     """Iterations between checkpoints in `--save`. Default: only the end is saved."""
 
-    extra_save_iterations: tuple[int, ...] | None = option(None, metavar="N")
+    extra_save_iterations: tuple[int, ...] | None = option(None, metavar="N", least=0, most=10**9)
     """More iterations after which a checkpoint is saved; 0 is the start of training, with the initial weights."""
 
-    keep_last_n_checkpoints: int | None = None
+    keep_last_n_checkpoints: int | None = option(None, least=1, most=10**9)
     """Number of newest checkpoints to keep. Default: all."""
 
     load_tag: str | None = option(None, metavar="TAG")
     """Checkpoint to load from `--load`, such as `global_step100`. Default: the newest."""
 
-    ckpt_step: int | None = None
+    ckpt_step: int | None = option(None, least=1, most=10**9)
     """Iteration whose checkpoint to load, instead of `--load-tag`."""
 
     use_checkpoint_args: bool = option(False, aliases=("--use-checkpoint-shape",))
@@ -68,7 +68,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         """Check the flags that need another."""
-        check_positive(self, "save_interval", "keep_last_n_checkpoints", "ckpt_step")
+        check_bounds(self)
         if self.keep_last_n_checkpoints is not None and self.save is None:
             raise ConfigError(
                 f"--keep-last-n-checkpoints {self.keep_last_n_checkpoints} does not say where to save: add --save"
@@ -87,9 +87,8 @@ class CheckpointConfig:
         extra = self.extra_save_iterations
         if extra is None:
             return
-        if not extra or min(extra) < 0:
-            given = " ".join(map(str, extra)) or "(nothing)"
-            raise ConfigError(f"--extra-save-iterations {given} is no list of iterations: give numbers from 0 on")
+        if not extra:
+            raise ConfigError("--extra-save-iterations (nothing) is no list of iterations: give numbers from 0 on")
         if self.save is None:
             raise ConfigError(f"--extra-save-iterations {extra[0]} does not say where to save: add --save")
 

@@ -14,7 +14,7 @@ from megatron_terapipe.config.data_paths import (
     read_split,
     read_weighted_prefixes,
 )
-from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, flag, option, resolve
+from megatron_terapipe.config.options import check_bounds, check_choices, flag, option, resolve
 from megatron_terapipe.errors import ConfigError
 
 TOKENIZER_FILES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -107,7 +107,7 @@ class DataConfig:
     mmap_warmup: bool = False
     """Read the data files once at the start, so that the operating system has them in memory."""
 
-    train_data_exact_num_epochs: int | None = None
+    train_data_exact_num_epochs: int | None = option(None, least=1, most=10**9)
     """Prepare the training samples of exactly this many epochs. Default: of as many as the run needs."""
 
     dataloader_type: str = option("single", metavar="{single}")
@@ -136,7 +136,7 @@ class DataConfig:
     tiktoken_pattern: str | None = option(None, choices=TIKTOKEN_PATTERNS)
     """Pattern by which TikTokenizer splits a text into words: Megatron's first or second."""
 
-    tiktoken_num_special_tokens: int = 1000
+    tiktoken_num_special_tokens: int = option(1000, least=1, most=10**8)
     """Ids that TikTokenizer reserves for special tokens, before all others."""
 
     tiktoken_special_tokens: tuple[str, ...] | None = option(None, metavar="TOKEN")
@@ -153,7 +153,7 @@ class DataConfig:
     """Leave the prediction after the end of a document out of the loss: it is the first token of an unrelated
     document."""
 
-    num_workers: int = 1
+    num_workers: int = option(1, least=0, most=1024)
     """Threads that prepare micro-batches in advance on each rank that reads data. 0 = none; each micro-batch is then
     read when it is needed."""
 
@@ -161,8 +161,7 @@ class DataConfig:
         """Choose the tokenizer by its files, then check the lists, the files, and what excludes what."""
         resolve(self, "tokenizer_type", "GPT2BPETokenizer" if self.vocab_file or self.merge_file else "byte")
         check_choices(self)
-        check_not_negative(self, "num_workers")
-        check_positive(self, "train_data_exact_num_epochs", "tiktoken_num_special_tokens")
+        check_bounds(self)
         self._read_files_of_paths()
         self._check_paths()
         self._check_reading()

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_terapipe.config.options import check_positive, option
+from megatron_terapipe.config.options import check_bounds, option
 
 BUCKET_ELEMENTS = 50_000_000
 """Elements of ZeRO's buckets: DeepSpeed's default of 5e8 sets 2 GB aside on every rank, even for a toy on a CPU."""
@@ -23,10 +23,10 @@ class DeepSpeedConfig:
     """JSON file with further DeepSpeed settings. `auto` leaves a setting to the trainer. A setting that contradicts a
     flag is an error."""
 
-    zero_reduce_bucket_size: int | None = None
+    zero_reduce_bucket_size: int | None = option(None, least=1, most=10**12)
     """Elements of gradients that ZeRO reduces at a time. Default: 50 million."""
 
-    zero_allgather_bucket_size: int | None = None
+    zero_allgather_bucket_size: int | None = option(None, least=1, most=10**12)
     """Elements of weights that ZeRO gathers at a time. Default: 50 million."""
 
     zero_reduce_scatter: bool = False
@@ -37,4 +37,4 @@ class DeepSpeedConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_positive(self, "zero_reduce_bucket_size", "zero_allgather_bucket_size")
+        check_bounds(self)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, flag, option
+from megatron_terapipe.config.options import check_bounds, check_choices, flag, option
 from megatron_terapipe.errors import ConfigError
 
 TimingOption = Literal["max", "minmax", "all"]
@@ -68,13 +68,13 @@ class LoggingConfig:
         ConfigError: if a value is out of range.
     """
 
-    log_interval: int = 10
+    log_interval: int = option(10, least=1, most=10**9)
     """Iterations between lines of the log."""
 
-    eval_interval: int = 1000
+    eval_interval: int = option(1000, least=1, most=10**9)
     """Iterations between evaluations on the validation data."""
 
-    eval_iters: int = 10
+    eval_iters: int = option(10, least=0, most=10**9)
     """Global batches of one evaluation. 0 = never evaluate."""
 
     metrics_file: str | None = option(None, metavar="FILE")
@@ -83,10 +83,10 @@ class LoggingConfig:
     tensorboard_dir: str | None = option(None, metavar="DIR")
     """Directory to write TensorBoard's files to. Needs the package `tensorboard`."""
 
-    tensorboard_log_interval: int = 1
+    tensorboard_log_interval: int = option(1, least=1, most=10**9)
     """Iterations between points of TensorBoard's and Weights & Biases' curves."""
 
-    tensorboard_queue_size: int = 1000
+    tensorboard_queue_size: int = option(1000, least=1, most=10**9)
     """Points that TensorBoard buffers before it writes them."""
 
     log_timers_to_tensorboard: bool = False
@@ -137,19 +137,19 @@ class LoggingConfig:
     """Profile the iterations after `--profile-step-start`, with names for ops: for Nsight Systems, which is to be
     started with `--capture-range=cudaProfilerApi`, or with `--use-pytorch-profiler`."""
 
-    profile_step_start: int = 10
+    profile_step_start: int = option(10, least=0, most=10**9)
     """Iterations done when a profile begins."""
 
-    profile_step_end: int = 12
+    profile_step_end: int = option(12, least=0, most=10**9)
     """Iterations done when it ends."""
 
-    profile_ranks: tuple[int, ...] = (0,)
+    profile_ranks: tuple[int, ...] = option((0,), least=0, most=10**9)
     """Ranks that are profiled."""
 
     use_pytorch_profiler: bool = False
     """Profile with torch's profiler, also on CPUs. Each rank writes its trace to `--tensorboard-dir`."""
 
-    peak_tflops_per_device: float | None = None
+    peak_tflops_per_device: float | None = option(None, above=0, most=1e9)
     """Peak TFLOP/s of a device in the type of the training, for the model FLOPs utilization. Default: that of the
     device's data sheet, if the device is known."""
 
@@ -167,9 +167,7 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        check_positive(self, "log_interval", "eval_interval", "peak_tflops_per_device")
-        check_positive(self, "tensorboard_log_interval", "tensorboard_queue_size")
-        check_not_negative(self, "eval_iters")
+        check_bounds(self)
         if self.timeline_iterations is not None and self.timeline is None:
             raise ConfigError(f"--timeline-iterations {self.timeline_iterations} says not where to: add --timeline")
         self.measured_iterations(0, 1)
@@ -180,7 +178,6 @@ class LoggingConfig:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} reports to no project: add --wandb-project")
 
     def _check_profile(self) -> None:
-        check_not_negative(self, "profile_step_start")
         if self.use_pytorch_profiler and not self.profile:
             raise ConfigError("--use-pytorch-profiler says how to profile, and nothing is: add --profile")
         if self.use_pytorch_profiler and self.tensorboard_dir is None:

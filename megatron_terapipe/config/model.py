@@ -4,13 +4,11 @@ from dataclasses import dataclass, replace
 from math import lcm, sqrt
 from typing import Literal
 
-from megatron_terapipe.config.block_shape import BlockShape, block_shapes, canonical_layers
+from megatron_terapipe.config.block_shape import MOST_HEADS, MOST_WIDTH, BlockShape, block_shapes, canonical_layers
 from megatron_terapipe.config.layer_pattern import layers_of_pattern, window_of_megatron
 from megatron_terapipe.config.options import (
+    check_bounds,
     check_choices,
-    check_not_negative,
-    check_positive,
-    flag,
     option,
     resolve,
 )
@@ -30,29 +28,33 @@ class ModelConfig:
     """Take the sizes and the parts of a published model: one of those in docs/arguments.md, or a config.json of Hugging
     Face, or the folder that holds one. Flags win over it."""
 
-    num_layers: int
+    num_layers: int = option(least=1, most=10_000)
     """Transformer layers."""
 
-    hidden_size: int
+    hidden_size: int = option(least=1, most=1_000_000)
     """Width of the residual stream."""
 
-    ffn_hidden_size: int = option(derived="4 x --hidden-size; 8/3 x --hidden-size, rounded down to 64, with a gate")
+    ffn_hidden_size: int = option(
+        derived="4 x --hidden-size; 8/3 x --hidden-size, rounded down to 64, with a gate", least=1, most=MOST_WIDTH
+    )
     """Width of the hidden layer of the MLP."""
 
-    num_attention_heads: int
+    num_attention_heads: int = option(least=1, most=MOST_HEADS)
     """Query heads of each attention."""
 
-    num_key_value_heads: int = option(derived="--num-attention-heads", aliases=("--num-query-groups",))
+    num_key_value_heads: int = option(
+        derived="--num-attention-heads", aliases=("--num-query-groups",), least=1, most=MOST_HEADS
+    )
     """Key and value heads of each attention. If there are fewer than query heads, several query heads share one
     (grouped-query attention)."""
 
-    kv_channels: int = option(derived="--hidden-size / --num-attention-heads")
+    kv_channels: int = option(derived="--hidden-size / --num-attention-heads", least=1, most=1_000_000)
     """Width of one head."""
 
-    seq_length: int
+    seq_length: int = option(least=1, most=10**9)
     """Tokens of one training sequence."""
 
-    max_position_embeddings: int = option(derived="--seq-length")
+    max_position_embeddings: int = option(derived="--seq-length", least=1, most=10**9)
     """Longest sequence that the model can process. With learned positions, their number."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
@@ -65,10 +67,10 @@ class ModelConfig:
     """How the model encodes positions: `learned_absolute` adds a learned vector for each position, `rope` rotates
     queries and keys, `none` does neither."""
 
-    rotary_base: float = option(10000.0, aliases=("--rotary-position-embeddings-theta",))
+    rotary_base: float = option(10000.0, aliases=("--rotary-position-embeddings-theta",), above=0, most=1e15)
     """Base of the wavelengths of the rotations."""
 
-    rotary_percent: float = 1.0
+    rotary_percent: float = option(1.0, above=0, most=1)
     """Fraction of each head that is rotated, its first channels."""
 
     rotary_interleaved: bool = False
@@ -82,43 +84,50 @@ class ModelConfig:
     (`linear`), or the slow ones alone, as in Llama 3.1 (`llama3`) or YaRN (`yarn`)."""
 
     rotary_scaling_factor: float = option(
-        derived="8 with llama3, otherwise 1", aliases=("--rope-scaling-factor", "--rotary-seq-len-interpolation-factor")
+        derived="8 with llama3, otherwise 1",
+        aliases=("--rope-scaling-factor", "--rotary-seq-len-interpolation-factor"),
+        above=0,
+        most=1e6,
     )
     """How many times longer the sequences are that the rotations are scaled for."""
 
     rotary_original_length: int = option(
         derived="8192 with llama3, otherwise --max-position-embeddings / --rotary-scaling-factor",
         aliases=("--original-max-position-embeddings",),
+        least=1,
+        most=10**9,
     )
     """Tokens of the sequences before scaling; `llama3` and `yarn` tell slow rotations from fast ones by it."""
 
-    rotary_low_frequency_factor: float = 1.0
+    rotary_low_frequency_factor: float = option(1.0, above=0, most=1e6)
     """`llama3` scales rotations whole that turn fewer times than this within --rotary-original-length."""
 
-    rotary_high_frequency_factor: float = 4.0
+    rotary_high_frequency_factor: float = option(4.0, above=0, most=1e6)
     """`llama3` leaves rotations alone that turn more times than this within --rotary-original-length."""
 
-    rotary_beta_slow: float = option(1.0, aliases=("--beta-slow",))
+    rotary_beta_slow: float = option(1.0, aliases=("--beta-slow",), above=0, most=1e6)
     """`yarn` scales rotations whole that turn fewer times than this within --rotary-original-length."""
 
-    rotary_beta_fast: float = option(32.0, aliases=("--beta-fast",))
+    rotary_beta_fast: float = option(32.0, aliases=("--beta-fast",), above=0, most=1e6)
     """`yarn` leaves rotations alone that turn more times than this within --rotary-original-length."""
 
-    rotary_attention_factor: float = option(derived="0.1 ln(--rotary-scaling-factor) + 1 with yarn, otherwise 1")
+    rotary_attention_factor: float = option(
+        derived="0.1 ln(--rotary-scaling-factor) + 1 with yarn, otherwise 1", above=0, most=1e6
+    )
     """Factor of the rotated channels of queries and keys."""
 
     no_rope_freq: str | None = option(None, metavar="PATTERN")
     """Layers without rotations: a number N for every Nth layer, or a list with a 1 for each such layer,
     `([0]*3+[1])*8`."""
 
-    sliding_window: int | None = option(None, conversions={"--window-size": window_of_megatron})
+    sliding_window: int | None = option(None, conversions={"--window-size": window_of_megatron}, least=1, most=10**12)
     """Tokens that a token attends to, itself included. Default: all before it."""
 
     window_attn_skip_freq: str | None = option(None, metavar="PATTERN")
     """Layers that attend to the whole sequence in spite of --sliding-window: a number N for every Nth layer, or a list
     with a 1 for each layer with a window and a 0 for each without, `([1]*5+[0])*4`."""
 
-    rotary_base_local: float | None = None
+    rotary_base_local: float | None = option(None, above=0, most=1e15)
     """Base of the wavelengths in layers with a window, whose rotations are then not scaled. Default: as in other
     layers."""
 
@@ -126,10 +135,10 @@ class ModelConfig:
     """Norms on queries and on keys, before they are rotated: over each head (`head`) or over all heads together
     (`all-heads`)."""
 
-    softmax_scale: float = option(derived="1 / sqrt(--kv-channels)")
+    softmax_scale: float = option(derived="1 / sqrt(--kv-channels)", above=0, most=1e6)
     """Factor of the scores of attention."""
 
-    attention_softcap: float | None = None
+    attention_softcap: float | None = option(None, above=0, most=1e9)
     """Limit c of the scores of attention: a score x becomes c tanh(x / c)."""
 
     normalization: Literal["layernorm", "rmsnorm"] = option(
@@ -150,16 +159,16 @@ class ModelConfig:
     shared_block_norm: bool = False
     """Give attention and MLP one norm. Needs --parallel-residual."""
 
-    residual_multiplier: float = 1.0
+    residual_multiplier: float = option(1.0, above=0, most=1e6)
     """Factor of the outputs of attention and MLP as they are added to the residual."""
 
-    embedding_multiplier: float = 1.0
+    embedding_multiplier: float = option(1.0, above=0, most=1e6)
     """Factor of the embedded words."""
 
-    logit_multiplier: float = 1.0
+    logit_multiplier: float = option(1.0, above=0, most=1e6)
     """Factor of the logits."""
 
-    logit_softcap: float | None = None
+    logit_softcap: float | None = option(None, above=0, most=1e9)
     """Limit c of the logits: a logit x becomes c tanh(x / c)."""
 
     activation: Literal["gelu", "gelu-exact", "relu", "squared-relu", "swiglu", "geglu", "geglu-exact"] = option(
@@ -183,36 +192,36 @@ class ModelConfig:
     add_mlp_bias: bool = False
     """Give the MLP biases in spite of --disable-bias-linear."""
 
-    vocab_size: int | None = None
+    vocab_size: int | None = option(None, least=1, most=10**8)
     """Tokens in the vocabulary before padding. Default: the tokenizer's."""
 
-    vocab_rows: int | None = option(None, aliases=("--padded-vocab-size",))
+    vocab_rows: int | None = option(None, aliases=("--padded-vocab-size",), least=1, most=10**8)
     """Rows of the word embedding, instead of the vocabulary padded by `--make-vocab-size-divisible-by`."""
 
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: int = option(128, least=1, most=1_000_000)
     """Pad the vocabulary to a multiple of this number and of the tensor-parallel size. Checkpoints then fit any
     tensor-parallel size that divides this number."""
 
-    layernorm_epsilon: float = option(1e-5, aliases=("--norm-epsilon",))
+    layernorm_epsilon: float = option(1e-5, aliases=("--norm-epsilon",), above=0, most=1)
     """Number that norms add to the variance or to the mean square."""
 
-    init_method_std: float = 0.02
+    init_method_std: float = option(0.02, least=0, most=1000)
     """Standard deviation of the initial weights."""
 
-    output_layer_init_std: float = option(derived="--init-method-std / sqrt(2 x --num-layers)")
+    output_layer_init_std: float = option(derived="--init-method-std / sqrt(2 x --num-layers)", least=0, most=1000)
     """Standard deviation of the initial weights of the matrices that write to the residual stream."""
 
-    embedding_init_method_std: float = option(derived="--init-method-std")
+    embedding_init_method_std: float = option(derived="--init-method-std", least=0, most=1000)
     """Standard deviation of the initial embeddings."""
 
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weights instead of those of the word embedding."""
 
-    hidden_dropout: float = 0.0
+    hidden_dropout: float = option(0.0, least=0, below=1)
     """Dropout after the embedding, and on the outputs of attention and MLP. Its masks depend only on the seed, the
     layer and the position of the token, so token slices, stages and ranks do not change them."""
 
-    attention_dropout: float = 0.0
+    attention_dropout: float = option(0.0, least=0, below=1)
     """Dropout on the attention probabilities. Flash kernels do not know the position of a token, so attention is then
     written out, which is slower."""
 
@@ -224,7 +233,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Fill in the derived sizes, then check."""
-        check_positive(self, "num_layers", "hidden_size", "num_attention_heads", "seq_length")
+        check_bounds(self)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
@@ -238,30 +247,12 @@ class ModelConfig:
         resolve(self, "num_key_value_heads", self.num_attention_heads)
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         resolve(self, "max_position_embeddings", self.seq_length)
-        check_positive(
-            self,
-            "ffn_hidden_size",
-            "num_key_value_heads",
-            "kv_channels",
-            "max_position_embeddings",
-            "vocab_size",
-            "vocab_rows",
-            "make_vocab_size_divisible_by",
-            "layernorm_epsilon",
-            "sliding_window",
-            "softmax_scale",
-            "attention_softcap",
-            "logit_softcap",
-            "residual_multiplier",
-            "embedding_multiplier",
-            "logit_multiplier",
-        )
+        check_bounds(self)  # Those that were derived, too.
         resolve(self, "softmax_scale", 1 / sqrt(self.kv_channels))
         resolve(self, "output_layer_init_std", self.init_method_std / sqrt(2 * self.num_layers))
         resolve(self, "embedding_init_method_std", self.init_method_std)
         resolve_rotation(self)
         check_choices(self)
-        check_not_negative(self, "init_method_std", "output_layer_init_std", "embedding_init_method_std")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"--num-key-value-heads {self.num_key_value_heads} does not divide "
@@ -272,9 +263,6 @@ class ModelConfig:
                 f"--seq-length {self.seq_length} is more than --max-position-embeddings "
                 f"{self.max_position_embeddings}: lower the former, or raise the latter to {self.seq_length}"
             )
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)} is out of range: give 0 or more, below 1")
         if self.vocab_rows is not None and self.vocab_size is not None and self.vocab_rows < self.vocab_size:
             raise ConfigError(
                 f"--vocab-rows {self.vocab_rows} has no room for the {self.vocab_size} tokens of --vocab-size: give "

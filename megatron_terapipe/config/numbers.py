@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, option
+from megatron_terapipe.config.options import check_bounds, check_choices, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class NumbersConfig:
     layer, micro-batch and token slice in which it began. `ignore` says nothing. In fp16 with an adaptive loss scale
     this is for overflows that the scale cannot cure: those before lower it, as usual."""
 
-    max_bad_numbers_in_a_row: int = 10
+    max_bad_numbers_in_a_row: int = option(10, least=0, most=10**9)
     """Iterations in a row that `--bad-numbers skip` leaves out before it ends the run."""
 
     spiky_loss: Literal["note", "stop", "ignore"] = option("note", shorthands={"--check-for-spiky-loss": "note"})
@@ -38,7 +38,7 @@ class NumbersConfig:
     their spread, and more than three times the median; as for `--spiky-loss`."""
 
     check_consistency: int | None = option(
-        None, metavar="N", aliases=("--check-weight-hash-across-dp-replicas-interval",)
+        None, metavar="N", aliases=("--check-weight-hash-across-dp-replicas-interval",), least=1, most=10**9
     )
     """Compare copies every N iterations, by a hash: weights of replicas, and their optimizer states where each has
     all; tied weights; weights and states that tensor parallelism does not cut. Copies that differ end the run, and
@@ -47,5 +47,4 @@ class NumbersConfig:
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_choices(self)
-        check_positive(self, "check_consistency")
-        check_not_negative(self, "max_bad_numbers_in_a_row")
+        check_bounds(self)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, flag, option
+from megatron_terapipe.config.options import check_bounds, check_choices, flag, option
 from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN, ConfigError
 
 
@@ -20,80 +20,80 @@ class OptimizerConfig:
     )
     """Optimizer. `adam` decays weights separately from the gradient (AdamW), as Megatron's does."""
 
-    lr: float
+    lr: float = option(above=0, most=100)
     """Highest learning rate."""
 
-    min_lr: float = 0.0
+    min_lr: float = option(0.0, least=0, most=100)
     """Learning rate at the end of the decay, and after it."""
 
-    decoupled_lr: float | None = None
+    decoupled_lr: float | None = option(None, least=0, most=100)
     """Highest learning rate of the word embedding and of the output layer, tied or not. Default: `--lr`."""
 
-    decoupled_min_lr: float | None = None
+    decoupled_min_lr: float | None = option(None, least=0, most=100)
     """Learning rate of these two at the end of the decay, and after it. Default: `--min-lr`."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after the warmup. `WSD` keeps the highest learning rate and decays only at the end."""
 
-    lr_decay_iters: int | None = None
+    lr_decay_iters: int | None = option(None, least=1, most=10**9)
     """Iteration at which the decay ends. Default: the last."""
 
-    lr_decay_samples: int | None = None
+    lr_decay_samples: int | None = option(None, least=1, most=10**13)
     """Samples after which the decay ends, with `--train-samples`. Default: all."""
 
-    lr_decay_tokens: int | None = None
+    lr_decay_tokens: int | None = option(None, least=1, most=10**18)
     """Tokens after which the decay ends, instead of `--lr-decay-iters` or `--lr-decay-samples`: tokens / `--seq-length`
     samples, which need not be a whole number. Megatron-DeepSpeed counts them one iteration late."""
 
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the decay at the end of WSD."""
 
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: int | None = option(None, least=1, most=10**9)
     """Iterations of the decay at the end of WSD."""
 
-    lr_wsd_decay_samples: int | None = None
+    lr_wsd_decay_samples: int | None = option(None, least=1, most=10**13)
     """Samples of the decay at the end of WSD, with `--train-samples`."""
 
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: int = option(0, least=0, most=10**9)
     """Iterations in which the learning rate rises linearly."""
 
-    lr_warmup_samples: int = 0
+    lr_warmup_samples: int = option(0, least=0, most=10**13)
     """Samples in which the learning rate rises linearly, with `--train-samples`."""
 
-    lr_warmup_tokens: int | None = None
+    lr_warmup_tokens: int | None = option(None, least=0, most=10**18)
     """Tokens in which the learning rate rises linearly, instead of `--lr-warmup-iters` or `--lr-warmup-samples`."""
 
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: float | None = option(None, least=0, below=1)
     """Length of the warmup as a fraction of the time until the decay ends, instead of `--lr-warmup-iters`."""
 
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: float = option(0.0, least=0, most=100)
     """Learning rate at the start of the warmup."""
 
-    weight_decay: float = 0.01
+    weight_decay: float = option(0.01, least=0, most=1000)
     """Weight decay. Biases and norms do not decay."""
 
-    start_weight_decay: float | None = None
+    start_weight_decay: float | None = option(None, least=0, most=1000)
     """Weight decay of the first iteration, if it increases."""
 
-    end_weight_decay: float | None = None
+    end_weight_decay: float | None = option(None, least=0, most=1000)
     """Weight decay of the last iteration, if it increases."""
 
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape in which weight decay increases over the whole training."""
 
-    clip_grad: float = 1.0
+    clip_grad: float = option(1.0, least=0, most=1e9)
     """Scale gradients down to this global norm. 0 = never."""
 
-    adam_beta1: float = 0.9
+    adam_beta1: float = option(0.9, least=0, below=1)
     """Decay rate of Adam's mean of gradients."""
 
-    adam_beta2: float = 0.999
+    adam_beta2: float = option(0.999, least=0, below=1)
     """Decay rate of Adam's mean of squared gradients."""
 
-    adam_eps: float = 1e-8
+    adam_eps: float = option(1e-8, above=0, most=1)
     """Number that is added to the denominator of Adam's update."""
 
-    sgd_momentum: float = 0.9
+    sgd_momentum: float = option(0.9, least=0, below=1)
     """Momentum of SGD."""
 
     zero_stage: Literal[0, 1] = 1
@@ -108,23 +108,7 @@ class OptimizerConfig:
                 "one stage: use 0 or 1"
             )
         check_choices(self)
-        check_positive(
-            self,
-            "lr",
-            "lr_decay_iters",
-            "lr_decay_samples",
-            "lr_decay_tokens",
-            "lr_wsd_decay_iters",
-            "lr_wsd_decay_samples",
-            "adam_eps",
-        )
-        check_not_negative(self, "min_lr", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_init")
-        check_not_negative(self, "clip_grad")
-        check_not_negative(self, "weight_decay", "start_weight_decay", "end_weight_decay")
-        for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "lr_warmup_fraction"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1:
-                raise ConfigError(f"{flag(name)} {value} is out of range: give 0 or more, below 1")
+        check_bounds(self)
         for name in ("min_lr", "lr_warmup_init"):
             if getattr(self, name) > self.lr:
                 raise ConfigError(f"{flag(name)} {getattr(self, name)} is above --lr {self.lr}: give {self.lr} or less")
@@ -153,7 +137,6 @@ class OptimizerConfig:
             if self.decoupled_min_lr is not None:
                 raise ConfigError(f"--decoupled-min-lr {self.decoupled_min_lr} has no effect alone: add --decoupled-lr")
             return
-        check_not_negative(self, "decoupled_lr", "decoupled_min_lr")
         for name, value in (("--decoupled-min-lr", self.ends[1]), ("--lr-warmup-init", self.lr_warmup_init)):
             if value > self.decoupled_lr:
                 raise ConfigError(f"{name} {value} is above --decoupled-lr {self.decoupled_lr}: give no more than that")

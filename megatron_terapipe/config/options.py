@@ -50,6 +50,31 @@ class Option:
     conversions: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
     """Flags of other projects with values of another form, and the function that reads them."""
 
+    least: float | None = None
+    """Smallest value; of a flag that takes several, of each."""
+
+    above: float | None = None
+    """Number that values are above."""
+
+    most: float | None = None
+    """Largest value. No model and no machine comes near it: what is beyond is a slip of the hand, and would end in
+    lack of memory or in numbers that nothing can hold."""
+
+    below: float | None = None
+    """Number that values are below."""
+
+    @property
+    def bounds(self) -> str:
+        """The bounds in words, such as `1 to 10,000`; empty if there are none."""
+        low = "" if self.least is None else _shown(self.least)
+        low = low if self.above is None else f"above {_shown(self.above)}"
+        if self.most is None:
+            low = f"{low} or more" if low and self.above is None else low
+            return low if self.below is None else f"{low}, below {_shown(self.below)}"
+        if self.above is not None:
+            return f"{low}, up to {_shown(self.most)}"
+        return f"{low} to {_shown(self.most)}" if low else f"up to {_shown(self.most)}"
+
 
 def option(default: Any = MISSING, **settings: Any) -> Any:
     """Declare a field whose flag needs more than name, type and default.
@@ -140,37 +165,34 @@ def check_choices(section: Any) -> None:
             raise ConfigError(f"{flag(declared.name)} {value} is not known: choose {one_of(choices)}")
 
 
-def check_positive(section: Any, *names: str) -> None:
-    """Check that fields, where set, are above zero and finite.
-
-    Args:
-        section: the section.
-        *names: names of the fields.
+def check_bounds(section: Any) -> None:
+    """Check each number of a section, where it is set, against the bounds that its field declares.
 
     Raises:
-        ConfigError: if one is not.
+        ConfigError: if one is beyond them.
     """
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not 0 < value < float("inf"):
-            least = "1 or more" if isinstance(value, int) else "a number above 0"
-            raise ConfigError(f"{flag(name)} {value} is not positive: give {least}")
+    for declared in fields(section):
+        value = getattr(section, declared.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                _check_number(flag(declared.name), number, option_of(declared))
 
 
-def check_not_negative(section: Any, *names: str) -> None:
-    """Check that fields, where set, are zero or above and finite.
+def _check_number(name: str, number: float, bounds: Option) -> None:
+    if number != number:
+        raise ConfigError(f"{name} {number} is not a number: give one")
+    if bounds.most is not None and number > bounds.most:
+        raise ConfigError(f"{name} {number} is more than {_shown(bounds.most)}: give {_shown(bounds.most)} or less")
+    below = "" if bounds.below is None else f", below {_shown(bounds.below)}"
+    if (bounds.least is not None and number < bounds.least) or (bounds.below is not None and number >= bounds.below):
+        problem = "is not positive" if bounds.least == 1 else "is out of range"
+        raise ConfigError(f"{name} {number} {problem}: give {_shown(bounds.least or 0)} or more{below}")
+    if bounds.above is not None and number <= bounds.above:
+        raise ConfigError(f"{name} {number} is not positive: give a number above {_shown(bounds.above)}")
 
-    Args:
-        section: the section.
-        *names: names of the fields.
 
-    Raises:
-        ConfigError: if one is not.
-    """
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not 0 <= value < float("inf"):
-            raise ConfigError(f"{flag(name)} {value} is out of range: give 0 or more")
+def _shown(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
 def one_of(values: Sequence[object]) -> str:

@@ -10,13 +10,16 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.options import check_choices, check_positive, flag, one_of, option, resolve
+from megatron_terapipe.config.options import check_bounds, check_choices, flag, one_of, option, resolve
 from megatron_terapipe.config.stage_layers import listed_stages, uniform_stages, weighed_stages
 from megatron_terapipe.errors import ConfigError
 
 AUTO = "auto"
 """Token slices, or the layers of stages, that are found for a run once it is known how many ranks it has; until then
 nobody cuts a sequence."""
+
+MOST_RANKS = 1_000_000
+"""Ranks of a run at most: several times as many as the largest machines have devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,31 +30,33 @@ class ParallelConfig:
         ConfigError: if a size is not positive, a value not supported, or two fields contradict each other.
     """
 
-    tensor_model_parallel_size: int = option(1, aliases=("--model-parallel-size",))
+    tensor_model_parallel_size: int = option(1, aliases=("--model-parallel-size",), least=1, most=10_000)
     """Ranks that share the matrices of each layer."""
 
     sequence_parallel: bool = False
     """Give each tensor-parallel rank its part of every token slice between the matrices. This needs less memory and the
     same traffic."""
 
-    pipeline_model_parallel_size: int = option(1, aliases=("--pipe-parallel-size",))
+    pipeline_model_parallel_size: int = option(1, aliases=("--pipe-parallel-size",), least=1, most=10_000)
     """Ranks of the pipeline, each with its part of the layers."""
 
     num_model_chunks: int = option(
         derived="what --num-layers-per-virtual-pipeline-stage comes to, else 1",
         aliases=("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"),
+        least=1,
+        most=10_000,
     )
     """Stages (model chunks) that each pipeline rank owns. More model chunks make stages smaller and bubbles shorter,
     but need more messages and keep more activations."""
 
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, least=1, most=10_000)
     """Transformer layers of each stage, instead of `--num-model-chunks`."""
 
     model_chunk_placement: Literal["looped", "v"] = "looped"
     """Which stages a rank owns if it owns several: `looped` numbers them round and round; `v` goes there and back, so
     that the first rank also has the last stage. `v` is for `--pipeline-schedule optimised` and schedules from files."""
 
-    data_parallel_size: int | None = None
+    data_parallel_size: int | None = option(None, least=1, most=MOST_RANKS)
     """Ranks that share the batch. They follow from the world size. If given, the number is checked against it."""
 
     no_overlap_grad_reduce: bool = False
@@ -65,8 +70,7 @@ class ParallelConfig:
     """Use no pipeline. The pipeline-parallel size must be 1."""
 
     num_token_slices: int = option(
-        derived="as many as --token-slices lists or finds, else 1",
-        aliases=("--pipe-sp-splits",),
+        derived="as many as --token-slices lists or finds, else 1", aliases=("--pipe-sp-splits",), least=1, most=16_384
     )
     """Token slices that every sequence is split into. They pass through the pipeline one after the other."""
 
@@ -89,7 +93,7 @@ class ParallelConfig:
     this model, these token slices, this batch and `--cluster` before the run starts; or a file of ops, as `python -m
     deepspeed_ext.plan` writes one."""
 
-    schedule_memory_limit: float | None = option(None, metavar="A")
+    schedule_memory_limit: float | None = option(None, metavar="A", most=1e9)
     """Activations that `--pipeline-schedule optimised` may keep on a rank, counted in those of one whole micro-batch on
     that rank. Default: as many as `1f1b` keeps with one stage on each rank."""
 
@@ -118,11 +122,11 @@ class ParallelConfig:
     first stage and 5 to 11 to the second; a JSON file may hold that list. Only transformer layers count: the embedding
     belongs to the first stage, the final norm and the output layer to the last."""
 
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: int | None = option(None, least=1, most=10_000)
     """Transformer layers of the first pipeline rank, which also holds the embedding; the others share the rest
     evenly."""
 
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = option(None, least=1, most=10_000)
     """Transformer layers of the last pipeline rank, which also holds the output layer; the others share the rest
     evenly."""
 
@@ -139,29 +143,18 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library. Default: the one for the accelerator."""
 
-    distributed_timeout_minutes: float = 30.0
+    distributed_timeout_minutes: float = option(30.0, above=0, most=1e6)
     """Longest time in minutes for which a rank waits for another. If the run stands still for so long, one line says
     which rank is behind, and all processes end with exit code 75. It must be longer than anything that a rank does
     alone, such as compiling or writing its part of a checkpoint."""
 
-    local_rank: int | None = None
+    local_rank: int | None = option(None, least=0, most=65_535)
     """Rank on this machine. The launcher sets it."""
 
     def __post_init__(self) -> None:
         """Fill in the number of token slices, then check."""
         check_choices(self)
-        check_positive(
-            self,
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "num_model_chunks",
-            "num_layers_per_virtual_pipeline_stage",
-            "data_parallel_size",
-            "num_token_slices",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "distributed_timeout_minutes",
-        )
+        check_bounds(self)
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             # Scripts set it whatever the size; on one rank there is nothing to share.
             object.__setattr__(self, "sequence_parallel", False)
@@ -378,8 +371,13 @@ class ParallelConfig:
         """Lay the parallel axes over the ranks.
 
         Raises:
-            ConfigError: if the sizes do not multiply to `world_size`.
+            ConfigError: if there are too many, or the sizes do not multiply to `world_size`.
         """
+        if world_size > MOST_RANKS:
+            raise ConfigError(
+                f"{world_size} ranks are more than the {MOST_RANKS:,} that a run can have: lower "
+                "--data-parallel-size, --tensor-model-parallel-size or --pipeline-model-parallel-size"
+            )
         try:
             layout = ParallelLayout.for_world_size(
                 world_size,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import Literal
 
-from megatron_terapipe.config.options import check_positive
+from megatron_terapipe.config.options import check_bounds, option
 from megatron_terapipe.errors import ConfigError
 
 
@@ -22,20 +22,20 @@ class PrecisionConfig:
     bf16: bool = False
     """Train in bf16."""
 
-    loss_scale: float | None = None
+    loss_scale: float | None = option(None, above=0, most=1e36)
     """Fixed scale of the loss in fp16. Default: the scale adapts."""
 
     # Megatron starts at 2**32, but the largest fp16 number is 65504: the first iterations would all be skipped.
-    initial_loss_scale: float = 65536.0
+    initial_loss_scale: float = option(65536.0, above=0, most=1e36)
     """First adaptive loss scale, a power of 2."""
 
-    min_loss_scale: float = 1.0
+    min_loss_scale: float = option(1.0, above=0, most=1e36)
     """Smallest adaptive loss scale, a whole number."""
 
-    loss_scale_window: int = 1000
+    loss_scale_window: int = option(1000, least=1, most=10**9)
     """Iterations without overflow after which the loss scale doubles."""
 
-    hysteresis: int = 2
+    hysteresis: int = option(2, least=1, most=10**9)
     """Overflows before the loss scale halves."""
 
     accumulate_allreduce_grads_in_fp32: bool = False
@@ -45,14 +45,7 @@ class PrecisionConfig:
         """Check the pair and the ranges."""
         if self.fp16 and self.bf16:
             raise ConfigError("--fp16 and --bf16 exclude each other: drop one of them")
-        check_positive(
-            self,
-            "loss_scale",
-            "initial_loss_scale",
-            "min_loss_scale",
-            "loss_scale_window",
-            "hysteresis",
-        )
+        check_bounds(self)
         if not log2(self.initial_loss_scale).is_integer():
             raise ConfigError(
                 f"--initial-loss-scale {self.initial_loss_scale} is not a power of 2: give one, such as 65536"

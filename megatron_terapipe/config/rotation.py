@@ -9,7 +9,7 @@ from math import ceil, floor, log, pi
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.config.block_shape import BlockShape
-from megatron_terapipe.config.options import check_positive, flag, resolve
+from megatron_terapipe.config.options import check_bounds, flag, resolve
 from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,16 +109,7 @@ def resolve_rotation(model: "ModelConfig") -> None:
     factor = model.rotary_scaling_factor
     resolve(model, "rotary_scaling", "none" if factor is None or factor == 1 else "linear")
     resolve(model, "rotary_scaling_factor", 8.0 if model.rotary_scaling == "llama3" else 1.0)
-    check_positive(
-        model,
-        "rotary_base",
-        "rotary_scaling_factor",
-        "rotary_low_frequency_factor",
-        "rotary_beta_slow",
-        "rotary_base_local",
-        "rotary_original_length",
-        "rotary_attention_factor",
-    )
+    check_bounds(model)
     factor = model.rotary_scaling_factor
     before = 8192 if model.rotary_scaling == "llama3" else max(1, int(model.max_position_embeddings / factor))
     resolve(model, "rotary_original_length", before)
@@ -133,8 +124,6 @@ def check_rotation(model: "ModelConfig") -> None:
     Raises:
         ConfigError: if two do not fit together.
     """
-    if not 0 < model.rotary_percent <= 1:
-        raise ConfigError(f"--rotary-percent {model.rotary_percent} is out of range: give more than 0, up to 1")
     if model.position_embedding_type == "rope" and (model.rotary_channels < 2 or model.rotary_channels % 2):
         raise ConfigError(
             f"--rotary-percent {model.rotary_percent} of heads of width {model.kv_channels} rotates "

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_terapipe.config.options import check_choices, check_not_negative, check_positive, option
+from megatron_terapipe.config.options import check_bounds, check_choices, option
 from megatron_terapipe.errors import ConfigError
 
 SEEDS = 2**32
@@ -18,18 +18,18 @@ class TrainingConfig:
         ConfigError: if a value is out of range.
     """
 
-    train_iters: int | None = None
+    train_iters: int | None = option(None, least=1, most=10**9)
     """Optimizer steps of the whole run."""
 
-    train_samples: int | None = None
+    train_samples: int | None = option(None, least=1, most=10**13)
     """Samples of the whole run, instead of `--train-iters`. Decay and warmup are then also counted in samples."""
 
-    train_tokens: int | None = None
+    train_tokens: int | None = option(None, least=1, most=10**18)
     """Tokens of the whole run. Alone, it stands for `--train-samples`, tokens / `--seq-length`. Beside `--train-iters`
     or `--train-samples`, the run ends with the first iteration that reaches it, as in Megatron-DeepSpeed; the order of
     the data and the learning rate follow from the other flag."""
 
-    seed: int = 1234
+    seed: int = option(1234, least=0, most=SEEDS - 1)
     """Seed of the weights and of the order of the data."""
 
     calculate_per_token_loss: bool = False
@@ -40,11 +40,11 @@ class TrainingConfig:
     """Make the run repeatable to the bit on the same devices: only deterministic algorithms of torch, cuBLAS and NCCL,
     which may be slower. What has none ends the run."""
 
-    exit_interval: int | None = None
+    exit_interval: int | None = option(None, least=1, most=10**9)
     """Stop after the next iteration that is a multiple of this number. A checkpoint is saved, as with the other two
     exit flags."""
 
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: float | None = option(None, above=0, most=1e9)
     """Stop after the iteration in which this many minutes have passed."""
 
     exit_signal_handler: bool = False
@@ -83,7 +83,7 @@ class TrainingConfig:
     `--recompute-num-layers` transformer layers of each stage, one at a time; what is found for a run, as by
     `--token-slices auto`, still counts with all of them."""
 
-    recompute_num_layers: int = option(1, aliases=("--checkpoint-num-layers",))
+    recompute_num_layers: int = option(1, aliases=("--checkpoint-num-layers",), least=1, most=10_000)
     """Layers between two activations that `uniform` keeps; layers of each stage that `block` recomputes."""
 
     compile_pointwise: Literal["auto", "always", "never"] = "auto"
@@ -94,18 +94,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         """Check the ranges."""
         check_choices(self)
-        check_positive(
-            self,
-            "train_iters",
-            "train_samples",
-            "train_tokens",
-            "exit_interval",
-            "exit_duration_in_mins",
-            "recompute_num_layers",
-        )
-        check_not_negative(self, "seed")
-        if self.seed >= SEEDS:
-            raise ConfigError(f"--seed {self.seed} is out of range: give {SEEDS - 1} or less")
+        check_bounds(self)
         if self.dry_run_without_files:
             object.__setattr__(self, "dry_run", True)
         if self.hostfile is not None and not self.dry_run:

@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.planned_ops import check_num_ops
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.config import Config
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.pipeline_plan import check_schedule, pipeline_schedule, with_found_token_slices
 from megatron_terapipe.strategy import Strategy
 
@@ -47,12 +50,21 @@ def plan_run(config: Config, world_size: int) -> PlannedRun:
         ConfigError: if sizes do not multiply to the world size, or the batch cannot be dealt to the replicas.
     """
     layout = config.parallel.layout(world_size)
-    config.num_micro_batches(layout.data_parallel_size)  # An error in it is said before anything is searched.
+    # An error in it is said before anything is searched.
+    micro_batches = config.num_micro_batches(layout.data_parallel_size)
+    _check_num_ops(config, micro_batches)
     if config.parallel.token_slices != AUTO:
         return PlannedRun(config, layout)
     finds_stages = config.parallel.stage_partition == AUTO
     config = with_found_token_slices(config, layout.data_parallel_size)
     return PlannedRun(config, config.parallel.layout(world_size), found_token_slices=True, found_stages=finds_stages)
+
+
+def _check_num_ops(config: Config, micro_batches: int) -> None:
+    try:
+        check_num_ops(config.parallel.pipeline(micro_batches))
+    except PlanError as error:
+        raise ConfigError(str(error)) from None
 
 
 def check_trainable(strategy: Strategy, model: ModelConfig, **more: Any) -> None:

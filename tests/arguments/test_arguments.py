@@ -102,7 +102,7 @@ def test_aliases(words: str, section: str, field: str, value: object) -> None:
         ("--num-query-groups=", "--num-key-value-heads is given an empty value: give another, or drop it"),
         ("--save=", "--save is given an empty value: give another, or drop it"),
         ("--pp-partition-method type:mlp", "--stage-partition type:mlp: only transformer layers are dealt out"),
-        ("--seed 4294967296", "--seed 4294967296 is out of range: give 4294967295 or less"),
+        ("--seed 4294967296", "--seed 4294967296 is more than 4,294,967,295: give 4,294,967,295 or less"),
         ("--bf16=yes", "--bf16 ignored explicit argument 'yes': drop the value"),
         ("--pipe-sp-strategy best", "--pipe-sp-strategy best is not known: choose average or uniform_comp"),
         ("--onnx-safe", "--onnx-safe: GELU with the error function has a name of its own: use --activation gelu-exact"),

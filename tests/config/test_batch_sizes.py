@@ -98,3 +98,15 @@ def test_iterations_until_are_the_first_that_reach_the_samples(final: int, steps
     iterations = sizes.iterations_until(samples)
     assert sizes.consumed_after(iterations) >= samples
     assert not iterations or sizes.consumed_after(iterations - 1) < samples
+
+
+def test_a_ramp_of_any_length_is_counted_at_once() -> None:
+    sizes = BatchSizes(start=1, increment=1, final=1000, ramp_samples=10**13)
+    assert sizes.iterations_within(10) == 11 and sizes.iterations_until(10) == 10
+    whole = sizes.iterations_until(10**13)
+    assert 10**13 // 1000 < whole < 10**13 and sizes.consumed_after(whole) >= 10**13 > sizes.consumed_after(whole - 1)
+
+
+def test_a_ramp_of_too_many_increments_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rises in 999,999,999 increments, more than 10,000: give larger ones"):
+        BatchConfig(micro_batch_size=1, global_batch_size=10**9, rampup_batch_size=(1, 1, 10**13))

@@ -158,8 +158,8 @@ REFUSALS = [
     ({"recompute_granularity": "some"}, "--recompute-granularity some is not known", "choose none, selective or full"),
     ({"optimizer": "lamb"}, "--optimizer lamb is not known", "choose adam or sgd"),
     ({"lr": 0.0}, "--lr 0.0 is not positive", "give a number above 0"),
-    ({"lr": float("nan")}, "--lr nan is not positive", "give a number above 0"),
-    ({"lr": float("inf")}, "--lr inf is not positive", "give a number above 0"),
+    ({"lr": float("nan")}, "--lr nan is not a number", "give one"),
+    ({"lr": float("inf")}, "--lr inf is more than 100", "give 100 or less"),
     ({"min_lr": 0.1}, "--min-lr 0.1 is above --lr 0.001", "give 0.001 or less"),
     (
         {"lr_decay_style": "square"},

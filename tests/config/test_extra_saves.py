@@ -17,7 +17,7 @@ def test_checkpoints_that_are_due() -> None:
     ("extra", "save", "line"),
     [
         ((5, 7), None, "--extra-save-iterations 5 does not say where to save: add --save"),
-        ((5, -7), "x", "--extra-save-iterations 5 -7 is no list of iterations: give numbers from 0 on"),
+        ((5, -7), "x", "--extra-save-iterations -7 is out of range: give 0 or more"),
         ((), "x", "--extra-save-iterations (nothing) is no list of iterations: give numbers from 0 on"),
     ],
 )

@@ -12,6 +12,7 @@ from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.planned_ops import check_num_ops
 from deepspeed_ext.plan.schedule_file import read_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
@@ -19,6 +20,22 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.text_files import read_text
 
 _NAMES = frozenset({*SCHEDULES, OPTIMISED})
+
+_MOST = {
+    "stages": 10_000,
+    "micro_batches": 1_000_000,
+    "model_chunks": 10_000,
+    "seq_length": 10**9,
+    "min_token_slice": 10**9,
+    "layers": 10_000,
+    "hardware_queues": 1_000,
+}
+"""Largest values of options that count."""
+
+_MOST_TOKEN_SLICES = 16_384
+
+_MOST_OPS = 2**20
+"""Ops of a pipeline that is simulated in plain Python and shown: a minute and 2 GB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +100,7 @@ def _with_placement(options: argparse.Namespace, model_chunks: int, placement: P
     shape = PipelineShape(
         options.stages * model_chunks, options.micro_batches, num_token_slices, model_chunks, placement
     )
+    check_num_ops(shape, _MOST_OPS)
     if options.solve_slices:
         return _solved(options, shape)
     if options.schedule == OPTIMISED:
@@ -120,11 +138,8 @@ def _schedule_file(name: str) -> Path:
 
 def _check(options: argparse.Namespace) -> None:
     """See that options are in range and go together."""
-    counts = ("stages", "micro_batches", "model_chunks", "seq_length", "min_token_slice", "layers", "hardware_queues")
-    for name in counts:
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} {getattr(options, name)} is not a positive whole number: give 1 or more")
+    for name, most in _MOST.items():
+        _check_count(f"--{name.replace('_', '-')}", getattr(options, name), most)
     if options.placement == Placement.V and (options.model_chunks or 1) == 1 and options.schedule in _NAMES:
         raise UserError("--placement v deals several stages to each rank: add --model-chunks 2")
     if options.solve_stages and not options.solve_slices:
@@ -151,6 +166,13 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--costs and --attention-share both say what ops cost: drop one of them")
 
 
+def _check_count(flag: str, value: int | None, most: int) -> None:
+    if value is not None and value < 1:
+        raise UserError(f"{flag} {value} is not a positive whole number: give 1 or more")
+    if value is not None and value > most:
+        raise UserError(f"{flag} {value} is more than {most:,}: give {most:,} or less")
+
+
 def _token_slices(text: str | None, seq_length: int | None) -> tuple[int, tuple[float, ...]]:
     """How many token slices, and their lengths: in tokens if they are known, else as shares of a sequence."""
     text = text or "1"
@@ -161,8 +183,7 @@ def _token_slices(text: str | None, seq_length: int | None) -> tuple[int, tuple[
         count = int(text)
     except ValueError:
         raise UserError(f"--token-slices {text} is no number and no list of lengths: write 3, or 704,688,656") from None
-    if count < 1:
-        raise UserError(f"--token-slices {count} is not a positive whole number: give 1 or more")
+    _check_count("--token-slices", count, _MOST_TOKEN_SLICES)
     if seq_length is not None:
         return count, TokenSlices.uniform(seq_length, count).lengths
     return count, (1 / count,) * count

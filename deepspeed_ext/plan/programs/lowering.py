@@ -29,6 +29,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.dependencies import reader_of, result
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.planned_ops import num_ops
 from deepspeed_ext.plan.programs.device import Device, Drains, check_programs
 from deepspeed_ext.plan.programs.posting import Posting, RankMessages, postings
 from deepspeed_ext.plan.programs.program import (
@@ -49,7 +50,6 @@ from deepspeed_ext.plan.programs.simulated_schedule import (
     SimulatedSchedule,
     SpansOfRank,
     lowering_costs,
-    num_ops,
 )
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.simulate import simulate

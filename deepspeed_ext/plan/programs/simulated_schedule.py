@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.planned_ops import check_num_ops, num_ops
 from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.simulate import check_complete, simulate
@@ -51,7 +52,7 @@ class SimulatedSchedule:
             shape: extent of the pipeline.
 
         Raises:
-            PlanError: if an op is missing, or where it does not belong.
+            PlanError: if an op is missing, or where it does not belong, or there are too many.
             ScheduleDeadlock: if the ops of ranks wait for each other.
         """
         if shape not in self._spans:
@@ -59,6 +60,7 @@ class SimulatedSchedule:
         return self._spans[shape]
 
     def _simulate(self, shape: PipelineShape) -> SpansOfRank:
+        check_num_ops(shape)
         costs = self.costs(shape)
         if num_ops(shape) <= FEW_OPS:
             orders = rank_orders(self._schedule, shape)
@@ -77,8 +79,3 @@ class SimulatedSchedule:
 def lowering_costs(shape: PipelineShape) -> OpCosts:
     """Costs of the timeline that programs are lowered from where no others are known: a backward takes two forwards."""
     return OpCosts.uniform(shape, weight_gradient=1.0)
-
-
-def num_ops(shape: PipelineShape) -> int:
-    """Forwards and backwards of a step on all ranks."""
-    return 2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices
