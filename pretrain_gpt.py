@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
-from megatron_terapipe.arguments import read_arguments
+from deepspeed_ext.runtime.liveness.watch import DIED_TOO
+from megatron_terapipe.arguments import Arguments, read_arguments
 from megatron_terapipe.arguments.searched_strategy import Constraints, FoundStrategy
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import NumbersError
 from megatron_terapipe.planning.stated_ranks import stated_ranks
+from megatron_terapipe.training.lost_ranks import LostRank, watch_over
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a command that ended by Ctrl-C, as shells know it."""
@@ -33,23 +35,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if lines and launch.rank == 0:
             print(*lines, sep="\n", flush=True)
-        # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
-        from megatron_terapipe.training.build_engine import build_engine, process_group
-        from megatron_terapipe.training.dry_run import dry_run
-        from megatron_terapipe.training.run import prepare
-        from megatron_terapipe.training.trainer import Trainer
-
         if config.training.dry_run:
-            lines = dry_run(config, launch)
-            if launch.rank == 0:
-                print(*arguments.notices, *lines, sep="\n", flush=True)
+            _dry_run(arguments, launch)
             return 0
-        run = prepare(config, launch)
-        if arguments.notices and launch.rank == 0:
-            print(*arguments.notices, sep="\n", flush=True)
-        speaks = True
-        with process_group(run) as watch:
-            Trainer(run, build_engine(run, watch)).run()
+        with watch_over(launch, config) as rank_watch:
+            # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
+            from megatron_terapipe.training.build_engine import build_engine, process_group
+            from megatron_terapipe.training.run import prepare
+            from megatron_terapipe.training.trainer import Trainer
+
+            run = prepare(config, launch)
+            if arguments.notices and launch.rank == 0:
+                print(*arguments.notices, sep="\n", flush=True)
+            speaks = True
+            with process_group(run, rank_watch) as stall_watch:
+                Trainer(run, build_engine(run, stall_watch)).run()
+    except LostRank:
+        return DIED_TOO  # Who is gone has been said.
     except NumbersError as error:
         if launch.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -71,6 +73,14 @@ def _speaks_for_its_host() -> bool:
         return LaunchEnvironment.read().local_rank == 0
     except UserError:
         return True
+
+
+def _dry_run(arguments: Arguments, launch: LaunchEnvironment) -> None:
+    from megatron_terapipe.training.dry_run import dry_run
+
+    lines = dry_run(arguments.config, launch)
+    if launch.rank == 0:
+        print(*arguments.notices, *lines, sep="\n", flush=True)
 
 
 def _find_strategy(config: Config, constraints: Constraints) -> FoundStrategy:

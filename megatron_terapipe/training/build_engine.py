@@ -5,8 +5,9 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,14 @@ from deepspeed_ext.runtime.channels import MessageSpec, TensorSpec
 from deepspeed_ext.runtime.cuda_environment import check_same_environment, compared_variables
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
-from deepspeed_ext.runtime.ledger.stall_watch import GRACE, STANDS_STILL, StallWatch, watch_this_rank
+from deepspeed_ext.runtime.ledger.stall_watch import (
+    GRACE,
+    STANDS_STILL,
+    StallWatch,
+    end_process,
+    watch_this_rank,
+)
+from deepspeed_ext.runtime.liveness.watch import RankWatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.topology import own_group
 from megatron_terapipe.checkpoint.index import saved_run
@@ -33,6 +41,7 @@ from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.found_plan import check_agreement
 from megatron_terapipe.training.guards.states import refuse_bad_states
+from megatron_terapipe.training.lost_ranks import LostRank, is_of_communication, keep_traceback
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.run import Run, reading_ranks
 from megatron_terapipe.training.token_slice_batch import documents_reader, loss_tokens, split_batch
@@ -42,11 +51,18 @@ LAUNCHER_NOTICES_S = 5
 
 
 @contextmanager
-def process_group(run: Run) -> Iterator[StallWatch]:
+def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[StallWatch]:
     """Join the other ranks, each on its own device or cores; leave when done.
 
+    Args:
+        run: the run.
+        rank_watch: sees that another rank or a launcher is gone, if there is one.
+
     Yields:
-        The watch over this rank.
+        The watch that sees that the run stands still.
+
+    Raises:
+        LostRank: if another rank or a launcher is gone, and has been named.
     """
     run.launch.export()
     if run.config.training.compile_pointwise != "auto":
@@ -63,9 +79,11 @@ def process_group(run: Run) -> Iterator[StallWatch]:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     backend = run.config.parallel.distributed_backend or accelerator.communication_backend_name()
     ledgers = run.config.logging.ledgers(run.config.checkpoint.save)
+    if rank_watch is not None and "MASTER_PORT" in os.environ:
+        rank_watch.meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     try:
         init_distributed(dist_backend=backend, timeout=_timeout(run) + GRACE, verbose=False)
-        watch = watch_this_rank(_timeout(run), ledgers, name="run")
+        watch = watch_this_rank(_timeout(run), ledgers, name="run", end=partial(_end, rank_watch))
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _not_met(run, error) from error
     try:
@@ -79,14 +97,29 @@ def process_group(run: Run) -> Iterator[StallWatch]:
         raise
     except UserError:
         raise
-    except Exception:
+    except Exception as error:
         # Perhaps another rank failed first: give the launcher time to see that one, and to exit with its code.
         time.sleep(LAUNCHER_NOTICES_S)
-        raise
+        if rank_watch is None or rank_watch.gone is None or not is_of_communication(error):
+            raise
+        with suppress(OSError):
+            keep_traceback(error, ledgers, run.launch.rank)
+        raise LostRank(rank_watch.gone.what) from error
     # Not in a `finally`: after an error the other ranks may never come, and the launcher ends them.
     with watch.ledger.phase("leaving the process group"):
+        if rank_watch is not None and run.launch.world_size > 1:
+            # The rank that keeps the store may leave before the others.
+            rank_watch.part()
+            dist.barrier()
         dist.destroy_process_group()
     watch.end()
+
+
+def _end(rank_watch: RankWatch | None) -> None:
+    """End this process because the run stands still, which has been said."""
+    if rank_watch is not None:
+        rank_watch.end_is_explained()
+    end_process()
 
 
 def compare_environments() -> None:

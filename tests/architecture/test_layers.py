@@ -87,7 +87,7 @@ LAYERS = (
     Layer(
         ("deepspeed_ext.runtime", "deepspeed_ext.runtime.*"),
         (*PLAN, "deepspeed_ext.pointwise"),
-        ("torch", "deepspeed", "packaging"),
+        ("torch", "deepspeed", "packaging", "psutil"),
     ),
     # transformers is imported when a model of it is handed over.
     Layer(

@@ -1,0 +1,281 @@
+"""Looks after a rank from its start to its end: nobody trains on alone, and one line says who is gone.
+
+A thread of every rank waits for the end of two kinds of processes:
+
+    the launch of the rank (`launchers`)          gone: this rank ends
+    the other ranks of the host (`host_ranks`)    gone without a word: the first one left says which died, and all end
+
+The thread needs neither the main thread, which may hang in a call that never returns, nor a network. Where ranks are on
+several hosts, `host_news` tells the others.
+"""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Self
+
+from deepspeed_ext.runtime.liveness.host_news import Gone, HostNews
+from deepspeed_ext.runtime.liveness.host_ranks import HostRank, HostRanks, Mark, page_of
+from deepspeed_ext.runtime.liveness.launchers import RUNNERS, Ancestor, host_launcher, is_orphan, own_launch
+from deepspeed_ext.runtime.liveness.process_ends import ProcessEnds
+
+ENDS_WITHIN_S = 15.0
+"""Seconds after the death of a rank or a launcher in which all others have surely ended."""
+
+_PATIENCE_S = 8.0
+"""Seconds for a rank to end by itself, as by an error of its communication, before its process is ended."""
+
+_LOOK_S = 0.5
+"""Seconds between two looks for ranks of the host that have not come yet."""
+
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a rank that was told to end, as shells know it."""
+
+DIED_TOO = 1
+"""Exit code of a rank that ends because another one is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Place of this rank among all.
+
+    Attributes:
+        rank: among all.
+        world_size: number of all.
+        local_rank: among those of its host.
+        local_size: number of those.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+
+
+class RankWatch:
+    """The thread that looks after one rank. Enter and leave it in the main thread.
+
+    Args:
+        place: of this rank.
+        launch: the processes that started it, its parent first.
+        host: the page of the ranks of this host; None where there is none.
+        attempt: how often the ranks were started, with launchers that start them again.
+        orphan: whether its launcher is gone already.
+        remedy: returns the end of the line about a death: what the user can do.
+        request_s: seconds for the rank to end by itself where it takes SIGTERM as a request.
+        say: prints a line.
+        leave: ends the process with an exit code, at once.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        launch: Sequence[Ancestor],
+        host: HostRanks | None,
+        attempt: str = "0",
+        orphan: bool = False,
+        remedy: Callable[[], str] = lambda: "start it again",
+        request_s: float = 600.0,
+        say: Callable[[str], object] = lambda line: os.write(2, f"{line}\n".encode()),
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.place, self.remedy, self.request_s = place, remedy, request_s
+        self._launch, self._host, self._say, self._leave = launch, host, say, leave
+        self._orphan = orphan
+        self._gone: Gone | None = None
+        self._concluding = threading.Lock()
+        self._left = threading.Event()
+        self._wake, waking = socket.socketpair()
+        self._waking = waking
+        for each in (self._wake, waking):
+            each.setblocking(False)
+        self._ends: ProcessEnds[Ancestor | int] = ProcessEnds(self._wake.fileno())
+        self._others: dict[int, HostRank] = {}
+        self._news: HostNews | None = None
+        if place.local_size < place.world_size:
+            self._news = HostNews(attempt, heard=self._hear, keeps_store=place.rank == 0)
+        self._thread = threading.Thread(target=self._run, name="rank watch", daemon=True)
+
+    @property
+    def gone(self) -> Gone | None:
+        """Who is gone, so that this rank ends; None as long as nobody is known to be."""
+        return self._gone
+
+    # ------------------------------------------------------------------ from start to end
+
+    def __enter__(self) -> Self:
+        """Look after this rank from now on."""
+        self._mark(Mark.HERE)
+        self._before = signal.signal(signal.SIGTERM, self._terminated)
+        # Written to by the system when a signal comes, also while the main thread is in a call that never returns.
+        self._waked_before = signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Say how this rank ends, and look after it no more."""
+        self._mark(Mark.DONE if kind is None else Mark.ENDING)
+        self._left.set()
+        if self._news is not None:
+            if kind is not None and self._gone is None:
+                self._news.tell(Gone(f"rank {self.place.rank} (host {socket.gethostname()}) ended", said=True))
+            self._news.end()
+        signal.set_wakeup_fd(self._waked_before)
+        signal.signal(signal.SIGTERM, self._before)
+        with suppress(OSError):
+            self._waking.send(b"\0")
+        self._thread.join()
+        self._wake.close()
+        self._waking.close()
+
+    def meet(self, address: str, port: int) -> None:
+        """Tell and hear from now on what happens on other hosts, over the store where the ranks meet.
+
+        Args:
+            address: of the store.
+            port: of the store.
+        """
+        if self._news is not None:
+            self._news.begin(address, port, listens=self.place.local_rank == 0)
+
+    def part(self) -> None:
+        """Take the ends of ranks on other hosts for orderly ones from now on; all ranks call it before a barrier."""
+        if self._news is not None:
+            self._news.end()
+
+    def end_is_explained(self) -> None:
+        """Say that this rank is about to end, and that the user has been told why."""
+        self._mark(Mark.ENDING)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        for ancestor in self._launch:
+            self._ends.add(ancestor, ancestor.pid, born=ancestor.born)
+        try:
+            if self._orphan:
+                self._launcher_gone(None)
+            while not self._left.is_set():
+                complete = self._host is None or len(self._others) == self.place.local_size - 1
+                self._look(self._ends.wait(60.0 if complete else _LOOK_S))
+        finally:
+            self._ends.close()
+            if self._host is not None:
+                self._host.remove_file()
+
+    def _look(self, ended: set[Ancestor | int]) -> None:
+        if self._left.is_set():
+            return
+        with suppress(BlockingIOError):
+            # A handler of the rank's own takes the signal for a request, and ends the rank in its time.
+            if signal.SIGTERM in self._wake.recv(64) and signal.getsignal(signal.SIGTERM) == self._terminated:
+                self._terminated(signal.SIGTERM, None)
+        if self._gone is not None:
+            return
+        for ancestor in self._launch:
+            if ancestor in ended:
+                self._launcher_gone(ancestor)
+                return
+        self._look_at_others(ended)
+
+    def _look_at_others(self, ended: set[Ancestor | int]) -> None:
+        if self._host is None:
+            return
+        marks = {place: rank for place, rank in self._host.read().items() if place != self.place.local_rank}
+        for place in marks.keys() - self._others.keys():
+            self._others[place] = marks[place]
+            self._ends.add(place, marks[place].pid)
+        for place in sorted(marks):
+            if place in ended and marks[place].mark in (Mark.HERE, Mark.ENDING):
+                # Only those that are left speak, the first of them.
+                before = (other for other in marks if other < self.place.local_rank)
+                first = all(other in ended and marks[other].mark is Mark.HERE for other in before)
+                self._rank_gone(marks[place], speaks=first)
+                return
+
+    def _rank_gone(self, other: HostRank, *, speaks: bool) -> None:
+        who = f"rank {other.rank} (host {socket.gethostname()}, process {other.pid})"
+        if other.mark is Mark.ENDING:
+            self._conclude(Gone(f"{who} ended", said=True), tells=speaks)
+        else:
+            self._conclude(Gone(f"{who} died"), says=speaks, tells=speaks)
+
+    def _launcher_gone(self, launcher: Ancestor | None) -> None:
+        first = self.place.local_rank == 0
+        process = "" if launcher is None else f", process {launcher.pid}"
+        name = "the launcher" if launcher is None else f"the launcher {launcher.program}"
+        # DeepSpeed's command ends with code 0, as if all were well, where its launcher was killed.
+        for each in self._launch:
+            if each is not launcher and each.program in RUNNERS:
+                with suppress(OSError):
+                    os.kill(each.pid, signal.SIGTERM)
+        gone = Gone(f"{name} (host {socket.gethostname()}{process}) is gone, and ranks do not train on without it")
+        if signal.getsignal(signal.SIGTERM) == self._terminated:
+            self._mark(Mark.ENDING)
+            self._conclude(gone, says=first, tells=first)
+            self._leave(TERMINATED)
+        else:
+            self._conclude(gone, says=first, patience_s=self.request_s)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _hear(self, gone: Gone) -> None:
+        """Take what another host tells, or that the store is lost."""
+        self._conclude(gone, says=not gone.said)
+
+    def _conclude(
+        self, gone: Gone, *, says: bool = False, tells: bool = False, patience_s: float = _PATIENCE_S
+    ) -> None:
+        """End this rank because somebody is gone: give it time to end by itself, and then none."""
+        with self._concluding:
+            if self._gone is not None:
+                return
+            self._gone = gone
+        # First of all: nobody may read what is said below, and to write it would take for ever.
+        timer = threading.Timer(patience_s, self._leave, (DIED_TOO,))
+        timer.daemon = True
+        timer.start()
+        if says:
+            with suppress(OSError):
+                self._say(f"error: {gone.what}: {self.remedy()}")
+        if tells and self._news is not None:
+            self._news.tell(gone)
+
+    def _terminated(self, number: int, _: FrameType | None) -> None:
+        self._mark(Mark.ENDING)
+        if self._news is not None and self.place.local_rank == 0:
+            self._news.tell(Gone(f"rank {self.place.rank} (host {socket.gethostname()}) was told to end"))
+        self._leave(TERMINATED)
+
+    def _mark(self, mark: Mark) -> None:
+        if self._host is not None:
+            self._host.write(self.place.local_rank, HostRank(self.place.rank, os.getpid(), mark))
+
+
+def watch_rank(
+    place: Place, *, environment: Mapping[str, str] = os.environ, remedy: Callable[[], str] = lambda: "start it again"
+) -> RankWatch:
+    """Return the watch of this rank, as its launcher started it.
+
+    Args:
+        place: of this rank.
+        environment: variables of the launcher.
+        remedy: returns the end of the line about a death: what the user can do.
+    """
+    launch, attempt = own_launch(), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    launcher = host_launcher(launch)
+    return RankWatch(
+        place,
+        launch=launch,
+        host=None if launcher is None else page_of(launcher, place.local_size, attempt),
+        attempt=attempt,
+        orphan=is_orphan(launch, environment),
+        remedy=remedy,
+    )

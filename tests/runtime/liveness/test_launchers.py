@@ -1,0 +1,59 @@
+"""Which processes above a rank are its launch, and which belong to the user."""
+
+import pytest
+
+from deepspeed_ext.runtime.liveness.launchers import Ancestor, host_launcher, is_orphan, launch_of
+
+PYTHON = "/venv/bin/python3"
+PER_HOST = (PYTHON, "-u", "-m", "deepspeed.launcher.launch", "--world_info=e30", "pretrain_gpt.py", "torchrun")
+RUNNER = (PYTHON, "/venv/bin/deepspeed", "pretrain_gpt.py")
+REMOTE = ("bash", "-c", "cd /home; python3 -u -m deepspeed.launcher.launch")
+NOHUP_SHELL, TERMINAL, TMUX = ("-bash",), ("sshd: user@pts/0",), ("tmux: server",)
+SERVED = ("sshd: user@notty",)
+
+
+def above(*commands: tuple[str, ...]) -> list[Ancestor]:
+    return [Ancestor(pid, words, 0.0) for pid, words in enumerate(commands, start=100)]
+
+
+LAUNCHES = {
+    "deepspeed": ((PER_HOST, RUNNER, NOHUP_SHELL, TERMINAL), 2),
+    "deepspeed_as_a_module": ((PER_HOST, (PYTHON, "-m", "deepspeed.launcher.runner", "x.py"), TMUX), 2),
+    "deepspeed_in_a_script_of_slurm": ((PER_HOST, RUNNER, ("bash", "job.sh"), ("slurmstepd: [1.batch]",)), 2),
+    "pdsh": ((PER_HOST, REMOTE, SERVED, ("sshd: user [priv]",)), 3),
+    "pdsh_whose_shell_has_gone": ((PER_HOST, SERVED), 2),
+    "a_launcher_by_hand_in_a_terminal": ((PER_HOST, NOHUP_SHELL, TERMINAL), 1),
+    "torchrun": (((PYTHON, "/venv/bin/torchrun", "pretrain_gpt.py"), NOHUP_SHELL, TERMINAL), 1),
+    "torch_distributed_run": (((PYTHON, "-X", "dev", "-m", "torch.distributed.run", "x.py"), ("bash",)), 1),
+    "torchrun_under_slurm": (((PYTHON, "/usr/bin/torchrun"), ("slurmstepd: [1.0]",), ("slurmstepd",)), 3),
+    "mpirun": ((("mpirun", "-n", "2"), RUNNER, NOHUP_SHELL), 2),
+    "orted": ((("/usr/bin/orted",), ("sshd: user@notty",)), 1),
+    "srun_of_a_wrapper": ((("bash", "-c", "python3 pretrain_gpt.py"), ("slurmstepd: [7.0]",)), 2),
+    "nobody": ((NOHUP_SHELL, TERMINAL), 0),
+    "an_editor_named_in_a_flag": ((("vim", "torchrun"), (PYTHON, "train.py", "deepspeed")), 0),
+    "init": ((("/sbin/init",),), 0),
+    "a_process_without_words": (((),), 0),
+}
+
+
+@pytest.mark.parametrize(("commands", "length"), LAUNCHES.values(), ids=LAUNCHES)
+def test_the_launch_ends_below_what_the_user_owns(commands: tuple[tuple[str, ...], ...], length: int) -> None:
+    processes = above(*commands)
+    assert launch_of(processes) == tuple(processes[:length])
+
+
+def test_who_asked_to_outlive_his_terminal_outlives_the_connection() -> None:
+    processes = above(PER_HOST, REMOTE, SERVED)
+    assert launch_of(processes, outlives_its_terminal=True) == (processes[0],)
+
+
+def test_the_ranks_of_a_host_agree_who_started_them_all() -> None:
+    wrapped = above(("bash", "-c", "exec"), PER_HOST, RUNNER)
+    assert host_launcher(launch_of(wrapped)) == wrapped[1]
+    assert host_launcher(()) is None
+
+
+def test_an_orphan_of_deepspeed_is_known() -> None:
+    assert is_orphan((), {"CROSS_RANK": "0"})
+    assert not is_orphan((), {"RANK": "0"})
+    assert not is_orphan(above(PER_HOST), {"CROSS_RANK": "0"})

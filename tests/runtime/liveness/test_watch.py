@@ -1,0 +1,219 @@
+"""A rank sees that its launcher or another rank is gone; processes that only sleep stand for these."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from deepspeed_ext.runtime.liveness.host_ranks import HostRank, HostRanks, Mark
+from deepspeed_ext.runtime.liveness.launchers import Ancestor, birth_of
+from deepspeed_ext.runtime.liveness.process_ends import ProcessEnds
+from deepspeed_ext.runtime.liveness.watch import TERMINATED, Place, RankWatch
+
+SOON_S = 20
+"""Longer than anything here takes on a busy machine."""
+
+
+@contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Rank:
+    """The watch of this process as rank `local_rank` of two on this host, and what came of it."""
+
+    def __init__(self, folder: Path, local_rank: int = 0, **keywords: object) -> None:
+        self.said: list[str] = []
+        self.code: int | None = None
+        self._left = threading.Event()
+        self.page = HostRanks(folder / "page", 2)
+        world_size = keywords.pop("world_size", 2)
+        place = Place(rank=local_rank, world_size=world_size, local_rank=local_rank, local_size=2)
+        self.watch = RankWatch(
+            place,
+            **{"launch": (), "host": self.page, "remedy": lambda: "REMEDY"} | keywords,
+            say=self.said.append,
+            leave=self._leave,
+        )
+
+    def _leave(self, code: int) -> None:
+        self.code = self.code or code
+        self._left.set()
+
+    def left(self) -> int | None:
+        assert self._left.wait(SOON_S)
+        return self.code
+
+
+def until(condition: Callable[[], bool]) -> None:
+    tries = threading.Event()
+    for _ in range(100 * SOON_S):
+        if condition():
+            return
+        tries.wait(0.01)
+    raise AssertionError("it never happened")
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_rank_that_dies_is_named_by_the_one_left(tmp_path: Path, local_rank: int) -> None:
+    rank, other = Rank(tmp_path, local_rank), 1 - local_rank
+    with sleeper() as process, rank.watch as watch:
+        rank.page.write(other, HostRank(other, process.pid, Mark.HERE))
+        process.kill()
+        until(lambda: bool(rank.said))
+        assert re.fullmatch(rf"error: rank {other} \(host \S+, process {process.pid}\) died: REMEDY", rank.said[0])
+        assert watch.gone is not None
+    assert len(rank.said) == 1
+
+
+@pytest.mark.parametrize(("mark", "ends"), [(Mark.DONE, False), (Mark.ENDING, True)], ids=["done", "ending"])
+def test_nothing_is_said_of_a_rank_that_has_said_it(tmp_path: Path, mark: Mark, ends: bool) -> None:
+    rank = Rank(tmp_path)
+    rank.page.write(1, HostRank(1, os.getpid(), mark))
+    rank.watch._look_at_others(ended={1})
+    assert (rank.watch.gone is not None, rank.said) == (ends, [])
+
+
+def test_a_rank_that_died_before_it_was_looked_at_is_named(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    with sleeper() as process:
+        process.kill()
+        process.wait()
+        rank.page.write(1, HostRank(1, process.pid, Mark.HERE))
+        with rank.watch:
+            until(lambda: bool(rank.said))
+
+
+def launcher_of(process: subprocess.Popen[bytes], program: str) -> Ancestor:
+    return Ancestor(process.pid, (program,), birth_of(psutil.Process(process.pid)))
+
+
+def test_a_launcher_that_dies_ends_its_rank_and_the_command_above_it(tmp_path: Path) -> None:
+    with sleeper() as launcher, sleeper() as command:
+        launch = (launcher_of(launcher, "deepspeed.launcher.launch"), launcher_of(command, "deepspeed"))
+        rank = Rank(tmp_path, launch=launch)
+        with rank.watch:
+            launcher.kill()
+            assert rank.left() == TERMINATED
+            assert command.wait(SOON_S) == -signal.SIGTERM
+        pattern = (
+            rf"error: the launcher deepspeed.launcher.launch \(host \S+, process {launcher.pid}\) is gone, .*REMEDY"
+        )
+        assert re.fullmatch(pattern, rank.said[0])
+
+
+def test_a_rank_that_takes_sigterm_for_a_request_is_asked(tmp_path: Path) -> None:
+    asked = threading.Event()
+    with sleeper() as launcher:
+        rank = Rank(tmp_path, launch=(launcher_of(launcher, "torchrun"),))
+        with rank.watch:
+            before = signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+            launcher.kill()
+            assert asked.wait(SOON_S)
+            signal.signal(signal.SIGTERM, before)
+        assert rank.code is None
+
+
+def test_a_rank_without_a_launcher_left_is_an_orphan(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, orphan=True)
+    with rank.watch:
+        assert rank.left() == TERMINATED
+
+
+def test_sigterm_ends_a_rank_whose_main_thread_hears_nothing(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    with rank.watch as watch:
+        watch._waking.send(bytes([signal.SIGTERM]))  # as the system does, before Python calls any handler
+        assert rank.left() == TERMINATED
+        assert rank.page.read()[0].mark is Mark.ENDING
+    assert rank.said == []
+
+
+def test_how_a_rank_ends_is_marked_and_its_signals_are_given_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    rank = Rank(tmp_path)
+    with rank.watch:
+        assert rank.page.read() == {0: HostRank(0, os.getpid(), Mark.HERE)}
+    assert rank.page.read()[0].mark is Mark.DONE
+    assert signal.getsignal(signal.SIGTERM) == before
+    failing = Rank(tmp_path)
+    with pytest.raises(KeyError), failing.watch:
+        raise KeyError
+    assert failing.page.read()[0].mark is Mark.ENDING
+
+
+def test_another_host_hears_who_died_and_says_nothing(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SOON_S))
+    names = make(tmp_path, "here", "there")
+    here, there = (Rank(tmp_path / name, place, world_size=4) for place, name in zip((1, 0), names, strict=True))
+    with sleeper() as process, there.watch:
+        there.watch.meet("127.0.0.1", store.port)
+        # Two watches of one process: signals are the inner one's.
+        with here.watch:
+            here.watch.meet("127.0.0.1", store.port)
+            here.page.write(0, HostRank(0, process.pid, Mark.HERE))
+            process.kill()
+            until(lambda: there.watch.gone is not None)
+    assert f"process {process.pid}) died" in there.watch.gone.what
+    assert (len(here.said), there.said) == (1, [])
+
+
+def test_a_store_that_is_lost_is_named_but_not_after_the_end(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SOON_S))
+    lost, parted = (Rank(tmp_path / name, world_size=4) for name in make(tmp_path, "lost", "parted"))
+    port = store.port
+    with lost.watch:
+        lost.watch.meet("127.0.0.1", port)
+        until(lambda: lost.watch._news.connected)
+        with parted.watch:
+            parted.watch.meet("127.0.0.1", port)
+            until(lambda: parted.watch._news.connected)
+            parted.watch.part()
+            del store
+            until(lambda: lost.watch.gone is not None)
+    assert lost.said == [f"error: the store of rank 0 at 127.0.0.1:{port}, where the ranks met, is gone: REMEDY"]
+    assert (parted.watch.gone, parted.said) == (None, [])
+
+
+def make(folder: Path, *names: str) -> tuple[str, ...]:
+    for name in names:
+        (folder / name).mkdir()
+    return names
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_ends_are_seen_with_the_help_of_the_system_and_without(reports: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not reports:
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    reading, writing = os.pipe()
+    ends: ProcessEnds[str] = ProcessEnds(reading)
+    with sleeper() as first, sleeper() as second:
+        ends.add("first", first.pid)
+        ends.add("second", second.pid)
+        ends.add("of a later process", second.pid, born=1.0)
+        assert ends.wait(0.0) == {"of a later process"}
+        second.kill()
+        until(lambda: ends.wait(1.0) == {"of a later process", "second"})
+        second.wait()
+        ends.add("gone long ago", second.pid)
+        assert "gone long ago" in ends.wait(0.0)
+        os.write(writing, b"\0")
+        assert "first" not in ends.wait(600.0), "a word ends the wait"
+    ends.close()
+    os.close(reading)
+    os.close(writing)
