@@ -30,6 +30,8 @@ setup(
         # The fast simulator and the solvers; 0.60 is the first that takes numpy 2.
         "numba>=0.60",
         "packaging>=23",
+        # Processes of the launch; DeepSpeed's launcher needs it, too.
+        "psutil>=5.9",
         # Input files of the search are read and checked with it; DeepSpeed needs it, too.
         "pydantic>=2.7",
         # Clusters may be described in YAML.

@@ -4,11 +4,11 @@ import os
 import traceback
 from pathlib import Path
 
-from deepspeed_ext.runtime.liveness.watch import Place, RankWatch, watch_rank
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.liveness.watch import RankWatch, watch_rank
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import CheckpointError
-from megatron_terapipe.training.launch_environment import LaunchEnvironment
 
 
 class LostRank(Exception):
@@ -24,13 +24,7 @@ def watch_over(launch: LaunchEnvironment, config: Config) -> RankWatch:
     """
     # Read when torch is imported. Torch's store would print a stack of its own wherever its keeper is gone.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    place = Place(
-        rank=launch.rank,
-        world_size=launch.world_size,
-        local_rank=launch.local_rank,
-        local_size=launch.local_size,
-    )
-    return watch_rank(place, remedy=lambda: remedy(config.checkpoint.save))
+    return watch_rank(launch, remedy=lambda: remedy(config.checkpoint.save))
 
 
 def remedy(save: str | None) -> str:

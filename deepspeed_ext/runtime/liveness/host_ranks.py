@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from deepspeed_ext.runtime.liveness.launchers import Ancestor
+from deepspeed_ext.runtime.liveness.ancestors import Ancestor
 
 _SLOT = struct.Struct("=iii")
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import psutil
 
-from deepspeed_ext.runtime.liveness.launchers import birth_of
+from deepspeed_ext.runtime.liveness.ancestors import birth_of
 
 Name = TypeVar("Name", bound=Hashable)
 

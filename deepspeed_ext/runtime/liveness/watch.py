@@ -2,7 +2,7 @@
 
 A thread of every rank waits for the end of two kinds of processes:
 
-    the launch of the rank (`launchers`)          gone: this rank ends
+    the launch of the rank (`ancestors`)          gone: this rank ends
     the other ranks of the host (`host_ranks`)    gone without a word: the first one left says which died, and all end
 
 The thread needs neither the main thread, which may hang in a call that never returns, nor a network. Where ranks are on
@@ -15,13 +15,13 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Self
 
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.liveness.ancestors import RUNNERS, Ancestor, host_launcher, is_orphan, own_launch
 from deepspeed_ext.runtime.liveness.host_news import Gone, HostNews
 from deepspeed_ext.runtime.liveness.host_ranks import HostRank, HostRanks, Mark, page_of
-from deepspeed_ext.runtime.liveness.launchers import RUNNERS, Ancestor, host_launcher, is_orphan, own_launch
 from deepspeed_ext.runtime.liveness.process_ends import ProcessEnds
 
 ENDS_WITHIN_S = 15.0
@@ -38,23 +38,6 @@ TERMINATED = 128 + signal.SIGTERM
 
 DIED_TOO = 1
 """Exit code of a rank that ends because another one is gone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Place of this rank among all.
-
-    Attributes:
-        rank: among all.
-        world_size: number of all.
-        local_rank: among those of its host.
-        local_size: number of those.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_size: int
 
 
 class RankWatch:
@@ -74,7 +57,7 @@ class RankWatch:
 
     def __init__(
         self,
-        place: Place,
+        place: LaunchEnvironment,
         *,
         launch: Sequence[Ancestor],
         host: HostRanks | None,
@@ -260,7 +243,10 @@ class RankWatch:
 
 
 def watch_rank(
-    place: Place, *, environment: Mapping[str, str] = os.environ, remedy: Callable[[], str] = lambda: "start it again"
+    place: LaunchEnvironment,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    remedy: Callable[[], str] = lambda: "start it again",
 ) -> RankWatch:
     """Return the watch of this rank, as its launcher started it.
 

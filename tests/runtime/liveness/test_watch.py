@@ -15,10 +15,11 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.liveness.ancestors import Ancestor, birth_of
 from deepspeed_ext.runtime.liveness.host_ranks import HostRank, HostRanks, Mark
-from deepspeed_ext.runtime.liveness.launchers import Ancestor, birth_of
 from deepspeed_ext.runtime.liveness.process_ends import ProcessEnds
-from deepspeed_ext.runtime.liveness.watch import TERMINATED, Place, RankWatch
+from deepspeed_ext.runtime.liveness.watch import TERMINATED, RankWatch
 
 SOON_S = 20
 """Longer than anything here takes on a busy machine."""
@@ -43,7 +44,7 @@ class Rank:
         self._left = threading.Event()
         self.page = HostRanks(folder / "page", 2)
         world_size = keywords.pop("world_size", 2)
-        place = Place(rank=local_rank, world_size=world_size, local_rank=local_rank, local_size=2)
+        place = LaunchEnvironment(rank=local_rank, world_size=world_size, local_rank=local_rank, local_size=2)
         self.watch = RankWatch(
             place,
             **{"launch": (), "host": self.page, "remedy": lambda: "REMEDY"} | keywords,
