@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from operator import neg
-from typing import Any
+from typing import Any, get_type_hints
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.partition import StagePartition
@@ -13,15 +13,11 @@ from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config import (
     BatchConfig,
-    CheckpointConfig,
     Config,
     DataConfig,
-    DeepSpeedConfig,
-    LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    PrecisionConfig,
     TrainingConfig,
 )
 from megatron_terapipe.config.parallel import AUTO
@@ -378,18 +374,17 @@ class Strategy:
         def section(of: type[Any], **others: Any) -> Any:
             return of(**{each.name: settings[each.name] for each in fields(of) if each.name in settings}, **others)
 
-        sections = {
+        sections: dict[str, Any] = {
+            "model": model,
             "parallel": section(ParallelConfig),
             "batch": section(BatchConfig),
             "training": section(TrainingConfig, train_iters=1),
             "optimizer": section(OptimizerConfig, lr=1e-4),
-            "precision": PrecisionConfig(),
             "data": DataConfig(mock_data=True),
-            "checkpoint": CheckpointConfig(),
-            "logging": LoggingConfig(),
-            "deepspeed": DeepSpeedConfig(),
+            **more,
         }
-        return Config(model=model, **(sections | more))
+        others = {name: kind() for name, kind in get_type_hints(Config).items() if name not in sections}
+        return Config(**sections, **others)
 
 
 DIMENSIONS: tuple[Dimension, ...] = dimensions_of(Strategy)
