@@ -12,7 +12,7 @@ from deepspeed_ext.runtime.liveness.watch import DIED_TOO
 from megatron_terapipe.arguments import Arguments, read_arguments
 from megatron_terapipe.arguments.searched_strategy import Constraints, FoundStrategy
 from megatron_terapipe.config import Config
-from megatron_terapipe.errors import NumbersError
+from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
 from megatron_terapipe.planning.stated_ranks import stated_ranks
 from megatron_terapipe.training.lost_ranks import LostRank, watch_over
 
@@ -43,16 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megatron_terapipe.training.build_engine import build_engine, process_group
             from megatron_terapipe.training.run import prepare
             from megatron_terapipe.training.trainer import Trainer
+            from megatron_terapipe.training.whole_checkpoint import with_whole_checkpoint
 
             run = prepare(config, launch)
             if arguments.notices and launch.rank == 0:
                 print(*arguments.notices, sep="\n", flush=True)
             speaks = True
             with process_group(run, rank_watch) as stall_watch:
+                with stall_watch.ledger.phase("verifying the checkpoint"):
+                    run = with_whole_checkpoint(run, config, print if launch.rank == 0 else lambda line: None)
                 Trainer(run, build_engine(run, stall_watch)).run()
     except LostRank:
         return DIED_TOO  # Who is gone has been said.
-    except NumbersError as error:
+    except (AgreedCheckpointError, NumbersError) as error:
         if launch.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

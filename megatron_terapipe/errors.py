@@ -22,6 +22,14 @@ class NumbersError(UserError):
     """
 
 
+class AgreedCheckpointError(CheckpointError):
+    """One that every rank raises at the same time, so that one of them says it."""
+
+
+class SaveError(AgreedCheckpointError):
+    """A checkpoint that could not be saved. Those before are whole."""
+
+
 MODEL_CANNOT_BE_TRAINED = "this model cannot be trained here"
 """How a line ends about a part of a model that this trainer does not have: without it, another would be trained."""
 

@@ -62,6 +62,13 @@ class SavingEngine(SteppingEngine):
         left_out = frozen if exclude_frozen_parameters else set()
         return {name: value for name, value in self.module.state_dict().items() if name not in left_out}
 
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Copy no script beside a checkpoint: DeepSpeed's scripts put no stages of a pipeline together.
+
+        Args:
+            save_path: directory of the checkpoints.
+        """
+
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:

@@ -37,7 +37,7 @@ _OPERATION: Mapping[str, IdleFlag] = {
     # Checkpoints are DeepSpeed's, and load onto every layout.
     **_operation(
         0,
-        "use-dist-ckpt auto-detect-ckpt-format async-save use-persistent-ckpt-worker async-ckpt-use-cpu-shm"
+        "use-dist-ckpt auto-detect-ckpt-format use-persistent-ckpt-worker async-ckpt-use-cpu-shm"
         " ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load"
         " ckpt-assume-constant-structure"
         " ckpt-fully-parallel-save-replicate-local ckpt-fully-parallel-load-replicate-local"

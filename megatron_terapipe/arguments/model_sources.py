@@ -5,12 +5,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_terapipe.checkpoint.directories import existing_checkpoint, latest_checkpoint
-from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.directories import latest_checkpoint, readable_checkpoint
 from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.huggingface.families.registry import is_model_folder, read_fields
 from megatron_terapipe.huggingface.families.settings_file import CONFIG_FILE
 from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
@@ -40,7 +39,10 @@ def take_model_from_checkpoint(given: dict[str, Any]) -> None:
     checkpoint = CheckpointConfig(
         **{each.name: given[each.name] for each in fields(CheckpointConfig) if each.name in given}
     )
-    info = CheckpointInfo.read(existing_checkpoint(str(checkpoint.load), checkpoint.tag))
+    found = readable_checkpoint(str(checkpoint.load), checkpoint.tag, or_previous=checkpoint.load_previous_if_damaged)
+    if found is None:
+        raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint: give a directory that a run saved to")
+    _, info = found
     if given.get("tokenizer_type") == "NullTokenizer" and info.tokenizer.get("vocab_size"):
         # Of the model it counts the end of a document, too.
         given.setdefault("vocab_size", info.tokenizer["vocab_size"])

@@ -1,15 +1,23 @@
 """The directory of a checkpoint. Needs no torch, so that flags can use it."""
 
+import re
 from pathlib import Path
 
-from megatron_terapipe.checkpoint.file_names import LATEST
-from megatron_terapipe.checkpoint.info import RUN_FILE
+from megatron_terapipe.checkpoint.file_names import LATEST, REPLACED
+from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
+from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE, Manifest
+from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.families.registry import is_model_folder
+
+_LONGEST_NAME = 255
+"""Bytes of the longest name of a directory."""
 
 
 def latest_checkpoint(load: str | Path) -> Path | None:
     """Directory of the newest whole checkpoint, or None if there is none.
+
+    Who died before the first `latest` was written left a whole one without it.
 
     Raises:
         CheckpointError: if it is no directory, or `latest` names one that is gone.
@@ -17,11 +25,13 @@ def latest_checkpoint(load: str | Path) -> Path | None:
     if Path(load).exists() and not Path(load).is_dir():
         raise CheckpointError(f"--load {load} is a file: give the directory that a run saved to")
     latest = Path(load) / LATEST
-    if not latest.exists():
-        return None
-    directory = Path(load) / latest.read_text().strip()
-    if not directory.is_dir():
-        raise CheckpointError(f"{latest} names {directory.name}, which is not there: write an existing tag into it")
+    tag = _read_tag(latest)
+    if tag is None:
+        whole = {_iteration(path.parent.name): path.parent for path in Path(load).glob(f"*/{MANIFEST_FILE}")}
+        return max(((number, path) for number, path in whole.items() if number is not None), default=(0, None))[1]
+    directory = _directory(Path(load), tag)
+    if directory is None:
+        raise CheckpointError(f"{latest} names {tag}, which is not there: write an existing tag into it")
     return directory
 
 
@@ -42,8 +52,8 @@ def tagged_checkpoint(load: str | Path, tag: str | None) -> Path | None:
     """
     if tag is None:
         return latest_checkpoint(load)
-    directory = Path(load) / tag
-    if not directory.is_dir():
+    directory = _directory(Path(load), tag)
+    if directory is None:
         found = sorted(path.parent.name for path in Path(load).glob(f"*/{RUN_FILE}")) or ["none"]
         raise CheckpointError(f"there is no checkpoint {tag} in {load}: name one that is there ({', '.join(found)})")
     return directory
@@ -63,3 +73,115 @@ def existing_checkpoint(load: str | Path, tag: str | None) -> Path:
     if directory is None:
         raise CheckpointError(f"--load {load} holds no checkpoint: give a directory that a run saved to")
     return directory
+
+
+def readable_checkpoint(load: str | Path, tag: str | None, *, or_previous: bool) -> tuple[Path, CheckpointInfo] | None:
+    """Directory and facts of a checkpoint, these held against its manifest; None if there is no checkpoint.
+
+    Args:
+        load: directory that runs saved to.
+        tag: name of the checkpoint; None for the newest.
+        or_previous: take the newest before it whose facts can be read, if its own cannot.
+
+    Raises:
+        CheckpointError: if it is not there, or its facts cannot be read.
+    """
+    while True:
+        try:
+            directory = tagged_checkpoint(load, tag)
+            return None if directory is None else (directory, _facts(directory))
+        except CheckpointError:
+            before = previous_tag(load, tag) if or_previous else None
+            if before is None:
+                raise
+            tag = before
+
+
+def _facts(directory: Path) -> CheckpointInfo:
+    info = CheckpointInfo.read(directory)
+    if manifest := manifest_of(directory, info):
+        manifest.check_content(directory, [RUN_FILE])
+    return info
+
+
+def manifest_of(directory: Path, info: CheckpointInfo) -> Manifest | None:
+    """Return the manifest of a checkpoint; None for one of an older version or of another program.
+
+    Args:
+        directory: directory of the checkpoint.
+        info: facts of its run.
+
+    Raises:
+        CheckpointError: if it is damaged, or there should be one.
+    """
+    if not info.has_manifest and not (directory / MANIFEST_FILE).exists():
+        return None
+    return Manifest.read(directory)
+
+
+def previous_tag(load: str | Path, tag: str | None) -> str | None:
+    """Tag of the newest checkpoint before another, whole or not; None if there is none.
+
+    Args:
+        load: directory that runs saved to.
+        tag: of the checkpoint that cannot be used; None for the one that `latest` names, if any.
+    """
+    before = _asked_iteration(Path(load), tag)
+    iterations = [_iteration(path.parent.name) for path in Path(load).glob(f"*/{RUN_FILE}")]
+    older = [each for each in iterations if each is not None and (before is None or each < before)]
+    return checkpoint_tag(max(older)) if older else None
+
+
+def passed_over(taken: Path, tag: str | None) -> list[Path]:
+    """Directories of the checkpoints after one that was taken, up to the one that was asked for.
+
+    Args:
+        taken: directory of the checkpoint that was taken.
+        tag: that was asked for; None for the one that `latest` names, if any.
+    """
+    asked, first = _asked_iteration(taken.parent, tag), _iteration(taken.name)
+    found = [(number, path) for path in taken.parent.iterdir() if (number := _iteration(path.name)) is not None]
+    return [
+        path
+        for number, path in sorted(found)
+        if first is not None and first < number and (asked is None or number <= asked)
+    ]
+
+
+def _asked_iteration(load: Path, tag: str | None) -> int | None:
+    """Iteration of a tag, or of that in `latest`; None if it tells none."""
+    try:
+        name = _read_tag(load / LATEST) if tag is None else tag
+    except CheckpointError:
+        return None
+    return None if name is None else _iteration(name)
+
+
+def _read_tag(latest: Path) -> str | None:
+    """The tag in a file `latest`; None if there is no such file."""
+    try:
+        with latest.open("rb") as file:
+            content = file.read(_LONGEST_NAME + 2)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(
+            f"{latest} cannot be read ({error.strerror}): write the tag of a checkpoint into it"
+        ) from None
+    try:
+        tag = content.decode().strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if len(content) > _LONGEST_NAME + 1 or not re.fullmatch(r"[\w.+=@,-]+", tag) or set(tag) == {"."}:
+        raise CheckpointError(f"{latest} holds no name of a checkpoint: write the tag of one that is there into it")
+    return tag
+
+
+def _directory(load: Path, tag: str) -> Path | None:
+    """Directory of a tag. Who died while another took its name left it under `.replaced`."""
+    return next((path for path in (load / tag, load / f"{tag}{REPLACED}") if path.is_dir()), None)
+
+
+def _iteration(tag: str) -> int | None:
+    match = re.fullmatch(rf"global_step(\d{{1,18}})({re.escape(REPLACED)})?", tag)
+    return None if match is None else int(match[1])

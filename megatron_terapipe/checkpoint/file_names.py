@@ -1,8 +1,13 @@
-"""The names that DeepSpeed gives the files of a checkpoint."""
+"""The names of the files of a checkpoint, most of them DeepSpeed's, and of directories beside it."""
 
 LATEST = "latest"
 """File that holds the tag of the newest whole checkpoint."""
 
+REPLACED = ".replaced"
+"""Ends the name of a checkpoint while another takes its name."""
+
+DAMAGED = ".damaged"
+"""Ends the name of a checkpoint that was found damaged, and kept aside."""
 
 BF16_PREFIX = "bf16_"
 """Begins the names of the optimizer's files in bf16."""

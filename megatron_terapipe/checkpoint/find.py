@@ -5,9 +5,10 @@ from zipfile import is_zipfile
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.topology import layer_file
-from megatron_terapipe.checkpoint.directories import names_model_folder, tagged_checkpoint
-from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, LATEST, optimizer_files, state_file
+from megatron_terapipe.checkpoint.directories import manifest_of, names_model_folder, readable_checkpoint
+from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, optimizer_files, state_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.manifest import damage
 from megatron_terapipe.checkpoint.model_folder import folder_info, folder_weights
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
 from megatron_terapipe.errors import CheckpointError
@@ -34,14 +35,18 @@ def find_checkpoint(
     if config.load is None:
         return None
     from_folder = names_model_folder(config.load)
-    directory = Path(config.load) if from_folder else tagged_checkpoint(config.load, config.tag)
-    if directory is None:
+    if from_folder:
+        found = Path(config.load), folder_info(Path(config.load), model)
+    else:
+        found = readable_checkpoint(config.load, config.tag, or_previous=config.load_previous_if_damaged)
+    if found is None:
         if config.exit_on_missing_checkpoint or config.finetune:
             raise CheckpointError(f"--load {config.load} holds no checkpoint: give a directory that does")
         return None
-    info = folder_info(directory, model) if from_folder else CheckpointInfo.read(directory)
+    directory, info = found
     info.check(model, layout, optimizer, weights_only=config.weights_only)
-    if looks_at_files:
+    # Of a damaged one that another may replace, all ranks learn at the same time, once they have met.
+    if looks_at_files and not config.load_previous_if_damaged:
         check_files(directory, info, model, weights_only=config.weights_only)
     return directory, info
 
@@ -49,7 +54,8 @@ def find_checkpoint(
 def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> None:
     """Check that every file is there and was written to its end, so that no rank finds out alone.
 
-    The directory is listed once; each file is opened and read at its end.
+    The directory is listed once. What the manifest says of sizes is held against it; where there is none, each file is
+    opened and read at its end.
 
     Args:
         directory: directory of the checkpoint.
@@ -63,6 +69,28 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
     if is_model_folder(directory):
         folder_weights(directory, info).check()
         return
+    manifest = manifest_of(directory, info)
+    if manifest is not None:
+        names = files_to_load(directory, info, model, weights_only=True) if weights_only else None
+        manifest.check_sizes(directory, names)
+    for name in files_to_load(directory, info, model, weights_only=weights_only):
+        # Tensors are saved as zip archives, whose table of contents comes last.
+        if manifest is None and not is_zipfile(directory / name):
+            raise CheckpointError(damage(directory, f"is damaged: {name} is not whole"))
+
+
+def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> list[str]:
+    """Return the names of the files with tensors that a run loads.
+
+    Args:
+        directory: directory of the checkpoint.
+        info: facts of its run.
+        model: the model section.
+        weights_only: leave out the files of the optimizer.
+
+    Raises:
+        CheckpointError: naming the first that is missing.
+    """
     tensor_ranks, stages = range(info.tensor_parallel_size), range(info.num_stages)
     names = [layer_file(layer, rank) for layer in layers_with_weights(model) for rank in tensor_ranks]
     if not weights_only:
@@ -75,12 +103,10 @@ def check_files(directory: Path, info: CheckpointInfo, model: ModelConfig, *, we
                 for name in optimizer_files(stage, rank, info.tensor_parallel_size, info.num_replicas)
             ]
     there = {path.name for path in directory.iterdir()}
+    found = []
     for name in names:
-        found = next((each for each in (name, f"{BF16_PREFIX}{name}") if each in there), None)
-        # Tensors are saved as zip archives, whose table of contents comes last.
-        if found is None or not is_zipfile(directory / found):
-            fault = f"lacks {name}" if found is None else f"is damaged: {found} is not whole"
-            raise CheckpointError(
-                f"checkpoint {directory} {fault}: put the file back, or let {directory.parent / LATEST} name another "
-                "checkpoint"
-            )
+        spelled = next((each for each in (name, f"{BF16_PREFIX}{name}") if each in there), None)
+        if spelled is None:
+            raise CheckpointError(damage(directory, f"lacks {name}"))
+        found.append(spelled)
+    return found

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from deepspeed_ext.runtime.saved_files import load_saved
+from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, optimizer_files, state_file
-from megatron_terapipe.checkpoint.find import check_files
 from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError
 
 INDEX_FILE = "index.json"
@@ -61,41 +58,29 @@ class SavedRun:
     loss_scaler: Any | None = None
 
 
-def saved_run(directory: Path, info: CheckpointInfo, model: ModelConfig, *, weights_only: bool) -> SavedRun:
-    """See that a checkpoint is whole and read what every rank must know; every rank must call it at the same time.
+def saved_run(directory: Path, info: CheckpointInfo, *, weights_only: bool) -> SavedRun:
+    """Read what every rank must know of a checkpoint that is whole; every rank must call it at the same time.
 
     The first rank alone touches files.
 
     Args:
         directory: directory of the checkpoint.
         info: facts of its run.
-        model: the run's model section.
         weights_only: whether the state of the optimizer stays unread.
 
     Raises:
-        CheckpointError: on every rank alike, if a file is missing or damaged.
+        AgreedCheckpointError: on every rank alike, if a file cannot be read.
     """
-    found: list[SavedRun | str] = [""]
-    if dist.get_rank() == 0:
-        try:
-            check_files(directory, info, model, weights_only=weights_only)
-            found = [_weights_alone() if weights_only else _read(directory, info)]
-        except CheckpointError as error:
-            found = [str(error)]
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], str):
-        raise CheckpointError(found[0])
-    return found[0]
+    return from_first_rank(lambda: _weights_alone() if weights_only else _read(directory, info))
 
 
-def write_index(directory: Path, places: Iterable[tuple[str, Place]]) -> None:
-    """Write where the state of each parameter lies.
+def index_text(places: Iterable[tuple[str, Place]]) -> str:
+    """Return the places of the state of each parameter, as a file holds them.
 
     Args:
-        directory: directory of the checkpoint.
         places: parameters that each rank saved, by name, stage by stage and replica by replica.
     """
-    (directory / INDEX_FILE).write_text(json.dumps(_joined(places)))
+    return json.dumps(_joined(places))
 
 
 def load_file(path: Path) -> Mapping[str, Any]:

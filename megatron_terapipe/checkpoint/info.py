@@ -4,14 +4,17 @@ CHECKPOINTS/latest                       tag of the newest whole checkpoint, wri
 CHECKPOINTS/global_step100/run.json      iteration, model, layout, tokenizer: read before any process group
 CHECKPOINTS/global_step100/layer_00-...  weights, a file per layer and tensor-parallel rank, whatever the stage
 CHECKPOINTS/global_step100/...           optimizer state, as DeepSpeed cuts it
+CHECKPOINTS/global_step100/manifest.json size and hash of each of these files
 """
 
 import json
+import re
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.checkpoint.run_fields import check_run
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.errors import CheckpointError
 
@@ -22,6 +25,8 @@ _MAY_CHANGE = {
     *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
 }
 """Settings of the model that change neither the shape of a weight nor what it means."""
+_MOST_BYTES = 1 << 24
+"""Size of the largest file that is read: one of a real run has some thousand bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +44,7 @@ class CheckpointInfo:
         skipped_iterations: iterations done that did not update the weights, because of an overflow in fp16.
         skipped_samples: samples of those iterations.
         family: `model_type` of the Hugging Face model that the run began with; None for one that began with none.
+        has_manifest: whether a manifest belongs to it: older versions wrote none.
     """
 
     iteration: int
@@ -51,6 +57,7 @@ class CheckpointInfo:
     skipped_iterations: int = 0
     skipped_samples: int = 0
     family: str | None = None
+    has_manifest: bool = False
 
     @classmethod
     def read(cls, directory: Path) -> "CheckpointInfo":
@@ -59,19 +66,35 @@ class CheckpointInfo:
         Raises:
             CheckpointError: if it is missing or broken.
         """
+        path = directory / RUN_FILE
         try:
-            found = json.loads((directory / RUN_FILE).read_text())
-            needed = (field.name for field in fields(cls) if field.name in found or field.default is MISSING)
-            return cls(**{name: found[name] for name in needed})
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if path.stat().st_size > _MOST_BYTES:
+                raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("it is no object")
+            needed = {each.name: each.default for each in fields(cls)}
+            missing = next((name for name in needed if name not in found and needed[name] is MISSING), None)
+            if missing is not None:
+                raise ValueError(f"it lacks {missing!r}")
+            facts = {name: found.get(name, default) for name, default in needed.items()}
+            check_run(facts)
+            _check_tag(directory, facts["iteration"])
+        except (OSError, ValueError, RecursionError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"checkpoint {directory} has no readable {RUN_FILE} ({error}): load one that this trainer saved whole"
+                f"checkpoint {directory} has no readable {RUN_FILE} ({reason}): load one that this trainer saved whole"
             ) from None
+        return cls(**facts)
+
+    def text(self) -> str:
+        """The facts as the file holds them."""
+        return json.dumps(asdict(self), indent=2) + "\n"
 
     def write(self, directory: Path) -> None:
         """Write it into a checkpoint's directory."""
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / RUN_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        (directory / RUN_FILE).write_text(self.text())
 
     @property
     def was_trained(self) -> bool:
@@ -143,3 +166,10 @@ class CheckpointInfo:
                     f"the checkpoint has {flag} {theirs}, this run {ours.get(name)}: "
                     f"set {flag} {theirs}, or load another checkpoint"
                 )
+
+
+def _check_tag(directory: Path, iteration: int) -> None:
+    """See that a directory that is named by an iteration holds that one."""
+    match = re.match(r"global_step(\d{1,18})(\.\w+)?$", directory.name)
+    if match and int(match[1]) != iteration:
+        raise ValueError(f"iteration is {iteration}, and the directory is named {directory.name}")

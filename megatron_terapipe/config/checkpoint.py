@@ -29,7 +29,23 @@ class CheckpointConfig:
     """More iterations after which a checkpoint is saved; 0 is the start of training, with the initial weights."""
 
     keep_last_n_checkpoints: int | None = option(None, least=1, most=10**9)
-    """Number of newest checkpoints to keep. Default: all."""
+    """Number of newest whole checkpoints to keep. Default: all."""
+
+    async_save: bool = False
+    """Go on with training as soon as a checkpoint is copied to the host's memory. It is written, synced and named in
+    the background, one at a time; the end of the run waits for the last."""
+
+    train_on_if_save_fails: bool = False
+    """Go on with training when a checkpoint cannot be saved, with a warning. Default: the run ends. That the last one
+    cannot be saved always ends it with an error."""
+
+    no_verify_checkpoint: bool = False
+    """Do not read a checkpoint once more to see that each file is what was saved. Names and sizes are checked all the
+    same."""
+
+    load_previous_if_damaged: bool = False
+    """If the checkpoint to load is damaged, go on from the newest before it that is whole. The damaged one is kept
+    aside."""
 
     load_tag: str | None = option(None, metavar="TAG")
     """Checkpoint to load from `--load`, such as `global_step100`. Default: the newest."""
@@ -73,13 +89,18 @@ class CheckpointConfig:
             raise ConfigError(
                 f"--keep-last-n-checkpoints {self.keep_last_n_checkpoints} does not say where to save: add --save"
             )
+        if self.save is None:
+            for name in ("async_save", "train_on_if_save_fails"):
+                if getattr(self, name):
+                    raise ConfigError(f"{flag(name)} does not say where to save: add --save, or drop it")
         self._check_extra_saves()
         if self.load_tag is not None and self.ckpt_step is not None:
             raise ConfigError(
                 f"--load-tag {self.load_tag} and --ckpt-step {self.ckpt_step} both name a checkpoint: drop one of them"
             )
         if self.load is None:
-            for name in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args", "load_tag", "ckpt_step"):
+            needing = ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args", "load_tag", "ckpt_step")
+            for name in (*needing, "no_verify_checkpoint", "load_previous_if_damaged"):
                 if getattr(self, name):
                     raise ConfigError(f"{flag(name)} has nothing to load: add --load, or drop it")
 

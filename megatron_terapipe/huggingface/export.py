@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_terapipe.checkpoint.find import check_files
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
+from megatron_terapipe.checkpoint.verify import verify_weights
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.options import one_of
 from megatron_terapipe.errors import ConfigError
@@ -52,7 +52,7 @@ def export_checkpoint(
     info = CheckpointInfo.read(directory)
     model = ModelConfig(**info.model)
     chosen = _chosen_family(model, family, info.family)
-    check_files(directory, info, model, weights_only=True)
+    verify_weights(directory, info, model)
     wanted = None if dtype is None else DTYPES[dtype]
     output.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(chosen, model, SavedWeights(directory, info.tensor_parallel_size), wanted)

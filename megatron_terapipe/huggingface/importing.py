@@ -2,13 +2,16 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from shutil import rmtree
 
 import torch
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.topology import layer_file
-from megatron_terapipe.checkpoint.info import CheckpointInfo
-from megatron_terapipe.checkpoint.save import PARTIAL, put_in_place
+from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
+from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE, Manifest
+from megatron_terapipe.checkpoint.saving.durable import ASIDE, DurableFile, sync_folder, write_durably
+from megatron_terapipe.checkpoint.saving.rotation import put_in_place
 from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.huggingface.families.registry import read_model
 from megatron_terapipe.huggingface.tokenizer_files import import_tokenizer
@@ -35,7 +38,7 @@ def import_model(directory: Path, output: Path, *, dtype: str | None = None) -> 
     weights = FolderWeights(directory, family, model)
     weights.check()
     checkpoint = output / checkpoint_tag(0)
-    partial = checkpoint.with_name(checkpoint.name + PARTIAL)
+    partial = checkpoint.with_name(checkpoint.name + ASIDE)
     info = CheckpointInfo(
         iteration=0,
         consumed_samples=0,
@@ -45,12 +48,19 @@ def import_model(directory: Path, output: Path, *, dtype: str | None = None) -> 
         partitioned=False,
         tokenizer=import_tokenizer(directory, output / "tokenizer"),
         family=family.name,
+        has_manifest=True,
     )
-    info.write(partial)
+    rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    files = {RUN_FILE: write_durably(partial / RUN_FILE, info.text())}
     for index in layers_with_weights(model):
         layer = weights.layer(index)
         if dtype is not None:
             layer = {name: weight.to(DTYPES[dtype]) for name, weight in layer.items()}
-        torch.save(layer, partial / layer_file(index))
+        with DurableFile(partial / layer_file(index)) as file:
+            torch.save(layer, file)
+        files[layer_file(index)] = file.facts
+    write_durably(partial / MANIFEST_FILE, Manifest(files).text())
+    sync_folder(partial)
     put_in_place(partial, checkpoint)
     return checkpoint

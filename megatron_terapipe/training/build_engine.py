@@ -187,7 +187,7 @@ def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelin
         saved = (
             None
             if run.checkpoint is None
-            else saved_run(*run.checkpoint, run.config.model, weights_only=run.config.checkpoint.weights_only)
+            else saved_run(*run.checkpoint, weights_only=run.config.checkpoint.weights_only)
         )
         engine = _new_engine(run, watch)
     if run.checkpoint is not None and saved is not None:

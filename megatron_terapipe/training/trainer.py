@@ -6,18 +6,18 @@ import torch
 
 from deepspeed_ext.runtime.attention_kernels import activate_flash_attention_3
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from megatron_terapipe.checkpoint.save import save_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.training.evaluation import Evaluation
 from megatron_terapipe.training.exit_conditions import ExitConditions, ExitReason, heard_signal
 from megatron_terapipe.training.found_plan import keep_schedule, notes
 from megatron_terapipe.training.found_strategy import keep_strategy
 from megatron_terapipe.training.guards.bad_numbers import BadIteration, RememberedBatches
-from megatron_terapipe.training.guards.states import refuse_bad_states, refuse_different_copies
+from megatron_terapipe.training.guards.states import refuse_different_copies
 from megatron_terapipe.training.micro_batches import micro_batches
 from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.reporting.build import build_reporters
 from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.saves import Saves
 from megatron_terapipe.training.step import TrainingStep
 
 
@@ -34,8 +34,7 @@ class Trainer:
         self._reporters = build_reporters(run)
         self._step = TrainingStep(run, engine, self._reporters)
         self._evaluation = Evaluation(run, engine, self._reporters)
-        # A run that starts has saved nothing, not even its initial weights.
-        self._saved_iteration = run.start.iteration or None
+        self._saves = Saves(run, engine, self._reporters.note)
 
     def run(self) -> None:
         """Train until the last iteration, or until something ends the run before."""
@@ -60,6 +59,7 @@ class Trainer:
             signalled = cleanup.enter_context(heard_signal(training.exit_signal_handler))
             exits = ExitConditions(training, signalled=signalled)
             self._train(exits, cleanup)
+            self._saves.finish()
 
     def _train(self, exits: ExitConditions, cleanup: ExitStack) -> None:
         run, progress = self._run, self._run.start
@@ -67,9 +67,10 @@ class Trainer:
         batches = RememberedBatches(loader)
         last_iteration = run.train_iters
         if progress.iteration == 0 and run.config.checkpoint.saves_after(0):
-            self._save(progress)
+            self._saves.save(progress)
         while progress.iteration < last_iteration:
             progress = self._one_iteration(progress, batches)
+            self._saves.after_iteration()
             reason = exits.reason(progress.iteration)
             last = reason is not None or progress.iteration == last_iteration
             # Who was told to go, or has no time left, does not begin to evaluate.
@@ -77,7 +78,7 @@ class Trainer:
             if not hurried and (last or _is_due(progress.iteration, run.config.logging.eval_interval)):
                 self._evaluation.run(progress)
             if last or run.config.checkpoint.saves_after(progress.iteration):
-                self._save(progress)
+                self._saves.save(progress, last=last)
             if reason is not None:
                 self._reporters.note(f" exiting after iteration {progress.iteration}, because {reason.value}")
                 return
@@ -90,7 +91,8 @@ class Trainer:
         except BadIteration:
             if progress.iteration:
                 self._engine.uncount_step()
-                self._save(progress)
+                self._saves.save(progress, last=True)
+                self._saves.finish()
             raise
         interval = self._run.config.numbers.check_consistency
         if interval is not None and progress.iteration % interval == 0:
@@ -101,22 +103,6 @@ class Trainer:
     def _evaluate_everything(self, progress: Progress) -> None:
         self._evaluation.run(progress)
         self._evaluation.run(progress, "test")
-
-    def _save(self, progress: Progress) -> None:
-        checkpoint = self._run.config.checkpoint
-        if checkpoint.save is not None and progress.iteration != self._saved_iteration:
-            refuse_bad_states(
-                self._engine,
-                f"the model after iteration {progress.iteration}",
-                "nothing was saved; go on from a checkpoint before it",
-            )
-            info = self._run.checkpoint_info(progress)
-            with self._engine.ledger.phase("saving"):
-                directory = save_checkpoint(
-                    self._engine, checkpoint.save, info, keep_last=checkpoint.keep_last_n_checkpoints
-                )
-            self._saved_iteration = progress.iteration
-            self._reporters.note(f" saved checkpoint {directory}")
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:

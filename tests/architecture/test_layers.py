@@ -61,6 +61,8 @@ LAYERS = (
         (
             "megatron_terapipe.checkpoint",
             "megatron_terapipe.checkpoint.info",
+            "megatron_terapipe.checkpoint.run_fields",
+            "megatron_terapipe.checkpoint.manifest",
             "megatron_terapipe.checkpoint.file_names",
             "megatron_terapipe.checkpoint.directories",
         ),
@@ -123,7 +125,7 @@ LAYERS = (
             *(*PLAN, *CONFIG, *FAMILIES, "deepspeed_ext.runtime", "megatron_terapipe.model"),
             *("megatron_terapipe.checkpoint", "megatron_terapipe.huggingface.weights"),
         ),
-        ("torch", "deepspeed.pipe"),
+        ("torch", "deepspeed.pipe", "deepspeed.runtime.checkpoint_engine"),
     ),
     Layer(
         ("megatron_terapipe.inference", "megatron_terapipe.inference.*"),

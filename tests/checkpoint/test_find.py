@@ -180,7 +180,7 @@ def test_a_run_json_of_an_older_version_lacks_a_field(directory: Path) -> None:
     found = json.loads(path.read_text())
     del found["partitioned"]
     path.write_text(json.dumps(found))
-    assert "has no readable run.json ('partitioned')" in refusal(directory)
+    assert "has no readable run.json (it lacks 'partitioned')" in refusal(directory)
 
 
 def test_latest_names_a_missing_tag(directory: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.checkpoint.save import save_checkpoint
+from megatron_terapipe.checkpoint.saving.save import save_checkpoint
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.progress import Progress

@@ -1,0 +1,45 @@
+"""What the first rank does for all, and faults that every rank learns of at the same time."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_terapipe.errors import AgreedCheckpointError, CheckpointError
+
+Result = TypeVar("Result")
+
+
+def from_first_rank(
+    action: Callable[[], Result],
+    *,
+    group: dist.ProcessGroup | None = None,
+    error: type[AgreedCheckpointError] = AgreedCheckpointError,
+) -> Result:
+    """Return on every rank what an action returns on the first; every rank must call it at the same time.
+
+    Args:
+        action: what the first rank alone does.
+        group: of all ranks; None for that of the run.
+        error: what is raised on every rank alike.
+
+    Raises:
+        AgreedCheckpointError: if it raised a `CheckpointError`, or the operating system refused something.
+    """
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found = [action(), None]
+        except (CheckpointError, OSError) as fault:
+            found = [None, str(fault)]
+    dist.broadcast_object_list(found, src=0, group=group)
+    if found[1] is not None:
+        raise error(found[1])
+    return found[0]
+
+
+def first_fault(mine: str | None) -> str | None:
+    """Return the fault of the first rank that has one; every rank must call it at the same time."""
+    faults: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, mine)
+    return next((fault for fault in faults if fault is not None), None)

@@ -1,0 +1,103 @@
+"""The manifest names whatever is not as it was saved."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.checkpoint.manifest import FileFacts, Manifest, facts_of
+from megatron_terapipe.checkpoint.saving.durable import replace_durably, write_durably
+from megatron_terapipe.checkpoint.verify import shares
+from megatron_terapipe.errors import CheckpointError
+
+NAMES = ("layer_00.pt", "layer_01.pt", "run.json")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Three files and their manifest."""
+    directory = tmp_path / "global_step5"
+    directory.mkdir()
+    files = {name: write_durably(directory / name, name * 1000) for name in NAMES}
+    write_durably(directory / "manifest.json", Manifest(files).text())
+    return directory
+
+
+def fault(directory: Path) -> str | None:
+    """What is wrong, without the place and the remedy."""
+    try:
+        manifest = Manifest.read(directory)
+        manifest.check_sizes(directory)
+        manifest.check_content(directory, manifest.files)
+    except CheckpointError as error:
+        line = str(error)
+        assert "\n" not in line
+        assert line.startswith(f"checkpoint {directory} ")
+        return line.removeprefix(f"checkpoint {directory} ").partition(": put")[0].partition(": move")[0]
+    return None
+
+
+def _flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def _exchange(directory: Path) -> None:
+    first, second = (directory / name for name in NAMES[:2])
+    first.rename(directory / "other")
+    second.rename(first)
+    (directory / "other").rename(second)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shorter": (lambda d: (d / NAMES[1]).write_bytes(b"x" * 10_999), "{1} has 10999 bytes, and 11000 were saved"),
+    "longer": (lambda d: (d / NAMES[1]).open("ab").write(b"x"), "{1} has 11001 bytes, and 11000 were saved"),
+    "bit": (lambda d: _flip(d / NAMES[0], 5000), "{0} is not what was saved"),
+    "zeros": (lambda d: (d / NAMES[0]).write_bytes(bytes(11_000)), "{0} is not what was saved"),
+    "exchanged": (_exchange, "{0} is not what was saved"),
+    "run": (lambda d: _flip(d / "run.json", 3), "run.json is not what was saved"),
+    "manifest": (lambda d: _flip(d / "manifest.json", 100), "manifest.json is not what was saved"),
+    "no_manifest": (lambda d: (d / "manifest.json").write_text("[]"), "manifest.json is not what was saved"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_named(directory: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(directory)
+    assert fault(directory) == "is damaged: " + said.format(*NAMES)
+
+
+def test_what_is_whole_has_no_fault(directory: Path) -> None:
+    (directory / ".nfs0001").touch()
+    assert fault(directory) is None
+
+
+def test_missing_and_foreign_files_are_named(directory: Path) -> None:
+    (directory / "notes.txt").touch()
+    assert fault(directory) == "holds 'notes.txt', which was not saved with it"
+    (directory / NAMES[0]).rename(directory / "renamed.pt")
+    assert fault(directory) == f"lacks {NAMES[0]}"
+    (directory / "manifest.json").unlink()
+    assert fault(directory) == "lacks manifest.json"
+
+
+def test_a_hash_is_that_of_the_file(directory: Path) -> None:
+    found = json.loads((directory / "manifest.json").read_text())["files"]
+    assert {name: tuple(facts) for name, facts in found.items()} == {name: facts_of(directory / name) for name in NAMES}
+
+
+def test_each_file_is_read_once_and_ranks_read_about_the_same() -> None:
+    files = {f"file_{size}": FileFacts(size, "") for size in range(1, 100)}
+    dealt = shares(files, 7)
+    assert sorted(name for names in dealt for name in names) == sorted(files)
+    sums = [sum(files[name].size for name in names) for names in dealt]
+    assert max(sums) - min(sums) <= 10
+    assert shares({}, 2) == [[], []]
+
+
+def test_a_file_that_is_replaced_is_whole_at_every_moment(tmp_path: Path) -> None:
+    replace_durably(tmp_path / "latest", "one")
+    replace_durably(tmp_path / "latest", "another")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"latest": "another"}
