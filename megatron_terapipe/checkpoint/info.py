@@ -13,6 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.checkpoint.run_fields import check_run
 from megatron_terapipe.config import ModelConfig
@@ -70,7 +71,7 @@ class CheckpointInfo:
         try:
             if path.stat().st_size > _MOST_BYTES:
                 raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse_json(path.read_text(encoding="utf-8"), RUN_FILE)
             if not isinstance(found, dict):
                 raise ValueError("it is no object")
             needed = {each.name: each.default for each in fields(cls)}
