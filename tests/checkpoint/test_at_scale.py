@@ -24,7 +24,7 @@ from megatron_terapipe.checkpoint.file_names import optimizer_files
 from megatron_terapipe.checkpoint.index import Fragment, Place, SavedRun, saved_run
 from megatron_terapipe.checkpoint.restore import restore
 from megatron_terapipe.errors import CheckpointError
-from tests.checkpoint.runs import Way, info_of, run_of
+from tests.checkpoint.runs import BEFORE, Way, info_of, run_of
 from tests.checkpoint.test_reshape import BF16_DATA, EVERYTHING, ONE
 from tests.checkpoint.test_save import _save
 from tests.distributed import run_distributed
@@ -125,7 +125,7 @@ def test_other_ranks_take_the_first_ones_word(tmp_path: Path) -> None:
 
 def indexed(way: Way, folder: Path) -> tuple[dict[str, Place], dict[str, Place]]:
     """Where parameters lie, from the index that was saved and from the files alone."""
-    _save(way, str(folder), [3], None, True)
+    _save(way, str(folder), [BEFORE], None, True)
     run = run_of(way, folder)
     directory, info = run.checkpoint
     first = saved_run(directory, info, weights_only=False)
