@@ -95,9 +95,20 @@ class Network:
         """Cut a host off: what it sends and what is sent to it is lost, and nobody is told."""
         _run("ip", "-n", self.switch, "link", "set", host.port, "nomaster")
 
+    def lose_large_packets(self, host: Host) -> None:
+        """Lose every packet of more than 600 bytes that a host sends or is sent: a queue has no room for it."""
+        for namespace, device in ((host.name, "eth0"), (self.switch, host.port)):
+            shape = "qdisc replace dev {} root tbf rate 100mbit burst 600 limit 60000"
+            _run("tc", "-n", namespace, *shape.format(device).split())
+
     def restore(self, host: Host) -> None:
-        """Connect a host again that was cut off."""
+        """Connect a host again that was cut off, or that loses packets."""
         _run("ip", "-n", self.switch, "link", "set", host.port, "master", "bridge")
+        for namespace, device in ((host.name, "eth0"), (self.switch, host.port)):
+            # Nothing is there to delete if it was cut off.
+            subprocess.run(
+                ["tc", "-n", namespace, "qdisc", "delete", "dev", device, "root"], capture_output=True, check=False
+            )
 
 
 @contextmanager

@@ -1,0 +1,210 @@
+"""Ranks that hang: stopped wherever they are, on a host that is cut off, or behind a link that loses what is sent.
+
+Each must be found within the timeout and named by one line, with the ledgers of the others written; all processes must
+end, and the run must go on from its last checkpoint as if nothing had been.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.runtime.ledger.stall_watch import STANDS_STILL
+from tests.end_to_end.corpus import write_corpus
+from tests.end_to_end.hosts.network import Network, missing, network
+from tests.end_to_end.launching import (
+    DEEPSPEED,
+    PRETRAIN,
+    Launch,
+    environment,
+    error_lines,
+    flags,
+    launch,
+    read_metrics,
+)
+from tests.faults.campaign import Outcome, Settings
+from tests.faults.stop_at import PLACES, RUN_AT_START, STOPPED
+
+TIMEOUT_MINUTES = 0.25
+PROMISED_S = 60 * TIMEOUT_MINUTES + 30
+"""Seconds in which all processes end."""
+
+LAYOUTS = {
+    "2 stages": (),
+    "2 replicas": ("--pipeline-model-parallel-size", 1),
+    "2 tensor-parallel ranks": ("--pipeline-model-parallel-size", 1, "--tensor-model-parallel-size", 2),
+}
+"""Flags of each layout of two ranks."""
+
+QUICK = (("2 stages", "op", 1), ("2 replicas", "building", 1), ("2 tensor-parallel ranks", "saving", 0))
+"""Layout, place and rank of the stops that a quick campaign makes."""
+
+_SAVES = ("--save", "save", "--save-interval", 2, "--metrics-file", "metrics.jsonl")
+_WITH_TIMEOUT = (*_SAVES, "--distributed-timeout-minutes", TIMEOUT_MINUTES)
+
+
+def campaign(settings: Settings) -> Iterator[Outcome]:
+    """Stop each rank at each place in each layout; then cut off a host, and let a link lose packets.
+
+    Args:
+        settings: of the campaign.
+    """
+    data = write_corpus(settings.folder)
+    references: dict[str, list[float]] = {}
+    for layout in LAYOUTS:
+        for place in PLACES:
+            for rank in (0, 1):
+                if settings.quick and (layout, place, rank) not in QUICK:
+                    continue
+                if layout not in references:
+                    folder = settings.folder / layout.replace(" ", "-")
+                    launch(folder, flags(data, *LAYOUTS[layout], *_SAVES))
+                    references[layout] = _losses(folder)
+                folder = settings.folder / f"{layout}-{place}-{rank}".replace(" ", "-")
+                yield _Stop(layout, place, rank, folder, data).outcome(references[layout])
+    yield from _between_hosts(settings, data)
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """A rank that is stopped.
+
+    Attributes:
+        layout: of the run.
+        place: where the rank stops.
+        rank: the rank.
+        folder: of the run.
+        data: that it trains on.
+    """
+
+    layout: str
+    place: str
+    rank: int
+    folder: Path
+    data: Path
+
+    def outcome(self, expected: list[float]) -> Outcome:
+        """Stop the rank, wait for the end, and let the run go on.
+
+        Args:
+            expected: losses of a run that is not disturbed.
+        """
+        self.folder.mkdir()
+        (self.folder / "sitecustomize.py").write_text(RUN_AT_START)
+        paths = os.pathsep.join([str(self.folder), environment()["PYTHONPATH"]])
+        stops = {"STOP_AT": self.place, "STOP_RANK": str(self.rank), "PYTHONPATH": paths}
+        trainer_flags = flags(self.data, *LAYOUTS[self.layout], *_WITH_TIMEOUT)
+        run = Launch(self.folder, trainer_flags, **stops)
+        run.wait_for((self.folder / STOPPED).exists)
+        stopped = time.monotonic()
+        code = run.wait()
+        _until(lambda: not run.survivors(), PROMISED_S)
+        longest_s, left = time.monotonic() - stopped, run.survivors()
+        if left:
+            run.kill()
+        said = [line for line in error_lines(run.output()) if "the run stands still" in line]
+        broken = [f"{len(left)} processes left"] * bool(left)
+        broken += [f"exit code {code}"] * (code != STANDS_STILL)
+        broken += ["not named"] * (not said or f"rank {self.rank} is behind" not in said[0])
+        broken += ["a traceback"] * ("Traceback" in run.output())
+        ledger = self.folder / "save" / "stalled_pipeline" / f"rank_{1 - self.rank:05d}.json"
+        broken += ["no ledger"] * (not ledger.exists())
+        broken += self._going_on(expected)
+        return Outcome(
+            fault=f"SIGSTOP of rank {self.rank} of {self.layout}: {self.place}",
+            tried=1,
+            longest_s=longest_s,
+            promised_s=PROMISED_S,
+            said=said[0] if said else "",
+            broken=tuple(broken),
+        )
+
+    def _going_on(self, expected: list[float]) -> list[str]:
+        """Start the run again, and return what is not as if it had not been disturbed."""
+        saved = (self.folder / "save" / "latest").exists()
+        load = ("--load", "save") if saved else ()
+        again = Launch(self.folder, flags(self.data, *LAYOUTS[self.layout], *_SAVES, *load))
+        if again.wait():
+            return ["it does not go on"]
+        found = _losses(self.folder)
+        first = (4 if self.place == "saving" else 2) if saved else 0
+        return ["other losses"] * (found[-len(expected[first:]) :] != expected[first:])
+
+
+# ---------------------------------------------------------------------- two hosts
+
+
+def _between_hosts(settings: Settings, data: Path) -> Iterator[Outcome]:
+    if reason := missing():
+        yield Outcome(fault="a host cut off the network", tried=0, said=f"not tried: {reason}")
+        return
+    folder = settings.folder / "hosts"
+    folder.mkdir()
+    with network(2, folder) as hosts:
+        faults: dict[str, Callable[[], object]] = {
+            "a host cut off the network": lambda: hosts.cut(hosts.hosts[1]),
+            "a link that loses all large packets": lambda: hosts.lose_large_packets(hosts.hosts[1]),
+        }
+        for number, (name, make) in enumerate(faults.items()):
+            yield _over_hosts(name, make, hosts, folder / str(number), data)
+            hosts.restore(hosts.hosts[1])
+
+
+def _over_hosts(name: str, make: Callable[[], object], hosts: Network, folder: Path, data: Path) -> Outcome:
+    """Outcome of a fault of the network in mid-training."""
+    folder.mkdir()
+    (folder / "hostfile").write_text(hosts.hostfile())
+    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
+    words: list[Any] = [DEEPSPEED, "--hostfile", "hostfile", PRETRAIN]
+    words += flags(data, *_WITH_TIMEOUT, "--train-iters", 10**6, "--save-interval", 10**6)
+    with (folder / "log.txt").open("w+") as log:
+        command = hosts.hosts[0].command(words)
+        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+        metrics = folder / "metrics.jsonl"
+        if not _until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 120.0):
+            process.kill()
+            return Outcome(fault=name, tried=0, broken=("the run did not begin",), said=_tail(folder))
+        make()
+        began = time.monotonic()
+
+        def left() -> list[str]:
+            return [line for host in hosts.hosts for line in host.processes().values()]
+
+        _until(lambda: not left() and process.poll() is not None, PROMISED_S + 60)
+        longest_s, remaining = time.monotonic() - began, left()
+        process.kill()
+        code = process.wait()
+    lines = [line for line in (folder / "log.txt").read_text().splitlines() if "the run stands still" in line]
+    ledgers = sorted(path.name for path in (folder / "save").glob("stalled_pipeline/*.json"))
+    broken = [f"{len(remaining)} processes left: {'; '.join(line[:60] for line in remaining)}"] * bool(remaining)
+    broken += ["nothing said"] * (not lines) + ["exit code 0"] * (not code)
+    broken += [f"only the ledgers {', '.join(ledgers)}"] * (len(ledgers) < len(hosts.hosts))
+    return Outcome(
+        fault=name,
+        tried=1,
+        longest_s=longest_s,
+        promised_s=PROMISED_S,
+        said=lines[0].partition(": ")[2] if lines else _tail(folder),
+        broken=tuple(broken),
+    )
+
+
+def _tail(folder: Path) -> str:
+    return ((folder / "log.txt").read_text().splitlines() or [""])[-1]
+
+
+def _losses(folder: Path) -> list[float]:
+    return [each["lm_loss"] for each in read_metrics(folder / "metrics.jsonl")[0]]
+
+
+def _until(condition: Callable[[], bool], longest_s: float) -> bool:
+    """Whether something happened in time."""
+    deadline = time.monotonic() + longest_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True

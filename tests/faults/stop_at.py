@@ -1,0 +1,70 @@
+"""Stops this process as SIGSTOP does, at a place of the trainer: imported by a `sitecustomize` where STOP_AT is set."""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+STOPPED = "stopped"
+"""File that tells that the process has stopped."""
+
+PLACES = ("building", "op", "end of step", "evaluating", "saving")
+"""Where a rank may stop: while the engine is built, and in the third iteration or after it."""
+
+RUN_AT_START = """
+import os
+if os.environ.get("RANK") == os.environ.get("STOP_RANK"):
+    from tests.faults import stop_at
+    stop_at.prepare(os.environ["STOP_AT"])
+"""
+"""Text of the `sitecustomize`."""
+
+
+def prepare(place: str) -> None:
+    """Let this process stop as soon as it is at a place.
+
+    Args:
+        place: one of `PLACES`.
+    """
+    from deepspeed_ext.plan.ops import OpKind
+    from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine as Engine
+    from megatron_terapipe.training import build_engine, trainer
+
+    def in_a_backward(engine: Any, op: Any) -> bool:
+        return engine.global_steps == 2 and op.kind is not OpKind.FORWARD
+
+    def in_the_third(engine: Any) -> bool:
+        return engine.global_steps == 2
+
+    def when_saved_before(engine: Any, *_: object, **__: object) -> bool:
+        return engine.global_steps == 4
+
+    owner, name, when = {
+        "building": (build_engine, "initialize", _always),
+        "op": (Engine, "_around", in_a_backward),
+        "end of step": (Engine, "_aggregate_total_loss", in_the_third),
+        "evaluating": (Engine, "eval_batch", _always),
+        "saving": (trainer, "save_checkpoint", when_saved_before),
+    }[place]
+    _stop_before(owner, name, when)
+
+
+def _always(*_: object, **__: object) -> bool:
+    return True
+
+
+def _stop_before(owner: Any, name: str, when: Callable[..., bool]) -> None:
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def stopping(*given: Any, **named: Any) -> Any:
+        if when(*given, **named):
+            Path(STOPPED).write_text(str(os.getpid()))
+            with suppress(OSError):
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*given, **named)
+
+    setattr(owner, name, stopping)
