@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES, VARIABLES
+from megatron_terapipe.search.trials.supervisor import VARIABLE
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.hosts import cuda_variables
 from tests.end_to_end.hosts.network import Network, missing, network
@@ -69,8 +70,10 @@ def test_no_host_gets_the_cuda_variables_of_the_launching_shell_and_all_get_thos
     two_hosts: Network, tmp_path: Path
 ) -> None:
     """So the trainer sets in every process what nobody has set there."""
-    run = launch(two_hosts, tmp_path, [], program=cuda_variables.__file__, **{HARDWARE_QUEUES: "4"})
+    run = launch(two_hosts, tmp_path, [], program=cuda_variables.__file__, **{HARDWARE_QUEUES: "4", VARIABLE: "4711"})
     assert run.returncode == 0, run.stdout
     told = [line.partition("variables ")[2] for line in run.stdout.splitlines() if ": variables {" in line]
     expected = {variable.name: variable.value for variable in VARIABLES} | {"CUDA_MODULE_LOADING": "LAZY"}
     assert [json.loads(each) for each in told] == [expected] * 2, run.stdout
+    # By its mark a launch is found and ended on every host.
+    assert run.stdout.count(": mark 4711") == 2

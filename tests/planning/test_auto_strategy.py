@@ -35,7 +35,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     trials = tmp_path / "trials.jsonl"
     journal = Journal(path=trials, workload=WORKLOAD, cluster=MACHINE, precision="fp32", batch=8)
     for each in STRATEGIES:
-        journal.write(each, Outcome(iteration_time_s=truth_s(each)), trial_id=str(each))
+        journal.write(each, [Outcome(iteration_time_s=truth_s(each))], trial_id=str(each))
     launched_on(2, monkeypatch)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -130,7 +130,7 @@ def _run(options: argparse.Namespace) -> "TrialDocument":
         keep=Path(options.keep).absolute() if options.keep else None,
     )
     strategies = _strategies(options, workload, cluster, costs, precision)
-    wanted = list(journal.missing(strategies))
+    wanted = list(journal.missing(strategies, options.rounds))
     if len(wanted) < len(strategies):
         print(f"{len(strategies) - len(wanted)} of {len(strategies)} are in {options.trials} and are not run again")
     try:
@@ -226,30 +226,32 @@ def _strategies(
 def _run_all(
     wanted: "Sequence[Strategy]", journal: "Journal", settings: "TrialSettings", costs: "Costs", *, rounds: int
 ) -> None:
-    """Run every strategy in every round, and record it after its last one."""
+    """Run every strategy in every round that it has not been run in, and record each run at once."""
     from time import perf_counter
 
     from megatron_terapipe.search.report.figures import strategy_text
-    from megatron_terapipe.search.trials.run import over_rounds, run_strategy
+    from megatron_terapipe.search.trials.run import run_strategy
 
     assert journal.workload.config is not None
     pricing = costs.pricing_on(journal.cluster)
     numbered = len(journal.trials())
-    names = [f"trial-{numbered + number}" for number in range(1, len(wanted) + 1)]
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
-    begun, done, runs = perf_counter(), 0, rounds * len(wanted)
+    begun = [journal.begun(strategy) for strategy in wanted]
+    names = [name or f"trial-{numbered + number}" for number, (name, _) in enumerate(begun, 1)]
+    outcomes: dict[str, list[Outcome]] = {name: runs for name, (_, runs) in zip(names, begun, strict=True)}
+    started, done, runs = perf_counter(), 0, sum(rounds - len(each) for each in outcomes.values())
     for turn in range(1, rounds + 1):
         for name, strategy in zip(names, wanted, strict=True):
+            if len(outcomes[name]) >= turn:
+                continue
             predicted = pricing.predict(strategy).iteration_time_s
-            left = f", about {(perf_counter() - begun) / done * (runs - done):.0f} s left" if done else ""
+            left = f", about {(perf_counter() - started) / done * (runs - done):.0f} s left" if done else ""
             place = f"{done + 1}/{runs}{left}"
             print(f"{place}  {strategy_text(strategy)}  predicted {predicted:.4g} s", end="", flush=True)
             outcomes[name].append(
                 run_strategy(strategy, journal.workload.config, journal.cluster, journal.precision, settings, name=name)
             )
             print(f", {_came_of(outcomes[name][-1])}", flush=True)
-            if turn == rounds:
-                journal.write(strategy, over_rounds(outcomes[name]), trial_id=name)
+            journal.write(strategy, outcomes[name], trial_id=name, rounds=rounds)
             done += 1
 
 

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.inputs.hostfile import parse_hostfile
 from megatron_terapipe.search.measure.machine import Progress
 from megatron_terapipe.search.measure.sizes import MeasuredSizes
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.op_times.profile_files import parse_profile
 from megatron_terapipe.search.report.remote_words import check_remote_words
-from megatron_terapipe.search.trials.launcher import end, free_port, launcher, variables
+from megatron_terapipe.search.trials.launcher import free_port, launcher, supervised, variables
 
 MARK = "measured: "
 """Begin of a line by which the first rank tells a part of a message; whatever stands before it is the launcher's."""
@@ -49,11 +51,10 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
     words = [launcher(), "--hostfile", hostfile, "--master_port", str(free_port()), "--no_local_rank", "--module"]
     words += ["megatron_terapipe.search.measure.launched", _encoded(json.dumps(sizes.to_json()))]
     check_remote_words([*words, environment["PYTHONPATH"]], Path.cwd())
-    process = subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    hosts = [host.name for host in parse_hostfile(read_text(hostfile, "--hostfile"), hostfile)]
     others: deque[str] = deque(maxlen=LINES_SHOWN)
-    try:
+    options = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with supervised(words, hosts, **options) as process:
         assert process.stdout is not None
         told = ""
         for line in process.stdout:
@@ -68,8 +69,6 @@ def measure_hosts(sizes: MeasuredSizes, hostfile: str, *, on_cpu: bool) -> Itera
         if code := process.wait():
             print(*others, sep="\n", file=sys.stderr, flush=True)
             raise ConfigError(f"the ranks on {hostfile} could not measure (exit code {code}): see the lines above")
-    finally:
-        end(process)
 
 
 def sizes_of(word: str) -> MeasuredSizes:

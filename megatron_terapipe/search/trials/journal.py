@@ -1,7 +1,7 @@
-"""The trials file: a line a run, written as soon as it is over, so that an interruption loses one run at most."""
+"""The trials file: a line is written as soon as a run is over, so that an interruption loses one run at most."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from json import dumps
@@ -14,7 +14,7 @@ from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.described import cluster_document, model_document
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.trials.read import read_trials
-from megatron_terapipe.search.trials.run import Outcome
+from megatron_terapipe.search.trials.run import Outcome, over_rounds
 from megatron_terapipe.search.trials.trial import Trial, trial_line
 from megatron_terapipe.strategy import Strategy
 
@@ -77,26 +77,55 @@ class Journal:
             return []
         return [trial for trial in read_trials(self.path) if (trial.source, trial.group) == (SOURCE, self.group)]
 
-    def missing(self, strategies: Iterable[Strategy]) -> Iterator[Strategy]:
-        """The strategies that have not been run yet, each once."""
-        seen = {same_run(explicit(trial.strategy, self.workload)) for trial in self.trials()}
+    def missing(self, strategies: Iterable[Strategy], rounds: int = 1) -> Iterator[Strategy]:
+        """The strategies that have not been run yet, or in too few rounds, each once.
+
+        Args:
+            strategies: to run.
+            rounds: number of times that each is to be run, if it was not begun with fewer.
+        """
+        seen = {self._key(trial.strategy): trial for trial in self.trials()}
+        done = {key for key, trial in seen.items() if len(trial.round_times_s) >= min(trial.rounds, rounds)}
+        done |= {key for key, trial in seen.items() if not trial.round_times_s}
         for strategy in strategies:
-            key = same_run(explicit(strategy, self.workload))
-            if key not in seen:
-                seen.add(key)
+            key = self._key(strategy)
+            if key not in done:
+                done.add(key)
                 yield strategy
 
-    def write(self, strategy: Strategy, outcome: Outcome, *, trial_id: str) -> None:
-        """Add a run.
+    def begun(self, strategy: Strategy) -> tuple[str, list[Outcome]]:
+        """Return the name and the runs of a strategy that was interrupted between its rounds, or "" and no runs."""
+        key = self._key(strategy)
+        for trial in self.trials():
+            if self._key(trial.strategy) == key:
+                runs = [
+                    Outcome(
+                        iteration_time_s=time_s,
+                        peak_memory_bytes=trial.peak_memory_bytes,
+                        out_of_memory=time_s is None and bool(trial.out_of_memory),
+                        reason=None if time_s is not None else str(trial.ignored.get("measured.reason", "it failed")),
+                    )
+                    for time_s in trial.round_times_s
+                ]
+                return trial.id, runs
+        return "", []
+
+    def write(self, strategy: Strategy, runs: Sequence[Outcome], *, trial_id: str, rounds: int = 1) -> None:
+        """Add a trial, or what came of it so far.
 
         Args:
             strategy: its strategy.
-            outcome: its result.
+            runs: results of its runs.
             trial_id: its name in the file.
+            rounds: number of runs that it will have; a line after a later one replaces this.
 
         Raises:
             ConfigError: if the file cannot be written.
         """
+        outcome = over_rounds(runs)
+        more: dict[str, Any] = {} if outcome.reason is None else {"reason": outcome.reason}
+        if rounds > 1:
+            more |= {"rounds": rounds, "round_times_s": [each.iteration_time_s for each in runs]}
         line = trial_line(
             source=SOURCE,
             group=self.group,
@@ -109,7 +138,7 @@ class Journal:
             peak_memory_bytes=outcome.peak_memory_bytes,
             out_of_memory=outcome.out_of_memory,
             trial_id=trial_id,
-            more={} if outcome.reason is None else {"reason": outcome.reason},
+            more=more,
         )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,6 +148,9 @@ class Journal:
                 os.fsync(file.fileno())
         except OSError as error:
             raise ConfigError(f"--trials {self.path} cannot be written ({error.strerror}): name another") from None
+
+    def _key(self, strategy: Strategy) -> tuple[tuple[str, Any], ...]:
+        return same_run(explicit(strategy, self.workload))
 
     @property
     def _model(self) -> ModelConfig:

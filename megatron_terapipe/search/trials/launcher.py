@@ -3,17 +3,16 @@
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from megatron_terapipe.errors import ConfigError
-
-END_S = 10.0
-"""Seconds that ranks have to end once they are told to."""
+from megatron_terapipe.search.trials import supervisor
 
 OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a launcher that may have started this process."""
@@ -61,12 +60,30 @@ def free_port() -> int:
     raise ConfigError(f"no free port of 100 tried in {LISTENING_PORTS}: end some of the servers on this host")
 
 
-def end(process: "subprocess.Popen[bytes] | subprocess.Popen[str]") -> None:
-    """End launcher and ranks, which are one process group."""
-    for each in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, each)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
+@contextmanager
+def supervised(words: Sequence[str], hosts: Sequence[str] = (), **options: Any) -> "Iterator[subprocess.Popen[Any]]":
+    """Run a launch that ends with the block, and with this process however that ends: all of it, on all hosts.
+
+    Args:
+        words: of its command.
+        hosts: other hosts on which it starts ranks.
+        **options: of `subprocess.Popen`.
+
+    Yields:
+        A process that ends when the launch does, with its exit code.
+    """
+    command = [sys.executable, "-I", supervisor.__file__, ",".join(hosts), *words]
+    # A session of its own: Ctrl-C is for this process alone, which then ends the launch.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)
+    assert process.stdin is not None
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        if process.wait() == supervisor.NOT_ENDED:
+            print(
+                f"warning: processes of a run may be left here or on {', '.join(hosts) or 'no other host'}: end those "
+                f"with {supervisor.VARIABLE} among their variables",
+                file=sys.stderr,
+                flush=True,
+            )

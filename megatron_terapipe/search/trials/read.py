@@ -187,6 +187,8 @@ class MeasuredEntry(LooseEntry):
     peak_memory_bytes: Measured = None
     peak_memory_gb: Measured = None
     out_of_memory: bool | None = None
+    rounds: Count = 1
+    round_times_s: list[Seconds | None] = Field(default_factory=list)
 
 
 class TrialEntry(LooseEntry):
@@ -206,6 +208,8 @@ class TrialEntry(LooseEntry):
 def read_trials(path: str | Path) -> list[Trial]:
     """Read the measured runs of a file; empty lines are skipped.
 
+    A trial of several rounds has a line after each, and the last one counts.
+
     Raises:
         ConfigError: if the file cannot be read, holds no trial, or a line is wrong; it names the line and the field.
     """
@@ -214,7 +218,10 @@ def read_trials(path: str | Path) -> list[Trial]:
     trials = [reader.read(number, line) for number, line in lines if line.strip()]
     if not trials:
         raise ConfigError(f"trials {path} holds no trial: write one JSON object a line")
-    return trials
+    kept: dict[tuple[str, str, str] | int, Trial] = {}
+    for trial in trials:
+        kept[(trial.source, trial.group, trial.id) if trial.round_times_s else trial.line] = trial
+    return list(kept.values())
 
 
 class _Reader:
@@ -273,6 +280,8 @@ class _Reader:
             longer_than_s=measured.longer_than_s,
             peak_memory_bytes=rounded if measured.peak_memory_bytes is None else measured.peak_memory_bytes,
             out_of_memory=measured.out_of_memory,
+            rounds=measured.rounds,
+            round_times_s=tuple(measured.round_times_s),
             path=self._path,
             line=number,
             ignored={f"{part}{name}": value for part, more in extras.items() for name, value in (more or {}).items()},

@@ -14,7 +14,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.report.launch import Launch, launch_of
 from megatron_terapipe.search.report.remote_words import check_remote_words
-from megatron_terapipe.search.trials.launcher import end, free_port, launcher, variables
+from megatron_terapipe.search.trials.launcher import free_port, launcher, supervised, variables
 from megatron_terapipe.strategy import Strategy
 
 WARM_UP_ITERATIONS = 3
@@ -173,7 +173,8 @@ def run_strategy(
         KeyboardInterrupt: once the run has been ended.
     """
     launch = launch_of(strategy, model, cluster, precision)
-    with TemporaryDirectory(prefix="trial-") as scratch:
+    # Other hosts must see the folder, too, as they see the current one.
+    with TemporaryDirectory(prefix="trial-", dir=Path.cwd() if launch.many_nodes else None) as scratch:
         directory = Path(scratch) if settings.keep is None else settings.keep / name
         launch.write(str(directory))
         metrics = directory / "metrics.jsonl"
@@ -181,7 +182,8 @@ def run_strategy(
         words = command(launch, directory, settings, metrics)
         if launch.many_nodes:
             check_remote_words(words, directory)
-        exit_code, output = _run(words, directory, settings.timeout_s, on_cpu=launch.on_cpu)
+        hosts = [node.name for node in launch.nodes] if launch.many_nodes else []
+        exit_code, output = _run(words, directory, settings.timeout_s, hosts=hosts, on_cpu=launch.on_cpu)
         if exit_code is None:
             return Outcome(iteration_time_s=None, reason=f"it took longer than {settings.timeout_s:g} s")
         outcome = outcome_of(exit_code, output, metrics, iterations=settings.iterations)
@@ -217,22 +219,16 @@ def command(launch: Launch, directory: Path, settings: TrialSettings, metrics: P
     ]
 
 
-def _run(words: Sequence[str], directory: Path, timeout_s: float, *, on_cpu: bool) -> tuple[int | None, str]:
+def _run(
+    words: Sequence[str], directory: Path, timeout_s: float, *, hosts: Sequence[str] = (), on_cpu: bool
+) -> tuple[int | None, str]:
     """Run a command, and return its exit code, None if it took too long, and its output."""
     log = directory / "log.txt"
     with log.open("w") as output:
-        process = subprocess.Popen(
-            words,
-            env=variables(on_cpu=on_cpu),
-            cwd=directory,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end(process)
+        options = {"env": variables(on_cpu=on_cpu), "cwd": directory, "stdout": output, "stderr": subprocess.STDOUT}
+        with supervised(words, hosts, **options) as process:
+            try:
+                code: int | None = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                code = None
     return code, log.read_text(errors="replace")

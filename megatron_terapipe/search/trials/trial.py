@@ -37,6 +37,8 @@ class Trial:
         longer_than_s: where it was cut off, seconds that it took at least.
         peak_memory_bytes: of the fullest device; None = not measured.
         out_of_memory: whether memory ran out; None = not said, and it did not if there is a time.
+        rounds: number of times that it is to be run; the time is the median of those that were.
+        round_times_s: seconds of an iteration of each run so far, None of one that failed; empty = it is run once.
         path: file that it was read from.
         line: its line, from 1.
         ignored: fields of the file that mean nothing here, by `part.field`.
@@ -55,6 +57,8 @@ class Trial:
     out_of_memory: bool | None
     activation_limit: float | None = None
     longer_than_s: float | None = None
+    rounds: int = 1
+    round_times_s: tuple[float | None, ...] = ()
     path: str = ""
     line: int = 0
     ignored: Mapping[str, Any] = field(default_factory=dict)

@@ -1,14 +1,16 @@
-"""What one rank has of the variables that CUDA reads, once the trainer has prepared them: printed as one line of JSON.
+"""What one rank has of the variables that CUDA reads, once the trainer has prepared them: a line of JSON.
 
-There need be no device; what DeepSpeed's launcher hands on depends on none.
+A second line is the mark of its launch. There need be no device; what DeepSpeed's launcher hands on depends on none.
 """
 
 import json
 import os
 
 from deepspeed_ext.runtime.cuda_environment import compared_variables, prepare_cuda_environment
+from megatron_terapipe.search.trials.supervisor import VARIABLE
 
 if __name__ == "__main__":
     variables = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     prepare_cuda_environment(variables, num_pipeline_ranks=2, has_device=True)
     print("variables", json.dumps(compared_variables(variables)), flush=True)
+    print("mark", os.environ.get(VARIABLE), flush=True)

@@ -5,7 +5,8 @@ host 1 (10.88.0.1) --+
 host 2 (10.88.0.2) --+
 
 What a host finds under /etc lies under /etc/netns/HOST, which `ip netns exec` mounts over it: names of the other hosts,
-and the settings of ssh. So nothing of the machine's own network, names or ssh changes.
+and the settings of ssh. So nothing of the machine's own network, names or ssh changes. A host has processes of its own,
+too: what is ended there by name, as DeepSpeed's launcher does, ends nothing elsewhere.
 
 Names contain the process that made them, so that processes do not meet, and what a dead one left is found. Networks are
 apart, so all of them have the same addresses.
@@ -21,7 +22,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-PROGRAMS = ("ip", "unshare", "sshd", "ssh", "ssh-keygen", "pdsh")
+PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen", "pdsh")
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 NAMESPACES = Path("/run/netns")
 ETC = Path("/etc/netns")
@@ -53,20 +54,49 @@ class Host:
         self.name, self.address = f"{network}-host{number}", f"10.88.0.{number}"
         self.port = f"port{number}"
         self.etc = ETC / self.name
+        self._init: subprocess.Popen[str] | None = None
+
+    def boot(self, folder: Path) -> None:
+        """Start the host's first process, with which all others end, and its sshd.
+
+        Args:
+            folder: for its log.
+        """
+        sshd = [shutil.which("sshd", path=SEARCH_PATH), "-E", folder / f"sshd{self.number}.log"]
+        # Children that others leave behind are reaped by whoever ignores their end.
+        script = 'hostname "$0" && "$@" && echo up && trap "" CHLD && exec sleep infinity'
+        new = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        words = ["ip", "netns", "exec", self.name, *new, "sh", "-c", script, self.name, *map(str, sshd)]
+        self._init = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert self._init.stdout is not None
+        if self._init.stdout.readline() != "up\n":
+            raise RuntimeError(f"{self.name} did not start: see {sshd[-1]}")
 
     def command(self, words: Sequence[object]) -> list[str]:
-        """The command, as it runs on this host."""
+        """Return the command as it runs on this host. A signal for it must be sent to one of `processes`."""
+        assert self._init is not None
+        here = ["nsenter", f"--pid=/proc/{self._init.pid}/ns/pid_for_children", "unshare", "--uts", "--mount-proc"]
         script = 'hostname "$0" && exec "$@"'
-        inside = ["unshare", "--uts", "sh", "-c", script, self.name, *map(str, words)]
-        return ["ip", "netns", "exec", self.name, *inside]
+        return ["ip", "netns", "exec", self.name, *here, "sh", "-c", script, self.name, *map(str, words)]
 
     def processes(self) -> dict[int, str]:
-        """Return the command lines of all processes that run on this host, but its sshd."""
+        """Return the command lines of all processes that were started on this host, by their numbers here."""
         found = {}
         for pid in _processes(self.name):
             with suppress(OSError):
-                found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-        return {pid: line for pid, line in found.items() if line and not line.startswith("sshd: ")}
+                status = Path(f"/proc/{pid}/status").read_text()
+                line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+                # Not those that put others into the host, which stand outside, and not its first one.
+                inside = re.search(r"^NSpid:\s+\d+\s+(?:\d+\s+)*(\d+)$", status, re.MULTILINE)
+                if inside and inside[1] != "1" and line and not line.startswith("sshd: "):
+                    found[pid] = line
+        return found
+
+    def shut_down(self) -> None:
+        """End all processes of this host at once, as a loss of power does."""
+        if self._init is not None:
+            self._init.kill()
+            self._init.wait()
 
 
 class Network:
@@ -130,9 +160,11 @@ def network(num_hosts: int, folder: Path) -> Iterator[Network]:
         for host in made.hosts:
             _write_etc(host, made.hosts, folder)
             _connect(host, made.switch)
-            _start_sshd(host, folder)
+            host.boot(folder)
         yield made
     finally:
+        for host in made.hosts:
+            host.shut_down()
         for name in (*(host.name for host in made.hosts), made.switch):
             _remove(name)
 
@@ -170,11 +202,6 @@ def _write_etc(host: Host, everyone: Sequence[Host], folder: Path) -> None:
         f"ListenAddress {host.address}\nHostKey {folder / 'host'}\nAuthorizedKeysFile {folder / 'user.pub'}\n"
         f"StrictModes no\nPasswordAuthentication no\nPermitRootLogin prohibit-password\nPidFile none\n"
     )
-
-
-def _start_sshd(host: Host, folder: Path) -> None:
-    sshd = shutil.which("sshd", path=SEARCH_PATH)
-    _run(*host.command([sshd, "-E", folder / f"sshd{host.number}.log"]))
 
 
 def _remove_those_of_dead_processes() -> None:

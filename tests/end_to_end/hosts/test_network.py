@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,21 @@ def test_the_processes_of_a_host_are_those_started_there(two_hosts: Network) -> 
     with subprocess.Popen(first.command(["sh", "-c", "echo begun; exec sleep 60"]), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert first.processes() == {process.pid: "sleep 60"}
+        assert [*first.processes().values()] == ["sleep 60"]
         assert second.processes() == {}
-        os.kill(process.pid, signal.SIGKILL)
+        for pid in first.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_what_is_ended_by_name_on_one_host_goes_on_elsewhere(two_hosts: Network) -> None:
+    first, second = two_hosts.hosts
+    begun = [subprocess.Popen(host.command(["sleep", "61"])) for host in (first, second)]
+    while not (first.processes() and second.processes()):
+        time.sleep(0.01)
+    subprocess.run(first.command(["pkill", "-f", "sleep 61"]), check=True)
+    begun[0].wait()
+    assert first.processes() == {}
+    assert [*second.processes().values()] == ["sleep 61"]
+    second.shut_down()
+    begun[1].wait()
+    assert second.processes() == {}

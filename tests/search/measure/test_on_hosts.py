@@ -31,6 +31,11 @@ def launch(folder: Path, monkeypatch: pytest.MonkeyPatch, messages: list[object]
     program = folder / "deepspeed"
     program.write_text(LAUNCHER.format(python=sys.executable, messages=messages, code=code))
     program.chmod(0o755)
+    # Where a launch fails, what may be left of it on its hosts is ended.
+    (folder / "pdsh").write_text("#!/bin/sh\nexit 0\n")
+    (folder / "pdsh").chmod(0o755)
+    monkeypatch.chdir(folder)
+    Path("hostfile").write_text("host-1 slots=1\n")
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return list(measure_hosts(sizes(), "hostfile", on_cpu=True))
 

@@ -95,8 +95,8 @@ def test_what_was_run_is_read_back_and_not_run_again(tmp_path: Path) -> None:
     second, third = replace(first, zero_stage=0), replace(first, recompute="full")
     mine = journal(tmp_path / "new" / "trials.jsonl")
     assert list(mine.missing([first, second, first])) == [first, second]
-    mine.write(first, Outcome(iteration_time_s=1.5, peak_memory_bytes=2.0**30), trial_id="1")
-    mine.write(third, Outcome(iteration_time_s=None, out_of_memory=True, reason="no room"), trial_id="2")
+    mine.write(first, [Outcome(iteration_time_s=1.5, peak_memory_bytes=2.0**30)], trial_id="1")
+    mine.write(third, [Outcome(iteration_time_s=None, out_of_memory=True, reason="no room")], trial_id="2")
     assert list(mine.missing([first, second, third])) == [second]
     # Spelled out, it is the same run.
     assert list(mine.missing([explicit(first, WORKLOAD)])) == []
@@ -107,6 +107,30 @@ def test_what_was_run_is_read_back_and_not_run_again(tmp_path: Path) -> None:
     assert (failed.iteration_time_s, failed.out_of_memory) == (None, True)
     other = replace(mine, batch=16)
     assert list(other.missing([first])) == [first]
+
+
+def test_rounds_are_recorded_one_by_one_and_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
+    first, second = Strategy(pipeline_parallel_size=2, global_batch_size=8), Strategy(global_batch_size=8)
+    mine = journal(tmp_path / "trials.jsonl")
+    runs = [
+        Outcome(iteration_time_s=3.0, peak_memory_bytes=2.0**30),
+        Outcome(iteration_time_s=None, peak_memory_bytes=None, reason="it fell"),
+        Outcome(iteration_time_s=1.0, peak_memory_bytes=2.0**31),
+    ]
+    for number in (1, 2):
+        mine.write(first, runs[:number], trial_id="trial-1", rounds=3)
+        (trial,) = mine.trials()
+        assert (trial.id, trial.iteration_time_s, trial.rounds) == ("trial-1", 3.0, 3)
+        assert trial.round_times_s == tuple(run.iteration_time_s for run in runs[:number])
+        assert list(mine.missing([first, second], 3)) == [first, second]
+        assert list(mine.missing([first, second], 1)) == [second]
+    name, begun = mine.begun(first)
+    assert (name, [run.iteration_time_s for run in begun]) == ("trial-1", [3.0, None])
+    assert mine.begun(second) == ("", [])
+    mine.write(first, [*begun, runs[2]], trial_id=name, rounds=3)
+    (trial,) = mine.trials()
+    assert (trial.iteration_time_s, trial.peak_memory_bytes) == (2.0, 2.0**31)
+    assert list(mine.missing([first], 3)) == list(mine.missing([first], 5)) == []
 
 
 def settings(**more: object) -> TrialSettings:

@@ -1,0 +1,121 @@
+"""Runs a launch, and ends it with whoever asked for it: all of its processes, on all hosts.
+
+    python supervisor.py HOST,HOST COMMAND...      runs the command until it ends, or until the standard input is closed
+    python supervisor.py --end MARK                ends the processes of this host that bear a mark
+
+The standard input is closed by whoever holds its other end, also if he is killed. DeepSpeed's launcher cannot end a
+launch so: it hands no signal on to a rank that hangs, and told to end it kills every launcher of this user on its
+hosts, those of other runs too. So each process of a launch bears a mark among its variables, by which it is found.
+
+Only the standard library is used: this is a program of its own, which starts at once.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+VARIABLE = "PYTHON_LAUNCH_MARK"
+"""Name of the mark. DeepSpeed's launcher hands variables on to other hosts whose names begin with PYTHON."""
+
+REACH_S = 10
+"""Seconds in which another host must answer."""
+
+END_S = 5.0
+"""Seconds in which killed processes must be gone; one that waits for a disk may take longer."""
+
+TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that mean the same as a closed standard input."""
+
+NOT_ENDED = 75
+"""Exit code where processes may be left, on a host that was not reached or for longer than `END_S`."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run as the words say, and return the exit code."""
+    if words[0] == "--end":
+        return 0 if end_marked(words[1]) else NOT_ENDED
+    hosts, *command = words
+    return supervise(command, [host for host in hosts.split(",") if host])
+
+
+def supervise(command: Sequence[str], hosts: Sequence[str]) -> int:
+    """Run a command until it ends or the standard input is closed, and return its exit code.
+
+    Args:
+        command: its words.
+        hosts: other hosts on which it starts processes.
+    """
+    mark = uuid.uuid4().hex
+    woken, wake = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(wake)
+    for each in (*TOLD_TO_END, signal.SIGCHLD):
+        signal.signal(each, lambda *_: None)
+    process = subprocess.Popen(
+        command, env=os.environ | {VARIABLE: mark}, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    wanted = True
+    while wanted and process.poll() is None:
+        ready, _, _ = select.select([sys.stdin, woken], [], [])
+        wanted = sys.stdin not in ready and not TOLD_TO_END.intersection(os.read(woken, 64))
+    # Also after a good end: pdsh reports one where its ssh was killed.
+    ended = end_marked(mark)
+    process.wait()
+    if not (end_on(hosts, mark) and ended):
+        return NOT_ENDED
+    # As shells know it, if a signal ended it.
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def end_marked(mark: str) -> bool:
+    """Kill the processes of this host that bear a mark, and return whether all are gone."""
+    deadline = time.monotonic() + END_S
+    while left := _marked(mark):
+        for pid in left:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def end_on(hosts: Sequence[str], mark: str) -> bool:
+    """End the marked processes of other hosts, and return whether all hosts did so.
+
+    Args:
+        hosts: their names.
+        mark: of the processes.
+    """
+    if not hosts:
+        return True
+    # As DeepSpeed's launcher reaches them, which found Python and this package there.
+    words = ["pdsh", "-S", "-t", str(REACH_S), "-u", str(REACH_S + int(END_S)), "-w", ",".join(hosts)]
+    words += [sys.executable, "-I", str(Path(__file__).resolve()), "--end", mark]
+    try:
+        done = subprocess.run(words, env=os.environ | {"PDSH_RCMD_TYPE": "ssh"}, stdin=subprocess.DEVNULL, check=False)
+    except OSError:
+        return False
+    return done.returncode == 0
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the processes of this host that bear a mark."""
+    sign = f"{VARIABLE}={mark}".encode()
+    found = []
+    for variables in Path("/proc").glob("[0-9]*/environ"):
+        # Those of others cannot be read, and some end while they are.
+        with suppress(OSError):
+            if sign in variables.read_bytes().split(b"\0"):
+                found.append(int(variables.parent.name))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
