@@ -1,0 +1,71 @@
+"""Ranks on two hosts meet under launchers of others, which know nothing of DeepSpeed."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.hosts import meeting
+from tests.end_to_end.hosts.network import SEARCH_PATH, Network, missing, network
+from tests.end_to_end.hosts.slurm import missing_slurm, slurm
+from tests.end_to_end.launching import TIMEOUT_S, environment
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    if reason := missing():
+        pytest.skip(reason)
+    with network(2, tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+def run(two_hosts: Network, words: list[object], **variables: str) -> None:
+    """Run a command on the first host."""
+    done = subprocess.run(
+        two_hosts.hosts[0].command(words),
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def check(folder: Path, places: list[tuple[int, int]]) -> None:
+    """Check that all ranks met, each on its place.
+
+    Args:
+        folder: where they say so.
+        places: local rank and local size of each.
+    """
+    for rank, (local_rank, local_size) in enumerate(places):
+        found = json.loads((folder / f"rank{rank}.json").read_text())
+        assert found["met"] == [each + 1 for each in range(len(places))]
+        assert [int(each) for each in found["told"].values()] == [rank, len(places), local_rank, local_size]
+
+
+def test_mpirun(two_hosts: Network, tmp_path: Path) -> None:
+    if shutil.which("mpirun", path=SEARCH_PATH) is None:
+        pytest.skip("not installed: mpirun")
+    (tmp_path / "hostfile").write_text(two_hosts.hostfile())
+    words = ["mpirun", "--allow-run-as-root", "-np", "2", "-hostfile", tmp_path / "hostfile"]
+    words += ["-x", "PYTHONPATH", "-x", "DS_ACCELERATOR", sys.executable, meeting.__file__, tmp_path]
+    run(two_hosts, words)
+    check(tmp_path, [(0, 1), (0, 1)])
+
+
+def test_srun(two_hosts: Network, tmp_path: Path) -> None:
+    if reason := missing_slurm():
+        pytest.skip(reason)
+    (tmp_path / "slurm").mkdir()
+    with slurm(two_hosts, tmp_path / "slurm") as variables:
+        run(two_hosts, ["srun", "-N2", "-n3", sys.executable, meeting.__file__, tmp_path], **variables)
+    check(tmp_path, [(0, 2), (1, 2), (0, 1)])
