@@ -40,13 +40,15 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Launch:
-    """The trainer on two ranks of this machine, started by DeepSpeed's launcher."""
+    """The trainer on two ranks of this machine, started by DeepSpeed's launcher; or a program that makes it fail."""
 
-    def __init__(self, folder: Path, trainer_flags: Sequence[str], **variables: str) -> None:
+    def __init__(
+        self, folder: Path, trainer_flags: Sequence[str], *, program: Path = PRETRAIN, **variables: str
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._mark = f"LAUNCH_UNDER_TEST={uuid.uuid4()}"
         name, value = self._mark.split("=")
-        command = [DEEPSPEED, "--num_accelerators", "2", "--master_port", str(free_port()), PRETRAIN, *trainer_flags]
+        command = [DEEPSPEED, "--num_accelerators", "2", "--master_port", str(free_port()), program, *trainer_flags]
         self._log = (folder / f"log_{value}.txt").open("w+")
         self._process = subprocess.Popen(
             command,

@@ -141,8 +141,8 @@ def injected(fault: Fault | None) -> Iterator[None]:
         return
     build = engines.build_engine
 
-    def build_with_fault(run: Any) -> Any:
-        engine = build(run)
+    def build_with_fault(*given: Any) -> Any:
+        engine = build(*given)
         Injection(engine, fault)
         return engine
 

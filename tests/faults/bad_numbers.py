@@ -1,0 +1,268 @@
+"""Bad numbers: NaN and infinity, jumps of the loss, and copies that differ, in every precision and layout.
+
+Each run is launched as a user launches it, on two ranks. The fault comes in iteration 3 of 6. A run that ended by a bad
+loss or gradient is then resumed without the fault, and must go on as a run that never had it, to the bit.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tests.end_to_end.corpus import write_corpus
+from tests.end_to_end.launching import ROOT, Launch, error_lines, flags, read_metrics
+from tests.faults.campaign import Outcome, Settings
+from tests.faults.injection import Fault
+
+PROGRAM = ROOT / "tests" / "faults" / "pretrain_with_fault.py"
+PROMISED_S = 60.0
+"""Seconds from the last iteration that was reported to the end of the last process."""
+
+LAYOUTS = {
+    "pp 2": (),
+    "dp 2": ("--pipeline-model-parallel-size", "1"),
+    "tp 2": ("--pipeline-model-parallel-size", "1", "--tensor-model-parallel-size", "2"),
+}
+"""Flags of each layout of two ranks, with four token slices."""
+
+PRECISIONS = {
+    "fp32": ("--zero-stage", "0"),
+    "fp32, ZeRO 1": ("--zero-stage", "1"),
+    "bf16": ("--bf16",),
+    # At the lowest scale: a higher one would be lowered first.
+    "fp16": ("--fp16", "--initial-loss-scale", "1", "--hysteresis", "1"),
+}
+"""Flags of each precision."""
+
+HERE = {"rank": 1, "micro_batch": 1, "token_slice": 2}
+AT = "on rank 1, at micro-batch 1, token slice 2"
+LAYER = "4.mlp"
+"""On rank 1 in every layout."""
+
+CONSISTENCY = ("--check-consistency", "1")
+RESUMES, ENDS, GOES_ON = "resumes", "ends", "goes on"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault, and what must come of it.
+
+    Attributes:
+        title: the fault in words.
+        fault: the fault.
+        said: parts of the line that a user reads.
+        becomes: whether the run ends with the iteration before saved, ends with nothing saved, or goes on.
+        more: flags.
+        only: layouts and precisions in which it can be; all if empty.
+    """
+
+    title: str
+    fault: Fault
+    said: tuple[str, ...]
+    becomes: str = RESUMES
+    more: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+
+    def fits(self, layout: str, precision: str) -> bool:
+        """Whether the fault can be in a run of a layout and a precision."""
+        return not self.only or {layout, precision} <= set(self.only)
+
+
+LAST = ("pp 2", "dp 2", "fp32", "fp32, ZeRO 1", "bf16", "fp16")
+"""Where the loss of rank 1 is not that of rank 0, too: not in tensor parallelism."""
+
+CASES = (
+    Case(
+        "NaN in the loss", Fault(kind="loss", **HERE), ("iteration 3: the loss is nan", f"in the loss {AT}"), only=LAST
+    ),
+    Case(
+        "infinity in the loss",
+        Fault(kind="loss", value=float("inf"), **HERE),
+        ("iteration 3: the loss is inf", f"in the loss {AT}"),
+        only=LAST,
+    ),
+    Case(
+        "NaN in an activation",
+        Fault(kind="output", name=LAYER, **HERE),
+        ("iteration 3: the loss is nan", f"in the output of layer {LAYER} {AT}"),
+    ),
+    Case(
+        "infinity in a gradient",
+        Fault(kind="gradient", value=float("inf"), name=LAYER, **HERE),
+        ("iteration 3: the gradient is NaN or infinite", f"in the gradient of the output of layer {LAYER} {AT}"),
+    ),
+    Case(
+        "NaN in the gradient of a weight",
+        Fault(kind="weight gradient", name=LAYER, **HERE),
+        ("iteration 3: the gradient is NaN or infinite", f"in the gradient of weight {LAYER}", AT),
+    ),
+    Case(
+        "NaN once, as from a device",
+        Fault(kind="loss", once=True, **HERE),
+        ("iteration 3: the loss is nan", "computed again it is a number"),
+        only=LAST,
+    ),
+    Case(
+        "NaN in a weight",
+        Fault(kind="weight", name=LAYER, rank=1),
+        ("iteration 3: the loss is nan", f"weight {LAYER}", "on rank 1 (1 of "),
+        becomes=ENDS,
+    ),
+    Case(
+        "NaN in a state of the optimizer",
+        Fault(kind="state", name="4.mlp", rank=1),
+        ("iteration 4: the loss is nan", "exp_avg of 4.mlp", "on rank 1 (1 of "),
+        becomes=ENDS,
+        only=("pp 2", "tp 2", "fp32", "fp32, ZeRO 1", "bf16", "fp16"),
+    ),
+    Case(
+        "NaN in a weight in the last iteration",
+        Fault(kind="state", name="4.mlp", rank=1, iteration=6),
+        ("the model after iteration 6 has NaN or infinity in", "exp_avg of 4.mlp", "nothing was saved"),
+        becomes=ENDS,
+        only=("pp 2", "tp 2", "fp32", "fp32, ZeRO 1", "bf16", "fp16"),
+    ),
+    Case(
+        "NaN in the loss, skipped",
+        Fault(kind="loss", **HERE),
+        ("skipped iteration 3: the loss is nan", f"in the loss {AT}"),
+        becomes=GOES_ON,
+        more=("--bad-numbers", "skip"),
+        only=LAST,
+    ),
+    Case(
+        "NaN in the loss of every iteration, skipped twice",
+        Fault(kind="loss", iterations=9, **HERE),
+        ("iteration 5: the loss is nan", "it is number 3 in a row"),
+        more=("--bad-numbers", "skip", "--max-bad-numbers-in-a-row", "2"),
+        only=LAST,
+    ),
+    Case(
+        "one bit of a replica's weight",
+        Fault(kind="bit", name="3.mlp.up.weight", rank=1),
+        ("copies are not equal", "weight 3.mlp.up.weight on ranks 0, 1 differs (replicas)"),
+        becomes=ENDS,
+        more=CONSISTENCY,
+        only=("dp 2", "fp32"),
+    ),
+    Case(
+        "one bit of a weight that tensor parallelism does not cut",
+        Fault(kind="bit", name="3.mlp_norm.weight", rank=1),
+        ("copies are not equal", "(tensor-parallel ranks)"),
+        becomes=ENDS,
+        more=CONSISTENCY,
+        only=("tp 2", "fp32", "bf16", "fp16"),
+    ),
+    Case(
+        "one bit of a tied weight",
+        Fault(kind="bit", name="tied_modules", rank=1),
+        ("copies are not equal", "(tied stages)"),
+        becomes=ENDS,
+        more=CONSISTENCY,
+        only=("pp 2", "fp32"),
+    ),
+    Case(
+        "none, copies compared in every iteration",
+        Fault(kind="bit", iteration=99),
+        (),
+        becomes=GOES_ON,
+        more=CONSISTENCY,
+    ),
+    Case(
+        "a loss of 1.5 times those before",
+        Fault(kind="spike", value=1.5, iteration=28),
+        ("the loss of iteration 28 is", "above"),
+        becomes=ENDS,
+        more=("--train-iters", "30", "--spiky-loss", "stop"),
+        only=("pp 2", "fp32"),
+    ),
+)
+
+
+def campaign(settings: Settings) -> Iterator[Outcome]:
+    """Put wrong numbers into runs, and see what is said, saved and resumed.
+
+    Args:
+        settings: of the campaign; if it is to be quick, each fault comes in one layout and one precision.
+    """
+    data = write_corpus(settings.folder)
+    sound: dict[tuple[str, str], list[float]] = {}
+    for case in CASES:
+        setups = [(layout, precision) for layout in LAYOUTS for precision in PRECISIONS if case.fits(layout, precision)]
+        outcomes = []
+        for number, setup in enumerate(setups[:1] if settings.quick else setups):
+            folder = settings.folder / f"{CASES.index(case)}-{number}"
+            if case.becomes == RESUMES and setup not in sound:
+                sound[setup] = _sound_losses(settings.folder / f"sound-{len(sound)}", data, *setup)
+            outcomes.append(_outcome(case, folder, data, *setup, sound.get(setup, [])))
+        yield _together(case, outcomes)
+
+
+def _together(case: Case, outcomes: Sequence[Outcome]) -> Outcome:
+    """One row for a fault in all setups."""
+    return replace(
+        outcomes[0],
+        fault=f"{case.title} ({len(outcomes)} layouts and precisions)",
+        tried=len(outcomes),
+        longest_s=None if case.becomes == GOES_ON else max(each.longest_s or 0.0 for each in outcomes),
+        broken=tuple(line for each in outcomes for line in each.broken),
+    )
+
+
+def _words(folder: Path, data: Path, layout: str, precision: str) -> list[str]:
+    metrics = folder / "metrics.jsonl"
+    paths = ("--save", folder / "checkpoints", "--metrics-file", metrics, "--eval-iters", 0)
+    return flags(data, *LAYOUTS[layout], *PRECISIONS[precision], *paths)
+
+
+def _launch(folder: Path, words: Sequence[str], fault: Fault | None) -> Launch:
+    described = {} if fault is None else {"FAULT": json.dumps(asdict(fault))}
+    return Launch(folder, words, program=PROGRAM, **described)
+
+
+def _losses(folder: Path) -> list[float]:
+    return [each["lm_loss"] for each in read_metrics(folder / "metrics.jsonl")[0]]
+
+
+def _sound_losses(folder: Path, data: Path, layout: str, precision: str) -> list[float]:
+    """Losses of a run without a fault."""
+    run = _launch(folder, _words(folder, data, layout, precision), None)
+    assert run.wait() == 0, run.output()
+    return _losses(folder)
+
+
+def _outcome(case: Case, folder: Path, data: Path, layout: str, precision: str, sound: Sequence[float]) -> Outcome:
+    """Outcome of a fault in one setup."""
+    words = _words(folder, data, layout, precision)
+    run = _launch(folder, [*words, *case.more], case.fault)
+    code = run.wait()
+    # The file of metrics is written with every iteration.
+    took = None if case.becomes == GOES_ON else time.time() - (folder / "metrics.jsonl").stat().st_mtime
+    lines = error_lines(run.output())
+    if case.becomes == GOES_ON:
+        lines = [line.strip() for line in run.output().splitlines() if line.startswith(" skipped")]
+    said = lines[0] if lines else ""
+    where = f"{layout}, {precision}: "
+    broken = [f"{where}{text!r} is not in {said!r}" for text in case.said if text not in said]
+    broken += [f"{where}exit code {code}"] if (code == 0) != (case.becomes == GOES_ON) else []
+    broken += [f"{where}{len(lines)} lines"] if case.said and len(lines) != 1 else []
+    broken += [f"{where}a traceback"] if "Traceback" in run.output() else []
+    broken += [f"{where}{len(run.survivors())} processes left"] if run.survivors() else []
+    latest = folder / "checkpoints" / "latest"
+    if case.becomes == ENDS and latest.exists():
+        broken.append(f"{where}{latest.read_text()} was saved")
+    if case.becomes == RESUMES:
+        broken += [where + line for line in _resumed(case, folder, words, sound)]
+    return Outcome(fault=case.title, tried=1, longest_s=took, promised_s=PROMISED_S, said=said, broken=tuple(broken))
+
+
+def _resumed(case: Case, folder: Path, words: Sequence[str], sound: Sequence[float]) -> Iterator[str]:
+    """What is wrong with a run that goes on from where the fault ended it, without the fault."""
+    run = _launch(folder, [*words, "--load", str(folder / "checkpoints")], None)
+    if run.wait() != 0:
+        yield f"resuming ended with {(error_lines(run.output()) or ['a traceback'])[0]!r}"
+    elif case.more:
+        return  # what was skipped is not trained on again
+    elif _losses(folder) != list(sound):
+        yield "the losses are not those of a run without the fault"
