@@ -41,7 +41,7 @@ from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.found_plan import check_agreement
 from megatron_terapipe.training.guards.states import refuse_bad_states
-from megatron_terapipe.training.lost_ranks import LostRank, is_of_communication, keep_traceback
+from megatron_terapipe.training.lost_ranks import LostRank, is_of_communication, keep_traceback, remedy
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.run import Run, reading_ranks
 from megatron_terapipe.training.token_slice_batch import documents_reader, loss_tokens, split_batch
@@ -83,7 +83,13 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
         rank_watch.meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     try:
         init_distributed(dist_backend=backend, timeout=_timeout(run) + GRACE, verbose=False)
-        watch = watch_this_rank(_timeout(run), ledgers, name="run", end=partial(_end, rank_watch))
+        watch = watch_this_rank(
+            _timeout(run),
+            ledgers,
+            name="run",
+            remedy=lambda: remedy(run.config.checkpoint.save),
+            end=partial(_end, rank_watch),
+        )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _not_met(run, error) from error
     try:

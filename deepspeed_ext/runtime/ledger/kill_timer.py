@@ -1,4 +1,4 @@
-"""A timer of the kernel that kills this process unless it is put off in time.
+"""A timer of the kernel that kills this process unless it is set anew in time.
 
 A process that was stopped, or whose threads cannot run, ends by no signal that it would have to take, and its launcher
 may not know. The kernel's timer needs none of its threads.
@@ -37,14 +37,10 @@ class _Setting(ctypes.Structure):
 
 
 class KillTimer:
-    """The timer of this process. It is off until it is put off for the first time; without Linux always.
+    """The timer of this process. It is off until it is set; without Linux always."""
 
-    Args:
-        after_s: seconds from the last time that it was put off until the process is killed.
-    """
-
-    def __init__(self, after_s: float) -> None:
-        self._after_s, self._process = after_s, os.getpid()
+    def __init__(self) -> None:
+        self._process = os.getpid()
         self._timer: ctypes.c_void_p | None = None
         if not sys.platform.startswith("linux"):
             return
@@ -57,12 +53,12 @@ class KillTimer:
         except AttributeError:
             pass  # A C library without it: the launcher kills what does not end.
 
-    def put_off(self) -> None:
-        """Begin the time anew."""
+    def set(self, seconds: float) -> None:
+        """Kill the process after this time, and no sooner."""
         # A child process that was forked has no timer.
         if self._timer is not None and os.getpid() == self._process:
-            whole = int(self._after_s)
-            setting = _Setting(_Time(0, 0), _Time(whole, int((self._after_s - whole) * 1e9)))
+            whole = int(seconds)
+            setting = _Setting(_Time(0, 0), _Time(whole, int((seconds - whole) * 1e9)))
             self._library.timer_settime(self._timer, 0, ctypes.byref(setting), None)
 
     def end(self) -> None:

@@ -53,6 +53,10 @@ _UNHEARD = 1 / 3
 """Part of the timeout for which a rank must not have answered until it counts as stopped: a library may hold up all
 threads of a process for a while."""
 
+_CONCLUDES_IN_S = 20.0
+"""Seconds in which a ledger is written and the line is said, or the process is killed without: a file system may hang
+as well as a rank."""
+
 _PARTING_S = 10.0
 """How long to wait for a thread that is to end: calls to a store that answers take less, on a busy host too."""
 
@@ -75,6 +79,7 @@ class StallWatch:
         store: of all ranks, over a connection that nobody else uses.
         timeout: longest time that a rank may wait for another.
         directory: directory of the ledgers.
+        remedy: returns the end of the line: what the user can do.
         say: prints a line.
         end: ends this process.
     """
@@ -88,6 +93,7 @@ class StallWatch:
         store: Any,
         timeout: timedelta,
         directory: Path,
+        remedy: Callable[[], str] = lambda: "start it again",
         say: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True),
         end: Callable[[], object] = end_process,
     ) -> None:
@@ -97,14 +103,14 @@ class StallWatch:
         self._interval_s = min(max(timeout_s / 20, 0.02), 5.0)
         # By the timeout all have answered.
         self._limit_s = timeout_s - (_ANSWERS + 1) * self._interval_s
-        self._directory, self._say, self._end = directory, say, end
+        self._directory, self._remedy, self._say, self._end = directory, remedy, say, end
         self._clock_s = self._heard_s = self._moved_s = 0.0
         self._asks_at_s = self._limit_s / 2
         self._position = ledger.position()
         # First question that a rank has left without an answer since its last one, by the clock.
         self._unheard_since: dict[int, float] = {}
         self._ended, self._concluding = threading.Event(), threading.Lock()
-        self._kill_timer = KillTimer(timeout_s + KILLED_AFTER_S)
+        self._kill_timer, self._killed_after_s = KillTimer(), timeout_s + KILLED_AFTER_S
         device = get_accelerator().current_device()
         self._threads = [
             threading.Thread(target=self._on_device, args=(device, run), name="stall watch", daemon=True)
@@ -137,7 +143,7 @@ class StallWatch:
             # A process that was stopped, such as by Ctrl-Z, has not waited for anybody in that time.
             self._clock_s += min(now - before, 2 * self._interval_s)
             before = now
-            self._kill_timer.put_off()
+            self._kill_timer.set(self._killed_after_s)
             position = self.ledger.position()
             if not position.same_place(self._position):
                 self._position, self._moved_s, self._asks_at_s = position, self._clock_s, self._limit_s / 2
@@ -199,24 +205,41 @@ class StallWatch:
         with self._concluding:
             if self._ended.is_set():
                 return
-            try:
-                where = f"the ledger of each rank is in {self.ledger.write(self._directory, line).parent}"
-            except OSError as error:
-                where = f"ledgers cannot be written to {self._directory} ({error.strerror})"
-            if speaks:
-                self._say(f"error: the run stands still: {line}; {where}")
-            # The launcher ends all as soon as one has ended, and with rank 0 the store is gone.
-            with suppress(RuntimeError):
-                self._roll_call.count_heard(1) if heard_by else None
-                deadline = time.monotonic() + _ANSWERS * self._interval_s
-                while heard_by and self._roll_call.count_heard() < heard_by and time.monotonic() < deadline:
-                    time.sleep(self._interval_s / 10)
             self._ended.set()
+        self._kill_timer.set(_CONCLUDES_IN_S)
+        try:
+            written = self._write(line)
+            if speaks:
+                self._say(f"error: the run stands still: {line}; {written}: {self._remedy()}")
+            if heard_by:
+                self._wait_for_others(heard_by)
+        finally:
             self._end()
+            self._kill_timer.end()
+
+    def _write(self, line: str) -> str:
+        """Write the ledger, and return where the ledgers are, or why they are not."""
+        try:
+            return f"the ledger of each rank is in {self.ledger.write(self._directory, line).parent}"
+        except OSError as error:
+            return f"ledgers cannot be written to {self._directory} ({error.strerror})"
+
+    def _wait_for_others(self, number: int) -> None:
+        """Wait until all have come so far: a launcher ends all once one ends, and with rank 0 the store is gone."""
+        deadline = time.monotonic() + _ANSWERS * self._interval_s
+        with suppress(RuntimeError):
+            self._roll_call.count_heard(1)
+            while self._roll_call.count_heard() < number and time.monotonic() < deadline:
+                time.sleep(self._interval_s / 10)
 
 
 def watch_this_rank(
-    timeout: timedelta, directory: Path, *, name: str, end: Callable[[], object] = end_process
+    timeout: timedelta,
+    directory: Path,
+    *,
+    name: str,
+    remedy: Callable[[], str] = lambda: "start it again",
+    end: Callable[[], object] = end_process,
 ) -> StallWatch:
     """The watch of this rank among all that have met, with a new ledger. Every rank must make it.
 
@@ -224,6 +247,7 @@ def watch_this_rank(
         timeout: longest time that a rank may wait for another.
         directory: directory of the ledgers.
         name: of the watch, the same on all ranks, and of no other watch.
+        remedy: returns the end of the line: what the user can do.
         end: ends this process.
     """
     rank = dist.get_rank()
@@ -234,6 +258,7 @@ def watch_this_rank(
         store=dist.PrefixStore(f"stall watch {name}", _own_connection(dist.distributed_c10d._get_default_store())),
         timeout=timeout,
         directory=directory,
+        remedy=remedy,
         end=end,
     )
 

@@ -20,7 +20,7 @@ from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
 from deepspeed_ext.runtime.ledger.stall_watch import StallWatch
 
 PROGRAMS = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))
-TIMEOUT = timedelta(seconds=0.5)
+TIMEOUT = timedelta(seconds=0.4)
 
 
 class Rank:
@@ -64,10 +64,8 @@ def test_a_run_that_stands_still_is_explained_once_and_ends_on_all_ranks(tmp_pat
         with both[0].ledger.waiting_for(1):
             until(lambda: both[0].ended.is_set() and both[1].ended.is_set())
         (line,) = both[0].lines + both[1].lines
-    assert line.startswith("error: the run stands still: rank 1 is behind: rank 1 is at 'load 0 @0'") or (
-        line.startswith("error: the run stands still: rank 1 is behind: rank 1 is at")
-    )
-    assert line.endswith(f"; the ledger of each rank is in {tmp_path}")
+    assert line.startswith("error: the run stands still: rank 1 is behind: rank 1 is at")
+    assert line.endswith(f"; the ledger of each rank is in {tmp_path}: start it again")
     for number in (0, 1):
         written = json.loads((tmp_path / f"rank_{number:05d}.json").read_text())
         assert written["behind"] in line and written["stack"]
@@ -75,7 +73,7 @@ def test_a_run_that_stands_still_is_explained_once_and_ends_on_all_ranks(tmp_pat
 
 def test_ranks_that_take_long_alike_go_on(tmp_path: Path) -> None:
     with ranks(tmp_path) as both:
-        time.sleep(3 * TIMEOUT.total_seconds())
+        time.sleep(2 * TIMEOUT.total_seconds())
         assert not any(rank.lines or rank.ended.is_set() for rank in both)
         # They have been asked in the meantime, and are watched on.
         with both[1].ledger.waiting_for(0):
@@ -85,10 +83,10 @@ def test_ranks_that_take_long_alike_go_on(tmp_path: Path) -> None:
 
 def test_a_rank_that_moves_again_in_time_is_left_alone(tmp_path: Path) -> None:
     with ranks(tmp_path) as both:
-        for _ in range(4):
-            with both[0].ledger.waiting_for(1):
-                time.sleep(0.5 * TIMEOUT.total_seconds())
-            both[0].ledger.done()
+        deadline = time.monotonic() + 2 * TIMEOUT.total_seconds()
+        while time.monotonic() < deadline:
+            with both[0].ledger.phase("saving"), both[0].ledger.waiting_for(1):
+                time.sleep(0.01)
         assert not any(rank.lines or rank.ended.is_set() for rank in both)
 
 
