@@ -162,7 +162,8 @@ def _over_hosts(name: str, make: Callable[[], object], hosts: Network, folder: P
     words += flags(data, *_WITH_TIMEOUT, "--train-iters", 10**6, "--save-interval", 10**6)
     with (folder / "log.txt").open("w+") as log:
         command = hosts.hosts[0].command(words)
-        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+        variables = environment(PDSH_SSH_ARGS_APPEND="-o ServerAliveInterval=5 -o ServerAliveCountMax=3")
+        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=subprocess.STDOUT)
         metrics = folder / "metrics.jsonl"
         if not _until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 120.0):
             process.kill()

@@ -49,6 +49,10 @@ DRY_RUN = """# Checks are made in one process and need no other host.
 case " $* " in *" --dry-run"*) launch=(python) ;; esac
 """
 
+LOST_HOSTS = """# The ssh of DeepSpeed's launcher waits for a host that is lost as long as ranks do, and no longer.
+export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND--o ServerAliveInterval=60 -o ServerAliveCountMax=30}"
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
@@ -96,7 +100,7 @@ class Launch:
         script.append(f"launch=({_quoted(self._launcher('$here/hostfile'))})\n{DRY_RUN}")
         if self.many_nodes:
             check_remote_words(self.flags)
-            script.append(SHELL_CHECK)
+            script += [SHELL_CHECK, LOST_HOSTS]
         words = _quoted([*self._files("$here"), *self.flags])
         script.append(f'"${{launch[@]}}" "$trainer" {words} $data "$@"\n')
         contents = {
