@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
@@ -15,6 +16,7 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
 from megatron_terapipe.planning.stated_ranks import stated_ranks
 from megatron_terapipe.training.lost_ranks import LostRank, watch_over
+from megatron_terapipe.training.restarts import going_on
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a command that ended by Ctrl-C, as shells know it."""
@@ -27,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = read_arguments(argv, _find_strategy)
         config = arguments.config
+        config = replace(config, checkpoint=going_on(config.checkpoint))
         launch = _launch_environment(config)
         speaks = launch.local_rank == 0
         lines = prepare_cuda_environment(

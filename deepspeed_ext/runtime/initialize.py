@@ -1,7 +1,8 @@
 """Makes an engine: the one place that gates DeepSpeed's version and names our engine class to DeepSpeed."""
 
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -13,6 +14,7 @@ from weakref import finalize
 import deepspeed
 import deepspeed.ops
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import log_dist
 from packaging.specifiers import SpecifierSet
@@ -167,8 +169,33 @@ def init_distributed(**keywords: Any) -> None:
     check_deepspeed_version()
     if not (dist.is_initialized() or keywords.keys() & {"rank", "init_method"}):
         LaunchEnvironment.read().export()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            _join_apart_from_earlier_starts(keywords)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(**keywords)
+
+
+def _join_apart_from_earlier_starts(keywords: Mapping[str, Any]) -> None:
+    """Join the process group in a part of torchrun's store that no earlier start of the ranks has used.
+
+    One store outlives all starts. In it torch finds addresses of ranks that have died, and waits for them.
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restart == "0":
+        return
+    accelerator, timeout = get_accelerator(), keywords.get("timeout", dist.distributed_c10d.default_pg_timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    # As DeepSpeed does: groups are then split from this one.
+    on_cuda = accelerator.device_name() == "cuda"
+    dist.init_process_group(
+        keywords.get("dist_backend") or accelerator.communication_backend_name(),
+        store=dist.PrefixStore(f"start {restart}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+        device_id=accelerator.device(int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else None,
+    )
 
 
 def check_deepspeed_version() -> None:

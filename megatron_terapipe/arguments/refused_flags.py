@@ -45,6 +45,7 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     _each("pad-vocab-size-to", "it is an old name: use --vocab-size and --make-vocab-size-divisible-by"),
     # Batch and training.
     _each("batch-size", "it is ambiguous: use --micro-batch-size and --global-batch-size"),
+    _each("max-restarts", "it belongs to torchrun, before the name of the script: drop it here"),
     _each("train-epochs", "training is counted in iterations: use --train-iters"),
     _each("checkpoint-granularity", "it is an old name: use --recompute-granularity"),
     _each("recompute", "it is ambiguous: use --recompute-granularity full"),
