@@ -10,8 +10,8 @@ from megatron_terapipe.config.checkpoint import checkpoint_tag
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.families.registry import is_model_folder
 
-_LONGEST_NAME = 255
-"""Bytes of the longest name of a directory."""
+_LONGEST_NAME = 200
+"""Bytes of the longest name of a checkpoint: file systems take 255, and others are made of it."""
 
 
 def latest_checkpoint(load: str | Path) -> Path | None:
@@ -179,7 +179,10 @@ def _read_tag(latest: Path) -> str | None:
 
 def _directory(load: Path, tag: str) -> Path | None:
     """Directory of a tag. Who died while another took its name left it under `.replaced`."""
-    return next((path for path in (load / tag, load / f"{tag}{REPLACED}") if path.is_dir()), None)
+    try:
+        return next((path for path in (load / tag, load / f"{tag}{REPLACED}") if path.is_dir()), None)
+    except OSError:  # The name is longer than any.
+        return None
 
 
 def _iteration(tag: str) -> int | None:

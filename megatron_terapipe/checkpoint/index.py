@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.runtime.saved_files import load_saved
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, optimizer_files, state_file
@@ -83,10 +84,44 @@ def index_text(places: Iterable[tuple[str, Place]]) -> str:
     return json.dumps(_joined(places))
 
 
+def parse_index(path: Path, info: CheckpointInfo) -> dict[str, Place]:
+    """Return the place of the state of each parameter, read from a file.
+
+    Args:
+        path: of the file.
+        info: facts of the run that saved it.
+
+    Raises:
+        CheckpointError: if it does not say places, or places that this run cannot have had.
+    """
+    try:
+        found: Any = parse_json(path.read_text(encoding="utf-8"), INDEX_FILE)
+        places = {name: Place(stage, tuple(Fragment(*each) for each in rest)) for name, (stage, rest) in found.items()}
+        known = all(_is_known(place, info) for place in places.values())
+    except (OSError, ValueError, TypeError, AttributeError):
+        known = False
+    if not known:
+        raise CheckpointError(
+            f"{path} does not say where the state of each parameter lies: put the file back, or remove it, and the "
+            "places are looked up"
+        )
+    return places
+
+
 def load_file(path: Path) -> Mapping[str, Any]:
     """Return the objects that one rank saved. Tensors are mapped into memory, and read only where they are used."""
     loaded: Mapping[str, Any] = load_saved(path)
     return loaded
+
+
+def _is_known(place: Place, info: CheckpointInfo) -> bool:
+    """Whether the run had the stage and the replicas of a place."""
+    numbers = [place.stage, *(number for fragment in place.fragments for number in fragment)]
+    return (
+        all(type(number) is int for number in numbers)
+        and 0 <= place.stage < info.num_stages
+        and all(0 <= replica < info.num_replicas and length > 0 for replica, length in place.fragments)
+    )
 
 
 def _weights_alone() -> SavedRun:
@@ -100,21 +135,19 @@ def _read(directory: Path, info: CheckpointInfo) -> SavedRun:
     try:
         saved = load_file(directory / state_file(0, 0, info.tensor_parallel_size))
         if path.exists():
-            places = json.loads(path.read_text())
+            places = parse_index(path, info)
         else:
-            looks = _looked_up(directory, info, prefix) if info.partitioned else _listed(directory, info)
-            places = _joined(looks)
+            places = _joined(_looked_up(directory, info, prefix) if info.partitioned else _listed(directory, info))
         return SavedRun(
-            places={
-                name: Place(stage, tuple(Fragment(*fragment) for fragment in fragments))
-                for name, (stage, fragments) in places.items()
-            },
+            places=places,
             prefix=prefix,
             counters={name: saved[name] for name in ("global_steps", "skipped_steps")},
             loss_scaler=load_file(directory / f"{prefix}{first}")["optimizer_state_dict"].get("loss_scaler")
             if info.partitioned
             else None,
         )
+    except CheckpointError:
+        raise
     except Exception as error:  # On a damaged file an unpickler may raise anything.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(

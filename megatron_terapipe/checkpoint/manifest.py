@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deepspeed_ext.plan.json_text import parse_json
 from megatron_terapipe.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
@@ -44,7 +45,7 @@ class Manifest:
         """
         path = directory / MANIFEST_FILE
         try:
-            found = json.loads(path.read_bytes())
+            found: Any = parse_json(path.read_text(encoding="utf-8"), MANIFEST_FILE)
             files = {name: FileFacts(int(size), str(sha256)) for name, (size, sha256) in found["files"].items()}
             intact = found["sha256"] == _hash_of(files)
         except FileNotFoundError:

@@ -76,7 +76,7 @@ def _check_model(model: object) -> None:
             raise _wrong(f"model.{name}", value, "of another type")
     try:
         ModelConfig(**{name: value for name, value in model.items() if name in hints})
-    except UserError as error:
+    except (UserError, ArithmeticError) as error:  # The latter of numbers that no model has.
         raise ValueError(f"model: {error}") from None
 
 
