@@ -41,7 +41,7 @@ LAYER = "4.mlp"
 """On rank 1 in every layout."""
 
 CONSISTENCY = ("--check-consistency", "1")
-RESUMES, ENDS, GOES_ON = "resumes", "ends", "goes on"
+RESUMES, ENDS, GOES_ON, REFUSED = "resumes", "ends", "goes on", "refused"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Case:
         title: the fault in words.
         fault: the fault.
         said: parts of the line that a user reads.
-        becomes: whether the run ends with the iteration before saved, ends with nothing saved, or goes on.
+        becomes: whether the run ends with the iteration before saved, ends with nothing saved, or goes on; or goes on
+            and saves what is then refused.
         more: flags.
         only: layouts and precisions in which it can be; all if empty.
     """
@@ -69,7 +70,7 @@ class Case:
         return not self.only or {layout, precision} <= set(self.only)
 
 
-LAST = ("pp 2", "dp 2", "fp32", "fp32, ZeRO 1", "bf16", "fp16")
+LAST = ("pp 2", "dp 2", *PRECISIONS)
 """Where the loss of rank 1 is not that of rank 0, too: not in tensor parallelism."""
 
 CASES = (
@@ -111,17 +112,32 @@ CASES = (
     ),
     Case(
         "NaN in a state of the optimizer",
-        Fault(kind="state", name="4.mlp", rank=1),
-        ("iteration 4: the loss is nan", "exp_avg of 4.mlp", "on rank 1 (1 of "),
+        Fault(kind="state", name=LAYER, rank=1),
+        ("iteration 4: the loss is nan", f"exp_avg of {LAYER}", "on rank 1 (1 of "),
         becomes=ENDS,
-        only=("pp 2", "tp 2", "fp32", "fp32, ZeRO 1", "bf16", "fp16"),
+        only=("pp 2", "tp 2", *PRECISIONS),
     ),
     Case(
         "NaN in a weight in the last iteration",
-        Fault(kind="state", name="4.mlp", rank=1, iteration=6),
-        ("the model after iteration 6 has NaN or infinity in", "exp_avg of 4.mlp", "nothing was saved"),
+        Fault(kind="state", name=LAYER, rank=1, iteration=6),
+        ("the model after iteration 6 has NaN or infinity in", f"exp_avg of {LAYER}", "nothing was saved"),
         becomes=ENDS,
-        only=("pp 2", "tp 2", "fp32", "fp32, ZeRO 1", "bf16", "fp16"),
+        only=("pp 2", "tp 2", *PRECISIONS),
+    ),
+    Case(
+        "NaN in a state of the optimizer in a checkpoint",
+        Fault(kind="state", name=LAYER, rank=1, iteration=6, saved=True),
+        ("global_step6 has NaN or infinity in", f"exp_avg of {LAYER}", "load another"),
+        becomes=REFUSED,
+        only=("pp 2", "tp 2", *PRECISIONS),
+    ),
+    Case(
+        "NaN in a weight in a checkpoint, with --finetune",
+        Fault(kind="state", name=LAYER, rank=1, iteration=6, saved=True),
+        ("global_step6 has NaN or infinity in", f"weight {LAYER}", "load another"),
+        becomes=REFUSED,
+        more=("--finetune",),
+        only=("pp 2", "tp 2", *PRECISIONS),
     ),
     Case(
         "NaN in the loss, skipped",
@@ -205,7 +221,7 @@ def _together(case: Case, outcomes: Sequence[Outcome]) -> Outcome:
         outcomes[0],
         fault=f"{case.title} ({len(outcomes)} layouts and precisions)",
         tried=len(outcomes),
-        longest_s=None if case.becomes == GOES_ON else max(each.longest_s or 0.0 for each in outcomes),
+        longest_s=max((each.longest_s for each in outcomes if each.longest_s is not None), default=None),
         broken=tuple(line for each in outcomes for line in each.broken),
     )
 
@@ -235,10 +251,15 @@ def _sound_losses(folder: Path, data: Path, layout: str, precision: str) -> list
 def _outcome(case: Case, folder: Path, data: Path, layout: str, precision: str, sound: Sequence[float]) -> Outcome:
     """Outcome of a fault in one setup."""
     words = _words(folder, data, layout, precision)
-    run = _launch(folder, [*words, *case.more], case.fault)
+    if case.becomes == REFUSED:
+        run = _launch(folder, words, case.fault)
+        assert run.wait() == 0, run.output()
+        run = _launch(folder, [*words, "--load", str(folder / "checkpoints"), *case.more], None)
+    else:
+        run = _launch(folder, [*words, *case.more], case.fault)
     code = run.wait()
     # The file of metrics is written with every iteration.
-    took = None if case.becomes == GOES_ON else time.time() - (folder / "metrics.jsonl").stat().st_mtime
+    took = None if case.becomes in (GOES_ON, REFUSED) else time.time() - (folder / "metrics.jsonl").stat().st_mtime
     lines = error_lines(run.output())
     if case.becomes == GOES_ON:
         lines = [line.strip() for line in run.output().splitlines() if line.startswith(" skipped")]

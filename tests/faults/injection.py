@@ -13,6 +13,7 @@ from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.gradients.gradient_sums import accumulated_gradient
 from deepspeed_ext.runtime.numbers.states import states_of
 from megatron_terapipe.training import build_engine as engines
+from megatron_terapipe.training import trainer
 
 Kind = Literal["loss", "output", "gradient", "weight gradient", "weight", "state", "bit", "spike"]
 """Where the number is wrong. `gradient` is that of a layer's output, `bit` flips one bit of a weight, and `spike`
@@ -33,6 +34,7 @@ class Fault:
         token_slice: the token slice.
         name: the layer's or the parameter's name; of a parameter that which contains it, the first on the rank.
         once: whether it comes only the first time that a batch is computed, as from a defect of a device.
+        saved: whether bad weights and states are saved, as by a trainer that does not look at them.
     """
 
     kind: Kind
@@ -44,6 +46,7 @@ class Fault:
     token_slice: int = 0
     name: str = ""
     once: bool = False
+    saved: bool = False
 
 
 class Injection:
@@ -146,5 +149,8 @@ def injected(fault: Fault | None) -> Iterator[None]:
         Injection(engine, fault)
         return engine
 
-    with patch.object(engines, "build_engine", build_with_fault):
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(engines, "build_engine", build_with_fault))
+        if fault.saved:
+            patched.enter_context(patch.object(trainer, "refuse_bad_states"))
         yield

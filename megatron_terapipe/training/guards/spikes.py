@@ -82,8 +82,8 @@ class Spikes(NamedTuple):
         """
         if self.stops:
             raise NumbersError(
-                f"{'; '.join(self.lines)}: go on from a checkpoint before it, with another --seed or a lower --lr, or "
-                "only note it"
+                f"{'; '.join(self.lines)}: go on from a checkpoint before it, with a lower --lr or another --seed, or "
+                "let it be noted only"
             )
         for line in self.lines:
             note(f" warning: {line}")

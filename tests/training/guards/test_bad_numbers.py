@@ -10,7 +10,7 @@ from deepspeed_ext.runtime.numbers.states import states_of
 from megatron_terapipe.config.numbers import NumbersConfig
 from megatron_terapipe.errors import NumbersError
 from megatron_terapipe.training.build_engine import build_engine
-from megatron_terapipe.training.guards.bad_numbers import BadIteration, BadNumbers, RememberedBatches
+from megatron_terapipe.training.guards.bad_numbers import BadIteration, BadNumbers, RememberedBatches, check_evaluation
 from megatron_terapipe.training.guards.states import refuse_bad_states, refuse_different_copies
 from tests.distributed import run_distributed
 from tests.faults.injection import Fault, Injection
@@ -138,7 +138,7 @@ def test_the_first_bad_number_is_named_and_leaves_no_trace() -> None:
 
 
 def _skipping() -> tuple[list[str], str, int]:
-    """Lines about two skipped iterations, the line about a third, and iterations that DeepSpeed counted."""
+    """Lines about skipped iterations and an evaluation, the line about one too many, and the iterations done."""
     training = Training(PIPELINE, bad_numbers="skip", max_bad_numbers_in_a_row=2)
     Injection(training.engine, Fault(kind="loss", rank=1, iteration=2, iterations=2))
     Injection(training.engine, Fault(kind="loss", rank=1, iteration=5, iterations=9))
@@ -146,18 +146,21 @@ def _skipping() -> tuple[list[str], str, int]:
         while True:
             training.step()
     except BadIteration as error:
-        return training.lines, str(error), training.iteration
+        evaluation = check_evaluation(NumbersConfig(bad_numbers="skip"), training.engine, "test", float("nan"))
+        return [*training.lines, str(evaluation)], str(error), training.iteration
 
 
 def test_bad_iterations_are_skipped_until_there_are_too_many_in_a_row() -> None:
     for lines, error, iteration in run_distributed(_skipping, 2):
-        assert [line.partition(":")[0] for line in lines] == [f" skipped iteration {each}" for each in (2, 3, 5, 6)]
+        *skipped, evaluation = lines
+        assert [line.partition(":")[0] for line in skipped] == [f" skipped iteration {each}" for each in (2, 3, 5, 6)]
+        assert evaluation == " test: the loss is nan, and all weights are numbers"
         assert iteration == 7
         assert "it is number 3 in a row" in error
 
 
 def _bad_weight(flags: str, fault: Fault) -> list[str]:
-    """Lines about a bad weight or state: of the step, of a save or a load, and of a comparison of copies."""
+    """Lines about a bad weight or state: of a step, an evaluation, a save or load, and a comparison of copies."""
     training = Training(flags)
     Injection(training.engine, fault)
     lines = []
@@ -168,6 +171,7 @@ def _bad_weight(flags: str, fault: Fault) -> list[str]:
     except NumbersError as error:
         lines.append(str(error))
     for look in (
+        lambda: check_evaluation(NumbersConfig(), training.engine, "validation", float("nan") if lines else 1.0),
         lambda: refuse_bad_states(training.engine, "the model", "nothing was saved"),
         lambda: refuse_different_copies(training.engine, training.iteration, 0),
     ):
@@ -193,7 +197,8 @@ def test_bad_weights_and_states_are_named_and_copies_that_differ_too() -> None:
     weight, state, replica, uncut, tied = run_distributed(_bad_weights, 2)[0]
     named = "NaN or infinity in weight 4.mlp.up.weight on rank 1 (1 of "
     assert weight[0].startswith(f"iteration 2: the loss is nan, because of {named}")
-    assert weight[1].startswith(f"the model has {named}") and weight[1].endswith(": nothing was saved")
+    assert weight[1].startswith(f"validation: the loss is nan, because of {named}")
+    assert weight[2].startswith(f"the model has {named}") and weight[2].endswith(": nothing was saved")
     assert state[0].startswith("iteration 3: the loss is nan, because of NaN or infinity in exp_avg of ")
     assert " on rank 1 (1 of " in state[0]
     for found, name, among in (
@@ -201,6 +206,6 @@ def test_bad_weights_and_states_are_named_and_copies_that_differ_too() -> None:
         (uncut, "weight 2.mlp_norm.weight on ranks 0, 1 differs", "tensor-parallel ranks"),
         (tied, "weight tied_modules.", "tied stages"),
     ):
-        (refused, compared) = found
-        assert refused == "" and f"({among})" in compared
+        (evaluated, refused, compared) = found
+        assert evaluated == refused == "" and f"({among})" in compared
         assert name in compared or "more" in compared
