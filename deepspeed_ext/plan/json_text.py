@@ -5,6 +5,7 @@ half characters that no file and no array can hold. None of this reaches a reade
 """
 
 import json
+from collections import Counter
 from math import isfinite, isinf
 
 from deepspeed_ext.plan.errors import PlanError
@@ -19,13 +20,14 @@ _LEAST_VALUES = 100_000
 """Values that any text may stand for. More, and it cannot stand for more of them than it has characters."""
 
 
-def parse_json(text: str, described: str, *, infinite: bool = False) -> object:
+def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: bool = False) -> object:
     """Parse JSON text.
 
     Args:
         text: the text.
         described: its place, for the error.
         infinite: whether numbers may be infinite, as Python writes and reads them.
+        unbounded: whether whole numbers may have any size, as Hugging Face writes 10^30 where there is no limit.
 
     Raises:
         PlanError: if it is not JSON, has a key twice, or holds what `check_values` refuses.
@@ -34,11 +36,13 @@ def parse_json(text: str, described: str, *, infinite: bool = False) -> object:
         document = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{described} is not JSON ({error}): mend it") from None
-    check_values(document, described, len(text), infinite=infinite)
+    check_values(document, described, len(text), infinite=infinite, unbounded=unbounded)
     return document
 
 
-def check_values(document: object, described: str, num_characters: int, *, infinite: bool = False) -> None:
+def check_values(
+    document: object, described: str, num_characters: int, *, infinite: bool = False, unbounded: bool = False
+) -> None:
     """Check that a document holds finite numbers and text that can be written, and is not nested too deeply.
 
     Args:
@@ -47,6 +51,7 @@ def check_values(document: object, described: str, num_characters: int, *, infin
         num_characters: characters of the text. Where it refers to its own parts, as YAML may, it can stand for much
             more than it holds.
         infinite: whether numbers may be infinite.
+        unbounded: whether whole numbers may have any size.
 
     Raises:
         PlanError: if it does not, or is.
@@ -60,7 +65,7 @@ def check_values(document: object, described: str, num_characters: int, *, infin
                 below += value.values()
             elif isinstance(value, list | tuple | set):
                 below += value
-            elif fault := _fault(value, infinite):
+            elif fault := _fault(value, infinite, unbounded):
                 raise PlanError(f"{described} {fault}")
             counted += 1
             if counted > max(num_characters, _LEAST_VALUES):
@@ -71,7 +76,7 @@ def check_values(document: object, described: str, num_characters: int, *, infin
     raise PlanError(f"{described} is nested more than {MOST_LEVELS} levels deep: make it flatter")
 
 
-def _fault(value: object, infinite: bool) -> str | None:
+def _fault(value: object, infinite: bool, unbounded: bool) -> str | None:
     """Return what is wrong with a number or a text, and the remedy; None if nothing is."""
     if isinstance(value, str):
         try:
@@ -80,7 +85,7 @@ def _fault(value: object, infinite: bool) -> str | None:
             return f"holds {value}, which is half a character: write the text anew"
     elif isinstance(value, float) and not isfinite(value) and not (infinite and isinf(value)):
         return f"holds the number {value}, or one too large to tell it from that: give a finite number"
-    elif isinstance(value, int) and not -WHOLE_NUMBERS < value < WHOLE_NUMBERS:
+    elif isinstance(value, int) and not unbounded and not -WHOLE_NUMBERS < value < WHOLE_NUMBERS:
         return f"holds a whole number of {len(str(abs(value)))} digits: give one below 2^63, or write it as 1e30"
     return None
 
@@ -88,7 +93,6 @@ def _fault(value: object, infinite: bool) -> str | None:
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     document = dict(pairs)
     if len(document) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
+        repeated, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"key {repeated!r} stands twice")
     return document

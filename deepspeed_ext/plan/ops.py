@@ -29,7 +29,7 @@ LIVE_CHANGE: Mapping[OpKind, int] = MappingProxyType(
 """By how many an op changes the live token slices of its rank: one lives until all of its backward is done, since
 weight gradients read what the forward kept."""
 
-_TEXT_FORM = re.compile(r"(\d+)([A-Z]+)(\d+)(?:\.(\d+))?")
+_TEXT_FORM = re.compile(r"([0-9]{1,9})([A-Z]+)([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 _KINDS = {kind.value: kind for kind in OpKind} | {"I": OpKind.INPUT_GRADIENT, "W": OpKind.WEIGHT_GRADIENT}
 """Kinds by their letters; `I` and `W` are those of schedules written for torch.distributed.pipelining."""
 
@@ -60,7 +60,7 @@ class Op(NamedTuple):
         Raises:
             PlanError: if the text has another form.
         """
-        match = _TEXT_FORM.fullmatch(text.strip())
+        match = _TEXT_FORM.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or match[2] not in _KINDS:
             kinds = " or ".join(kind.value for kind in OpKind)
             raise PlanError(

@@ -1,15 +1,18 @@
 """Which layers stand on which stage."""
 
-import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 
-from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.json_text import parse_json
+from deepspeed_ext.plan.text_files import read_text
 
 METHODS = ("uniform", "parameters")
 """Stage partitions that are computed; any other is a list of bounds or a file of one."""
+
+_LIST = re.compile(r"\s*-?[0-9]{1,18}\s*(,\s*-?[0-9]{1,18}\s*)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +81,15 @@ class StagePartition:
             PlanError: if it is neither.
         """
         fields: object
-        try:
+        if _LIST.fullmatch(text):
             fields = [int(part) for part in text.split(",")]
-        except ValueError:
+        else:
             try:
-                fields = json.loads(Path(text).read_text())
-            except (OSError, json.JSONDecodeError) as error:
-                reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
+                fields = parse_json(read_text(text), "it")
+            except UserError as error:
                 raise PlanError(
                     f"stage partition {text!r} is neither {' nor '.join(METHODS)}, nor a list, nor a file of one "
-                    f"({reason}): give one of these, a list as 0,5,12"
+                    f"({error}): give one of these, a list as 0,5,12"
                 ) from None
         if not isinstance(fields, list) or not all(type(bound) is int for bound in fields):
             raise PlanError(f"stage partition file {text!r} does not hold a list of whole numbers: write [0, 5, 12]")

@@ -20,7 +20,10 @@ def read_text(path: Path | str, flag: str = "") -> str:
     except OSError as error:
         raise UserError(f"{flag} {path} cannot be read ({error.strerror}): give a file that can".lstrip()) from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{flag} {path} is not UTF-8 text ({error}): mend the file".lstrip()) from None
+        place = f"byte {error.start} is {error.object[error.start]:#04x}"
+        raise UserError(f"{flag} {path} is not UTF-8 text ({place}): mend the file".lstrip()) from None
+    except ValueError as error:  # A name that no file can have.
+        raise UserError(f"{flag} {path} cannot be read ({error}): give a file that can".lstrip()) from None
 
 
 def write_text(path: Path | str, text: str, flag: str = "", *, make_folder: bool = False) -> None:
@@ -39,5 +42,6 @@ def write_text(path: Path | str, text: str, flag: str = "", *, make_folder: bool
         if make_folder:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{flag} {path} cannot be written ({error.strerror}): name another file".lstrip()) from None
+    except (OSError, ValueError) as error:  # The latter is a name that no file can have.
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{flag} {path} cannot be written ({reason}): name another file".lstrip()) from None

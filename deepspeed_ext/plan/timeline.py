@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.dependencies import reading_stage
 from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape
 from deepspeed_ext.plan.programs.program import Channel
 from deepspeed_ext.plan.programs.reductions import Reduction
@@ -112,8 +113,8 @@ class Timeline:
         Raises:
             PlanError: if the text is something else.
         """
+        fields: Any = parse_json(text, "a timeline")
         try:
-            fields = json.loads(text)
             shape = PipelineShape.from_fields(fields)
             spans = tuple(
                 tuple(Span(Op.parse(op), float(start), float(end)) for op, start, end in rank)
@@ -127,7 +128,7 @@ class Timeline:
                     inside = op.micro_batch < shape.num_micro_batches and op.token_slice < shape.num_token_slices
                     if not inside or op.stage not in shape.stages_of(rank) or not -inf < start <= end < inf:
                         raise ValueError(f"op {op} from {start} to {end} on rank {rank} of {shape}")
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"not a timeline ({error}): give a file written by --json or by the trainer") from None
         if not any(spans) or len(spans) != shape.num_ranks:
             raise PlanError(f"a timeline of {len(spans)} ranks for a pipeline of {shape.num_ranks}: write it again")

@@ -6,31 +6,33 @@ from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 
 
-def read_json(path: str, flag: str) -> object:
+def read_json(path: str, flag: str, *, unbounded: bool = False) -> object:
     """Read a JSON file.
 
     Args:
         path: the file.
         flag: flag that named it, for the error.
+        unbounded: whether whole numbers may have any size.
 
     Raises:
         UserError: if it cannot be read, is not JSON, or has a key twice.
     """
-    return parse_json(read_text(path, flag), f"{flag} {path}")
+    return parse_json(read_text(path, flag), f"{flag} {path}".lstrip(), unbounded=unbounded)
 
 
-def parse_json(text: str, described: str, *, infinite: bool = False) -> object:
+def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: bool = False) -> object:
     """Parse JSON text; see `deepspeed_ext.plan.json_text.parse_json`.
 
     Args:
         text: the text.
         described: its place, for the error.
         infinite: whether numbers may be infinite.
+        unbounded: whether whole numbers may have any size.
 
     Raises:
         ConfigError: if it is not JSON, is nested too deeply, has a key twice, or a number that is not finite.
     """
     try:
-        return json_text.parse_json(text, described, infinite=infinite)
+        return json_text.parse_json(text, described, infinite=infinite, unbounded=unbounded)
     except PlanError as error:
         raise ConfigError(str(error)) from None

@@ -6,12 +6,15 @@ The index, little endian throughout, S sequences, D documents:
     | lengths int32 [S] | byte offsets int64 [S] | document bounds int64 [D + 1]
 """
 
+import fcntl
+import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +34,7 @@ _DTYPES: dict[int, type[np.number[Any]]] = {
     8: np.uint16,
 }
 _READ_BYTES = 1 << 24
+_LONGEST = 2**31 - 1
 _REMEDY = "write the dataset again with megatron_terapipe.data.preprocess"
 
 
@@ -81,7 +85,7 @@ class IndexedDatasetWriter:
 
     def __enter__(self) -> Self:
         """Open the data file under its temporary name."""
-        self._data = self._files[self._data_file].open("wb")
+        self._data = _own(self._files[self._data_file])
         return self
 
     def add_document(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> None:
@@ -92,9 +96,15 @@ class IndexedDatasetWriter:
 
         Raises:
             OverflowError: an id does not fit the type chosen for the vocabulary.
+            DataError: the disk is full or fails, or the document is longer than the format can say.
         """
         tokens = np.asarray(ids, dtype=self._dtype)
-        self._data.write(tokens.tobytes())
+        if tokens.size > _LONGEST:
+            raise DataError(
+                f"document {self.num_documents} has {tokens.size} tokens, and the format takes {_LONGEST}: split it"
+            )
+        with _named_errors(self._files[self._data_file]):
+            self._data.write(tokens.tobytes())
         self._lengths.append(tokens.size)
         self.num_tokens += tokens.size
 
@@ -104,18 +114,44 @@ class IndexedDatasetWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give both files their names, or remove them after an exception."""
-        self._data.close()
+        """Give both files their names, or remove them after an exception.
+
+        Raises:
+            DataError: the disk is full or fails; what was written is removed.
+        """
+        try:
+            if kind is None:
+                self._finish()
+        except BaseException:
+            self._remove()
+            raise
         if kind is not None:
-            for partial in self._files.values():
-                partial.unlink(missing_ok=True)
-            return
-        self._write_index(self._files[self._index_file])
+            self._remove()
+        self._close()
+
+    def _finish(self) -> None:
+        partial = self._files[self._data_file]
+        with _named_errors(partial):
+            self._data.flush()
+            os.fsync(self._data.fileno())
+        partial = self._files[self._index_file]
+        with _named_errors(partial):
+            self._write_index(partial)
         # Without an index there is no dataset, so at no moment does a whole pair of files mix
         # the ids of this run with the index of an older one.
-        self._index_file.unlink(missing_ok=True)
-        for final, partial in self._files.items():
-            partial.replace(final)
+        with _named_errors(self._index_file):
+            self._index_file.unlink(missing_ok=True)
+            for final, partial in self._files.items():
+                partial.replace(final)
+
+    def _close(self) -> None:
+        with suppress(OSError):  # What could not be written is said by the error that is on its way.
+            self._data.close()
+
+    def _remove(self) -> None:
+        self._close()
+        for partial in self._files.values():
+            partial.unlink(missing_ok=True)
 
     def _write_index(self, path: Path) -> None:
         lengths = np.array(self._lengths, dtype="<i4")
@@ -128,6 +164,40 @@ class IndexedDatasetWriter:
             index.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(documents)))
             for values in (lengths, offsets, documents):
                 index.write(values.tobytes())
+            # Whole on the disk before it has its name: the machine may lose power.
+            index.flush()
+            os.fsync(index.fileno())
+
+
+def _own(path: Path) -> IO[bytes]:
+    """Open a file that no other process writes, and empty it.
+
+    Raises:
+        DataError: it cannot be written, or another process does.
+    """
+    with _named_errors(path):
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))  # Not renamed meanwhile.
+        except BlockingIOError:
+            ours = False
+        except OSError:  # A file system without locks.
+            ours = True
+        if not ours:
+            file.close()
+            raise DataError(f"{path} is written by another process: wait for its end, or name another --output-prefix")
+        file.truncate(0)
+        return file
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Let errors of the disk name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be written ({error.strerror}): make room, or name another folder") from None
 
 
 class IndexedDataset:

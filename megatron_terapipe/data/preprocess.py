@@ -102,8 +102,12 @@ class LineEncoder:
     def _texts(self, number: int, line: bytes) -> list[str]:
         place = f"{self.source}:{number}"
         try:
-            document = json.loads(line)
-        except ValueError as error:  # JSON or UTF-8
+            # Spreadsheets write a mark before the first line.
+            document = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            wrong = f"byte {error.start} of the line is {line[error.start]:#04x}"
+            raise DataError(f"{place}: not UTF-8 ({wrong}): convert the file, or remove the line") from None
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{place}: not JSON ({error}): every line is one object such as "
                 '{"text": "..."}; repair or remove the line'

@@ -82,7 +82,7 @@ def import_tokenizer(directory: Path, output: Path) -> dict[str, str | None]:
 def _tokenizer_class(directory: Path) -> str | None:
     """The class that the settings of a tokenizer name; None if they name none."""
     path = directory / SETTINGS_FILE
-    settings = read_json(str(path), "--load") if path.is_file() else {}
+    settings = read_json(str(path), "--load", unbounded=True) if path.is_file() else {}
     return settings.get("tokenizer_class") if isinstance(settings, Mapping) else None
 
 

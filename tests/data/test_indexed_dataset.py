@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -123,6 +124,46 @@ def test_nothing_appears_under_the_name_before_all_is_written(tmp_path: Path) ->
 def test_an_id_too_large_for_the_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OverflowError), IndexedDatasetWriter(tmp_path / "d", 300) as writer:
         writer.add_document([1 << 16])
+
+
+def test_two_writers_of_one_name_do_not_mix(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "d", 300) as writer:
+        writer.add_document([1, 2])
+        with pytest.raises(DataError, match=r"d\.bin\.partial is written by another process: wait for its end"):
+            IndexedDatasetWriter(tmp_path / "d", 300).__enter__()
+        writer.add_document([3])
+    assert IndexedDataset(tmp_path / "d").get(1).tolist() == [3]
+
+
+KILLED = """
+import os, sys
+from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
+with IndexedDatasetWriter(sys.argv[1], 300) as writer:
+    for _ in range(100_000):
+        writer.add_document([9])
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_writer_that_is_killed_leaves_no_dataset_and_is_no_hindrance(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "d")], check=False).returncode == -9
+    assert [path.name for path in tmp_path.iterdir()] == ["d.bin.partial"]
+    assert IndexedDataset(write(tmp_path / "d", DOCUMENTS)).get(0).tolist() == DOCUMENTS[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
+
+
+@pytest.mark.parametrize(("limit", "name"), [(9000, "d.bin.partial"), (20020, "d.idx.partial")])
+def test_a_full_disk_is_one_line_and_leaves_the_older_dataset(tmp_path: Path, limit: int, name: str) -> None:
+    prefix = write(tmp_path / "d", DOCUMENTS)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(DataError, match=rf"{name} cannot be written \(File too large\): make room"):
+            write(prefix, [[1] * 10] * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert IndexedDataset(prefix).get(2).tolist() == DOCUMENTS[2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d.bin", "d.idx"]
 
 
 def keep(count: int):

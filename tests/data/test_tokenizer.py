@@ -163,7 +163,7 @@ def test_files_are_asked_for_and_refused_where_they_do_not_belong(settings: dict
     ("vocabulary", "merges", "message"),
     [
         (None, "", r"^--vocab-file .*encoder\.json cannot be read \(No such file"),
-        ("{", "", "is not JSON .line 1"),
+        ("{", "", r"encoder.json is not JSON .*line 1"),
         ("[1]", "", "not a JSON object from token to id"),
         ('{"a": "b"}', "", "not a JSON object from token to id"),
         ('{"a": 1}', "", r"has no token '<\|endoftext\|>'"),

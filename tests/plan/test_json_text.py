@@ -34,6 +34,10 @@ def test_what_no_reader_should_see(text: str, said: str) -> None:
     assert str(caught.value).isprintable()
 
 
+def test_whole_numbers_without_bound_where_they_are_asked_for() -> None:
+    assert parse_json(f"[{10**30}]", "f", unbounded=True) == [10**30]
+
+
 def test_a_document_that_refers_to_itself_again_and_again_is_not_walked_through() -> None:
     document: list[object] = []
     for _ in range(40):

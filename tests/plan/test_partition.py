@@ -90,6 +90,22 @@ def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
         StagePartition.parse(str(path))
 
 
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe[0, 5]", b"[0, " + b"7" * 5000 + b"]", b"[" * 10_000], ids=["a", "b", "c"]
+)
+def test_a_file_that_nobody_can_read_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "partition.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanError, match=r"file of one .*(is not UTF-8 text \(byte 0 is 0xff\)|is not JSON)"):
+        StagePartition.parse(str(path))
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "9" * 5000, "0," + "9" * 5000])
+def test_a_list_or_a_name_beyond_sense_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match=r"^stage partition .* cannot be read .*: give one of these, a list as 0,5,12$"):
+        StagePartition.parse(text)
+
+
 @pytest.mark.parametrize(("num_layers", "num_stages"), [(12, 3), (11, 2)])
 def test_a_partition_of_another_model_is_refused(num_layers: int, num_stages: int) -> None:
     with pytest.raises(PlanError, match=f"give {num_stages + 1} bounds, the last one {num_layers}"):

@@ -72,6 +72,11 @@ GOOD = json.loads(timeline_of("0F0.0:0-1", unit="s").to_json())
         {**GOOD, "spans": [[["0F0.0", 0, float("nan")]]]},
         {**GOOD, "spans": [[["1F0.0", 0, 1]]]},
         {**GOOD, "spans": [[["0F0.2", 0, 1]]]},
+        {**GOOD, "spans": [[[5, 0, 1]]]},
+        {**GOOD, "spans": [[["0F0.0", 0, 10**400]]]},
+        {**GOOD, "transfers": [5]},
+        {**GOOD, "reductions": [["a", 0, 0, 1]]},
+        {**GOOD, "unit": "\ud800"},
         {**GOOD, "spans": [[["0F1.0", 0, 1]]]},
     ],
 )
@@ -87,5 +92,5 @@ def test_files_written_before_there_were_model_chunks_or_transfers_still_read():
 
 
 def test_text_that_is_not_json():
-    with pytest.raises(PlanError, match="not a timeline"):
+    with pytest.raises(PlanError, match="a timeline is not JSON"):
         Timeline.from_json("spans")

@@ -1,13 +1,13 @@
 """The unit of memory curves: activations of a micro-batch, or bytes, if a file gives the bytes of a token."""
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.memory import StepFunction, TokenBytes, activation_over_time, memory_over_time
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.text_files import read_text
@@ -76,10 +76,7 @@ def parse_token_bytes(text: str, shape: PipelineShape) -> TokenBytes:
     Raises:
         PlanError: if the text is something else.
     """
-    try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"sizes are not JSON ({error}): see --help for their form") from None
+    fields = parse_json(text, "the file of sizes")
     if not isinstance(fields, dict) or "activation" not in fields:
         raise PlanError('sizes have no "activation": write {"activation": bytes of a token, ...}, see --help')
     unknown = fields.keys() - {*_BY_STAGE, *_WHOLE}

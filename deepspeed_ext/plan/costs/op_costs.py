@@ -1,6 +1,5 @@
 """Costs of ops and transfers: the times that a simulation adds up."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import add
@@ -8,6 +7,7 @@ from typing import Any
 
 from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 
 Table = tuple[tuple[float, ...], ...]
@@ -124,10 +124,7 @@ class OpCosts:
         Raises:
             PlanError: if a table is missing, of another shape than `shape`, or holds anything but times >= 0.
         """
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"costs are not JSON ({error}): see --help for their form") from None
+        fields = parse_json(text, "the costs file")
         if not isinstance(fields, dict):
             raise PlanError(
                 'costs are not a JSON object: write {"forward": [[...]], "backward": [[...]], "transfer": 0}'

@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.timeline import Timeline
 
 
@@ -36,7 +38,7 @@ class StepRecord:
             PlanError: if the text is neither.
         """
         timeline = Timeline.from_json(text)
-        fields = json.loads(text)
+        fields: Any = parse_json(text, "a measured step")
         schedule, iteration = fields.get("schedule"), fields.get("iteration")
         lengths = fields.get("token_slices") or []
         if (

@@ -4,7 +4,6 @@ The package `tokenizers` merges the bytes of a word. Words are split and remembe
 encoding takes a third of the time that the package takes for whole texts.
 """
 
-import json
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -13,6 +12,7 @@ import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from deepspeed_ext.plan.text_files import read_text
+from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.data.tokenizers.hugging_face import PackageTokenizer
 from megatron_terapipe.errors import DataError
 
@@ -80,15 +80,9 @@ def _printable_bytes() -> list[str]:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
-    try:
-        vocabulary = json.loads(read_text(path, "--vocab-file"))
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"the vocabulary {path} is not JSON (line {error.lineno}: {error.msg}): "
-            "--vocab-file takes encoder.json or vocab.json"
-        ) from None
+    vocabulary = read_json(str(path), "--vocab-file")
     if not isinstance(vocabulary, dict) or not all(
-        isinstance(token_id, int) and 0 <= token_id < 1 << 32 for token_id in vocabulary.values()
+        type(token_id) is int and 0 <= token_id < 1 << 32 for token_id in vocabulary.values()
     ):
         raise DataError(
             f"the vocabulary {path} is not a JSON object from token to id: "

@@ -1,12 +1,12 @@
 """Tokenizers of the package `tokenizers`, and those that Hugging Face writes into a `tokenizer.json`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.data.tokenizers.token_ids import check_in_vocabulary, without_lone_surrogates
 from megatron_terapipe.errors import DataError
 
@@ -32,9 +32,18 @@ class PackageTokenizer:
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`."""
+        """Return the ids of `text`; a lone surrogate, which has no UTF-8, becomes `?`.
+
+        Raises:
+            DataError: the tokenizer contradicts itself, as one whose token for unknown words is not in its vocabulary.
+        """
         # The fast form leaves out which characters each token came from: a quarter less time.
-        (encoding,) = self._tokenizer.encode_batch_fast([without_lone_surrogates(text)], add_special_tokens=False)
+        try:
+            (encoding,) = self._tokenizer.encode_batch_fast([without_lone_surrogates(text)], add_special_tokens=False)
+        except BaseException as error:
+            if not _is_of_package(error):
+                raise
+            raise _contradiction(error) from None
         ids: list[int] = encoding.ids
         return ids
 
@@ -45,7 +54,12 @@ class PackageTokenizer:
             DataError: an id is outside the vocabulary.
         """
         check_in_vocabulary(ids, self.vocab_size)
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        try:
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        except BaseException as error:
+            if not _is_of_package(error):
+                raise
+            raise _contradiction(error) from None
         return text
 
 
@@ -96,25 +110,41 @@ def _read(file: Path) -> Tokenizer:
         )
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises nothing narrower
+    except BaseException as error:
+        if not _is_of_package(error):
+            raise
         raise DataError(
             f"{file} cannot be read as a tokenizer ({_one_line(error)}): give the {TOKENIZER_FILE} of Hugging Face"
         ) from None
+
+
+def _is_of_package(error: BaseException) -> bool:
+    """Return whether an error is the package's word on its files.
+
+    It raises plain exceptions, and where its own code goes wrong a `PanicException`, which is no `Exception`.
+    """
+    return type(error).__name__ == "PanicException" or (
+        isinstance(error, Exception) and not isinstance(error, MemoryError)
+    )
+
+
+def _contradiction(error: BaseException) -> DataError:
+    return DataError(
+        f"the tokenizer contradicts itself ({_one_line(error)}): give the {TOKENIZER_FILE} of Hugging Face, or the "
+        "vocabulary and the merges of one encoding"
+    )
 
 
 def _end_named_by(config_file: Path) -> str | None:
     """Return the `eos_token` of a `tokenizer_config.json`; None if there is no such file or no such entry."""
     if not config_file.is_file():
         return None
-    try:
-        settings: Any = json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSON or UTF-8
-        raise DataError(f"{config_file} is not JSON ({_one_line(error)}): repair it, or move it away") from None
+    settings: Any = read_json(str(config_file), "--tokenizer-model", unbounded=True)
     token = settings.get("eos_token") if isinstance(settings, dict) else None
     # Older files spell it as an object with the text and how it is stripped.
     named = token.get("content") if isinstance(token, dict) else token
     return named if isinstance(named, str) else None
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())

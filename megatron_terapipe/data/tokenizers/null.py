@@ -34,8 +34,11 @@ class NullTokenizer:
         Raises:
             DataError: a word is no id of the vocabulary.
         """
-        words = text.split()
-        wrong = next((word for word in words if not word.isdecimal() or int(word) > self.eod), None)
+        words, digits = text.split(), len(str(self.eod))
+        wrong = next(
+            (word for word in words if not word.isdecimal() or len(word.lstrip("0")) > digits or int(word) > self.eod),
+            None,
+        )
         if wrong is not None:
             raise DataError(
                 f"{wrong!r} is no token id below {self.vocab_size}, and NullTokenizer takes nothing else: choose the "

@@ -63,7 +63,7 @@ def _read(path: Path) -> "SentencePieceProcessor":
         raise DataError(f"--tokenizer-model {path} is no file: give the tokenizer.model of SentencePiece")
     try:
         return SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError):
+    except (RuntimeError, OSError, ValueError):  # The last where a message of the package is no UTF-8.
         raise DataError(
             f"{path} cannot be read as a SentencePiece model: give its tokenizer.model, or choose --tokenizer-type "
             "HuggingFaceTokenizer for a tokenizer.json"

@@ -4,15 +4,14 @@ The file is a list of objects, by rising rank: `{"rank": 0, "token_bytes": "AA==
 base64, and the 256 single bytes come first. Ids of special tokens come before all others.
 """
 
-import json
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.data import TIKTOKEN_SPECIAL_TOKENS
+from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.options import one_of
 from megatron_terapipe.data.tokenizers.token_ids import check_in_vocabulary, without_lone_surrogates
 from megatron_terapipe.errors import DataError
@@ -114,8 +113,8 @@ def _special_tokens(named: Sequence[str], count: int) -> list[str]:
 
 def _read(path: Path) -> list[bytes]:
     """Return the tokens of a file, by rank."""
+    document: Any = read_json(str(path), "--tokenizer-model")
     try:
-        document = json.loads(read_text(path, "--tokenizer-model"))
         tokens = [_token(entry, rank) for rank, entry in enumerate(document)]
     except (ValueError, TypeError, KeyError, IndexError):
         tokens = []

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_terapipe.errors import DataError
 from tests.data.trained_tokenizers import train_hugging_face
@@ -85,7 +86,7 @@ def test_without_an_end_of_document_the_error_says_where_to_name_one(tmp_path: P
     with pytest.raises(DataError, match=r"looked for \[STOP\], which tokenizer_config\.json names"):
         HuggingFaceTokenizer(file)
     config.write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not JSON"):
         HuggingFaceTokenizer(file)
     config.write_text('{"eos_token": "[END]"}')
     assert HuggingFaceTokenizer(file).eod == 0

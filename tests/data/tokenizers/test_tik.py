@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron_terapipe.errors import DataError
 
@@ -85,10 +86,16 @@ def test_settings_that_do_not_fit_are_named(path: Path, settings: dict[str, Any]
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", "{}", '[{"rank": 1, "token_bytes": "AA=="}]', '[{"rank": 0, "token_bytes": "!"}]', "[1]"],
+    ["[]", "{}", '[{"rank": 1, "token_bytes": "AA=="}]', '[{"rank": 0, "token_bytes": "!"}]', "[1]"],
 )
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tokens.json"
     path.write_text(text)
     with pytest.raises(DataError, match=r"tokens.json is not a vocabulary of TikTokenizer"):
         build(path)
+
+
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text("{")
+    with pytest.raises(UserError, match=r"--tokenizer-model .*tokens.json is not JSON"):
+        build(tmp_path / "tokens.json")

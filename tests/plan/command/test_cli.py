@@ -271,7 +271,7 @@ def test_memory_is_counted_in_bytes_if_sizes_are_given(capsys, tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{", "sizes are not JSON"),
+        ("{", "the file of sizes is not JSON"),
         ("[]", 'sizes have no "activation"'),
         ('{"activation": 1, "weights": 2}', "sizes have the unknown field 'weights'"),
         ('{"activation": [1, 2]}', "sizes['activation'] has 2 entries for 4 stages"),
