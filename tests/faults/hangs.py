@@ -98,7 +98,13 @@ class _Stop:
         stops = {"STOP_AT": self.place, "STOP_RANK": str(self.rank), "PYTHONPATH": paths}
         trainer_flags = flags(self.data, *LAYOUTS[self.layout], *_WITH_TIMEOUT)
         run = Launch(self.folder, trainer_flags, **stops)
-        run.wait_for((self.folder / STOPPED).exists)
+        fault = f"SIGSTOP of rank {self.rank} of {self.layout}: {self.place}"
+        try:
+            run.wait_for((self.folder / STOPPED).exists)
+        except AssertionError:
+            if run.running:
+                run.kill()
+            return Outcome(fault=fault, tried=0, broken=("it was not stopped",), said=run.output().splitlines()[-1])
         stopped = time.monotonic()
         code = run.wait()
         _until(lambda: not run.survivors(), PROMISED_S)
@@ -114,7 +120,7 @@ class _Stop:
         broken += ["no ledger"] * (not ledger.exists())
         broken += self._going_on(expected)
         return Outcome(
-            fault=f"SIGSTOP of rank {self.rank} of {self.layout}: {self.place}",
+            fault=fault,
             tried=1,
             longest_s=longest_s,
             promised_s=PROMISED_S,
@@ -130,7 +136,7 @@ class _Stop:
         if again.wait():
             return ["it does not go on"]
         found = _losses(self.folder)
-        first = (4 if self.place == "saving" else 2) if saved else 0
+        first = 2 if saved else 0
         return ["other losses"] * (found[-len(expected[first:]) :] != expected[first:])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 STOPPED = "stopped"
 """File that tells that the process has stopped."""
 
-PLACES = ("building", "op", "end of step", "evaluating", "saving")
+PLACES = ("building", "op", "end of step", "evaluating", "saving", "end of save")
 """Where a rank may stop: while the engine is built, and in the third iteration or after it."""
 
 RUN_AT_START = """
@@ -31,7 +31,8 @@ def prepare(place: str) -> None:
     """
     from deepspeed_ext.plan.ops import OpKind
     from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine as Engine
-    from megatron_terapipe.training import build_engine, trainer
+    from megatron_terapipe.checkpoint.saving.save import UnfinishedSave
+    from megatron_terapipe.training import build_engine
 
     def in_a_backward(engine: Any, op: Any) -> bool:
         return engine.global_steps == 2 and op.kind is not OpKind.FORWARD
@@ -42,12 +43,19 @@ def prepare(place: str) -> None:
     def when_saved_before(engine: Any, *_: object, **__: object) -> bool:
         return engine.global_steps == 4
 
+    saves: list[Any] = []
+
+    def after_one(save: Any, *_: object, **__: object) -> bool:
+        saves.append(save)
+        return len(saves) == 2
+
     owner, name, when = {
         "building": (build_engine, "initialize", _always),
         "op": (Engine, "_around", in_a_backward),
         "end of step": (Engine, "_aggregate_total_loss", in_the_third),
         "evaluating": (Engine, "eval_batch", _always),
-        "saving": (trainer, "save_checkpoint", when_saved_before),
+        "saving": (Engine, "save_checkpoint", when_saved_before),
+        "end of save": (UnfinishedSave, "finish", after_one),
     }[place]
     _stop_before(owner, name, when)
 
