@@ -5,16 +5,18 @@ end, and the run must go on from its last checkpoint as if nothing had been.
 """
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.runtime.ledger.stall_watch import STANDS_STILL
 from tests.end_to_end.corpus import write_corpus
-from tests.end_to_end.hosts.network import Network, missing, network
+from tests.end_to_end.hosts.network import Host, Network, missing, network
 from tests.end_to_end.launching import (
     DEEPSPEED,
     PRETRAIN,
@@ -31,6 +33,9 @@ from tests.faults.stop_at import PLACES, RUN_AT_START, STOPPED
 TIMEOUT_MINUTES = 0.25
 PROMISED_S = 60 * TIMEOUT_MINUTES + 30
 """Seconds in which all processes end."""
+
+SSH_S = 15
+"""Seconds in which ssh gives up a host, by what this campaign tells it. They may begin when the ranks have ended."""
 
 LAYOUTS = {
     "2 stages": (),
@@ -150,57 +155,109 @@ def _between_hosts(settings: Settings, data: Path) -> Iterator[Outcome]:
     folder = settings.folder / "hosts"
     folder.mkdir()
     with network(2, folder) as hosts:
-        faults: dict[str, Callable[[], object]] = {
-            "a host cut off the network": lambda: hosts.cut(hosts.hosts[1]),
-            "a link that loses all large packets": lambda: hosts.lose_large_packets(hosts.hosts[1]),
-        }
-        for number, (name, make) in enumerate(faults.items()):
-            yield _over_hosts(name, make, hosts, folder / str(number), data)
-            hosts.restore(hosts.hosts[1])
+        last = hosts.hosts[1]
+        yield _HostsRun(hosts, folder / "cut", data).ended_by("a host cut off the network", lambda: hosts.cut(last))
+        hosts.restore(last)
+        lose = lambda: hosts.lose_large_packets(last)  # noqa: E731
+        yield _HostsRun(hosts, folder / "lost", data).ended_by("a link that loses all large packets", lose)
+        hosts.restore(last)
+        yield _HostsRun(hosts, folder / "back", data).survives_a_cut(last)
 
 
-def _over_hosts(name: str, make: Callable[[], object], hosts: Network, folder: Path, data: Path) -> Outcome:
-    """Outcome of a fault of the network in mid-training."""
-    folder.mkdir()
-    (folder / "hostfile").write_text(hosts.hostfile())
-    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
-    words: list[Any] = [DEEPSPEED, "--hostfile", "hostfile", PRETRAIN]
-    words += flags(data, *_WITH_TIMEOUT, "--train-iters", 10**6, "--save-interval", 10**6)
-    with (folder / "log.txt").open("w+") as log:
-        command = hosts.hosts[0].command(words)
-        variables = environment(PDSH_SSH_ARGS_APPEND="-o ServerAliveInterval=5 -o ServerAliveCountMax=3")
-        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=subprocess.STDOUT)
-        metrics = folder / "metrics.jsonl"
-        if not _until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 120.0):
-            process.kill()
-            return Outcome(fault=name, tried=0, broken=("the run did not begin",), said=_tail(folder))
+class _HostsRun:
+    """A run over two hosts that would not end by itself.
+
+    Args:
+        hosts: the hosts.
+        folder: of the run.
+        data: that it trains on.
+    """
+
+    def __init__(self, hosts: Network, folder: Path, data: Path) -> None:
+        self._hosts, self._folder = hosts, folder
+        folder.mkdir()
+        (folder / "hostfile").write_text(hosts.hostfile())
+        (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
+        words: list[Any] = [DEEPSPEED, "--hostfile", "hostfile", PRETRAIN]
+        words += flags(data, *_WITH_TIMEOUT, "--train-iters", 10**6, "--save-interval", 10**6)
+        with (folder / "log.txt").open("w") as log:
+            self._process = subprocess.Popen(
+                hosts.hosts[0].command(words),
+                cwd=folder,
+                env=environment(PDSH_SSH_ARGS_APPEND=f"-o ServerAliveInterval={SSH_S // 3} -o ServerAliveCountMax=3"),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def ended_by(self, name: str, make: Callable[[], object]) -> Outcome:
+        """Outcome of a fault of the network that does not pass.
+
+        Args:
+            name: of the fault.
+            make: makes it.
+        """
+        if not self._trains_on(3):
+            return self._did_not_begin(name)
         make()
         began = time.monotonic()
+        _until(lambda: not self._left() and self._process.poll() is not None, PROMISED_S + SSH_S + 30)
+        longest_s, left = time.monotonic() - began, self._left()
+        code = self._end()
+        lines = [line for line in self._log() if "the run stands still" in line]
+        ledgers = sorted(path.name for path in (self._folder / "save").glob("stalled_pipeline/*.json"))
+        broken = [f"{len(left)} processes left: {'; '.join(line[:60] for line in left)}"] * bool(left)
+        broken += ["nothing said"] * (not lines) + ["exit code 0"] * (not code)
+        broken += [f"only the ledgers {', '.join(ledgers)}"] * (len(ledgers) < len(self._hosts.hosts))
+        said = lines[0].partition(": ")[2] if lines else self._log()[-1]
+        return Outcome(
+            fault=name, tried=1, longest_s=longest_s, promised_s=PROMISED_S + SSH_S, said=said, broken=tuple(broken)
+        )
 
-        def left() -> list[str]:
-            return [line for host in hosts.hosts for line in host.processes().values()]
+    def survives_a_cut(self, host: Host) -> Outcome:
+        """Outcome of a cut that lasts for a third of the timeout.
 
-        _until(lambda: not left() and process.poll() is not None, PROMISED_S + 60)
-        longest_s, remaining = time.monotonic() - began, left()
-        process.kill()
-        code = process.wait()
-    lines = [line for line in (folder / "log.txt").read_text().splitlines() if "the run stands still" in line]
-    ledgers = sorted(path.name for path in (folder / "save").glob("stalled_pipeline/*.json"))
-    broken = [f"{len(remaining)} processes left: {'; '.join(line[:60] for line in remaining)}"] * bool(remaining)
-    broken += ["nothing said"] * (not lines) + ["exit code 0"] * (not code)
-    broken += [f"only the ledgers {', '.join(ledgers)}"] * (len(ledgers) < len(hosts.hosts))
-    return Outcome(
-        fault=name,
-        tried=1,
-        longest_s=longest_s,
-        promised_s=PROMISED_S,
-        said=lines[0].partition(": ")[2] if lines else _tail(folder),
-        broken=tuple(broken),
-    )
+        Args:
+            host: that is cut off.
+        """
+        seconds = 60 * TIMEOUT_MINUTES / 3
+        name = f"a host cut off the network for {seconds:.0f} s"
+        if not self._trains_on(3):
+            return self._did_not_begin(name)
+        self._hosts.cut(host)
+        time.sleep(seconds)
+        self._hosts.restore(host)
+        goes_on = self._trains_on(3)
+        said = "it trains on" if goes_on else self._log()[-1]
+        self._end()
+        return Outcome(fault=name, tried=1, said=said, broken=() if goes_on else ("it does not go on",))
 
+    def _trains_on(self, iterations: int) -> bool:
+        """Whether it trains for more iterations soon."""
+        wanted = self._iterations() + iterations
+        _until(lambda: self._iterations() >= wanted or self._process.poll() is not None, 180.0)
+        return self._iterations() >= wanted
 
-def _tail(folder: Path) -> str:
-    return ((folder / "log.txt").read_text().splitlines() or [""])[-1]
+    def _iterations(self) -> int:
+        metrics = self._folder / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def _did_not_begin(self, name: str) -> Outcome:
+        self._end()
+        return Outcome(fault=name, tried=0, broken=("the run did not begin",), said=self._log()[-1])
+
+    def _left(self) -> list[str]:
+        return [line for host in self._hosts.hosts for line in host.processes().values()]
+
+    def _end(self) -> int:
+        """Kill what is left, and return the exit code of the launcher."""
+        for host in self._hosts.hosts:
+            for process in host.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        return self._process.wait(30)
+
+    def _log(self) -> list[str]:
+        return (self._folder / "log.txt").read_text().splitlines() or [""]
 
 
 def _losses(folder: Path) -> list[float]:
