@@ -86,7 +86,8 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
         watch = watch_this_rank(
             _timeout(run),
             ledgers,
-            name="run",
+            # A store may outlive ranks that are started again.
+            name=f"run {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             remedy=lambda: remedy(run.config.checkpoint.save),
             end=partial(_end, rank_watch),
         )

@@ -210,7 +210,12 @@ class _HostsRun:
         broken += [f"only the ledgers {', '.join(ledgers)}"] * (len(ledgers) < len(self._hosts.hosts))
         said = lines[0].partition(": ")[2] if lines else self._log()[-1]
         return Outcome(
-            fault=name, tried=1, longest_s=longest_s, promised_s=PROMISED_S + SSH_S, said=said, broken=tuple(broken)
+            fault=name,
+            tried=1,
+            longest_s=longest_s,
+            promised_s=PROMISED_S + SSH_S,
+            said=said,
+            broken=tuple(broken),
         )
 
     def survives_a_cut(self, host: Host) -> Outcome:
