@@ -17,10 +17,13 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+
+from tests.end_to_end.hosts import link
 
 PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen", "pdsh")
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -47,13 +50,15 @@ class Host:
     Args:
         network: name of its network.
         number: from 1.
+        core: the only core that it has; None = all of the machine's.
     """
 
-    def __init__(self, network: str, number: int) -> None:
+    def __init__(self, network: str, number: int, core: int | None = None) -> None:
         self.number = number
         self.name, self.address = f"{network}-host{number}", f"10.88.0.{number}"
         self.port = f"port{number}"
         self.etc = ETC / self.name
+        self._on_core = [] if core is None else ["taskset", "--cpu-list", str(core)]
         self._init: subprocess.Popen[str] | None = None
 
     def boot(self, folder: Path) -> None:
@@ -66,7 +71,7 @@ class Host:
         # Children that others leave behind are reaped by whoever ignores their end.
         script = 'hostname "$0" && "$@" && echo up && trap "" CHLD && exec sleep infinity'
         new = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        words = ["ip", "netns", "exec", self.name, *new, "sh", "-c", script, self.name, *map(str, sshd)]
+        words = ["ip", "netns", "exec", self.name, *self._on_core, *new, "sh", "-c", script, self.name, *map(str, sshd)]
         self._init = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         assert self._init.stdout is not None
         if self._init.stdout.readline() != "up\n":
@@ -77,7 +82,19 @@ class Host:
         assert self._init is not None
         here = ["nsenter", f"--pid=/proc/{self._init.pid}/ns/pid_for_children", "unshare", "--uts", "--mount-proc"]
         script = 'hostname "$0" && exec "$@"'
-        return ["ip", "netns", "exec", self.name, *here, "sh", "-c", script, self.name, *map(str, words)]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.name,
+            *self._on_core,
+            *here,
+            "sh",
+            "-c",
+            script,
+            self.name,
+            *map(str, words),
+        ]
 
     def processes(self) -> dict[int, str]:
         """Return the command lines of all processes that were started on this host, by their numbers here."""
@@ -105,11 +122,13 @@ class Network:
     Args:
         name: begin of the names of all its namespaces.
         num_hosts: how many.
+        cores: of the hosts, one each; empty = each has all.
     """
 
-    def __init__(self, name: str, num_hosts: int) -> None:
+    def __init__(self, name: str, num_hosts: int, cores: Sequence[int] = ()) -> None:
         self.switch = f"{name}-switch"
-        self.hosts = [Host(name, number + 1) for number in range(num_hosts)]
+        each = cores or [None] * num_hosts
+        self.hosts = [Host(name, number + 1, each[number]) for number in range(num_hosts)]
 
     def hostfile(self, slots: int = 1) -> str:
         """Return the text of a hostfile with so many slots on each host."""
@@ -131,6 +150,30 @@ class Network:
             shape = "qdisc replace dev {} root tbf rate 100mbit burst 600 limit 60000"
             _run("tc", "-n", namespace, *shape.format(device).split())
 
+    @contextmanager
+    def link(self, *, delay_ms: float = 0.0, rate_mbit: float = 0.0, dropped: float = 0.0) -> Iterator[None]:
+        """Connect two hosts by a link with a delay, a rate and a share of lost frames, in place of the bridge.
+
+        Args:
+            delay_ms: of each way.
+            rate_mbit: of each way; 0 for no limit.
+            dropped: share of the frames that is lost.
+        """
+        ports = [host.port for host in self.hosts]
+        for host in self.hosts:
+            self.cut(host)
+        program = [sys.executable, "-I", link.__file__, *ports, str(delay_ms), str(rate_mbit), str(dropped)]
+        words = ["ip", "netns", "exec", self.switch, *program]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as forwarder:
+            try:
+                if forwarder.stdout is None or forwarder.stdout.readline() != "up\n":
+                    raise RuntimeError("the link between the hosts did not start")
+                yield
+            finally:
+                forwarder.kill()
+        for host in self.hosts:
+            self.restore(host)
+
     def restore(self, host: Host) -> None:
         """Connect a host again that was cut off, or that loses packets."""
         _run("ip", "-n", self.switch, "link", "set", host.port, "master", "bridge")
@@ -142,15 +185,16 @@ class Network:
 
 
 @contextmanager
-def network(num_hosts: int, folder: Path) -> Iterator[Network]:
+def network(num_hosts: int, folder: Path, *, cores: Sequence[int] = ()) -> Iterator[Network]:
     """Hosts that reach each other by name, with ssh and no password.
 
     Args:
         num_hosts: how many.
         folder: for keys and logs.
+        cores: of the hosts, one each; empty = each has all.
     """
     _remove_those_of_dead_processes()
-    made = Network(_new_name(), num_hosts)
+    made = Network(_new_name(), num_hosts, cores)
     try:
         for name in ("user", "host"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name)

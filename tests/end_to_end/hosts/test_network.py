@@ -48,6 +48,15 @@ def test_a_host_that_was_cut_off_is_not_reached_until_it_is_restored(two_hosts: 
     assert reaches(first, second)
 
 
+def test_a_link_delays_frames_and_drops_some(two_hosts: Network) -> None:
+    first, second = two_hosts.hosts
+    with two_hosts.link(delay_ms=5, rate_mbit=100, dropped=0.05):
+        assert reaches(first, second, 20)
+    with two_hosts.link(dropped=1.0):
+        assert not reaches(first, second, 1)
+    assert reaches(first, second)
+
+
 def test_a_network_removes_those_of_dead_processes_and_not_those_of_others(two_hosts: Network, tmp_path: Path) -> None:
     for name in ("dead", "mine"):
         (tmp_path / name).mkdir()
