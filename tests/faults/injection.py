@@ -13,7 +13,7 @@ from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.gradients.gradient_sums import accumulated_gradient
 from deepspeed_ext.runtime.numbers.states import states_of
 from megatron_terapipe.training import build_engine as engines
-from megatron_terapipe.training import trainer
+from megatron_terapipe.training import saves
 
 Kind = Literal["loss", "output", "gradient", "weight gradient", "weight", "state", "bit", "spike"]
 """Where the number is wrong. `gradient` is that of a layer's output, `bit` flips one bit of a weight, and `spike`
@@ -152,5 +152,5 @@ def injected(fault: Fault | None) -> Iterator[None]:
     with ExitStack() as patched:
         patched.enter_context(patch.object(engines, "build_engine", build_with_fault))
         if fault.saved:
-            patched.enter_context(patch.object(trainer, "refuse_bad_states"))
+            patched.enter_context(patch.object(saves, "refuse_bad_states"))
         yield
