@@ -12,6 +12,8 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megatron_terapipe.search.trials.launcher import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -40,15 +42,30 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Launch:
-    """The trainer on two ranks of this machine, started by DeepSpeed's launcher; or a program that makes it fail."""
+    """The trainer on two ranks of this machine, started by DeepSpeed's launcher; or a program that makes it fail.
+
+    Args:
+        folder: where it runs.
+        trainer_flags: of the run.
+        program: what runs; the trainer, if not given.
+        launcher: words of another launcher.
+        **variables: of the environment.
+    """
 
     def __init__(
-        self, folder: Path, trainer_flags: Sequence[str], *, program: Path = PRETRAIN, **variables: str
+        self,
+        folder: Path,
+        trainer_flags: Sequence[str],
+        *,
+        program: Path = PRETRAIN,
+        launcher: Sequence[str] = (),
+        **variables: str,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._mark = f"LAUNCH_UNDER_TEST={uuid.uuid4()}"
         name, value = self._mark.split("=")
-        command = [DEEPSPEED, "--num_accelerators", "2", "--master_port", str(free_port()), program, *trainer_flags]
+        launcher = launcher or (str(DEEPSPEED), "--num_accelerators", "2", "--master_port", str(free_port()))
+        command = [*launcher, program, *trainer_flags]
         self._log = (folder / f"log_{value}.txt").open("w+")
         self._process = subprocess.Popen(
             command,
@@ -97,6 +114,33 @@ class Launch:
                 if self._mark.encode() in variables.read_bytes():
                     found.append(int(variables.parent.name))
         return found
+
+    def processes(self) -> dict[str, int]:
+        """Processes of this launch: `rank 0`, `rank 1`, `the launcher` and `the command` that started it."""
+        found = {}
+        for pid in self.survivors():
+            try:
+                words, variables = psutil.Process(pid).cmdline(), psutil.Process(pid).environ()
+            except psutil.Error:
+                continue
+            if "deepspeed.launcher.launch" in words[:5]:
+                found["the launcher"] = pid
+            elif str(DEEPSPEED) in words[:3]:
+                found["the command"] = pid
+            elif "RANK" in variables and any(word.endswith(".py") for word in words[:4]):
+                found[f"rank {variables['RANK']}"] = pid
+        return found
+
+    def wait_for_all(self, seconds: float) -> list[int]:
+        """Wait for the end of every process, and return those that are left.
+
+        Args:
+            seconds: longest time to wait.
+        """
+        deadline = time.monotonic() + seconds
+        while (left := self.survivors()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
 
 
 def launch(folder: Path, trainer_flags: Sequence[str]) -> Launch:

@@ -1,13 +1,23 @@
 """A run that dies and is started again goes on as if nothing had happened."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.distributed import run_distributed
 from tests.end_to_end.conftest import Trained
-from tests.end_to_end.launching import Launch, flags, launch, read_metrics, train_on_this_rank
+from tests.end_to_end.launching import (
+    TIMEOUT_S,
+    Launch,
+    error_lines,
+    flags,
+    launch,
+    read_metrics,
+    train_on_this_rank,
+)
 
 ENDLESS_EVALUATION = ["--eval-interval", "4", "--eval-iters", "5000"]
 """After iteration 4 it takes minutes: the moment to die."""
@@ -15,14 +25,20 @@ ENDLESS_EVALUATION = ["--eval-interval", "4", "--eval-iters", "5000"]
 
 @pytest.fixture(scope="module")
 def killed(trained: Trained, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run like `trained` that was killed after iteration 4, with a checkpoint of iteration 3."""
+    """Folder of a run like `trained` whose launcher was killed after iteration 4, with a checkpoint of iteration 3."""
     folder = tmp_path_factory.mktemp("killed")
     outputs = ["--save", "checkpoints", "--save-interval", "3", "--metrics-file", "metrics.jsonl"]
     run = Launch(folder, flags(data, *outputs, *ENDLESS_EVALUATION))
     metrics = folder / "metrics.jsonl"
     run.wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) == 4)
-    run.kill()
-    assert not run.survivors()
+    there = run.processes()
+    os.kill(there["the launcher"], signal.SIGKILL)
+    # Its ranks do not train on alone, and the command does not end as if all were well.
+    assert run.wait() != 0, run.output()
+    assert not run.wait_for_all(TIMEOUT_S)
+    (line,) = error_lines(run.output())
+    assert f"process {there['the launcher']}) is gone" in line
+    assert line.endswith("resume with --load checkpoints, which goes on from global_step3")
     return folder
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.gpu.machine import software
 from benchmarks.report import Section, one_line, progress, publish
 from tests.faults import bad_numbers, hangs, hosts, soak
+from tests.faults import bad_numbers, hangs, kills, soak
 from tests.faults.campaign import Campaign, Settings, add, table
 from tests.faults.fuzzing import campaign as fuzzing
 
@@ -21,6 +22,8 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "fuzzing": ("Bad input", fuzzing.campaign),
     "hangs": ("Ranks that hang", hangs.campaign),
     "hosts": ("Several hosts", hosts.campaign),
+    "kills": ("A rank or a launcher dies", kills.campaign),
+    "restarts": ("Going on by itself", kills.restarts),
     "numbers": ("Numbers", bad_numbers.campaign),
     "soak": ("Long runs", soak.campaign),
 }

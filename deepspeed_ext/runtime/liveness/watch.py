@@ -24,7 +24,7 @@ from deepspeed_ext.runtime.liveness.host_news import Gone, HostNews
 from deepspeed_ext.runtime.liveness.host_ranks import HostRank, HostRanks, Mark, page_of
 from deepspeed_ext.runtime.liveness.process_ends import ProcessEnds
 
-ENDS_WITHIN_S = 15.0
+ENDS_WITHIN_S = 30.0
 """Seconds after the death of a rank or a launcher in which all others have surely ended."""
 
 _PATIENCE_S = 8.0

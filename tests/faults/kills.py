@@ -1,0 +1,222 @@
+"""Kills of ranks, of DeepSpeed's launcher and of its command, in all phases: all ends, and what was saved goes on."""
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deepspeed_ext.runtime.liveness.watch import ENDS_WITHIN_S
+from megatron_terapipe.checkpoint.directories import latest_checkpoint
+from megatron_terapipe.search.trials.launcher import free_port
+from tests.end_to_end.corpus import write_corpus
+from tests.end_to_end.launching import DEEPSPEED, Launch, error_lines, flags, read_metrics
+from tests.faults.campaign import Outcome, Settings
+
+NUM_KILLS, NUM_QUICK_KILLS = 50, 4
+VICTIMS = ("rank 0", "rank 1", "the launcher", "the command")
+PHASES = ("starts", "trains", "saves", "ends")
+TRAINING = "--train-iters 100000 --save-interval 4 --eval-interval 6 --eval-iters 2 --keep-last-n-checkpoints 4".split()
+SAVED = re.compile(r"saved checkpoint \S+global_step(\d+)$", re.MULTILINE)
+LEFT_S = 60.0
+"""How long to wait for processes that ought to end, before they count as left."""
+
+
+@dataclass
+class Killed:
+    """What came of the kills of one victim.
+
+    Attributes:
+        tried: number of kills.
+        longest_s: from a kill to the end of the last process.
+        said: the last line that a user read.
+        broken: promises not kept.
+    """
+
+    tried: int = 0
+    longest_s: float = 0.0
+    said: str = ""
+    broken: list[str] = field(default_factory=list)
+
+
+def campaign(settings: Settings) -> Iterator[Outcome]:
+    """Kill one run many times, resume it after each, and compare its losses with those of a run that nobody disturbed.
+
+    Args:
+        settings: of the campaign.
+    """
+    run = KilledRun(settings.folder, random.Random(settings.seed))
+    kills = [(victim, phase) for phase in PHASES for victim in VICTIMS]
+    number = NUM_QUICK_KILLS if settings.quick else NUM_KILLS
+    chosen = run.chance.sample(kills, len(kills))
+    for victim, phase in [chosen[index % len(chosen)] for index in range(number)]:
+        run.kill(victim, phase)
+    for victim, killed in run.killed.items():
+        yield Outcome(
+            fault=f"kill -9 of {victim} while the run starts, trains, saves or ends",
+            tried=killed.tried,
+            longest_s=killed.longest_s,
+            promised_s=ENDS_WITHIN_S,
+            said=killed.said,
+            broken=tuple(killed.broken),
+        )
+    iterations, broken = run.compare()
+    yield Outcome(
+        fault=f"resuming after each kill: losses of {iterations} iterations beside an undisturbed run's",
+        tried=number,
+        said="equal to the bit" if not broken else "",
+        broken=tuple(broken),
+    )
+
+
+class KilledRun:
+    """A run that is killed and resumed, again and again.
+
+    Args:
+        folder: of its files.
+        chance: chooses the moment.
+    """
+
+    def __init__(self, folder: Path, chance: random.Random) -> None:
+        (folder / "data").mkdir()
+        self.folder, self.chance, self.data = folder, chance, write_corpus(folder / "data")
+        self.killed: dict[str, Killed] = {}
+        self._losses: list[dict[int, float]] = []
+
+    def kill(self, victim: str, phase: str) -> None:
+        """Start or resume the run, kill one process in a phase, and see what comes of it.
+
+        Args:
+            victim: one of `VICTIMS`.
+            phase: one of `PHASES`.
+        """
+        found = self.killed.setdefault(victim, Killed())
+        where, metrics = f"killed while it {phase}", self.folder / f"metrics{len(self._losses)}.jsonl"
+        started_from = _iteration(self.folder / "save")
+        run = self._launch(metrics, "--exit-interval", 8 if phase == "ends" else 100000)
+        try:
+            code, said, seconds = self._end(run, victim, self._moment(run, phase, metrics))
+            left = run.survivors()
+        finally:
+            for process in run.survivors():
+                os.kill(process, signal.SIGKILL)
+        found.tried += 1
+        found.longest_s = max(found.longest_s, seconds)
+        found.said = said[-1] if said else found.said
+        ended_well = "exiting after iteration" in run.output()
+        found.broken += [f"{where}: {len(left)} processes left"] if left else []
+        found.broken += [f"{where}: said {len(said)} lines"] if len(said) > 1 else []
+        if not ended_well and phase in ("trains", "saves"):
+            found.broken += [f"{where}: exit code 0"] if code == 0 else []
+            found.broken += [f"{where}: not named"] if victim.removeprefix("the ") not in _name(said) else []
+        self._losses.append(_losses(metrics))
+        first, saved = min(self._losses[-1], default=None), [int(number) for number in SAVED.findall(run.output())]
+        if first not in (None, started_from + 1):
+            found.broken.append(f"{where}: went on with iteration {first}, and {started_from} was saved")
+        if _iteration(self.folder / "save") < max(saved, default=0):
+            found.broken.append(f"{where}: the checkpoint of iteration {max(saved)} is lost")
+
+    def compare(self) -> tuple[int, list[str]]:
+        """Return the number of iterations compared, and those whose losses differ from an undisturbed run's."""
+        last = max(max(losses, default=0) for losses in self._losses)
+        metrics = self.folder / "undisturbed.jsonl"
+        words = ["--exit-interval", max(last, 1), "--metrics-file", metrics, *TRAINING, "--save-interval", 100000]
+        run = Launch(self.folder / "undisturbed", flags(self.data, *words))
+        assert run.wait() == 0, run.output()
+        expected = _losses(metrics)
+        pairs = [(number, loss) for losses in self._losses for number, loss in losses.items()]
+        return len(pairs), [f"loss of iteration {number} differs" for number, loss in pairs if loss != expected[number]]
+
+    def _launch(self, metrics: Path, *more: object) -> Launch:
+        save = self.folder / "save"
+        words = [*TRAINING, "--save", save, "--load", save, "--metrics-file", metrics, *more]
+        return Launch(self.folder / "launches", flags(self.data, *words))
+
+    def _moment(self, run: Launch, phase: str, metrics: Path) -> Callable[[], bool]:
+        """Return what tells that the moment of the kill has come."""
+        save, begin, wait_s = self.folder / "save", time.monotonic(), self.chance.uniform(0.0, 2.0)
+        trained: list[float] = []
+
+        def trains() -> bool:
+            if not trained and metrics.exists() and metrics.stat().st_size:
+                trained.append(time.monotonic())
+            return bool(trained) and time.monotonic() > trained[0] + wait_s
+
+        if phase == "starts":
+            start_s = self.chance.uniform(2.0, 10.0)
+            return lambda: time.monotonic() > begin + start_s
+        if phase == "saves":
+            return lambda: bool(trained or trains() or trained) and any(save.glob("*.partial"))
+        if phase == "ends":
+            return lambda: "exiting after iteration" in run.output()
+        return trains
+
+    def _end(self, run: Launch, victim: str, come: Callable[[], bool]) -> tuple[int, list[str], float]:
+        """Kill, and return the exit code, the lines said, and the seconds until the last process has ended."""
+        while not (come() and victim in (there := run.processes())) and run.running:
+            time.sleep(0.01)
+        if not run.running:
+            return run.wait(), error_lines(run.output()), 0.0
+        begin = time.monotonic()
+        os.kill(there[victim], signal.SIGKILL)
+        code = run.wait()
+        run.wait_for_all(LEFT_S)
+        return code, error_lines(run.output()), time.monotonic() - begin
+
+
+def _name(said: list[str]) -> str:
+    # The command is the launcher of the launchers.
+    return said[0].replace("the launcher deepspeed (", "the command (") if said else ""
+
+
+def _losses(metrics: Path) -> dict[int, float]:
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    whole = metrics.with_suffix(".whole")
+    whole.write_text("".join(line for line in lines if line.endswith("\n")))
+    return {each["iteration"]: each["lm_loss"] for each in read_metrics(whole)[0] if "learning_rate" in each}
+
+
+def _iteration(save: Path) -> int:
+    found = latest_checkpoint(save)
+    return 0 if found is None else int(found.name.removeprefix("global_step"))
+
+
+def restarts(settings: Settings) -> Iterator[Outcome]:
+    """Kill ranks of a run that torchrun starts again, and compare its losses with those of an undisturbed run.
+
+    Args:
+        settings: of the campaign.
+    """
+    data = write_corpus(settings.folder)
+    words = ("--train-iters", 24, "--save-interval", 3, "--eval-iters", 0)
+    expected = settings.folder / "expected.jsonl"
+    undisturbed = Launch(settings.folder / "undisturbed", flags(data, *words, "--metrics-file", expected))
+    assert undisturbed.wait() == 0, undisturbed.output()
+    meetings = [("--standalone",)] if settings.quick else [("--standalone",), ("--master-port", str(free_port()))]
+    for meeting in meetings:
+        for rank in (0, 1):
+            folder = settings.folder / f"{meeting[0]}-{rank}"
+            metrics = folder / "metrics.jsonl"
+            launcher = (str(DEEPSPEED.with_name("torchrun")), "--nproc-per-node", "2", "--max-restarts", "2", *meeting)
+            run = Launch(folder, flags(data, *words, "--save", "save", "--metrics-file", metrics), launcher=launcher)
+            for iteration in (5, 14):
+                _kill_at(run, f"rank {rank}", iteration, metrics)
+            broken = [f"exit code {code}"] if (code := run.wait()) else []
+            if _losses(metrics) != _losses(expected):
+                broken.append("losses differ from those of an undisturbed run")
+            if left := run.survivors():
+                broken.append(f"{len(left)} processes left")
+            yield Outcome(
+                fault=f"kill -9 of rank {rank}, twice, under torchrun {meeting[0]} --max-restarts 2",
+                tried=2,
+                said=next(iter(error_lines(run.output())), ""),
+                broken=tuple(broken),
+            )
+
+
+def _kill_at(run: Launch, victim: str, iteration: int, metrics: Path) -> None:
+    run.wait_for(lambda: iteration in _losses(metrics) and victim in run.processes())
+    os.kill(run.processes()[victim], signal.SIGKILL)
