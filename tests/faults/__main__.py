@@ -13,8 +13,7 @@ from pathlib import Path
 
 from benchmarks.gpu.machine import software
 from benchmarks.report import Section, one_line, progress, publish
-from tests.faults import bad_numbers, hangs, hosts, soak
-from tests.faults import bad_numbers, hangs, kills, soak
+from tests.faults import bad_numbers, hangs, hosts, kills, soak
 from tests.faults.campaign import Campaign, Settings, add, table
 from tests.faults.fuzzing import campaign as fuzzing
 
