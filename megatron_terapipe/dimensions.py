@@ -4,8 +4,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, get_type_hints
 
+from megatron_terapipe.config import Config
+from megatron_terapipe.config.options import option_of
 from megatron_terapipe.errors import ConfigError
 
 
@@ -145,6 +147,7 @@ class Dimension:
         always: whether the phrase also stands there for the default.
         tie: place in the order that decides between strategies of the same cost.
         tie_key: what orders its values there; None = the values themselves, None and names before lists.
+        most: largest number; that of the field of the configuration that it sets, where there is one.
     """
 
     name: str = ""
@@ -166,6 +169,7 @@ class Dimension:
     always: bool = False
     tie: int
     tie_key: Callable[[Any], Any] | None = None
+    most: float = 10**9
 
     @property
     def flag(self) -> str:
@@ -178,7 +182,23 @@ class Dimension:
         Raises:
             ConfigError: if one is none of this dimension.
         """
-        return self.kind.parse(text, self.flag, self.priced)
+        values = self.kind.parse(text, self.flag, self.priced)
+        self._check_most(values, self.flag)
+        return values
+
+    def check(self, value: object) -> None:
+        """Check that a strategy may have a value.
+
+        Raises:
+            ConfigError: if it is not of this type, or too large.
+        """
+        self.kind.check(self.name, value)
+        self._check_most(value, f"strategy: {self.name}")
+
+    def _check_most(self, value: object, said: str) -> None:
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and number > self.most:
+                raise ConfigError(f"{said} {number} is more than {self.most:,}: give {self.most:,} or less")
 
     def in_ties(self, value: Any) -> Any:
         """Return what orders its values among strategies that cost the same, smallest first."""
@@ -211,11 +231,13 @@ def dimension(default: Any, **facts: Any) -> Any:
 
 def dimensions_of(strategy: type[Any]) -> tuple[Dimension, ...]:
     """Return the dimensions that the fields of a dataclass declare, in their order."""
+    sections = get_type_hints(Config).values()
+    most = {each.name: option_of(each).most for section in sections for each in fields(section)}
     found = []
     for declared in fields(strategy):
         facts = declared.metadata["dimension"]
         setting = declared.name if facts.setting is None else facts.setting
-        found.append(replace(facts, name=declared.name, setting=setting))
+        found.append(replace(facts, name=declared.name, setting=setting, most=most.get(setting) or facts.most))
     return tuple(found)
 
 

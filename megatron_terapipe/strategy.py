@@ -20,7 +20,7 @@ from megatron_terapipe.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.config.parallel import AUTO, MOST_RANKS
 from megatron_terapipe.dimensions import (
     Dimension,
     Tried,
@@ -245,7 +245,12 @@ class Strategy:
     def __post_init__(self) -> None:
         """Check types and pairs."""
         for each in DIMENSIONS:
-            each.kind.check(each.name, getattr(self, each.name))
+            each.check(getattr(self, each.name))
+        if self.world_size > MOST_RANKS:
+            raise ConfigError(
+                f"strategy: data_parallel_size x tensor_parallel_size x pipeline_parallel_size = {self.world_size} is "
+                f"more than {MOST_RANKS:,} ranks: lower one of them"
+            )
         sequences = self.micro_batch_size * self.data_parallel_size
         if self.global_batch_size is not None and self.global_batch_size % sequences:
             raise ConfigError(

@@ -29,10 +29,10 @@ def one_line(message: str) -> str:
 
     What cannot be printed is written as in Python's strings: a line break becomes `\n`.
     """
-    if len(message) > MOST_CHARACTERS:
-        end = MOST_CHARACTERS // 4  # The remedy, which comes last.
-        left_out = f" ... ({len(message) - MOST_CHARACTERS} characters left out) ... "
-        message = message[: MOST_CHARACTERS - end] + left_out + message[-end:]
-    if message.isprintable():
+    if not message.isprintable():
+        message = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)
+    if len(message) <= MOST_CHARACTERS:
         return message
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in message)
+    end = MOST_CHARACTERS // 4  # The remedy, which comes last.
+    left_out = f" ... ({len(message) - MOST_CHARACTERS} characters left out) ... "
+    return message[: MOST_CHARACTERS - end] + left_out + message[-end:]

@@ -14,6 +14,9 @@ METHODS = ("uniform", "parameters")
 
 _LIST = re.compile(r"\s*-?[0-9]{1,18}\s*(,\s*-?[0-9]{1,18}\s*)*")
 
+MOST_BALANCED = 50_000_000
+"""Layers x layers x stages for which a partition is balanced: some ten seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class StagePartition:
@@ -119,9 +122,13 @@ class StagePartition:
             num_stages: stages wanted, each of at least one layer.
 
         Raises:
-            PlanError: if there are fewer layers than stages.
+            PlanError: if there are fewer layers than stages, or too many of both.
         """
         _check_room(len(weights), num_stages)
+        if len(weights) ** 2 * num_stages > MOST_BALANCED:
+            raise PlanError(
+                f"{len(weights)} layers on {num_stages} stages are too many to balance: deal them evenly, or list them"
+            )
         before = list(accumulate(weights, initial=0.0))
         # best[n] = (weight of the heaviest stage, bounds) for the first n layers on the stages so far.
         best: list[tuple[float, tuple[int, ...]]] = [(weight, (0, end)) for end, weight in enumerate(before)]

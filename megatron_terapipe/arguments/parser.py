@@ -20,6 +20,11 @@ from megatron_terapipe.errors import ConfigError
 
 PROGRAM = "pretrain_gpt.py"
 
+SEE_HELP = "see --help"
+
+MOST_HINTS = 20
+"""Unknown flags for which one that is meant is looked for, which takes some milliseconds each."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandLine:
@@ -237,11 +242,14 @@ def _translator(words: Mapping[str, str | None]) -> Callable[[str], str | None]:
 def _check_flags(words: Sequence[str], known: Sequence[str]) -> None:
     """Refuse the flags that are not ours, all in one line: a script of another trainer often has several."""
     by_reason: dict[str, list[str]] = {}
+    unknown: set[str] = set()
     for name, values in _flags_with_values(words):
         if (reason := _refusal(name, values, known)) is not None:
             by_reason.setdefault(reason, []).append(" ".join((name, *values)) if name in NEUTRAL_FLAGS else name)
-        elif name not in known:
-            by_reason.setdefault(_hint(name, known), []).append(f"{name} is not a flag")
+        elif name not in known and name not in unknown:
+            unknown.add(name)
+            hint = _hint(name, known) if len(unknown) <= MOST_HINTS else SEE_HELP
+            by_reason.setdefault(hint, []).append(f"{name} is not a flag")
     if by_reason:
         refused = (f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in by_reason.items())
         raise ConfigError("; ".join(refused))
@@ -268,9 +276,11 @@ def _refusal(name: str, values: Sequence[str], known: Sequence[str]) -> str | No
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
+    if len(name) > 2 * max(map(len, known)):
+        return SEE_HELP
     # Dashes, which every flag begins with, would make all names alike.
     nearest = get_close_matches(name.removeprefix("--"), [each.removeprefix("--") for each in known], n=1, cutoff=0.7)
-    return f"did you mean --{nearest[0]}?" if nearest else "see --help"
+    return f"did you mean --{nearest[0]}?" if nearest else SEE_HELP
 
 
 def _with_dashes(word: str) -> str:

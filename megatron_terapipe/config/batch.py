@@ -6,6 +6,9 @@ from megatron_terapipe.config.batch_sizes import BatchSizes
 from megatron_terapipe.config.options import check_bounds, option
 from megatron_terapipe.errors import ConfigError
 
+MOST_SEQUENCES = 10**9
+"""Sequences of one optimizer step at most."""
+
 MOST_INCREMENTS = 10_000
 """Increments of a ramp at most; what a run consumes on it is computed increment by increment."""
 
@@ -21,7 +24,7 @@ class BatchConfig:
     micro_batch_size: int = option(least=1, most=1_000_000)
     """Sequences that pass through the pipeline together."""
 
-    global_batch_size: int | None = option(None, least=1, most=10**9)
+    global_batch_size: int | None = option(None, least=1, most=MOST_SEQUENCES)
     """Sequences of one optimizer step, over all data-parallel ranks. Default: one micro-batch on each."""
 
     gradient_accumulation_steps: int | None = option(None, least=1, most=10**9)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import warnings
 
 from megatron_terapipe.errors import ConfigError
 
@@ -24,7 +25,9 @@ def layers_of_pattern(pattern: str, num_layers: int, flag: str) -> tuple[bool, .
         ConfigError: if it is neither, or a list of another length.
     """
     try:
-        value = _value(ast.parse(pattern.strip(), mode="eval").body)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python warns of what it doubts in an expression, and then reads it.
+            value = _value(ast.parse(pattern.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         value = None
     if isinstance(value, int) and value > 0:

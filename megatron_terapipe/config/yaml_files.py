@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.json_text import check_values
+from deepspeed_ext.plan.json_text import MOST_LEVELS, check_values
 from megatron_terapipe.errors import ConfigError
 
 
@@ -38,11 +38,26 @@ def parse_yaml(text: str, described: str) -> object:
 
 @cache
 def _loader() -> type[Any]:
-    """Return the safe loader, with two differences. PyYAML keeps the last of two equal keys, and makes dates."""
+    """Return the safe loader, with three differences.
+
+    PyYAML keeps the last of two equal keys, makes dates, and takes a time that grows with the square of the nesting.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """Loads plain values alone."""
+
+        levels = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            """Read a value, and all values in it."""
+            self.levels += 1
+            if self.levels > MOST_LEVELS:
+                problem = f"it is nested more than {MOST_LEVELS} levels deep"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
+            node = super().compose_node(parent, index)
+            self.levels -= 1
+            return node
 
     def mapping(loader: Any, node: Any) -> dict[Any, Any]:
         pairs = [(loader.construct_object(key, deep=True), value) for key, value in node.value]

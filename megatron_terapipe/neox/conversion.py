@@ -70,6 +70,17 @@ class Conversion:
             raise ConfigError(f"{key} {value} is not a whole number: give one")
         return None if value is None else int(value)
 
+    def several(self, key: str) -> list[Any]:
+        """Return a setting that is a list; empty if it is not set.
+
+        Raises:
+            ConfigError: if it is no list.
+        """
+        value = self.take(key, [])
+        if not isinstance(value, list):
+            raise ConfigError(f"{key} {value!r} is not a list: write it as [...]")
+        return value
+
     def section(self, key: str) -> dict[str, Any]:
         """Return a setting that holds others.
 
@@ -137,6 +148,10 @@ class Conversion:
             yield f"{', '.join(settings)}: {reason}"
 
 
+MOST_NUMBER = 1e36
+"""Numbers are below this: loss scales come next to it."""
+
+
 def as_number(key: str, value: Any) -> Any:
     """Return a value that must be a number or None.
 
@@ -154,6 +169,8 @@ def as_number(key: str, value: Any) -> Any:
             raise ConfigError(f"{key} {value} is not a number: give one") from None
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ConfigError(f"{key} {value!r} is not a number: give one")
+    if value is not None and not abs(value) < MOST_NUMBER:
+        raise ConfigError(f"{key} {value!r} is beyond {MOST_NUMBER:g}: give less")
     return value
 
 

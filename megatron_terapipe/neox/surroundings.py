@@ -27,9 +27,9 @@ def convert_data(conversion: Conversion) -> None:
         conversion.flag("--data-path", path)
         conversion.flag("--split", split)
     for part in ("train", "valid", "test"):
-        paths, weights = conversion.take(f"{part}_data_paths", []), conversion.take(f"{part}_data_weights")
-        paths = [paths] if isinstance(paths, str) else paths
-        weights = [1.0] * len(paths) if weights is None else weights
+        single = conversion.take(f"{part}_data_paths")
+        paths = [single] if isinstance(single, str) else conversion.several(f"{part}_data_paths")
+        weights = conversion.several(f"{part}_data_weights") or [1.0] * len(paths)
         if len(weights) != len(paths):
             raise ConfigError(
                 f"{part}_data_weights has {len(weights)} entries and {part}_data_paths {len(paths)}: give one for each"
@@ -63,7 +63,7 @@ def convert_checkpoints(conversion: Conversion) -> None:
         ConfigError: if the iterations are no numbers that iterations have.
     """
     factor, scale = conversion.number("checkpoint_factor"), conversion.take("checkpoint_scale", "linear")
-    extra = {_iteration(each) for each in conversion.take("extra_save_iters", [])}
+    extra = {_iteration(each) for each in conversion.several("extra_save_iters")}
     kept = conversion.count("keep_last_n_checkpoints")
     older = conversion.count("save_interval")
     if conversion.settings.get("save") is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.gpu.machine import software
 from benchmarks.report import Section, one_line, progress, publish
-from tests.faults import bad_numbers, hangs, hosts, kills, soak
+from tests.faults import bad_numbers, hangs, hosts, kills, sizes, soak
 from tests.faults.campaign import Campaign, Settings, add, table
 from tests.faults.fuzzing import campaign as fuzzing
 
@@ -24,6 +24,7 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "kills": ("A rank or a launcher dies", kills.campaign),
     "restarts": ("Going on by itself", kills.restarts),
     "numbers": ("Numbers", bad_numbers.campaign),
+    "sizes": ("Absurd sizes", sizes.campaign),
     "soak": ("Long runs", soak.campaign),
 }
 """Title and function of each campaign, by name."""

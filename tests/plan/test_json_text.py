@@ -51,3 +51,6 @@ def test_messages_are_one_line() -> None:
     assert str(UserError(str(UserError("a\nb")))) == "a\\nb"
     long = str(UserError("--lr " + "9" * 1_000_000 + ": give less"))
     assert len(long) < MOST_CHARACTERS + 100 and long.endswith("9: give less") and "left out" in long
+    escaped = str(UserError("--save " + "\ud800" * 5000))
+    assert len(escaped) < MOST_CHARACTERS + 100
+    assert str(UserError(escaped)).count("left out") <= 2

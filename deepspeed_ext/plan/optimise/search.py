@@ -21,6 +21,7 @@ from deepspeed_ext.plan.optimise.problem import (
     SchedulingProblem,
 )
 from deepspeed_ext.plan.optimise.replay import NumberedOrders, keeps_limit, replay
+from deepspeed_ext.plan.planned_ops import check_num_ops
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule, fixed, rank_orders
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 
@@ -68,6 +69,10 @@ class OptimisedSchedule:
         return fixed(self.orders)
 
 
+MOST_OPS = 2**18
+"""Ops on all ranks for which an order is looked for: minutes."""
+
+
 def optimise(
     shape: PipelineShape,
     costs: OpCosts,
@@ -93,8 +98,10 @@ def optimise(
         seed: of the search.
 
     Raises:
-        PlanError: if one micro-batch is over the memory limit, or there are not as many lengths as token slices.
+        PlanError: if one micro-batch is over the memory limit, there are not as many lengths as token slices, or there
+            are too many ops.
     """
+    check_num_ops(shape, MOST_OPS)
     if not effort > 0:
         raise PlanError(f"effort {effort} leaves no time to search: give more than 0")
     problem = SchedulingProblem.of(shape, costs, memory_limit, lengths)

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import replace
 
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.search.command.costs import costs_of
 from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
@@ -11,6 +11,7 @@ from megatron_terapipe.search.command.shared_flags import (
     add_json_flag,
     add_model_flags,
     add_software_flag,
+    check_count,
     cluster_of,
     model_of,
     precision_of,
@@ -53,8 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Price every strategy, print them in the order of their rank, and return 0; the JSON has the order of the file."""
-    if options.global_batch_size is not None and options.global_batch_size < 1:
-        raise ConfigError(f"--global-batch-size {options.global_batch_size} is not a whole number from 1: give one")
+    check_count("--global-batch-size", options.global_batch_size, MOST_SEQUENCES)
     strategies = [_with_batch(strategy, options.global_batch_size) for strategy in read_strategies(options.strategies)]
     workload = model_of(options)
     cluster, notes = cluster_of(options)

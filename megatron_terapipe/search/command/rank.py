@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deepspeed_ext.plan.text_files import write_text
+from megatron_terapipe.config.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.advice import advise
 from megatron_terapipe.search.command.costs import Costs, costs_of
@@ -20,6 +21,7 @@ from megatron_terapipe.search.command.shared_flags import (
     add_headroom_flag,
     add_model_flags,
     add_software_flag,
+    check_count,
     cluster_of,
     constraints_of,
     headroom_of,
@@ -285,9 +287,7 @@ def how_sure(result: SearchResult) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("global_batch_size", "top"):
-        if getattr(options, name) < 1:
-            words = f"--{name.replace('_', '-')} {getattr(options, name)}"
-            raise ConfigError(f"{words} is not a whole number from 1: give one")
+    check_count("--global-batch-size", options.global_batch_size, MOST_SEQUENCES)
+    check_count("--top", options.top)
     if not 0 < options.effort < math.inf:
         raise ConfigError(f"--effort {options.effort} is not above 0 and finite: give 1, or more for a longer search")

@@ -1,7 +1,6 @@
 """Flags that several commands have, and the model, cluster, constraints and strategies that they name."""
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
-from megatron_terapipe.config.json_files import read_json
+from megatron_terapipe.config.json_files import parse_json, read_json
 from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.options import field_help
 from megatron_terapipe.dimensions import in_places
@@ -146,6 +145,23 @@ def headroom_of(options: argparse.Namespace) -> float:
     return share
 
 
+def check_count(flag: str, value: int | None, most: int = 1_000_000) -> None:
+    """Check a flag that counts, where it is given.
+
+    Args:
+        flag: the flag.
+        value: its value; None = it is not given.
+        most: largest value.
+
+    Raises:
+        ConfigError: if it is below 1 or too large.
+    """
+    if value is not None and value < 1:
+        raise ConfigError(f"{flag} {value} is not a whole number from 1: give one")
+    if value is not None and value > most:
+        raise ConfigError(f"{flag} {value} is more than {most:,}: give {most:,} or less")
+
+
 def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     """Return the values that flags allow for dimensions, by name; `token_slices` has the lengths of one cut.
 
@@ -184,8 +200,7 @@ def cluster_of(options: argparse.Namespace) -> tuple[Cluster, tuple[str, ...]]:
     most = options.devices_at_most
     if most is None or most >= cluster.num_devices:
         return cluster, notes
-    if most < 1:
-        raise ConfigError(f"--devices-at-most {most} is not a whole number from 1: give one")
+    check_count("--devices-at-most", most, most)
     part = cluster.at_most(most)
     names = [node.name for node in part.nodes]
     listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
@@ -268,9 +283,7 @@ def read_strategies(path: str) -> list[Strategy]:
         if not line.strip():
             continue
         try:
-            found.append(_strategy(json.loads(line)))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path} line {number} is not JSON ({error}): write one object a line") from None
+            found.append(_strategy(parse_json(line, "this line")))
         except ConfigError as error:
             raise ConfigError(f"{path} line {number}: {error}") from None
     if not found:
@@ -283,8 +296,8 @@ def _whole(text: str) -> object:
     if text.lstrip()[:1] not in ("{", "[") or len(text.strip().splitlines()) == 1:
         return None
     try:
-        return json.loads(text)
-    except ValueError:
+        return parse_json(text, "the file")
+    except ConfigError:
         return None
 
 

@@ -4,9 +4,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_terapipe.devices import Device as Device
+from megatron_terapipe.errors import ConfigError
 
 MOST_NODES, MOST_DEVICES = 100_000, 1024
 """Nodes of one entry of a file, and devices of a node: more would be a slip of the hand."""
+
+MOST_DEVICES_OF_CLUSTER = 1_000_000
+"""Devices of all nodes: several times as many as the largest machines have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +47,23 @@ class Node:
     num_network_cards: int = 1
 
 
+def check_num_devices(num_devices: int, name: str) -> None:
+    """See that a cluster does not have too many devices.
+
+    Args:
+        num_devices: devices of all nodes.
+        name: name of the cluster.
+
+    Raises:
+        ConfigError: if it has.
+    """
+    if num_devices > MOST_DEVICES_OF_CLUSTER:
+        raise ConfigError(
+            f"cluster {name} has {num_devices:,} devices, more than {MOST_DEVICES_OF_CLUSTER:,}: give fewer nodes, or "
+            "fewer devices in each"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes in the order of the hostfile; ranks fill one node after the other.
@@ -50,10 +71,17 @@ class Cluster:
     Attributes:
         nodes: all of them.
         name: for tables.
+
+    Raises:
+        ConfigError: if there are too many devices.
     """
 
     nodes: tuple[Node, ...]
     name: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the number of devices."""
+        check_num_devices(self.num_devices, self.name)
 
     @cached_property
     def num_devices(self) -> int:

@@ -5,15 +5,16 @@ What a file leaves out, the library fills in by the machine or the device; notes
 
 from collections.abc import Mapping
 from math import ceil
+from typing import Annotated
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
+from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node, check_num_devices
 from megatron_terapipe.search.inputs.documents import parse_text
 from megatron_terapipe.search.inputs.doubts import inside_doubt
-from megatron_terapipe.search.inputs.entries import Count, Entry, Positive, Text, fault, place, read_entry
+from megatron_terapipe.search.inputs.entries import Entry, Text, fault, place, read_entry
 from megatron_terapipe.search.inputs.hostfile import hostfile_notes, is_hostfile, parse_hostfile
 from megatron_terapipe.search.inputs.library import GIGABIT, GIGABYTE
 from megatron_terapipe.search.inputs.node_entries import (
@@ -26,6 +27,9 @@ from megatron_terapipe.search.inputs.node_entries import (
     read_groups,
 )
 
+NamedBandwidth = Annotated[float, Field(ge=1e-9, le=1e9)]
+"""Bandwidth in the unit that the name of its field says."""
+
 
 class FlatCluster(Entry):
     """The `cluster` object of published trials: devices of one kind on equal nodes, in a few flat fields.
@@ -37,9 +41,9 @@ class FlatCluster(Entry):
     devices_per_node: DeviceCount | None = None
     num_nodes: NodeCount | None = None
     num_devices: NodeCount | None = None
-    intra_node_GBps: Positive | None = None  # noqa: N815
-    inter_node_Gbps: Positive | None = None  # noqa: N815
-    network_cards: Count | None = None
+    intra_node_GBps: NamedBandwidth | None = None  # noqa: N815
+    inter_node_Gbps: NamedBandwidth | None = None  # noqa: N815
+    network_cards: DeviceCount | None = None
     name: Text | None = None
 
 
@@ -162,6 +166,8 @@ def _of_hostfile(text: str, path: str, device: str | None) -> tuple[Cluster, tup
 
 
 def _cluster(groups: list[NodeGroup], name: str) -> tuple[Cluster, tuple[str, ...]]:
+    # Before any node is made.
+    check_num_devices(sum(len(group.hosts) * group.num_devices for group in groups), name)
     nodes: list[Node] = []
     for group in groups:
         nodes += [group.node(host) for host in group.hosts]

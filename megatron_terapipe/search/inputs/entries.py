@@ -15,6 +15,8 @@ from megatron_terapipe.search.inputs.documents import EXAMPLES, parse_quantity, 
 MOST = 10**15
 """Whole numbers are at most this; more is a slip of the hand, and no floating-point number counts so far."""
 
+MOST_QUANTITY = 1e24
+"""Quantities are at most this, in bytes, seconds and FLOPs, and at least its inverse."""
 
 UNITS_IN_NAMES = {
     "bandwidth": {"GBps": 1e9, "Gbps": 1e9 / 8},
@@ -92,21 +94,23 @@ AnyEntry = TypeVar("AnyEntry", bound=Entry)
 Text = Annotated[str, Field(pattern=r"\S")]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 CountOrNone = Annotated[int, Field(ge=0, le=MOST)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, le=MOST_QUANTITY)]
+NotNegative = Annotated[float, Field(ge=0, le=MOST_QUANTITY)]
 
 
 def quantity(kind: str) -> BeforeValidator:
     """Return what reads a number with a unit from text; `kind` is one of `UNITS`."""
 
     def read(value: object) -> float:
-        if isinstance(value, _BareNumber):
-            return float(value)
         number = parse_quantity(value, kind) if isinstance(value, str) else None
+        if isinstance(value, _BareNumber):
+            number = float(value)
         if number is None:
             raise ValueError(f"is not a {kind} with its unit: write it as {EXAMPLES[kind]}")
         if number <= 0:
             raise ValueError("is not above zero: give more")
+        if not 1 / MOST_QUANTITY <= number <= MOST_QUANTITY:
+            raise ValueError(f"is no {kind} of any machine: give one, such as {EXAMPLES[kind]}")
         return number
 
     return BeforeValidator(read)

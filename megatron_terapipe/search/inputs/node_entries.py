@@ -10,12 +10,18 @@ from megatron_terapipe.config.host_names import check_host_name
 from megatron_terapipe.devices import GENERATION_NAMES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs import library
-from megatron_terapipe.search.inputs.cluster import MOST_DEVICES, MOST_NODES, Device, Link, Node
+from megatron_terapipe.search.inputs.cluster import (
+    MOST_DEVICES,
+    MOST_DEVICES_OF_CLUSTER,
+    MOST_NODES,
+    Device,
+    Link,
+    Node,
+)
 from megatron_terapipe.search.inputs.documents import EXAMPLES, suggestion
 from megatron_terapipe.search.inputs.doubts import inside_doubt, network_doubt, sparsity_doubt
 from megatron_terapipe.search.inputs.entries import (
     Bandwidth,
-    Count,
     Entry,
     Memory,
     Speed,
@@ -84,7 +90,7 @@ class LinkEntry(Entry):
 class NetworkEntry(LinkEntry):
     """One network card, and the number of cards: if not given, those of the named machine, otherwise one."""
 
-    cards: Count | None = None
+    cards: DeviceCount | None = None
 
 
 DeviceOrName = Annotated[DeviceEntry, _short_for("like")]
@@ -236,6 +242,8 @@ def read_groups(cluster: ClusterEntry, file: str) -> list[NodeGroup]:
         named = entry.machine is not None or (entry.device is None and cluster.machine is not None)
         group = replace(_with_parts(_base(entry, where, cluster, file), entry, keeps_cards=named), hosts=hosts)
         num_nodes += len(hosts)
+        if num_nodes > MOST_DEVICES_OF_CLUSTER:
+            raise ConfigError(f"{place(file, 'nodes')}: more than {MOST_DEVICES_OF_CLUSTER:,} nodes: give fewer")
         groups += _with_overrides(group, cluster.overrides, file)
     hosts = tuple(host for group in groups for host in group.hosts)
     unknown = next((host for host in cluster.overrides if host not in hosts), None)

@@ -166,6 +166,9 @@ class LayeredEntry(Entry):
 
 def _layers(model: LayeredEntry, file: str) -> tuple[Layer, ...]:
     layers: list[Layer] = []
+    total = sum(entry.repeat for entry in model.layers)
+    if total > MOST_LAYERS:
+        raise ConfigError(f"{place(file, 'layers')}: {total} layers are more than {MOST_LAYERS:,}: repeat fewer")
     for index, entry in enumerate(model.layers):
         layers += [entry.layer(place(file, "layers", index))] * entry.repeat
     shared: dict[str, int] = {}

@@ -91,6 +91,9 @@ COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128)
 MOST_POINTS = 256
 """Places to cut at, at most: lengths are multiples of more tokens in longer sequences."""
 
+MOST_TOKENS, MOST_COUNT = 20_000_000, 512
+"""Tokens of a sequence, and token slices, for which lengths are found at most: tables have a row for each place."""
+
 NUM_SIMULATED = 4
 """Numbers of token slices, beside 1, that are simulated and priced where none are asked for."""
 
@@ -166,6 +169,12 @@ def solve_cut(
     Raises:
         ConfigError: if no number of token slices is possible, or the strategy does not fit the model or the cluster.
     """
+    seq_length = cost_model.workload.seq_length
+    if seq_length > MOST_TOKENS or (counts and max(counts) > MOST_COUNT):
+        raise ConfigError(
+            f"strategy: lengths are found for sequences of {MOST_TOKENS:,} tokens and {MOST_COUNT} token slices at "
+            f"most, not for {seq_length:,} tokens and {max(counts or (1,)):,}: list the lengths, or take balanced ones"
+        )
     solver = _Solver(cost_model, strategy, granularity, memory_limit, model_chunk_placement)
     wanted = COUNTS if counts is None else sorted(set(counts))
     if not cost_model.workload.can_cut_tokens:

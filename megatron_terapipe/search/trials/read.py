@@ -307,9 +307,9 @@ class _Reader:
 
 
 def _model(values: dict[str, Any], where: str) -> ModelConfig:
-    preset = values.get("model_preset")
-    known = find_preset(preset).settings if preset is not None else {}
     given = read_entry(GptEntry, values, where, "model").model_dump(exclude_none=True)
+    preset = given.get("model_preset")
+    known = find_preset(preset).settings if preset is not None else {}
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if name not in given and name not in known:
             raise ConfigError(f"{place(where, 'model', name)} is missing: give a whole number")

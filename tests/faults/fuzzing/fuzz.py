@@ -79,7 +79,7 @@ def _run_child(target: Target, folder: Path, source: str, inputs: int, seed: int
     with open(folder / "output", "wb") as output:
         child = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
         try:
-            hung = _wait(child, folder, patience=10 * target.seconds)
+            hung = _wait(child, folder, patience=60 * target.seconds)
         finally:
             child.kill()
             child.wait()

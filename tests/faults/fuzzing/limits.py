@@ -63,7 +63,7 @@ def limited(seconds: float, folder: Path) -> Iterator[None]:
     """Run the body under limits; the main thread alone can.
 
     Args:
-        seconds: time for the body.
+        seconds: time of the processor for the body, which does not depend on what else the machine does.
         folder: where it may write.
 
     Raises:
@@ -73,15 +73,15 @@ def limited(seconds: float, folder: Path) -> Iterator[None]:
     def too_slow(_signal: int, _frame: FrameType | None) -> None:
         raise LimitBroken(f"takes more than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, too_slow)
+    before = signal.signal(signal.SIGPROF, too_slow)
     _guard.folder = os.path.realpath(folder)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         _guard.folder = None
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGPROF, before)
 
 
 def limit_memory(more: int) -> None:

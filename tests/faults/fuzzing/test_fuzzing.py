@@ -11,7 +11,7 @@ from tests.faults.fuzzing.properties import try_examples
 from tests.faults.fuzzing.target import Fault, Target, fault_of
 from tests.faults.fuzzing.targets.every import targets
 
-INPUTS = 150
+INPUTS = 25
 """Inputs by chance for each parser."""
 
 

@@ -4,7 +4,7 @@ from importlib import import_module
 
 from tests.faults.fuzzing.target import Target
 
-MODULES: tuple[str, ...] = ("checkpoints", "data", "plan", "search")
+MODULES: tuple[str, ...] = ("checkpoints", "configuration", "data", "plan", "search")
 """Modules of this folder; each has its parsers in `TARGETS`."""
 
 
