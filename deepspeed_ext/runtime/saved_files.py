@@ -62,7 +62,10 @@ def only_safe_files(directory: Path) -> Iterator[None]:
         with torch.serialization.safe_globals(list(ALLOWED)):
             yield
     except UnpicklingError as error:
-        raise _unsafe(f"a file of {directory}", error) from None
+        raise UnsafeFileError(
+            f"{_unsafe(f'a file of {directory}', error)}; classes of your own in client_state are allowed by "
+            "torch.serialization.add_safe_globals"
+        ) from None
     finally:
         del os.environ[_FORCED]
         os.environ.update({name: value for name, value in before.items() if value is not None})
@@ -73,6 +76,5 @@ def _unsafe(file: str, error: UnpicklingError) -> UnsafeFileError:
     found = _REFUSED.search(str(error))
     what = next(filter(None, found.groups())) if found else "something that is neither a tensor nor a plain value"
     return UnsafeFileError(
-        f"{file} names {what}, which could run a program, and did not: load a checkpoint of those you trust; classes "
-        "of your own in client_state are allowed by torch.serialization.add_safe_globals"
+        f"{file} names {what}, which could run a program, and did not: load a checkpoint of those you trust"
     )

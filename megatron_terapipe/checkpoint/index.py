@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.json_text import parse_json
-from deepspeed_ext.runtime.saved_files import load_saved
+from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, optimizer_files, state_file
 from megatron_terapipe.checkpoint.info import CheckpointInfo
@@ -148,6 +148,8 @@ def _read(directory: Path, info: CheckpointInfo) -> SavedRun:
         )
     except CheckpointError:
         raise
+    except UnsafeFileError as error:
+        raise CheckpointError(str(error)) from None
     except Exception as error:  # On a damaged file an unpickler may raise anything.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.runtime.saved_files import load_saved
+from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.errors import CheckpointError
 
@@ -35,6 +35,8 @@ class SavedWeights:
         try:
             layer: Mapping[str, Tensor] = load_saved(path)
             return layer
+        except UnsafeFileError as error:
+            raise CheckpointError(str(error)) from None
         except Exception as error:  # On a damaged file an unpickler may raise anything.
             raise CheckpointError(
                 f"cannot load layer {index} from {path} ({first_line(error)}): save it again"

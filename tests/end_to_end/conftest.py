@@ -28,6 +28,13 @@ def data(shared: Path) -> Path:
     return folder / "corpus_text_document"
 
 
+SECRETS = {
+    name: f"secret-of-{name.lower()}"
+    for name in ("AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+}
+"""Variables of a user's shell that no file and no log of a run may hold."""
+
+
 @dataclass(frozen=True)
 class Trained:
     """A finished run of six iterations on two stages with four token slices."""
@@ -57,7 +64,7 @@ def trained(data: Path, shared: Path) -> Trained:
     with _by_one(shared / "trained") as (folder, first):
         if first:
             outputs = ["--metrics-file", "metrics.jsonl", "--timeline", "timeline", "--save", "checkpoints"]
-            launch(folder, flags(data, *outputs, "--save-interval", 3))
+            launch(folder, flags(data, *outputs, "--save-interval", 3), **SECRETS)
     return Trained(folder)
 
 

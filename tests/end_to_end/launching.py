@@ -143,9 +143,9 @@ class Launch:
         return left
 
 
-def launch(folder: Path, trainer_flags: Sequence[str]) -> Launch:
-    """Launch, and wait for a good end."""
-    launched = Launch(folder, trainer_flags)
+def launch(folder: Path, trainer_flags: Sequence[str], **variables: str) -> Launch:
+    """Launch, with more variables set, and wait for a good end."""
+    launched = Launch(folder, trainer_flags, **variables)
     code = launched.wait()
     assert code == 0, launched.output()
     return launched

@@ -48,6 +48,13 @@ def test_the_loss_falls(trained: Trained, iterations: list[dict[str, Any]]) -> N
     assert evaluations[1]["validation_lm_loss"] < losses[5]
 
 
+def test_no_file_of_a_run_holds_a_secret_of_the_environment(trained: Trained) -> None:
+    """Log, metrics, timeline, checkpoints, and whatever else lies in its folder."""
+    files = [path for path in trained.folder.rglob("*") if path.is_file()]
+    assert {"metrics.jsonl", "timeline", "run.json"} <= {path.name for path in files}
+    assert not [path for path in files if b"secret-of-" in path.read_bytes()]
+
+
 def test_the_log_says_what_happened(trained: Trained) -> None:
     text = trained.output
     assert re.findall(r"^ iteration +(\d+)/ +6 \| consumed samples", text, re.MULTILINE) == ["1"]

@@ -5,12 +5,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.launcher.runner import EXPORT_ENVS
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster_files import read_cluster
 from megatron_terapipe.search.report.launch import Launch, launch_of
 from megatron_terapipe.search.report.remote_words import check_remote_words
 from megatron_terapipe.search.trials.launcher import variables
+from tests.end_to_end.conftest import SECRETS
 from tests.search.report.answers import answer
 
 OPTION = "-oProxyCommand=touch${IFS}hit"
@@ -103,6 +106,13 @@ def test_words_that_pass() -> None:
 def test_a_trial_hands_no_password_of_mlflow_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
     assert "secret" not in variables(on_cpu=True).values()
+
+
+def test_of_a_users_secrets_deepspeed_sends_none_but_those_of_mlflow(tmp_path: Path) -> None:
+    """Its launcher over ssh exports variables by the beginnings of their names."""
+    names = (*SECRETS, "OPENAI_API_KEY", "GITHUB_TOKEN", "SSH_AUTH_SOCK", "AZURE_CLIENT_SECRET")
+    sent = (*EXPORT_ENVS, *CUDA_Accelerator().export_envs())
+    assert [name for name in names if name.startswith(sent)] == ["MLFLOW_TRACKING_PASSWORD"]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o755), (0o077, 0o700), (0o027, 0o750)])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.render.html import Panel
 from megatron_terapipe.search.report.comparison import rivals
 from megatron_terapipe.search.report.output_files import MOST_OPS, timeline_of, write_answer
 from megatron_terapipe.search.report.page import Extras, render_page
@@ -33,6 +34,30 @@ class Nesting(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open and self.open.pop() == tag, tag
+
+
+ATTACK = "</title></pre></script><script>alert(1)</script><img src=x onerror=alert(1)>"
+
+
+def test_names_of_files_and_clusters_add_no_script() -> None:
+    shown = answer(ATTACK)
+    notes = (*shown.notes, ATTACK)
+    shown = replace(shown, workload=replace(shown.workload, name=ATTACK), notes=notes)
+    panels = [
+        Panel(ATTACK, found[0])
+        for found in [timeline_of(shown.priced[0].strategy, op_costs(shown.priced[0].strategy))]
+        if found
+    ]
+    plain, attacked = Nesting(), Nesting()
+    plain.feed(render_page(answer(), Extras()))
+    attacked.feed(page := render_page(shown, Extras(command=ATTACK, panels=panels, panels_note=ATTACK)))
+    assert not attacked.open and "script" not in attacked.seen and "img" not in attacked.seen
+    assert page.count(ATTACK) == 0
+    # The timeline's page, in its frame, has two scripts of its own: the data and the program.
+    (inner,) = re.findall(r'srcdoc="(.*?)"></iframe>', page, re.DOTALL)
+    framed = Nesting()
+    framed.feed(unescape(inner))
+    assert framed.seen.count("script") == 2 and "img" not in framed.seen
 
 
 def op_costs(strategy: Strategy) -> OpCosts:

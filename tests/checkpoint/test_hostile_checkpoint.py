@@ -1,0 +1,68 @@
+"""A checkpoint that somebody else wrote runs nothing in any command that reads it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_terapipe import convert, generate
+from megatron_terapipe.checkpoint.index import load_file
+from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.huggingface.weights.tensor_files import SavedTensors
+from megatron_terapipe.inference.whole_model import WholeModel
+from tests.hostile_files import Touch, hostile_zip, legacy_torch_file, plain_pickle, poison
+from tests.huggingface.models import MODELS, save, whole_model
+from tests.inference.checkpoints import MODEL, write_checkpoint
+
+LAYER = "layer_03-model_00-model_states.pt"
+
+
+@pytest.mark.parametrize("attack", [poison, hostile_zip, legacy_torch_file, plain_pickle])
+def test_a_layer_is_refused_in_one_line_that_names_its_file(
+    tmp_path: Path, attack: Callable[[Path, Path], None]
+) -> None:
+    directory = write_checkpoint(tmp_path)
+    attack(directory / LAYER, tmp_path / "hit")
+    with pytest.raises(CheckpointError) as caught:
+        WholeModel(MODEL).load(directory)
+    assert str(directory / LAYER) in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "hit").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_0.pt"]
+)
+def test_counters_and_states_of_the_optimizer_are_refused(tmp_path: Path, name: str) -> None:
+    torch.save({"global_steps": 3, "optimizer_state_dict": Touch(tmp_path / "hit")}, tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} names .*, which could run a program, and did not"):
+        load_file(tmp_path / name)
+    assert not (tmp_path / "hit").exists()
+
+
+@pytest.mark.parametrize("command", ["generate", "convert"])
+def test_commands_end_in_one_line(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = MODELS["llama"]
+    directory = save(whole_model(model), model, tmp_path / "saved")
+    poison(directory / LAYER, tmp_path / "hit")
+    words = ["--load", str(tmp_path / "saved")]
+    if command == "generate":
+        words += ["--prompt", "1 2", "--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
+        assert generate.main(words) == 2
+    else:
+        assert convert.main(["to-huggingface", *words, "--output", str(tmp_path / "out")]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert f"{LAYER} names " in line and "could run a program, and did not" in line
+    assert not (tmp_path / "hit").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_an_index_of_shards_reads_nothing_outside_its_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
+    shutil.copy(__file__, tmp_path / "secret.safetensors")
+    with pytest.raises(CheckpointError, match=f'names "{name}", which is no file beside it: get it again'):
+        SavedTensors(folder)
