@@ -82,8 +82,13 @@ class Launch:
 
         Args:
             directory: where the files are.
+
+        Raises:
+            ConfigError: if other hosts would read a word otherwise.
         """
         words = [*self._launcher(f"{directory}/hostfile"), "pretrain_gpt.py", *self._files(directory), *self.flags]
+        if self.many_nodes:
+            check_remote_words(words)
         prefix = "DS_ACCELERATOR=cpu " if self.on_cpu else ""
         return prefix + shlex.join([*words, "--mock-data"])
 

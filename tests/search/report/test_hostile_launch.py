@@ -70,6 +70,8 @@ def test_a_host_that_is_an_option_of_ssh_is_refused(tmp_path: Path, ending: str)
 @pytest.mark.parametrize("name", [name for name in HOSTILE if "/" not in name])
 def test_an_output_folder_runs_nothing_here_or_on_other_hosts(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
+    with pytest.raises(ConfigError, match="which the shells of other hosts would read"):
+        launch().command(str(folder))  # that people would copy
     launch().write(str(folder))
     done = run(folder / "launch.sh", work=tmp_path)
     assert done.returncode == 2 and "which the shells of other hosts would read" in done.stderr
