@@ -13,11 +13,12 @@ from pathlib import Path
 
 from benchmarks.gpu.machine import software
 from benchmarks.report import Section, one_line, progress, publish
-from tests.faults import bad_numbers, hangs, hosts, kills, sizes, soak
+from tests.faults import attacks, bad_numbers, hangs, hosts, kills, sizes, soak
 from tests.faults.campaign import Campaign, Settings, add, table
 from tests.faults.fuzzing import campaign as fuzzing
 
 CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
+    "attacks": ("Attacks", attacks.campaign),
     "fuzzing": ("Bad input", fuzzing.campaign),
     "hangs": ("Ranks that hang", hangs.campaign),
     "hosts": ("Several hosts", hosts.campaign),
