@@ -1,0 +1,71 @@
+"""Files of a checkpoint are damaged on purpose: each kind of damage to each kind of file, before a run is started."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.checkpoint.damage import DAMAGE, kinds_of_file
+from tests.end_to_end.corpus import write_corpus
+from tests.end_to_end.launching import Launch, error_lines, flags, launch
+from tests.faults.campaign import Outcome, Settings
+
+SAVES = ("--save", "checkpoints", "--save-interval", 2, "--eval-iters", 0)
+
+
+def campaign(settings: Settings) -> Iterator[Outcome]:
+    """Yield an outcome for each damage of each file: refused and named, or passed over if that is asked for.
+
+    Args:
+        settings: of the campaign.
+    """
+    data, clean = write_corpus(settings.folder), settings.folder / "clean"
+    launch(clean, flags(data, *SAVES, "--train-iters", 6))
+    kinds = sorted(kinds_of_file(clean / "checkpoints" / "global_step6"))
+    pairs = [(damage, kind) for damage in DAMAGE for kind in kinds]
+    if settings.quick:
+        pairs = pairs[:: len(kinds) + 1]
+    for number, (damage, kind) in enumerate(pairs):
+        folder = settings.folder / str(number)
+        shutil.copytree(clean, folder)
+        yield _refused(folder, data, damage, kind)
+        shutil.rmtree(folder)
+
+
+def _refused(folder: Path, data: Path, damage: str, kind: str) -> Outcome:
+    directory = folder / "checkpoints" / "global_step6"
+    file = kinds_of_file(directory)[kind]
+    # Two saves of one run have the same index: only a damage that changes a file can be seen.
+    before = file.read_bytes()
+    DAMAGE[damage](file)
+    changes = not file.exists() or file.read_bytes() != before
+    damaged = {path.name: path.read_bytes() for path in directory.iterdir()}
+    more = flags(data, *SAVES, "--load", "checkpoints", "--train-iters", 8)
+    code, lines = _run(folder, more)
+    broken = []
+    if changes and code != 2:
+        broken.append(f"exit code {code}")
+    if changes and (len(lines) != 1 or kind not in lines[0]):
+        broken.append(f"{len(lines)} lines, or one that does not name {file.name}")
+    if changes:
+        passed, _ = _run(folder, [*more, "--load-previous-if-damaged"])
+        kept = folder / "checkpoints" / "global_step6.damaged"
+        if passed != 0:
+            broken.append(f"exit code {passed} of the run that goes on from the one before")
+        elif not kept.is_dir() or {path.name: path.read_bytes() for path in kept.iterdir()} != damaged:
+            broken.append("the damaged checkpoint was not kept aside")
+        elif (folder / "checkpoints" / "latest").read_text() != "global_step8":
+            broken.append("the run did not go on to its end")
+    said = lines[0].removeprefix("error: ") if lines else "nothing, because the file is the same"
+    return Outcome(
+        fault=f"{kind}: {damage}",
+        tried=1,
+        said=said.replace(str(folder), "").partition(": put")[0],
+        broken=tuple(broken),
+    )
+
+
+def _run(folder: Path, trainer_flags: Sequence[str]) -> tuple[int, list[str]]:
+    """The exit code of a run, and its lines about errors."""
+    started = Launch(folder, trainer_flags)
+    code = started.wait()
+    return code, error_lines(started.output())

@@ -1,0 +1,176 @@
+"""Disks that are full, become full, or can no longer be written to: tiny ones in memory, so this needs root."""
+
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.end_to_end.corpus import write_corpus
+from tests.end_to_end.launching import PRETRAIN, Launch, error_lines, flags
+from tests.faults.campaign import Outcome, Settings
+from tests.faults.damage import SAVES
+
+ONE_CHECKPOINT = 1_100_000
+"""Bytes of a checkpoint of the run, about; it has 0.85 MB of tensors."""
+ENDS_S = 60.0
+"""Promised from the fault to the end of the run."""
+
+
+def campaign(settings: Settings) -> Iterator[Outcome]:
+    """Yield an outcome for each fault of a disk.
+
+    Args:
+        settings: of the campaign.
+    """
+    if os.geteuid() != 0:
+        yield Outcome(fault="a disk that is full", tried=0, said="not tried: it needs the right to mount")
+        return
+    data = write_corpus(settings.folder)
+    for name, tried in {
+        "no room for one checkpoint": _no_room_at_the_start,
+        "full at the second save": _full_at_the_second,
+        "full in the middle of a file": _full_in_a_file,
+        "read-only while it trains": _read_only,
+        "read-only while it trains, --async-save": lambda *places: _read_only(*places, "--async-save"),
+        "read-only for a while, --train-on-if-save-fails": _read_only_for_a_while,
+    }.items():
+        folder = settings.folder / name.replace(" ", "-").replace(",", "")
+        folder.mkdir()
+        yield _outcome(name, *tried(folder, data))
+
+
+def _outcome(name: str, seconds: float | None, said: str, broken: list[str]) -> Outcome:
+    return Outcome(fault=name, tried=1, longest_s=seconds, promised_s=ENDS_S, said=said, broken=tuple(broken))
+
+
+Result = tuple[float | None, str, list[str]]
+
+
+def _no_room_at_the_start(folder: Path, data: Path) -> Result:
+    with _disk(folder, ONE_CHECKPOINT // 2):
+        _, said, broken = _ends(Launch(folder, flags(data, *SAVES)), time.monotonic(), folder, None, "has no room in")
+        return None, said, broken
+
+
+def _full_at_the_second(folder: Path, data: Path) -> Result:
+    with _disk(folder, ONE_CHECKPOINT * 3 // 2) as disk:
+        run = Launch(folder, flags(data, *SAVES, "--train-iters", 4))
+        run.wait_for(lambda: (disk / "latest").exists())
+        seconds, said, broken = _ends(run, time.monotonic(), folder, "global_step2", "has no room in")
+        # Room is made; the run goes on from where it was.
+        _mount(disk, f"remount,size={4 * ONE_CHECKPOINT}")
+        again = Launch(folder, flags(data, *SAVES, "--train-iters", 4, "--load", "checkpoints"))
+        if again.wait() != 0 or (disk / "latest").read_text() != "global_step4":
+            broken.append("it did not go on after room was made")
+        return seconds, said, broken
+
+
+def _full_in_a_file(folder: Path, data: Path) -> Result:
+    """Past what is foreseen: a rank may write no more than a part of a file, as where others fill the disk."""
+    with _disk(folder, 8 * ONE_CHECKPOINT) as disk:
+        run = Launch(folder, flags(data, *SAVES, "--train-iters", 1000))
+        run.wait_for(lambda: (disk / "latest").exists())
+        for process in _ranks(run)[-1:]:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (60_000, 60_000))
+        return _ends(run, time.monotonic(), folder, None, "was not saved (")
+
+
+def _read_only(folder: Path, data: Path, *more: str) -> Result:
+    with _disk(folder, 8 * ONE_CHECKPOINT) as disk:
+        run = Launch(folder, flags(data, *SAVES, "--train-iters", 1000, "--keep-last-n-checkpoints", 2, *more))
+        run.wait_for(lambda: (disk / "latest").exists())
+        _until_read_only(disk)
+        return _ends(run, time.monotonic(), folder, None, "")
+
+
+def _read_only_for_a_while(folder: Path, data: Path) -> Result:
+    with _disk(folder, 8 * ONE_CHECKPOINT) as disk:
+        keep = ("--keep-last-n-checkpoints", 2, "--train-on-if-save-fails")
+        run = Launch(folder, flags(data, *SAVES, "--train-iters", 200, *keep))
+        run.wait_for(lambda: (disk / "latest").exists())
+        _until_read_only(disk)
+        run.wait_for(lambda: "; training goes on" in run.output())
+        _mount(disk, "remount,rw")
+        code, lines = run.wait(), [line for line in run.output().splitlines() if "; training goes on" in line]
+        broken = [] if code == 0 else [f"exit code {code}"]
+        if (disk / "latest").read_text() != "global_step200":
+            broken.append("the last checkpoint was not saved")
+        return None, lines[0].strip(), broken
+
+
+def _ends(run: Launch, since: float, folder: Path, latest: str | None, words: str) -> Result:
+    """Wait for the end, and see that one line says why and that what was saved is whole."""
+    code = run.wait()
+    seconds, lines = time.monotonic() - since, error_lines(run.output())
+    broken = [] if code == 2 else [f"exit code {code}"]
+    if len(lines) != 1 or words not in lines[0]:
+        broken.append(f"{len(lines)} lines: {lines[:2]}")
+    if "Traceback" in run.output():
+        broken.append("a traceback")
+    disk = folder / "checkpoints"
+    if left := sorted(path.name for path in disk.glob("*.partial")):
+        if os.access(disk, os.W_OK) and not _is_read_only(disk):
+            broken.append(f"{left[0]} was left")
+    if (disk / "latest").exists():
+        tag = (disk / "latest").read_text()
+        if latest is not None and tag != latest:
+            broken.append(f"latest is {tag}")
+        broken += _faults_of(disk / tag)
+    return seconds, (lines[0].removeprefix("error: ") if lines else "nothing").replace(str(folder), ""), broken
+
+
+def _faults_of(directory: Path) -> list[str]:
+    from megatron_terapipe.checkpoint.manifest import Manifest
+    from megatron_terapipe.errors import CheckpointError
+
+    try:
+        manifest = Manifest.read(directory)
+        manifest.check_sizes(directory)
+        manifest.check_content(directory, manifest.files)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def _ranks(run: Launch) -> list[psutil.Process]:
+    found = (psutil.Process(pid) for pid in run.survivors())
+    return [each for each in found if str(PRETRAIN) in each.cmdline() and "--local_rank" in " ".join(each.cmdline())]
+
+
+@contextmanager
+def _disk(folder: Path, size: int) -> Iterator[Path]:
+    """A disk of so many bytes, as the folder of checkpoints."""
+    disk = folder / "checkpoints"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def _mount(disk: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", options, disk], check=True)
+
+
+def _until_read_only(disk: Path) -> None:
+    """A disk with a file that is being written cannot be made read-only: try until none is."""
+    _until(
+        lambda: subprocess.run(["mount", "-o", "remount,ro", disk], check=False, capture_output=True).returncode == 0
+    )
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + ENDS_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _is_read_only(disk: Path) -> bool:
+    return bool(os.statvfs(disk).f_flag & os.ST_RDONLY)
