@@ -49,6 +49,9 @@ from megatron_terapipe.training.token_slice_batch import documents_reader, loss_
 LAUNCHER_NOTICES_S = 5
 """Seconds in which a launcher surely sees that a rank has ended; DeepSpeed's looks every second."""
 
+REASON_KNOWN_S = 7.0
+"""Seconds in which it is surely known who is gone, where a connection is lost, also on another host."""
+
 
 @contextmanager
 def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[StallWatch]:
@@ -106,12 +109,14 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
         raise
     except Exception as error:
         # Perhaps another rank failed first: give the launcher time to see that one, and to exit with its code.
-        time.sleep(LAUNCHER_NOTICES_S)
-        if rank_watch is None or rank_watch.gone is None or not is_of_communication(error):
+        until = time.monotonic() + LAUNCHER_NOTICES_S
+        gone = None if rank_watch is None else rank_watch.reason_of_a_lost_connection(REASON_KNOWN_S)
+        time.sleep(max(0.0, until - time.monotonic()))
+        if gone is None or not is_of_communication(error):
             raise
         with suppress(OSError):
             keep_traceback(error, ledgers, run.launch.rank)
-        raise LostRank(rank_watch.gone.what) from error
+        raise LostRank(gone.what) from error
     # Not in a `finally`: after an error the other ranks may never come, and the launcher ends them.
     with watch.ledger.phase("leaving the process group"):
         if rank_watch is not None and run.launch.world_size > 1:

@@ -72,7 +72,7 @@ class RankWatch:
         self._launch, self._host, self._say, self._leave = launch, host, say, leave
         self._orphan = orphan
         self._gone: Gone | None = None
-        self._concluding = threading.Lock()
+        self._concluding, self._known = threading.Lock(), threading.Event()
         self._left = threading.Event()
         self._wake, waking = socket.socketpair()
         self._waking = waking
@@ -127,7 +127,19 @@ class RankWatch:
             port: of the store.
         """
         if self._news is not None:
-            self._news.begin(address, port, listens=self.place.local_rank == 0)
+            name = _name(self.place.rank, os.getpid())
+            self._news.begin(address, port, name=name, listens=self.place.local_rank == 0)
+
+    def reason_of_a_lost_connection(self, seconds: float) -> Gone | None:
+        """Return who is gone, as soon as it is known; None if nobody is found to be.
+
+        Args:
+            seconds: longest time to look.
+        """
+        if self._news is not None:
+            self._news.ask()
+        self._known.wait(seconds)
+        return self._gone
 
     def part(self) -> None:
         """Take the ends of ranks on other hosts for orderly ones from now on; all ranks call it before a barrier."""
@@ -185,7 +197,7 @@ class RankWatch:
                 return
 
     def _rank_gone(self, other: HostRank, *, speaks: bool) -> None:
-        who = f"rank {other.rank} (host {socket.gethostname()}, process {other.pid})"
+        who = _name(other.rank, other.pid)
         if other.mark is Mark.ENDING:
             self._conclude(Gone(f"{who} ended", said=True), tells=speaks)
         else:
@@ -221,6 +233,7 @@ class RankWatch:
             if self._gone is not None:
                 return
             self._gone = gone
+            self._known.set()
         # First of all: nobody may read what is said below, and to write it would take for ever.
         timer = threading.Timer(patience_s, self._leave, (DIED_TOO,))
         timer.daemon = True
@@ -240,6 +253,11 @@ class RankWatch:
     def _mark(self, mark: Mark) -> None:
         if self._host is not None:
             self._host.write(self.place.local_rank, HostRank(self.place.rank, os.getpid(), mark))
+
+
+def _name(rank: int, pid: int) -> str:
+    """Return the name of a rank of this host, as a user reads it."""
+    return f"rank {rank} (host {socket.gethostname()}, process {pid})"
 
 
 def watch_rank(

@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from deepspeed_ext.runtime.liveness.ancestors import Ancestor, birth_of
+from deepspeed_ext.runtime.liveness.host_news import _SignsOfLife
 from deepspeed_ext.runtime.liveness.host_ranks import HostRank, HostRanks, Mark
 from deepspeed_ext.runtime.liveness.process_ends import ProcessEnds
 from deepspeed_ext.runtime.liveness.watch import TERMINATED, RankWatch
@@ -189,6 +190,17 @@ def test_a_store_that_is_lost_is_named_but_not_after_the_end(tmp_path: Path) -> 
             until(lambda: lost.watch.gone is not None)
     assert lost.said == [f"error: the store of rank 0 at 127.0.0.1:{port}, where the ranks met, is gone: REMEDY"]
     assert (parted.watch.gone, parted.said) == (None, [])
+
+
+def test_a_host_on_which_nobody_is_left_is_named_once_a_connection_is_lost(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=SOON_S))
+    dead, living = (_SignsOfLife(store, "prefix", name) for name in ("rank 4 (host b)", "rank 0 (host a)"))
+    assert dead.give_and_read(compare=False) == ""
+    assert living.give_and_read(compare=True) == ""
+    living._since_s -= 100.0
+    assert living.give_and_read(compare=True) == "rank 4 (host b)"
+    dead.give_and_read(compare=False)
+    assert living.give_and_read(compare=True) == ""
 
 
 def make(folder: Path, *names: str) -> tuple[str, ...]:
