@@ -123,7 +123,8 @@ class KilledRun:
         """Return the number of iterations compared, and those whose losses differ from an undisturbed run's."""
         last = max(max(losses, default=0) for losses in self._losses)
         metrics = self.folder / "undisturbed.jsonl"
-        words = ["--exit-interval", max(last, 1), "--metrics-file", metrics, *TRAINING, "--save-interval", 100000]
+        words = ["--exit-interval", max(last, 1), "--metrics-file", metrics, *TRAINING]
+        words += ["--save", "save", "--save-interval", 100000]
         run = Launch(self.folder / "undisturbed", flags(self.data, *words))
         assert run.wait() == 0, run.output()
         expected = _losses(metrics)
