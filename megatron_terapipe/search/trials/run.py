@@ -1,6 +1,7 @@
 """Launches one strategy with DeepSpeed's launcher, as the search's launch command does."""
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ WARM_UP_ITERATIONS = 3
 
 MEMORY_WORDS = ("out of memory", "outofmemory", "can't allocate memory", "cannot allocate memory")
 """Messages of CUDA, torch's allocators and the operating system when memory runs out, in lower case."""
+
+HOST_PREFIX = re.compile(r"^[\w.-]+: (?=(error|[\w.]+(Error|Exception)): )")
+"""Name of a host that pdsh puts before a line about an error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +117,8 @@ def failure(exit_code: int, output: str) -> str:
         exit_code: exit code of the launcher.
         output: output of the run.
     """
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    # Over several hosts, each line stands behind the name of its host.
+    lines = [HOST_PREFIX.sub("", line.strip()) for line in output.splitlines() if line.strip()]
     ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     raised = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception")) and " " in line]
     # Behind a launcher's prefix, such as [rank0]:

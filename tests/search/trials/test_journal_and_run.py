@@ -76,6 +76,8 @@ def test_rounds_count_by_their_median_and_those_that_failed_do_not() -> None:
         (-9, "", True, "it ended with exit code -9"),
         (1, "Traceback\n  File\nValueError: no such thing\n[launch] killing", False, "ValueError: no such thing"),
         (2, "error: --lr 0 is wrong: give more", False, "--lr 0 is wrong: give more"),
+        (2, "node-1: error: --lr 0 is wrong: give more\nnode-1: killing", False, "--lr 0 is wrong: give more"),
+        (1, "node-1: ValueError: no such thing\nnode-1: [launch] killing", False, "ValueError: no such thing"),
     ],
 )
 def test_why_a_run_failed(exit_code: int, output: str, out_of_memory: bool, reason: str, tmp_path: Path) -> None:
