@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.gpu.machine import software
 from benchmarks.report import Section, one_line, progress, publish
-from tests.faults import attacks, bad_numbers, damage, disk, hangs, hosts, kills, saving, sizes, soak
+from tests.faults import attacks, bad_numbers, damage, data, disk, hangs, hosts, kills, saving, sizes, soak
 from tests.faults.campaign import Campaign, Settings, add, table
 from tests.faults.fuzzing import campaign as fuzzing
 
@@ -22,6 +22,7 @@ CAMPAIGNS: dict[str, tuple[str, Campaign]] = {
     "saving": ("Kills while saving", saving.campaign),
     "damage": ("Damaged checkpoints", damage.campaign),
     "disk": ("Disks", disk.campaign),
+    "data": ("Data", data.campaign),
     "fuzzing": ("Bad input", fuzzing.campaign),
     "hangs": ("Ranks that hang", hangs.campaign),
     "hosts": ("Several hosts", hosts.campaign),
