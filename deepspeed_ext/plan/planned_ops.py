@@ -10,9 +10,23 @@ MOST_OPS_OF_RANK = 2**20
 """Ops of a step on one rank. Its program takes 50 us and 2.5 kB for each: a minute and 3 GB for so many."""
 
 
+_US_PER_OP = 2
+
+_SLOW_OPS = 2**21
+"""More ops than this take so long that people want to know why nothing happens."""
+
+
 def num_ops(shape: PipelineShape) -> int:
     """Forwards and backwards of a step on all ranks."""
     return 2 * shape.num_stages * shape.num_micro_batches * shape.num_token_slices
+
+
+def slow_planning(shape: PipelineShape) -> str | None:
+    """Return a line about the time that planning a step takes; None if it is short."""
+    count = num_ops(shape)
+    if count <= _SLOW_OPS:
+        return None
+    return f"planning a step of {count:,} forwards and backwards takes about {count * _US_PER_OP / 1e6:.0f} s"
 
 
 def check_num_ops(shape: PipelineShape, most: int = MOST_OPS) -> None:

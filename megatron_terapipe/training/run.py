@@ -1,6 +1,7 @@
 """A run, prepared: all that can be wrong with it is found here, before any process group exists."""
 
 import os
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.planned_ops import slow_planning
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
@@ -170,6 +172,9 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     )
     if launch.rank == 0 and not config.data.mock_data:
         check_token_ids(config.data.prefixes, tokenizer, index_cache(config.data))
+    slow = slow_planning(run.pipeline)
+    if slow is not None and launch.rank == 0:
+        print(slow, file=sys.stderr, flush=True)
     check_schedule(run.simulated_schedule, config, planned.numbers_of_micro_batches, _hardware_queues())
     return run
 

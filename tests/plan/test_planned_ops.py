@@ -5,7 +5,7 @@ import pytest
 from deepspeed_ext.plan.command.main import main
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.planned_ops import check_num_ops
+from deepspeed_ext.plan.planned_ops import check_num_ops, slow_planning
 from deepspeed_ext.plan.programs.lowering import check_lowering
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import SCHEDULES
@@ -29,6 +29,12 @@ def test_more_is_refused(shape: tuple[int, int, int], said: str) -> None:
         check_num_ops(PipelineShape(*shape))
     with pytest.raises(PlanError, match=said):
         check_lowering(SimulatedSchedule.of(SCHEDULES["1f1b"]), PipelineShape(*shape))
+
+
+def test_what_takes_long_is_said() -> None:
+    assert slow_planning(PipelineShape(16, 1024, 64)) is None
+    line = "planning a step of 8,388,608 forwards and backwards takes about 17 s"
+    assert slow_planning(PipelineShape(64, 1024, 64)) == line
 
 
 @pytest.mark.parametrize(
