@@ -13,6 +13,7 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.convert import main
 from megatron_terapipe.huggingface.export import export_checkpoint
 from megatron_terapipe.huggingface.importing import import_model
+from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 from megatron_terapipe.huggingface.weights.rules import Heads, attention, fused_attention, stacked, turned, vocabulary
 from megatron_terapipe.huggingface.weights.tensor_files import SavedTensors, write_tensors
 from megatron_terapipe.inference.whole_model import WholeModel
@@ -124,6 +125,13 @@ def test_the_tokenizer_goes_along(tmp_path: Path, kind: str, files: tuple[str, .
     for field, name in settings.items():
         assert Path(str(found[field])) == tmp_path / "back" / "tokenizer" / name
         assert json.loads(Path(str(found[field])).read_text()) == {"name": name}
+
+
+def test_a_tokenizer_without_a_limit_is_found(tmp_path: Path) -> None:
+    """Hugging Face writes the limit that there is not as 10^30."""
+    for name, text in {"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": f'{{"n": {10**30}}}'}.items():
+        (tmp_path / name).write_text(text)
+    assert tokenizer_of(tmp_path)["tokenizer_type"] == "GPT2BPETokenizer"
 
 
 def test_without_a_tokenizer_the_checkpoint_says_so(tmp_path: Path) -> None:
