@@ -148,7 +148,8 @@ class StallWatch:
             if not position.same_place(self._position):
                 self._position, self._moved_s, self._asks_at_s = position, self._clock_s, self._limit_s / 2
             silent_s = self._clock_s - self._heard_s
-            if silent_s > self._limit_s and self._still_s > self._limit_s / 2:
+            # Not before those who can ask: a rank that ends first takes their ledgers with it.
+            if silent_s > self.timeout.total_seconds() and self._still_s > self._limit_s / 2:
                 self._conclude(explain_alone(self._where(), silent_s), speaks=True)
 
     @property
