@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.planned_ops import check_num_ops
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from deepspeed_ext.runtime.liveness.watch import DIED_TOO
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = replace(config, checkpoint=going_on(config.checkpoint))
         launch = _launch_environment(config)
         speaks = launch.local_rank == 0
+        # Sizes that do not fit are said before torch is loaded.
+        replicas = config.parallel.layout(launch.world_size).data_parallel_size
+        check_num_ops(config.parallel.pipeline(config.num_micro_batches(replicas)))
         lines = prepare_cuda_environment(
             num_pipeline_ranks=config.parallel.pipeline_model_parallel_size,
             deterministic=config.training.deterministic_mode,
