@@ -253,6 +253,8 @@ class RankWatch:
     def _mark(self, mark: Mark) -> None:
         if self._host is not None:
             self._host.write(self.place.local_rank, HostRank(self.place.rank, os.getpid(), mark))
+            # Nobody comes any more once a rank ends; and the last one to come leaves no file.
+            self._host.read() if mark is Mark.HERE else self._host.remove_file()
 
 
 def _name(rank: int, pid: int) -> str:
