@@ -78,6 +78,6 @@ def _value(node: ast.expr) -> int | list[int]:
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             first, second = _value(left), _value(right)
             listed, times = (first, second) if isinstance(first, list) else (second, first)
-            if isinstance(listed, list) and isinstance(times, int) and 0 <= times * len(listed) <= _LONGEST:
+            if isinstance(listed, list) and isinstance(times, int) and 0 <= times * max(len(listed), 1) <= _LONGEST:
                 return listed * times
     raise ValueError("neither a number nor a list of numbers")

@@ -49,6 +49,10 @@ def _window(conversion: Conversion, kinds: list[str]) -> None:
         conversion.flag("--window-attn-skip-freq", str(with_window).replace(" ", ""))
 
 
+MOST_LAYERS = 10_000
+"""Layers of a model at most, as in `--num-layers`."""
+
+
 def layer_kinds(config: Any, num_layers: int | None) -> list[str]:
     """Return the kind of each layer.
 
@@ -70,6 +74,8 @@ def layer_kinds(config: Any, num_layers: int | None) -> list[str]:
             pattern, times = entry
             if times == "all":
                 times = (num_layers or len(pattern)) // len(pattern)
+            if times * max(len(pattern), 1) > MOST_LAYERS:
+                raise ValueError("too many layers")
             kinds += [str(kind) for kind in pattern] * times
     except (TypeError, ValueError, ZeroDivisionError):
         raise ConfigError(f'attention_config {config!r} is not a list such as [[["flash"], 12]]: write one') from None

@@ -90,7 +90,7 @@ class Conversion:
         value = self.take(key, {})
         if not isinstance(value, Mapping):
             raise ConfigError(f"{key} {value!r} is not a mapping: write it as {{...}}")
-        return {name: inner for name, inner in value.items() if inner is not None}
+        return {str(name): inner for name, inner in value.items() if inner is not None}
 
     def flag(self, name: str, *values: object) -> None:
         """Add a flag to the command.

@@ -1,9 +1,12 @@
 """Convert NeoX's settings to a command."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from megatron_terapipe.arguments.unsupported_flags import MODEL, TRAINING
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.options import option_of
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.batch import convert_batch, convert_parallel
 from megatron_terapipe.neox.conversion import Conversion
@@ -41,6 +44,7 @@ def convert(
         ConfigError: if a value is not what NeoX takes, or a setting that decides what is trained has no counterpart.
     """
     conversion = Conversion(settings=_with_extra_settings(settings))
+    _check_sizes(conversion)
     for key, (flag, default) in VALUES.items():
         value = conversion.take(key, default)
         if value is not None:
@@ -79,6 +83,15 @@ NEEDED = (
 def left_open(settings: Mapping[str, Any]) -> list[str]:
     """Return the settings that a run needs and the files do not give."""
     return [either[0] for either in NEEDED if all(settings.get(key) is None for key in either)]
+
+
+def _check_sizes(conversion: Conversion) -> None:
+    """See that sizes that others are computed from are those of a model; the trainer checks all the rest."""
+    most = {each.name: option_of(each).most for each in fields(ModelConfig)}
+    for key in ("num_layers", "hidden_size", "num_attention_heads"):
+        size = conversion.count(key)
+        if size is not None and not 1 <= size <= (most[key] or size):
+            raise ConfigError(f"{key} {size} is no size of a model: give 1 to {most[key]:,}")
 
 
 def _with_extra_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def convert_model(conversion: Conversion, defaults: Defaults) -> None:
 
 
 def _positions(conversion: Conversion) -> None:
-    name = conversion.take("pos_emb", "learned")
+    name = str(conversion.take("pos_emb", "learned"))
     percent, base = conversion.number("rotary_pct", 1.0), conversion.number("rotary_emb_base", 10000)
     if name not in POSITIONS:
         conversion.refuse(f"pos_emb {name}", "positions can be learned, rotary or none")

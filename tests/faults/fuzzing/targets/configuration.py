@@ -151,7 +151,12 @@ TARGETS = (
         seeds=(_json(BLOCKS)[1:],),
         found=(b"[" * 3000, b'"a": NaN}', b'"block_configs": [{"mlp": {"ffn_hidden_size": 1' + b"0" * 30 + b"}}, {}]}"),
     ),
-    Target(name="patterns of layers", read=_read_pattern, seeds=(b"([0]*3+[1])*1", b"2", b"[1, 0, 0, 1]")),
+    Target(
+        name="patterns of layers",
+        read=_read_pattern,
+        seeds=(b"([0]*3+[1])*1", b"2", b"[1, 0, 0, 1]"),
+        found=(b"[]*1" + b"0" * 40,),
+    ),
     Target(
         name="weighted prefixes, split", read=_read_prefixes, seeds=(b"969,30,1",), words=(b"0.3 a 0.7 b", b"1e400 x")
     ),
@@ -169,6 +174,11 @@ TARGETS = (
             NEOX.replace(b"loss_scale: 0", b"loss_scale: 1" + b"0" * 400),
             NEOX.replace(b"min_loss_scale: 1", b"min_loss_scale: 1e308"),
             NEOX + b"launcher: 2024-13-45\n",
+            NEOX.replace(b"hidden-size: 768", b"hidden-size: -1"),
+            NEOX.replace(b"num-layers: 12", b"num-layers: 11000000000"),
+            NEOX.replace(b"pos_emb: rotary", b"pos_emb: [[]]"),
+            NEOX.replace(b"{stage: 1,", b"{2: 1,"),
+            NEOX + b"attention_config: [[[global], 10000000000000000000000]]\n",
         ),
     ),
 )
