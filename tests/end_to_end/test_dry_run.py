@@ -129,9 +129,9 @@ def test_it_says_for_which_machine_it_found_what_it_found(capsys: pytest.Capture
 
 
 def test_flags_without_effect_are_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*CHECK, "--async-save", "--ckpt-format", "torch_dist", "--context-parallel-size", "1"]) == 0
+    assert main([*CHECK, "--use-dist-ckpt", "--ckpt-format", "torch_dist", "--context-parallel-size", "1"]) == 0
     said = capsys.readouterr().out
-    assert said.count("These flags concern operation only and have no effect here: --async-save, --ckpt-format\n") == 1
+    assert said.count("These flags concern operation only and have no effect here: --use-dist-ckpt, --ckpt-format\n") == 1
     assert "--context-parallel-size" not in said
 
 
@@ -150,5 +150,5 @@ def test_data_of_another_tokenizer_is_found(tmp_path: Path, capsys: pytest.Captu
     words = [word for word in CHECK if word != "--mock-data"]
     assert main([*words, "--data-path", str(tmp_path / "corpus"), "--split", "1"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path}/corpus.bin has the token id 799, and the vocabulary of")
+    assert said.startswith(f"error: {tmp_path}/corpus.bin has the token id 300 at byte 0, and the vocabulary of")
     assert said.count("\n") == 1
