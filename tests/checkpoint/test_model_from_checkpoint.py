@@ -39,7 +39,7 @@ def test_the_positions_of_an_imported_model_are_no_length_of_sequences(checkpoin
         model_of(checkpoints, "--use-checkpoint-args", "--load-tag", "global_step0")
     found = model_of(checkpoints, "--use-checkpoint-args", "--load-tag", "global_step0", "--seq-length", "16")
     assert (found.seq_length, found.max_position_embeddings) == (16, 40)
-    replace(imported, iteration=3).write(checkpoints / "global_step3")
+    replace(imported, iteration=3, consumed_samples=24).write(checkpoints / "global_step3")
     assert model_of(checkpoints, "--use-checkpoint-args", "--ckpt-step", "3").seq_length == MODEL.seq_length
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -59,6 +60,7 @@ NO_CODE = {
     "all-reduce of B bytes": "formulas",
     "CUDA environment: set": "printed by a run",
     "error: the run stands still": "printed by a run",
+    "error: rank 5 (host node1": "printed by a run",
     "CUDA_DEVICE_MAX_CONNECTIONS=16": "file of DeepSpeed's launcher",
 }
 """Beginnings of indented blocks that are no commands."""
@@ -140,13 +142,13 @@ def check(words: list[str]) -> None:
     line = shlex.join(words)
     if line.startswith(tuple(NOT_SHOWN)):
         return
-    words = words[words[0] == "time" :]
+    words = list(dropwhile(lambda word: word == "time" or re.match(r"[A-Z_]+=", word), words))
     match words:
         case ["make", *targets]:
             assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in targets)
         case ["deepspeed", *_] if "--module" in words:
             check_flags(["-m", *words[words.index("--module") + 1 :]])
-        case ["deepspeed", *_]:
+        case ["deepspeed" | "torchrun", *_]:
             dry_run(words[words.index("pretrain_gpt.py") + 1 :])
         case ["bash", _, *_]:
             dry_run(flags_of_script(words))

@@ -65,7 +65,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ('{"data_parallel_size": 1}\n{"stages": 3}', "s.jsonl line 2: strategy: field 'stages' is not known"),
         ('{"data_parallel_size": 0}', "s.jsonl line 1: strategy: data_parallel_size 0 is not a whole number"),
-        ("{", "s.jsonl line 1 is not JSON"),
+        ("{", "s.jsonl line 1: this line is not JSON"),
         ("\n", "s.jsonl holds no strategy"),
         ("[1]", "s.jsonl line 1: strategy: [1] is not a JSON object"),
     ],

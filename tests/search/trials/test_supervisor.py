@@ -27,7 +27,8 @@ time.sleep(600)
 """Ignores that it is told to end, and has a child in a session of its own that has stopped."""
 
 ASKS = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # programs started in the background ignore Ctrl-C
 from megatron_terapipe.search.trials.launcher import supervised
 with supervised([sys.executable, "-c", sys.argv[1], sys.argv[2]]) as process:
     process.wait()
@@ -75,7 +76,7 @@ def test_all_of_a_launch_ends_with_whoever_asked_for_it(number: signal.Signals, 
     asking = subprocess.Popen([sys.executable, "-c", ASKS, *command[2:]], env=environment(), stderr=subprocess.DEVNULL)
     pid = child()
     os.kill(asking.pid, number)
-    asking.wait()
+    asking.wait(60)
     wait_for(lambda: not runs(pid))
 
 
@@ -107,8 +108,8 @@ def test_what_other_hosts_run_of_it_is_ended_there(
     (tmp_path / "pdsh").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nexit {0 if reached else 255}\n')
     (tmp_path / "pdsh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with supervised(["sh", "-c", f"echo ${supervisor.VARIABLE} > {tmp_path}/mark; exit {code}"], ["a", "b"]):
-        pass
+    with supervised(["sh", "-c", f"echo ${supervisor.VARIABLE} > {tmp_path}/mark; exit {code}"], ["a", "b"]) as process:
+        process.wait()
     mark = (tmp_path / "mark").read_text().strip()
     asked = (tmp_path / "asked").read_text()
     assert "-w a,b " in asked
