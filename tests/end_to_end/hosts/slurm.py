@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ MpiDefault=none
 SlurmdParameters=config_overrides
 ReturnToService=2
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -50,7 +51,9 @@ def slurm(made: Network, folder: Path) -> Iterator[dict[str, str]]:
     (folder / "state").mkdir()
     nodes = "".join(f"NodeName={each.name} NodeAddr={each.address} CPUs=2 State=UNKNOWN\n" for each in made.hosts)
     path = folder / "slurm.conf"
-    path.write_text(CONFIGURATION.format(first=made.hosts[0].name, folder=folder, nodes=nodes))
+    # Its own short folder: the name of a socket in there has 108 characters at most.
+    spool = tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True)
+    path.write_text(CONFIGURATION.format(first=made.hosts[0].name, folder=folder, spool=spool.name, nodes=nodes))
     # The kernel's control groups are hidden on these hosts, and which kind there would be is not to be guessed.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     variables = {"SLURM_CONF": str(path)}
@@ -68,6 +71,7 @@ def slurm(made: Network, folder: Path) -> Iterator[dict[str, str]]:
         for each in begun:
             each.kill()
             each.wait()
+        spool.cleanup()
 
 
 def _wait(made: Network, variables: dict[str, str]) -> None:

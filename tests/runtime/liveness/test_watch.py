@@ -124,10 +124,10 @@ def test_a_rank_that_takes_sigterm_for_a_request_is_asked(tmp_path: Path) -> Non
     with sleeper() as launcher:
         rank = Rank(tmp_path, launch=(launcher_of(launcher, "torchrun"),))
         with rank.watch:
-            before = signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+            # Stays to the end of the watch, which gives back the handler of before.
+            signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
             launcher.kill()
             assert asked.wait(SOON_S)
-            signal.signal(signal.SIGTERM, before)
         assert rank.code is None
 
 
