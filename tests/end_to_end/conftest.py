@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.corpus import write_corpus
+from tests.end_to_end.hosts.network import Network, missing, network
 from tests.end_to_end.launching import DEEPSPEED, flags, launch
 
 
@@ -66,6 +67,15 @@ def trained(data: Path, shared: Path) -> Trained:
             outputs = ["--metrics-file", "metrics.jsonl", "--timeline", "timeline", "--save", "checkpoints"]
             launch(folder, flags(data, *outputs, "--save-interval", 3), **SECRETS)
     return Trained(folder)
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    """Two hosts of their own for the tests of a file."""
+    if reason := missing():
+        pytest.skip(reason)
+    with network(2, tmp_path_factory.mktemp("hosts")) as made:
+        yield made
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,10 @@ from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES, VARIABLES
 from megatron_terapipe.search.trials.supervisor import VARIABLE
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.hosts import cuda_variables
-from tests.end_to_end.hosts.network import Network, missing, network
+from tests.end_to_end.hosts.network import Network
 from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, TIMEOUT_S, environment, error_lines, flags, read_metrics
 
 pytestmark = pytest.mark.hosts
-
-
-@pytest.fixture(scope="module")
-def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    if reason := missing():
-        pytest.skip(reason)
-    with network(2, tmp_path_factory.mktemp("hosts")) as made:
-        yield made
 
 
 def launch(

@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.hosts.network import Network, missing, network
+from tests.end_to_end.hosts.network import Network
 from tests.end_to_end.launching import environment
 
 pytestmark = pytest.mark.hosts
@@ -26,14 +25,6 @@ launch = f'pdsh -S -R ssh -w {hosts} "export PYTHON_LAUNCH_MARK=$PYTHON_LAUNCH_M
 with supervised(["sh", "-c", launch], hosts.split(",")) as process:
     process.wait()
 """
-
-
-@pytest.fixture(scope="module")
-def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    if reason := missing():
-        pytest.skip(reason)
-    with network(2, tmp_path_factory.mktemp("hosts")) as made:
-        yield made
 
 
 def programs(two_hosts: Network) -> list[list[int]]:

@@ -4,25 +4,16 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.hosts import meeting
-from tests.end_to_end.hosts.network import SEARCH_PATH, Network, missing, network
+from tests.end_to_end.hosts.network import SEARCH_PATH, Network
 from tests.end_to_end.hosts.slurm import missing_slurm, slurm
 from tests.end_to_end.launching import TIMEOUT_S, environment
 
 pytestmark = pytest.mark.hosts
-
-
-@pytest.fixture(scope="module")
-def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    if reason := missing():
-        pytest.skip(reason)
-    with network(2, tmp_path_factory.mktemp("hosts")) as made:
-        yield made
 
 
 def run(two_hosts: Network, words: list[object], **variables: str) -> None:

@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.hosts.network import ETC, NAMESPACES, Host, Network, missing, network
+from tests.end_to_end.hosts.network import ETC, NAMESPACES, Host, Network, network
 from tests.end_to_end.launching import environment
 
 pytestmark = pytest.mark.hosts
@@ -22,14 +21,6 @@ from tests.end_to_end.hosts.network import network
 with network(1, Path(sys.argv[1])):
     os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture(scope="module")
-def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    if reason := missing():
-        pytest.skip(reason)
-    with network(2, tmp_path_factory.mktemp("hosts")) as made:
-        yield made
 
 
 def reaches(host: Host, other: Host, seconds: int = 5) -> bool:
