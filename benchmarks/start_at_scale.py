@@ -68,7 +68,7 @@ class Scale:
     @property
     def rank(self) -> int:
         """The rank that is played: of the stage, the last one."""
-        return self.layout.rank(Coordinate(self.stage, self.replicas - 1, self.tensor_ranks - 1))
+        return self.layout.rank(Coordinate(self.stage, self.replicas - 1, 0, self.tensor_ranks - 1))
 
 
 Figures = dict[str, float | str]

@@ -104,6 +104,7 @@ def layouts(max_size: int = 5) -> st.SearchStrategy[ParallelLayout]:
     return st.builds(
         ParallelLayout,
         data_parallel_size=size,
+        sequence_parallel_size=size,
         tensor_parallel_size=size,
         pipeline_parallel_size=size,
         num_token_slices=size,

@@ -1,7 +1,8 @@
-"""How ranks are laid out: the axes pipe, data and tensor, and the token axis, which is time and not ranks."""
+"""How ranks are laid out: the axes pipe, data, sequence and tensor, and the token axis, which is time and not ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from deepspeed_ext.plan.errors import PlanError
@@ -12,6 +13,7 @@ class Coordinate(NamedTuple):
 
     pipe: int
     data: int
+    sequence: int
     tensor: int
 
 
@@ -20,18 +22,20 @@ class ParallelLayout:
     """Sizes of the parallel axes, and the map between ranks and coordinates.
 
     Ranks run over `pipe` slowest and `tensor` fastest, as DeepSpeed's checkpoints expect. Token slices multiply
-    the steps of the pipeline, never the number of ranks (ADR 0001): `world_size = dp * tp * pp`.
+    the steps of the pipeline, never the number of ranks (ADR 0001): `world_size = dp * sp * tp * pp`. Sequence-parallel
+    ranks share the tokens of every token slice (ADR 0048).
 
     Example:
         >>> layout = ParallelLayout(data_parallel_size=2, pipeline_parallel_size=4, num_token_slices=8)
-        >>> layout.world_size, layout.coordinate(5), layout.rank(Coordinate(pipe=2, data=1, tensor=0))
-        (8, Coordinate(pipe=2, data=1, tensor=0), 5)
+        >>> layout.world_size, layout.coordinate(5), layout.rank(Coordinate(pipe=2, data=1, sequence=0, tensor=0))
+        (8, Coordinate(pipe=2, data=1, sequence=0, tensor=0), 5)
 
     Raises:
         PlanError: if a size is not a positive whole number.
     """
 
     data_parallel_size: int = 1
+    sequence_parallel_size: int = 1
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     num_token_slices: int = 1
@@ -48,30 +52,36 @@ class ParallelLayout:
         cls,
         world_size: int,
         *,
+        sequence_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         num_token_slices: int = 1,
     ) -> "ParallelLayout":
-        """Give the data-parallel axis all the ranks that the other two axes leave over.
+        """Give the data-parallel axis all the ranks that the other axes leave over.
 
         Args:
             world_size: number of ranks.
+            sequence_parallel_size: ranks that share the tokens of each token slice.
             tensor_parallel_size: ranks that share each layer.
             pipeline_parallel_size: ranks that share the layers.
             num_token_slices: of each micro-batch.
 
         Raises:
-            PlanError: if `tensor_parallel_size * pipeline_parallel_size` does not divide `world_size`.
+            PlanError: if the product of the other sizes does not divide `world_size`.
         """
-        model_parallel_size = tensor_parallel_size * pipeline_parallel_size
-        if model_parallel_size < 1 or world_size < 1 or world_size % model_parallel_size:
+        sizes = {"tensor": tensor_parallel_size, "pipeline": pipeline_parallel_size}
+        if sequence_parallel_size != 1:
+            sizes = {"sequence": sequence_parallel_size, **sizes}
+        ranks_of_replica = prod(sizes.values())
+        if min(sizes.values()) < 1 or world_size < 1 or world_size % ranks_of_replica:
             raise PlanError(
-                f"world size {world_size} is not a multiple of tensor x pipeline parallel size "
-                f"{tensor_parallel_size} x {pipeline_parallel_size} = {model_parallel_size}: "
-                f"launch a multiple of {model_parallel_size} processes or change these sizes"
+                f"world size {world_size} is not a multiple of {' x '.join(sizes)} parallel size "
+                f"{' x '.join(map(str, sizes.values()))} = {ranks_of_replica}: "
+                f"launch a multiple of {ranks_of_replica} processes or change these sizes"
             )
         return cls(
-            data_parallel_size=world_size // model_parallel_size,
+            data_parallel_size=world_size // ranks_of_replica,
+            sequence_parallel_size=sequence_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             num_token_slices=num_token_slices,
@@ -80,13 +90,18 @@ class ParallelLayout:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.data_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.num_weight_copies * self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_weight_copies(self) -> int:
+        """Ranks with the same weights: over them gradients are averaged, and ZeRO 1 partitions the optimizer."""
+        return self.data_parallel_size * self.sequence_parallel_size
 
     def rank(self, coordinate: Coordinate) -> int:
         """Rank at a coordinate."""
-        return (
-            coordinate.pipe * self.data_parallel_size + coordinate.data
-        ) * self.tensor_parallel_size + coordinate.tensor
+        replica = coordinate.pipe * self.data_parallel_size + coordinate.data
+        part = replica * self.sequence_parallel_size + coordinate.sequence
+        return part * self.tensor_parallel_size + coordinate.tensor
 
     def coordinate(self, rank: int) -> Coordinate:
         """Coordinate of a rank.
@@ -96,9 +111,10 @@ class ParallelLayout:
         """
         if not 0 <= rank < self.world_size:
             raise PlanError(f"rank {rank} is outside 0..{self.world_size - 1}")
-        rest, tensor = divmod(rank, self.tensor_parallel_size)
-        pipe, data = divmod(rest, self.data_parallel_size)
-        return Coordinate(pipe, data, tensor)
+        part, tensor = divmod(rank, self.tensor_parallel_size)
+        replica, sequence = divmod(part, self.sequence_parallel_size)
+        pipe, data = divmod(replica, self.data_parallel_size)
+        return Coordinate(pipe, data, sequence, tensor)
 
     def coordinates(self) -> Iterator[Coordinate]:
         """Every coordinate, by rank."""
@@ -108,7 +124,7 @@ class ParallelLayout:
         """Rank lists that differ in `axis` alone: the communication groups of that axis.
 
         Args:
-            axis: `pipe`, `data` or `tensor`.
+            axis: `pipe`, `data`, `sequence` or `tensor`.
         """
         groups: dict[Coordinate, list[int]] = {}
         for rank, coordinate in enumerate(self.coordinates()):

@@ -24,6 +24,7 @@ from deepspeed_ext.runtime.batches.batch_loss import CountLossTokens
 from deepspeed_ext.runtime.batches.data_entries import DataEntries
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from deepspeed_ext.runtime.sequence.slice_check import StageLayer
 from deepspeed_ext.runtime.shared_modules import ConnectedWeights, SharedModules, connect
@@ -140,6 +141,8 @@ class TokenSlicePipelineModule(PipelineModule):
                 activation_checkpoint_interval=activation_checkpoint_interval,
                 dynamic_shape=dynamic_shape,
             )
+        self.sequence_ranks = SequenceParallelRanks.of(layout)
+        """Ranks that share the tokens of each token slice."""
         self.token_slices = token_slices
         self.split_batch, self.loss_tokens = split_batch, loss_tokens
         self.output_fn = output_fn

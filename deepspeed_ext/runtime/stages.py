@@ -24,8 +24,9 @@ def check_world(layout: ParallelLayout) -> None:
     if not dist.is_initialized():
         raise UserError("no process group is there to place stages on: call init_distributed() first")
     if (world_size := dist.get_world_size()) != layout.world_size:
+        sequence = f"sequence {layout.sequence_parallel_size} x " if layout.sequence_parallel_size > 1 else ""
         raise UserError(
-            f"the layout has {layout.world_size} ranks (data {layout.data_parallel_size} x tensor "
+            f"the layout has {layout.world_size} ranks (data {layout.data_parallel_size} x {sequence}tensor "
             f"{layout.tensor_parallel_size} x pipeline {layout.pipeline_parallel_size}), and {world_size} processes "
             f"run: launch {layout.world_size}, or change the layout"
         )

@@ -19,6 +19,7 @@ class TokenSliceTopology(ProcessTopology):
     """Axes pipe, token, data and model, where the token axis has one rank: token slices are steps (ADR 0001).
 
     DeepSpeed multiplies the extents of all axes to the world size, so an axis that costs no rank has extent 1.
+    Sequence-parallel ranks have the same weights, so that for DeepSpeed they are data-parallel ranks too (ADR 0048).
     Pipe comes first and model last because DeepSpeed's checkpoints count ranks in that order.
 
     Example:
@@ -30,7 +31,7 @@ class TokenSliceTopology(ProcessTopology):
     def __init__(self, layout: ParallelLayout) -> None:
         super().__init__(
             axes=["pipe", "token", "data", "model"],
-            dims=[layout.pipeline_parallel_size, 1, layout.data_parallel_size, layout.tensor_parallel_size],
+            dims=[layout.pipeline_parallel_size, 1, layout.num_weight_copies, layout.tensor_parallel_size],
         )
         self.layout = layout
 

@@ -114,8 +114,8 @@ class CheckpointInfo:
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel ranks that saved it."""
-        return self.layout["data_parallel_size"]
+        """Ranks with the same weights that saved it: each has its part of the optimizer's state under ZeRO 1."""
+        return self.layout["data_parallel_size"] * self.layout.get("sequence_parallel_size", 1)
 
     def check(self, model: ModelConfig, layout: ParallelLayout, optimizer: str, *, weights_only: bool) -> None:
         """Hold a checkpoint against the run that wants to load it. How either lies on ranks does not matter.

@@ -15,6 +15,8 @@ MOST_ITERATIONS = 10**9
 MOST_SAMPLES_OF_AN_ITERATION = 10**9
 MOST_RANKS = 10**6
 """Beyond these a number is damage and no run."""
+_ADDED_SIZES = {"sequence_parallel_size"}
+"""Sizes of a layout that checkpoints of earlier versions do not name; they were 1."""
 _SHOWN = 40
 """Characters of a wrong value that a line shows."""
 
@@ -55,10 +57,10 @@ def _whole(found: Mapping[str, Any], name: str, least: int, most: int, prefix: s
 
 def _check_layout(layout: object) -> None:
     names = [each.name for each in fields(ParallelLayout)]
-    if not isinstance(layout, dict) or set(layout) != set(names):
+    if not isinstance(layout, dict) or set(layout) | _ADDED_SIZES != set(names):
         raise _wrong("layout", layout, f"an object with {', '.join(names)}")
     ranks = 1
-    for name in names:
+    for name in layout:
         size = _whole(layout, name, 1, MOST_RANKS, "layout.")
         # Token slices are time, and not ranks.
         ranks *= 1 if name == "num_token_slices" else size

@@ -32,7 +32,7 @@ from tests.inference.checkpoints import checkpoint_info
 
 LAYOUT = ParallelLayout(pipeline_parallel_size=64, data_parallel_size=8, tensor_parallel_size=2)
 STAGE, REPLICA, TENSOR_RANK = 7, 3, 1
-RANK = LAYOUT.rank(Coordinate(pipe=STAGE, data=REPLICA, tensor=TENSOR_RANK))
+RANK = LAYOUT.rank(Coordinate(pipe=STAGE, data=REPLICA, sequence=0, tensor=TENSOR_RANK))
 LAYERS = (2 * STAGE, 2 * STAGE + 1)
 WIDTH = 6
 

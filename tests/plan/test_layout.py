@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,20 +10,15 @@ from tests.strategies import layouts
 
 
 def test_tensor_ranks_are_neighbours_and_pipe_ranks_farthest_apart():
-    layout = ParallelLayout(data_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2)
-    assert list(layout.coordinates()) == [
-        Coordinate(pipe=0, data=0, tensor=0),
-        Coordinate(pipe=0, data=0, tensor=1),
-        Coordinate(pipe=0, data=1, tensor=0),
-        Coordinate(pipe=0, data=1, tensor=1),
-        Coordinate(pipe=1, data=0, tensor=0),
-        Coordinate(pipe=1, data=0, tensor=1),
-        Coordinate(pipe=1, data=1, tensor=0),
-        Coordinate(pipe=1, data=1, tensor=1),
-    ]
-    assert layout.groups("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert layout.groups("data") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert layout.groups("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    layout = ParallelLayout(
+        data_parallel_size=2, sequence_parallel_size=2, tensor_parallel_size=2, pipeline_parallel_size=2
+    )
+    assert list(layout.coordinates()) == [Coordinate(*place) for place in product(range(2), repeat=4)]
+    assert layout.coordinate(6) == Coordinate(pipe=0, data=1, sequence=1, tensor=0)
+    assert layout.groups("tensor")[:3] == [[0, 1], [2, 3], [4, 5]]
+    assert layout.groups("sequence")[:3] == [[0, 2], [1, 3], [4, 6]]
+    assert layout.groups("data")[:3] == [[0, 4], [1, 5], [2, 6]]
+    assert layout.groups("pipe")[:3] == [[0, 8], [1, 9], [2, 10]]
 
 
 def test_token_slices_need_no_ranks():
@@ -35,7 +32,7 @@ def test_ranks_and_coordinates_are_a_bijection(layout):
     assert [layout.rank(coordinate) for coordinate in coordinates] == list(range(layout.world_size))
 
 
-@given(layouts(), st.sampled_from(["pipe", "data", "tensor"]))
+@given(layouts(), st.sampled_from(["pipe", "data", "sequence", "tensor"]))
 def test_groups_of_an_axis_cover_every_rank_once_and_differ_in_that_axis_alone(layout, axis):
     groups = layout.groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
@@ -49,6 +46,7 @@ def test_groups_of_an_axis_cover_every_rank_once_and_differ_in_that_axis_alone(l
 def test_data_parallel_size_is_what_the_other_axes_leave(layout):
     assert layout == ParallelLayout.for_world_size(
         layout.world_size,
+        sequence_parallel_size=layout.sequence_parallel_size,
         tensor_parallel_size=layout.tensor_parallel_size,
         pipeline_parallel_size=layout.pipeline_parallel_size,
         num_token_slices=layout.num_token_slices,
@@ -59,6 +57,13 @@ def test_data_parallel_size_is_what_the_other_axes_leave(layout):
 def test_world_size_must_be_a_multiple(world_size, tensor, pipe):
     with pytest.raises(PlanError, match=f"world size {world_size} is not a multiple"):
         ParallelLayout.for_world_size(world_size, tensor_parallel_size=tensor, pipeline_parallel_size=pipe)
+
+
+def test_sequence_parallel_size_is_named_where_it_is_not_1():
+    with pytest.raises(
+        PlanError, match="12 is not a multiple of sequence x tensor x pipeline parallel size 4 x 2 x 1 = 8"
+    ):
+        ParallelLayout.for_world_size(12, sequence_parallel_size=4, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2"])

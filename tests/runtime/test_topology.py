@@ -1,15 +1,18 @@
 """The topology has a token axis that costs no rank, and agrees with the layout and with DeepSpeed's grid."""
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 
 from deepspeed_ext.plan.layout import Coordinate, ParallelLayout
+from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 from deepspeed_ext.runtime.topology import TokenSliceTopology
 from tests.distributed import run_distributed
 from tests.runtime.training import Setup, build
 from tests.strategies import layouts
 
 LAYOUT = ParallelLayout(pipeline_parallel_size=2, data_parallel_size=2, tensor_parallel_size=3, num_token_slices=8)
+SHARING = ParallelLayout(pipeline_parallel_size=2, data_parallel_size=2, sequence_parallel_size=2)
 
 
 def test_token_axis_has_one_rank_and_all_its_steps() -> None:
@@ -25,12 +28,21 @@ def test_ranks_lie_as_in_the_layout(layout: ParallelLayout) -> None:
     assert topology.world_size() == layout.world_size
     for rank in range(layout.world_size):
         place = topology.get_coord(rank)
-        assert Coordinate(place.pipe, place.data, place.model) == layout.coordinate(rank)
+        data, sequence = divmod(place.data, layout.sequence_parallel_size)
+        assert Coordinate(place.pipe, data, sequence, place.model) == layout.coordinate(rank)
         assert place.token == 0
-    for axis, name in (("pipe", "pipe"), ("data", "data"), ("model", "tensor")):
-        # DeepSpeed leaves out groups of one rank.
+    for axis, name in (("pipe", "pipe"), ("model", "tensor")):
         found = sorted(map(tuple, topology.get_axis_comm_lists(axis)))
         assert found == sorted(tuple(group) for group in layout.groups(name))
+
+
+@given(layout=layouts())
+def test_ranks_with_the_same_weights_are_the_replicas_of_deepspeed(layout: ParallelLayout) -> None:
+    replicas = TokenSliceTopology(layout).get_axis_comm_lists("data")
+    assert all(len(ranks) == layout.num_weight_copies for ranks in replicas)
+    for ranks in replicas:
+        places = {layout.coordinate(rank)[::3] for rank in ranks}
+        assert len(places) == 1, "of one stage and tensor-parallel rank"
 
 
 @pytest.mark.parametrize(("rank", "name"), [(0, "model_00"), (1, "model_01"), (11, "model_02")])
@@ -48,7 +60,7 @@ def _grid() -> dict[str, object]:
     grid = engine.grid
     return {
         "sizes": (grid.get_pipe_parallel_world_size(), grid.get_data_parallel_world_size()),
-        "place": Coordinate(grid.get_pipe_parallel_rank(), grid.get_data_parallel_rank(), 0),
+        "place": Coordinate(grid.get_pipe_parallel_rank(), grid.get_data_parallel_rank(), 0, 0),
         "world": engine.dp_world_size,
         "slices": engine.grid._topo.layout.num_token_slices,
     }
@@ -58,3 +70,13 @@ def test_grid_of_an_engine_agrees_with_the_layout() -> None:
     layout = ParallelLayout(pipeline_parallel_size=2, data_parallel_size=2)
     for rank, found in enumerate(run_distributed(_grid, 4)):
         assert found == {"sizes": (2, 2), "place": layout.coordinate(rank), "world": 2, "slices": 4}
+
+
+def _sequence_ranks() -> tuple[int, int, list[int]]:
+    ranks = SequenceParallelRanks.of(SHARING)
+    return ranks.rank, ranks.size, dist.get_process_group_ranks(ranks.group)
+
+
+def test_sequence_parallel_ranks_are_those_of_one_replica() -> None:
+    found = run_distributed(_sequence_ranks, 8)
+    assert found == [(rank % 2, 2, [rank - rank % 2, rank - rank % 2 + 1]) for rank in range(8)]

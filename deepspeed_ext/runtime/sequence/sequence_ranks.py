@@ -1,0 +1,39 @@
+"""The ranks that share the tokens of every token slice."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.runtime.topology import own_group
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceParallelRanks:
+    """Ranks that share the tokens of every token slice between the matrices, and the heads in attention.
+
+    By default one rank alone (ADR 48).
+
+    Attributes:
+        rank: place of this rank among them; it has the part of that number of each token slice.
+        size: number of these ranks.
+        group: their process group; None for one alone.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> "SequenceParallelRanks":
+        """Return those of this rank. Every rank must call it at the same time.
+
+        Args:
+            layout: layout of all ranks.
+            timeout: longest time that a head exchange may take; None for torch's default.
+        """
+        if layout.sequence_parallel_size == 1:
+            return cls()
+        own = layout.coordinate(dist.get_rank()).sequence
+        return cls(own, layout.sequence_parallel_size, own_group(layout.groups("sequence"), timeout))
