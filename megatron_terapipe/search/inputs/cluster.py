@@ -27,6 +27,23 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Memory of a node beside that of its devices, which share it.
+
+    Attributes:
+        memory_bytes: bytes of the node.
+        bandwidth: bytes per second from each device to it, and as many back at the same time, by the data sheet.
+    """
+
+    memory_bytes: float
+    bandwidth: float
+
+
+USUAL_HOST = HostMemory(memory_bytes=512e9, bandwidth=32e9)
+"""Half a terabyte over 16 lanes of PCIe 4."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
     """A machine with devices of one kind.
 
@@ -37,6 +54,7 @@ class Node:
         inside: from one device to another of the node; each device has one such link.
         network: one network card, to other nodes.
         num_network_cards: cards, which all devices of the node share.
+        host: memory of the host.
     """
 
     name: str
@@ -45,6 +63,7 @@ class Node:
     inside: Link
     network: Link
     num_network_cards: int = 1
+    host: HostMemory = USUAL_HOST
 
 
 def check_num_devices(num_devices: int, name: str) -> None:
@@ -118,6 +137,6 @@ class Cluster:
         """Whether all nodes are the same but for their names."""
 
         def parts(node: Node) -> tuple[object, ...]:
-            return node.device, node.num_devices, node.inside, node.network, node.num_network_cards
+            return node.device, node.num_devices, node.inside, node.network, node.num_network_cards, node.host
 
         return len({parts(node) for node in self.nodes}) == 1

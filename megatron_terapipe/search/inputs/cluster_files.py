@@ -98,6 +98,7 @@ def read_flat(flat: FlatCluster, file: str, path: str = "") -> tuple[Cluster, tu
         inside=inside,
         network=network,
         num_network_cards=cards,
+        host=machine.host,
         notes=(assumed(missing, device, machine),) if missing else (),
     )
     if flat.intra_node_GBps is not None:

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.search.inputs.cluster import Device, Link, Node
+from megatron_terapipe.search.inputs.cluster import Device, HostMemory, Link, Node
 
 
 def model_document(model: ModelConfig) -> dict[str, Any]:
@@ -31,16 +31,19 @@ def cluster_document(nodes: Sequence[Node], name: str = "") -> dict[str, Any]:
     return {"name": name, "nodes": listed} if name else {"nodes": listed}
 
 
-def _parts(node: Node) -> tuple[Device, int, Link, Link, int]:
-    return node.device, node.num_devices, node.inside, node.network, node.num_network_cards
+def _parts(node: Node) -> tuple[Device, int, Link, Link, int, HostMemory]:
+    return node.device, node.num_devices, node.inside, node.network, node.num_network_cards, node.host
 
 
-def _described(device: Device, num_devices: int, inside: Link, network: Link, cards: int) -> dict[str, Any]:
+def _described(
+    device: Device, num_devices: int, inside: Link, network: Link, cards: int, host: HostMemory
+) -> dict[str, Any]:
     return {
         "device": _device(device),
         "devices": num_devices,
         "inside": _link(inside),
         "network": {**_link(network), "cards": cards},
+        "host": {"memory": f"{host.memory_bytes!r} B", "bandwidth": f"{host.bandwidth!r} B/s"},
     }
 
 

@@ -7,26 +7,25 @@ from types import MappingProxyType
 
 from megatron_terapipe.devices import DEVICES, GUESS, Device, LibraryDevice
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.inputs.cluster import Link
+from megatron_terapipe.search.inputs.cluster import USUAL_HOST, HostMemory, Link
 from megatron_terapipe.search.inputs.documents import suggestion
 
 # Machines by name: how many devices of which kind, and the links inside and between them, one direction.
 #
 # Bandwidths are those of data sheets: an NVLink generation by its links per device, PCIe by lanes, network cards by
-# their
-# line rate. Latencies are those that NCCL assumes for rings of its Simple protocol: 3.4 us over NVLink, 5.7 us over
-# PCIe,
-# 14 us over a network (github.com/NVIDIA/nccl, src/graph/tuning.cc, `hwLat`); Ethernet without remote memory access is
-# given 30 us, a round guess. What of all this is reached is no matter of machines; calibration says. Sources:
+# their line rate. Latencies are those that NCCL assumes for rings of its Simple protocol: 3.4 us over NVLink, 5.7 us
+# over PCIe, 14 us over a network (github.com/NVIDIA/nccl, src/graph/tuning.cc, `hwLat`); Ethernet without remote memory
+# access is given 30 us, a round guess. The host's memory is that of the whole node in 10^9 bytes; each device reaches
+# it over its own 16 lanes of PCIe, or over NVLink-C2C or Infinity Fabric. What of all this is reached is no matter of
+# machines; calibration says. Sources:
 #
-#     EC2     Amazon EC2 instance types, aws.amazon.com/ec2/instance-types: devices, network
+#     EC2     Amazon EC2 instance types, aws.amazon.com/ec2/instance-types: devices, network, memory
 #     DGX     data sheets of NVIDIA DGX-1, DGX A100, H100, H200 and B200 systems
 #     HGX     as DGX A100 and H100, with the NVLink of A800 and H800
 #     GB200   a compute tray of the GB200 NVL72: two superchips, NVLink to all, a card of 400 Gbit/s for each device
 #     GH200   four superchips with NVLink to each other and a 200 Gbit/s card each, as in CSCS's Alps (docs.cscs.ch)
 #     MI      AMD Instinct data sheets: Infinity Fabric links between devices; a card of 200 and 400 Gbit/s as in
-# Frontier
-#             (docs.olcf.ornl.gov) and in Azure's ND MI300X v5
+#             Frontier (docs.olcf.ornl.gov) and in Azure's ND MI300X v5
 #     PCIe    16 lanes of PCIe 3, 4 and 5, eight devices, one network card of 100 Gbit/s: a usual server, not a product
 #
 
@@ -53,6 +52,7 @@ class Machine:
         inside: from device to device.
         network: one network card.
         num_network_cards: cards that all its devices share.
+        host: memory of the host.
     """
 
     name: str
@@ -62,6 +62,7 @@ class Machine:
     inside: Link
     network: Link
     num_network_cards: int = 1
+    host: HostMemory = USUAL_HOST
 
 
 def _machine(
@@ -72,6 +73,7 @@ def _machine(
     inside_gb_per_s: float,
     cards: tuple[int, float],
     *,
+    host: tuple[float, float],
     inside_latency_s: float = NVLINK_LATENCY_S,
     network_latency_s: float = NETWORK_LATENCY_S,
 ) -> Machine:
@@ -84,10 +86,13 @@ def _machine(
         inside=Link(bandwidth=inside_gb_per_s * GIGABYTE, latency_s=inside_latency_s),
         network=Link(bandwidth=card_gbit_per_s * GIGABIT, latency_s=network_latency_s),
         num_network_cards=num_cards,
+        host=HostMemory(memory_bytes=host[0] * GIGABYTE, bandwidth=host[1] * GIGABYTE),
     )
 
 
-def _pcie(name: str, source: str, device: str | None, num_devices: int, inside: float, network: float) -> Machine:
+def _pcie(
+    name: str, source: str, device: str | None, num_devices: int, inside: float, network: float, memory: float
+) -> Machine:
     """A machine whose devices talk over PCIe, and which has one card without remote memory access."""
     return _machine(
         name,
@@ -96,50 +101,54 @@ def _pcie(name: str, source: str, device: str | None, num_devices: int, inside: 
         num_devices,
         inside,
         (1, network),
+        host=(memory, inside),
         inside_latency_s=PCIE_LATENCY_S,
         network_latency_s=ETHERNET_LATENCY_S,
     )
 
 
-def _ethernet(name: str, device: str, num_devices: int, inside: float, network: float) -> Machine:
-    """An EC2 instance with NVLink and plain Ethernet."""
-    return _machine(name, "EC2", device, num_devices, inside, (1, network), network_latency_s=ETHERNET_LATENCY_S)
+def _ethernet(name: str, device: str, num_devices: int, inside: float, network: float, memory: float) -> Machine:
+    """An EC2 instance with NVLink, PCIe 3 to its host, and plain Ethernet."""
+    host = (memory, 16.0)
+    return _machine(
+        name, "EC2", device, num_devices, inside, (1, network), host=host, network_latency_s=ETHERNET_LATENCY_S
+    )
 
 
 _ENTRIES = (
-    _ethernet("p3.2xlarge", "V100-SXM2-16GB", 1, 150, 10),
-    _ethernet("p3.8xlarge", "V100-SXM2-16GB", 4, 150, 10),
-    _ethernet("p3.16xlarge", "V100-SXM2-16GB", 8, 150, 25),
-    _ethernet("p3dn.24xlarge", "V100-SXM2-32GB", 8, 150, 100),
-    _machine("p4d.24xlarge", "EC2", "A100-SXM4-40GB", 8, 300, (4, 100)),
-    _machine("p4de.24xlarge", "EC2", "A100-SXM4-80GB", 8, 300, (4, 100)),
-    _machine("p5.48xlarge", "EC2", "H100-SXM5-80GB", 8, 450, (32, 100)),
-    _machine("p5en.48xlarge", "EC2", "H200-SXM5-141GB", 8, 450, (16, 200)),
-    _machine("p6-b200.48xlarge", "EC2", "B200-SXM-180GB", 8, 900, (8, 400)),
-    _pcie("g4dn.12xlarge", "EC2", "T4", 4, 16, 50),
-    _pcie("g4dn.metal", "EC2", "T4", 8, 16, 100),
-    _pcie("g5.12xlarge", "EC2", "A10G", 4, 32, 40),
-    _pcie("g5.48xlarge", "EC2", "A10G", 8, 32, 100),
-    _pcie("g6.48xlarge", "EC2", "L4", 8, 32, 100),
-    _pcie("g6e.48xlarge", "EC2", "L40S", 8, 32, 400),
-    _machine("dgx-1-p100", "DGX", "P100-SXM2-16GB", 8, 80, (4, 100)),
-    _machine("dgx-1-v100", "DGX", "V100-SXM2-32GB", 8, 150, (4, 100)),
-    _machine("dgx-a100", "DGX", "A100-SXM4-80GB", 8, 300, (8, 200)),
-    _machine("octo-a800", "HGX", "A800-SXM4-80GB", 8, 200, (8, 200)),
-    _machine("octo-h800", "HGX", "H800-SXM5-80GB", 8, 200, (8, 400)),
-    _machine("dgx-h100", "DGX", "H100-SXM5-80GB", 8, 450, (8, 400)),
-    _machine("dgx-h200", "DGX", "H200-SXM5-141GB", 8, 450, (8, 400)),
-    _machine("dgx-b200", "DGX", "B200-SXM-180GB", 8, 900, (8, 400)),
+    _ethernet("p3.2xlarge", "V100-SXM2-16GB", 1, 150, 10, 65),
+    _ethernet("p3.8xlarge", "V100-SXM2-16GB", 4, 150, 10, 262),
+    _ethernet("p3.16xlarge", "V100-SXM2-16GB", 8, 150, 25, 524),
+    _ethernet("p3dn.24xlarge", "V100-SXM2-32GB", 8, 150, 100, 825),
+    _machine("p4d.24xlarge", "EC2", "A100-SXM4-40GB", 8, 300, (4, 100), host=(1237, 32)),
+    _machine("p4de.24xlarge", "EC2", "A100-SXM4-80GB", 8, 300, (4, 100), host=(1237, 32)),
+    _machine("p5.48xlarge", "EC2", "H100-SXM5-80GB", 8, 450, (32, 100), host=(2199, 64)),
+    _machine("p5en.48xlarge", "EC2", "H200-SXM5-141GB", 8, 450, (16, 200), host=(2199, 64)),
+    _machine("p6-b200.48xlarge", "EC2", "B200-SXM-180GB", 8, 900, (8, 400), host=(2199, 64)),
+    _pcie("g4dn.12xlarge", "EC2", "T4", 4, 16, 50, 206),
+    _pcie("g4dn.metal", "EC2", "T4", 8, 16, 100, 412),
+    _pcie("g5.12xlarge", "EC2", "A10G", 4, 32, 40, 206),
+    _pcie("g5.48xlarge", "EC2", "A10G", 8, 32, 100, 825),
+    _pcie("g6.48xlarge", "EC2", "L4", 8, 32, 100, 825),
+    _pcie("g6e.48xlarge", "EC2", "L40S", 8, 32, 400, 1649),
+    _machine("dgx-1-p100", "DGX", "P100-SXM2-16GB", 8, 80, (4, 100), host=(512, 16)),
+    _machine("dgx-1-v100", "DGX", "V100-SXM2-32GB", 8, 150, (4, 100), host=(512, 16)),
+    _machine("dgx-a100", "DGX", "A100-SXM4-80GB", 8, 300, (8, 200), host=(2000, 32)),
+    _machine("octo-a800", "HGX", "A800-SXM4-80GB", 8, 200, (8, 200), host=(2000, 32)),
+    _machine("octo-h800", "HGX", "H800-SXM5-80GB", 8, 200, (8, 400), host=(2000, 64)),
+    _machine("dgx-h100", "DGX", "H100-SXM5-80GB", 8, 450, (8, 400), host=(2000, 64)),
+    _machine("dgx-h200", "DGX", "H200-SXM5-141GB", 8, 450, (8, 400), host=(2000, 64)),
+    _machine("dgx-b200", "DGX", "B200-SXM-180GB", 8, 900, (8, 400), host=(2000, 64)),
     # A superchip's 18 links of 25 GB/s go to three others, six to each.
-    _machine("quad-gh200", "GH200", "GH200-96GB", 4, 150, (4, 200)),
-    _machine("quad-gb200", "GB200", "GB200-186GB", 4, 900, (4, 400)),
-    _machine("quad-mi250x", "MI", "MI250X-die", 8, 50, (4, 200)),
-    _machine("octo-mi300x", "MI", "MI300X", 8, 448, (8, 400)),
-    _pcie("pcie-3", "PCIe", None, 8, 16, 100),
-    _pcie("pcie-4", "PCIe", None, 8, 32, 100),
-    _pcie("pcie-5", "PCIe", None, 8, 64, 100),
+    _machine("quad-gh200", "GH200", "GH200-96GB", 4, 150, (4, 200), host=(480, 450)),
+    _machine("quad-gb200", "GB200", "GB200-186GB", 4, 900, (4, 400), host=(960, 450)),
+    _machine("quad-mi250x", "MI", "MI250X-die", 8, 50, (4, 200), host=(512, 36)),
+    _machine("octo-mi300x", "MI", "MI300X", 8, 448, (8, 400), host=(1986, 64)),
+    _pcie("pcie-3", "PCIe", None, 8, 16, 100, 512),
+    _pcie("pcie-4", "PCIe", None, 8, 32, 100, 512),
+    _pcie("pcie-5", "PCIe", None, 8, 64, 100, 1024),
     # A guess: processes of one CPU talk over its memory, machines over 1 Gbit/s.
-    _machine("cpu", "a guess", "cpu-core", 2, 2, (1, 1),
+    _machine("cpu", "a guess", "cpu-core", 2, 2, (1, 1), host=(16, 8),
              inside_latency_s=MEMORY_LATENCY_S, network_latency_s=ETHERNET_LATENCY_S),
 )  # fmt: skip
 

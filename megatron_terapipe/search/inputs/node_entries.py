@@ -14,7 +14,9 @@ from megatron_terapipe.search.inputs.cluster import (
     MOST_DEVICES,
     MOST_DEVICES_OF_CLUSTER,
     MOST_NODES,
+    USUAL_HOST,
     Device,
+    HostMemory,
     Link,
     Node,
 )
@@ -93,6 +95,17 @@ class NetworkEntry(LinkEntry):
     cards: DeviceCount | None = None
 
 
+class HostEntry(Entry):
+    """Memory of a node beside its devices; what is left out is as usual."""
+
+    memory: Memory | None = None
+    bandwidth: Bandwidth | None = None
+
+    def read(self, usual: HostMemory) -> HostMemory:
+        """Return the memory; `usual` is what it is where a field is left out."""
+        return HostMemory(memory_bytes=self.memory or usual.memory_bytes, bandwidth=self.bandwidth or usual.bandwidth)
+
+
 DeviceOrName = Annotated[DeviceEntry, _short_for("like")]
 
 
@@ -103,6 +116,7 @@ class NodeParts(Entry):
     devices: DeviceCount | None = None
     inside: Annotated[LinkEntry, BeforeValidator(_link)] | None = None
     network: Annotated[NetworkEntry, BeforeValidator(_link)] | None = None
+    host: HostEntry | None = None
 
 
 class NodeEntry(NodeParts):
@@ -138,6 +152,7 @@ class NodeGroup:
         inside: from device to device.
         network: one network card.
         num_network_cards: cards of a node.
+        host: memory of the host.
         hosts: names of the nodes.
         notes: what the file left to the library, a line each.
     """
@@ -147,6 +162,7 @@ class NodeGroup:
     inside: Link
     network: Link
     num_network_cards: int
+    host: HostMemory = USUAL_HOST
     hosts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -164,6 +180,7 @@ class NodeGroup:
             inside=self.inside,
             network=self.network,
             num_network_cards=self.num_network_cards,
+            host=self.host,
         )
 
     def doubted(self, doubt: str | None) -> "NodeGroup":
@@ -189,6 +206,7 @@ class NodeGroup:
             inside=machine.inside,
             network=machine.network,
             num_network_cards=machine.num_network_cards,
+            host=machine.host,
             notes=notes,
         )
 
@@ -290,7 +308,7 @@ def _with_parts(group: NodeGroup, entry: NodeParts, *, keeps_cards: bool = False
             notes += (f"the network is read as that of each of the {usual} cards of the machine: give cards if not",)
         group = replace(group, network=network, num_network_cards=entry.network.cards or usual, notes=notes)
         group = group.doubted(network_doubt(network))
-    return group
+    return group if entry.host is None else replace(group, host=entry.host.read(group.host))
 
 
 def _base(entry: NodeEntry, where: str, cluster: ClusterEntry, file: str) -> NodeGroup:

@@ -50,6 +50,7 @@ class HardwareEfficiency:
         network_efficiency: share of a network card that collectives reach.
         transfer_network_efficiency: share of a network card that one message between stages reaches.
         transfer_inside_efficiency: share of a link inside a node that it reaches: it takes few of its lanes at once.
+        host_efficiency: share of the link between a device and its host's page-locked memory that copies reach.
         collective_s: start of a collective, beside the latency of its links.
         transfer_s: start of a message between stages, beside the latency of its link.
         optimizer_passes: how often the optimizer step reads or writes the bytes that it keeps of a parameter.
@@ -75,6 +76,7 @@ class HardwareEfficiency:
     network_efficiency: float = constant(0.65, 0.6, most=1.0)
     transfer_inside_efficiency: float = constant(0.18, 0.5, most=1.0)
     transfer_network_efficiency: float = constant(0.8, 0.3, most=1.0)
+    host_efficiency: float = 0.8
     collective_s: float = constant(20e-6, 0.7)
     transfer_s: float = 30e-6
     optimizer_passes: float = constant(1.8, 0.3)

@@ -14,6 +14,7 @@ from megatron_terapipe.search.inputs.cluster_files import (
     read_cluster,
     read_cluster_with_notes,
 )
+from megatron_terapipe.search.inputs.described import cluster_document
 from megatron_terapipe.search.inputs.hostfile import hostfile_text
 from tests.architecture.sources import ROOT
 
@@ -60,6 +61,16 @@ def test_what_is_left_out_comes_from_the_library_and_is_said() -> None:
         "number of devices and links inside of A100-SXM4-80GB nodes not given: those of a dgx-a100 are taken",
     )
     assert not parsed(nodes=[{"machine": "p3.16xlarge"}])[1]
+
+
+def test_memory_of_hosts() -> None:
+    cluster, notes = parsed(nodes=[{"machine": "dgx-h100"}, {"machine": "dgx-h100", "host": {"memory": "1900 GB"}}])
+    usual, less = (node.host for node in cluster.nodes)
+    assert (usual.memory_bytes, usual.bandwidth) == (2e12, 64e9)
+    assert (less.memory_bytes, less.bandwidth) == (1.9e12, 64e9)
+    assert not cluster.is_uniform and not notes
+    described, _ = parse_cluster(cluster_document(cluster.nodes), "c.json")
+    assert [node.host for node in described.nodes] == [usual, less]
 
 
 def test_one_device_for_the_whole_file() -> None:
