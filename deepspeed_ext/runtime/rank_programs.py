@@ -7,6 +7,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import check_lowering, lower_rank, partners
 from deepspeed_ext.plan.programs.posting import RankMessages
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
@@ -26,6 +27,7 @@ class RankPrograms:
         settles: the first program of an extent lets no message travel under an op, since on an accelerator every rank
             then loads kernels, and may have to wait for its device (ADR 22). None where the accelerator runs behind
             its host.
+        host_copies: what waits on the host while nothing reads it; None for nothing.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class RankPrograms:
         shape: PipelineShape,
         loading_ranks: Container[int],
         settles: bool | None = None,
+        host_copies: HostCopySettings | None = None,
     ) -> None:
         self._settles = not get_accelerator().is_synchronized_device() if settles is None else settles
         self._hardware_queues = hardware_queues() if get_accelerator().device_name() == "cuda" else None
+        self._host_copies = host_copies
         self._settled: set[tuple[bool, PipelineShape]] = set()
         self._training = SimulatedSchedule.of(schedule)
         self._evaluation = SimulatedSchedule(forward_order, complete=False)
@@ -84,9 +88,16 @@ class RankPrograms:
         if key not in self._lowered:
             if training:
                 # The trainer has done so before the process group was made.
-                check_lowering(self._training, shape, Device(hardware_queues=self._hardware_queues))
+                check_lowering(self._training, shape, Device(hardware_queues=self._hardware_queues), self._host_copies)
             spans = (self._training if training else self._evaluation).spans(shape)
             messages = {rank: RankMessages(rank, spans(rank), shape) for rank in partners(self._rank, shape)}
-            program = lower_rank(self._rank, messages, shape, loads=self._loads, under_ops=under_ops)
+            program = lower_rank(
+                self._rank,
+                messages,
+                shape,
+                loads=self._loads,
+                under_ops=under_ops,
+                host_copies=self._host_copies if training else None,
+            )
             self._lowered[key] = ProgramSchedule(program, shape, training=training)
         return self._lowered[key]

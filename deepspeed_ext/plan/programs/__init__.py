@@ -7,5 +7,6 @@
 | `posting` | where both ends of every message are posted |
 | `lowering` | the programs of a schedule |
 | `reductions` | which op completes a stage's gradients, and when their sums end |
+| `host_copies` | what waits on the host while nothing reads it, and where its copies are posted |
 | `device` | a model of devices on which every program is proven to end |
 """

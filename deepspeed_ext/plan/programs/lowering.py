@@ -12,7 +12,8 @@ whatever a rank waits for is earlier on the timeline, so the programs end:
   reader has ended;
 - messages match by their order alone, as NCCL wants: on the channel from one rank to another, receives are posted
   in the order in which the other rank sends;
-- between two stages of one rank nothing travels: the result is passed on.
+- between two stages of one rank nothing travels: the result is passed on;
+- a copy to the host or back is posted, and waits for its own rank alone: `host_copies`.
 
     stage 0 | [F0.0 ....] send [F0.1 ....] send          complete 0.0
     stage 1 | receive 0.0       receive 0.1 [F0.0 ....] receive 1.0 [F0.1 ....]
@@ -31,10 +32,19 @@ from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.planned_ops import num_ops
 from deepspeed_ext.plan.programs.device import Device, Drains, check_programs
+from deepspeed_ext.plan.programs.host_copies import (
+    CopiesOfPlace,
+    HostCopySettings,
+    copies_by_place,
+    plan_host_copies,
+)
 from deepspeed_ext.plan.programs.posting import Posting, RankMessages, postings
 from deepspeed_ext.plan.programs.program import (
     COMPLETE,
     COMPUTE,
+    DROP,
+    FETCH,
+    OFFLOAD,
     PASS,
     RECEIVE,
     SEND,
@@ -66,6 +76,7 @@ def lower(
     costs: OpCosts | None = None,
     under_ops: bool = True,
     device: Device | None = None,
+    host_copies: HostCopySettings | None = None,
 ) -> list[Program]:
     """Lower a schedule to one program per pipeline rank, and check that they run to their end.
 
@@ -77,26 +88,40 @@ def lower(
         costs: of the ops, which say where messages are best posted; None for `lowering_costs`.
         under_ops: messages may travel while ranks compute; False for steps in which all ranks may drain at any op.
         device: on which they must end; None for the default of `Device`, with drains on one rank or on all.
+        host_copies: what waits on the host while nothing reads it; None for nothing.
 
     Raises:
         ScheduleDeadlock: if the schedule, or the placement of its transfers, would leave ranks waiting for each other.
     """
     spans = simulate(rank_orders(schedule, shape), shape, costs or lowering_costs(shape)).spans
-    programs = _lower_all(spans.__getitem__, shape, loading_ranks, under_ops=under_ops)
+    programs = _lower_all(spans.__getitem__, shape, loading_ranks, under_ops=under_ops, host_copies=host_copies)
     check_programs(programs, shape, device or Device(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS))
     return programs
 
 
 def _lower_all(
-    spans: SpansOfRank, shape: PipelineShape, loading_ranks: Container[int] | None = None, *, under_ops: bool = True
+    spans: SpansOfRank,
+    shape: PipelineShape,
+    loading_ranks: Container[int] | None = None,
+    *,
+    under_ops: bool = True,
+    host_copies: HostCopySettings | None = None,
 ) -> list[Program]:
     if loading_ranks is None:
         loading_ranks = {shape.rank_of(0), shape.rank_of(shape.last_stage)}
     messages = {rank: RankMessages(rank, spans(rank), shape) for rank in range(shape.num_ranks)}
-    return [lower_rank(rank, messages, shape, loads=rank in loading_ranks, under_ops=under_ops) for rank in messages]
+    return [
+        lower_rank(rank, messages, shape, loads=rank in loading_ranks, under_ops=under_ops, host_copies=host_copies)
+        for rank in messages
+    ]
 
 
-def check_lowering(schedule: SimulatedSchedule, shape: PipelineShape, device: Device | None = None) -> None:
+def check_lowering(
+    schedule: SimulatedSchedule,
+    shape: PipelineShape,
+    device: Device | None = None,
+    host_copies: HostCopySettings | None = None,
+) -> None:
     """See that the programs that ranks will lower by themselves end. What was found once is not looked for again.
 
     Up to `FEW_OPS` ops the model of devices runs the programs of all ranks. For more, it is enough that the schedule
@@ -106,22 +131,23 @@ def check_lowering(schedule: SimulatedSchedule, shape: PipelineShape, device: De
         schedule: order of the ops.
         shape: of the pipeline.
         device: on which they must end; None for the default of `Device`.
+        host_copies: what waits on the host; None for nothing.
 
     Raises:
         PlanError: if the schedule does not fit the shape, or misses ops.
         ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
     """
     device = device or Device()
-    if (shape, device) in schedule.proven:
+    if (shape, device, host_copies) in schedule.proven:
         return
     spans = schedule.spans(shape)
     if num_ops(shape) <= FEW_OPS:
-        check_programs(_lower_all(spans, shape), shape, device)
+        check_programs(_lower_all(spans, shape, host_copies=host_copies), shape, device)
     elif not device.has_queues_for(shape):
         raise ScheduleDeadlock(
             f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where {device.sharing(shape)}"
         )
-    schedule.proven.add((shape, device))
+    schedule.proven.add((shape, device, host_copies))
 
 
 def partners(rank: int, shape: PipelineShape) -> set[int]:
@@ -135,7 +161,13 @@ def partners(rank: int, shape: PipelineShape) -> set[int]:
 
 
 def lower_rank(
-    rank: int, messages: Mapping[int, RankMessages], shape: PipelineShape, *, loads: bool, under_ops: bool = True
+    rank: int,
+    messages: Mapping[int, RankMessages],
+    shape: PipelineShape,
+    *,
+    loads: bool,
+    under_ops: bool = True,
+    host_copies: HostCopySettings | None = None,
 ) -> Program:
     """Lower the ops of one rank.
 
@@ -145,6 +177,7 @@ def lower_rank(
         shape: of the pipeline.
         loads: whether the rank takes micro-batches from the data iterator.
         under_ops: messages may travel while ranks compute.
+        host_copies: what waits on the host while nothing reads it; None for nothing.
     """
     sends, receives, completions = (defaultdict[int, list[Posting]](list) for _ in range(3))
     for channel in channels(shape):
@@ -168,20 +201,35 @@ def lower_rank(
             [(COMPLETE[posting.message.kind], posting.message) for posting in complete],
         )
 
+    copies = [] if host_copies is None else plan_host_copies(messages[rank].spans, shape, host_copies)
+    copied = copies_by_place(copies)
     steps: list[_Step] = []
     loaded = set()
     for place, (op, *_) in enumerate(messages[rank].spans):
         sending, receiving, completing = transfers(place)
-        steps += sending
+        # Another rank waits for what is sent. What is dropped makes room for what is received and fetched.
+        offloading, dropping, fetching = _host_copies(copied.get(place))
+        steps += [*sending, *offloading, *dropping]
         if loads and op.micro_batch not in loaded:
             loaded.add(op.micro_batch)
             steps.append((InstructionKind.LOAD_MICRO_BATCH, op))
-        steps += [*receiving, *completing, (COMPUTE[op.kind], op)]
+        steps += [*receiving, *completing, *fetching, (COMPUTE[op.kind], op)]
         reader = reader_of(result(op), shape)
         if reader is not None and shape.rank_of(reader.stage) == rank:
             steps.append((PASS[reader.kind], result(op)))
     sending, _, completing = transfers(len(messages[rank].spans))
     return with_reductions(_assign_buffers(rank, steps + sending + completing))
+
+
+def _host_copies(copied: CopiesOfPlace | None) -> tuple[list[_Step], list[_Step], list[_Step]]:
+    """Offloads, drops and fetches of a place."""
+    if copied is None:
+        return [], [], []
+    offloading, dropping, fetching = (
+        [(table[copy.content], copy.op) for copy in copies]
+        for table, copies in zip((OFFLOAD, DROP, FETCH), copied, strict=True)
+    )
+    return offloading, dropping, fetching
 
 
 def _reader(message: Op, shape: PipelineShape) -> Op:

@@ -42,6 +42,27 @@ class InstructionKind(StrEnum):
     """Empty a buffer for the next token slice. Roughly: `buffers[b] = None`."""
     REDUCE_GRADIENTS = "reduce gradients"
     """Sum what is complete of a stage over its replicas. Roughly: `all_reduce(gradients[i], asynchronous)`."""
+    OFFLOAD_INPUT = "offload input"
+    """Post a copy of a stage's input to the host. Roughly: `host[i, m, t] = copy(buffers[b].inputs)`."""
+    OFFLOAD_KEYS_AND_VALUES = "offload keys and values"
+    """Post a copy of a token slice's keys and values to the host. Later token slices may still read them."""
+    DROP_INPUT = "drop input"
+    """Wait for the copy and let go of the device's tensors. Roughly: `buffers[b].inputs = None`."""
+    DROP_KEYS_AND_VALUES = "drop keys and values"
+    """The same for keys and values."""
+    FETCH_INPUT = "fetch input"
+    """Post the copy back; the op that reads waits for it. Roughly: `buffers[b].inputs = copy(host.pop((i, m, t)))`."""
+    FETCH_KEYS_AND_VALUES = "fetch keys and values"
+    """The same for keys and values."""
+
+
+class Content(StrEnum):
+    """What a host copy is of: something that the forward of a token slice leaves on a stage for its backward."""
+
+    INPUT = "input"
+    """The stage's input, from which a stage that is recomputed starts again."""
+    KEYS_AND_VALUES = "keys and values"
+    """Those of the token slice, of all layers of the stage."""
 
 
 COMPUTE = {kind: InstructionKind[kind.name] for kind in OpKind}
@@ -58,12 +79,28 @@ COMPLETE = {
     OpKind.FORWARD: InstructionKind.COMPLETE_ACTIVATION,
     OpKind.INPUT_GRADIENT: InstructionKind.COMPLETE_GRADIENT,
 }
-UNBUFFERED = {InstructionKind.LOAD_MICRO_BATCH, InstructionKind.REDUCE_GRADIENTS, *COMPLETE.values()}
+
+# Instructions that serve a host copy, by what is copied.
+OFFLOAD = {
+    Content.INPUT: InstructionKind.OFFLOAD_INPUT,
+    Content.KEYS_AND_VALUES: InstructionKind.OFFLOAD_KEYS_AND_VALUES,
+}
+DROP = {Content.INPUT: InstructionKind.DROP_INPUT, Content.KEYS_AND_VALUES: InstructionKind.DROP_KEYS_AND_VALUES}
+FETCH = {Content.INPUT: InstructionKind.FETCH_INPUT, Content.KEYS_AND_VALUES: InstructionKind.FETCH_KEYS_AND_VALUES}
+
+UNBUFFERED = {
+    InstructionKind.LOAD_MICRO_BATCH,
+    InstructionKind.REDUCE_GRADIENTS,
+    *COMPLETE.values(),
+    *(table[Content.KEYS_AND_VALUES] for table in (OFFLOAD, DROP, FETCH)),
+}
 """Instructions that touch no buffer."""
 
 # The same tables as sets, which answer at once.
 COMPUTES, RECEIVES = frozenset(COMPUTE.values()), frozenset(RECEIVE.values())
 SENDS, COMPLETES = frozenset(SEND.values()), frozenset(COMPLETE.values())
+OFFLOADS, DROPS, FETCHES = frozenset(OFFLOAD.values()), frozenset(DROP.values()), frozenset(FETCH.values())
+HOST_COPIES = OFFLOADS | DROPS | FETCHES
 
 _OP_KINDS = {instruction: kind for table in (RECEIVE, SEND, PASS, COMPLETE) for kind, instruction in table.items()} | {
     instruction: kind for kind, instruction in COMPUTE.items()

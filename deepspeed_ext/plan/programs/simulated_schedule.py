@@ -6,6 +6,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, PipelineShape
 from deepspeed_ext.plan.planned_ops import check_num_ops, num_ops
 from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.simulate import check_complete, simulate
 from deepspeed_ext.plan.timeline import Span
@@ -33,8 +34,8 @@ class SimulatedSchedule:
         self.costs = costs or lowering_costs
         """Costs that the timeline of a shape has."""
         self._spans: dict[PipelineShape, SpansOfRank] = {}
-        self.proven: set[tuple[PipelineShape, Device]] = set()
-        """Shapes and devices for which `lowering.check_lowering` has found that its programs end."""
+        self.proven: set[tuple[PipelineShape, Device, HostCopySettings | None]] = set()
+        """Shapes, devices and host copies for which `lowering.check_lowering` has found that its programs end."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> "SimulatedSchedule":

@@ -1,0 +1,282 @@
+"""Host copies: keys, values and stage inputs that are not read for long wait in host memory. ADR 50.
+
+The forward of a token slice leaves two things on its stage for the backward: the stage's input, from which the stage
+is recomputed, and keys and values. Between the last forward that reads one and the first backward that does lies a
+gap, in which the rank may run whole other stages. A gap that is longer than a copy to the host and one back is used:
+
+    rank     | [0F0.0][0F0.1]         other stages          [0B0.1][0B0.0]
+    to host  |        [offload 0.0][0.1]                                        copies of one direction go one after
+    from host|                               [fetch 0.0][0.1]                   the other
+    device   | [====== 0.0 ========]         [============================]
+    host     |        [=============================]
+
+    offload    posted right after the forward. Keys and values do not change after it, so others may still read them
+    drop       behind the last forward that reads them, and the end of the copy: the device lets go
+    fetch      posted as late as it may be and still arrive in time; the op that reads waits for its end
+
+Copies change the order of no op. Each thing goes to the host and back at most once. Who reads what, which gaps are used
+and where the instructions stand is stated here once, for the lowering, the simulators and the memory curves.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs.program import Content
+from deepspeed_ext.plan.slicing import TokenSlices
+
+Timed = tuple[Op, float, float]
+"""An op with its start and end, as `timeline.Span` has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopySettings:
+    """What may wait on the host, and how fast it is copied.
+
+    Attributes:
+        lengths: tokens of each token slice.
+        input_bytes: per stage, bytes of its input for one token of a micro-batch; 0 for what is never copied, such as
+            the tokens that the first stage reads.
+        key_value_bytes: per stage, bytes of the keys and values of all its layers for one token of a micro-batch.
+        to_host: bytes per time from the device to the host, in the unit of the timeline that copies are planned on.
+        from_host: bytes per time back.
+        least_gap: time below which a gap is not used, however short the copies are.
+        host_bytes: most bytes of the host that a rank uses at a time.
+        windows: per stage, its widest sliding window in tokens; None where a layer attends to all tokens before.
+            Empty where no stage has one.
+        ahead: ops by which a fetch is posted ahead of the op that reads, at least, since real times differ from those
+            of the timeline.
+
+    Raises:
+        PlanError: if a value cannot be.
+    """
+
+    lengths: tuple[int, ...]
+    input_bytes: tuple[float, ...]
+    key_value_bytes: tuple[float, ...]
+    to_host: float = inf
+    from_host: float = inf
+    least_gap: float = 0.0
+    host_bytes: float = inf
+    windows: tuple[int | None, ...] = ()
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        for name in ("to_host", "from_host"):
+            if not getattr(self, name) > 0:
+                raise PlanError(f"{name}={getattr(self, name)!r} bytes per time would never end: give more than 0")
+        for name in ("least_gap", "host_bytes", "ahead"):
+            if not getattr(self, name) >= 0:
+                raise PlanError(f"{name}={getattr(self, name)!r} cannot be: give 0 or more")
+        for name in ("input_bytes", "key_value_bytes"):
+            if not all(0 <= entry < inf for entry in getattr(self, name)):
+                raise PlanError(f"{name} {list(getattr(self, name))} cannot be: give finite numbers of bytes >= 0")
+        TokenSlices(self.lengths)
+
+    def fitting(self, shape: PipelineShape) -> "HostCopySettings":
+        """Return the settings for a shape; for another number of token slices, with equal lengths of the same sum.
+
+        Raises:
+            PlanError: if there are not as many bytes, or windows, as stages.
+        """
+        windows = self.windows or (None,) * shape.num_stages
+        for name, entries in (
+            ("input_bytes", self.input_bytes),
+            ("key_value_bytes", self.key_value_bytes),
+            ("windows", windows),
+        ):
+            if len(entries) != shape.num_stages:
+                raise PlanError(f"{len(entries)} {name} for {shape.num_stages} stages: give one for each stage")
+        lengths = self.lengths
+        if len(lengths) != shape.num_token_slices:
+            each = max(1, round(sum(lengths) / shape.num_token_slices))
+            lengths = (each,) * shape.num_token_slices
+        return replace(self, lengths=lengths, windows=windows)
+
+    def size(self, content: Content, stage: int, token_slice: int) -> float:
+        """Return the bytes of a copy.
+
+        Args:
+            content: what is copied.
+            stage: on which it is.
+            token_slice: whose it is.
+        """
+        table = self.input_bytes if content is Content.INPUT else self.key_value_bytes
+        return self.lengths[token_slice] * table[stage]
+
+    def last_reader(self, content: Content, stage: int, token_slice: int) -> int:
+        """Return the last token slice that reads something: of keys and values, the last that has them in reach.
+
+        Args:
+            content: what is read.
+            stage: on which it is.
+            token_slice: whose it is.
+        """
+        if content is Content.INPUT:
+            return token_slice
+        window = self.windows[stage] if self.windows else None
+        if window is None:
+            return len(self.lengths) - 1
+        # A token slice reaches window - 1 tokens back from its first.
+        firsts = list(accumulate(self.lengths[:-1], initial=0))
+        end = firsts[token_slice] + self.lengths[token_slice]
+        return bisect_left(firsts, end + window - 1) - 1
+
+
+class HostCopy(NamedTuple):
+    """The way of one thing to the host and back. A place p is in front of op p of the rank's order."""
+
+    content: Content
+    stage: int
+    micro_batch: int
+    token_slice: int
+    size: float
+    """Bytes."""
+    offload: int
+    """Place at which the copy to the host is posted: behind the forward of its token slice."""
+    drop: int
+    """Place at which the device lets go."""
+    fetch: int
+    """Place at which the copy back is posted."""
+    reader: int
+    """The op that waits for it, by its number in the rank's order."""
+
+    @property
+    def op(self) -> Op:
+        """The forward that leaves what is copied."""
+        return Op(OpKind.FORWARD, self.stage, self.micro_batch, self.token_slice)
+
+
+class _Gap(NamedTuple):
+    """Something that is not read for some time."""
+
+    content: Content
+    unit: tuple[int, int, int]
+    size: float
+    written: int
+    """Number of the op that leaves it: its forward."""
+    before: int
+    """Number of the last forward that reads it."""
+    after: int
+    """Number of the first backward that reads it."""
+
+
+def plan_host_copies(spans: Sequence[Timed], shape: PipelineShape, settings: HostCopySettings) -> list[HostCopy]:
+    """Return the copies of one rank, by the place of their fetch, in the order in which fetches are posted.
+
+    Args:
+        spans: the rank's ops on a timeline without copies.
+        shape: extent of the pipeline.
+        settings: what may be copied, and how fast.
+
+    Raises:
+        PlanError: if the settings are for another number of stages.
+    """
+    settings = settings.fitting(shape)
+    gaps = _within_host_bytes(list(_long_gaps(spans, settings)), settings.host_bytes)
+    fetches = _place_fetches(gaps, spans, settings)
+    # Without those that would not be back in time, the others are on the host sooner, if anything.
+    drops = _place_drops(fetches, spans, settings)
+    return [
+        HostCopy(gap.content, *gap.unit, gap.size, gap.written + 1, drops[gap], fetch, gap.after)
+        for gap, fetch in fetches.items()
+    ]
+
+
+def _long_gaps(spans: Sequence[Timed], settings: HostCopySettings) -> Iterator[_Gap]:
+    """Gaps that are longer than a copy to the host and one back, by the op before them."""
+    forwards: dict[tuple[int, int, int], int] = {}
+    backwards: dict[tuple[int, int, int], int] = {}
+    for number, (op, *_) in enumerate(spans):
+        if op.kind is OpKind.FORWARD:
+            forwards[op[1:]] = number
+        elif op.kind is not OpKind.WEIGHT_GRADIENT:
+            backwards[op[1:]] = number
+    for (stage, micro_batch, token_slice), written in forwards.items():
+        for content in Content:
+            size = settings.size(content, stage, token_slice)
+            last = (stage, micro_batch, settings.last_reader(content, stage, token_slice))
+            if not size or last not in backwards:
+                continue
+            before, after = forwards[last], backwards[last]
+            time = spans[after][1] - spans[before][2]
+            if time >= settings.least_gap and time > size / settings.to_host + size / settings.from_host:
+                yield _Gap(content, (stage, micro_batch, token_slice), size, written, before, after)
+
+
+def _within_host_bytes(gaps: Sequence[_Gap], most: float) -> list[_Gap]:
+    """Leave out what the host has no room for: of all that would be there at a time, what is read again first."""
+    chosen = set(gaps)
+    on_host: list[tuple[int, int, _Gap]] = []
+    held = 0.0
+    for number, gap in enumerate(sorted(gaps, key=lambda gap: gap.written)):
+        while on_host and on_host[0][0] <= gap.written:
+            held -= heappop(on_host)[2].size
+        heappush(on_host, (gap.after, number, gap))
+        held += gap.size
+        while held > most:
+            left_out = heappop(on_host)[2]
+            held -= left_out.size
+            chosen.remove(left_out)
+    return [gap for gap in gaps if gap in chosen]
+
+
+def _place_drops(gaps: Iterable[_Gap], spans: Sequence[Timed], settings: HostCopySettings) -> dict[_Gap, int]:
+    """The first place of each gap at which its copy to the host has ended."""
+    ends = [end for _, _, end in spans]
+    free = -inf
+    drops = {}
+    for gap in sorted(gaps, key=lambda gap: (gap.written, gap.content)):
+        free = max(free, ends[gap.written]) + gap.size / settings.to_host
+        drops[gap] = max(gap.before + 1, bisect_left(ends, free) + 1)
+    return drops
+
+
+def _place_fetches(gaps: Iterable[_Gap], spans: Sequence[Timed], settings: HostCopySettings) -> dict[_Gap, int]:
+    """The last place of each gap from which its copy back is in time; without those for which there is none.
+
+    Placed from the last to the first: each must end before its reader starts, and before the next copy does.
+    """
+    ends = [end for _, _, end in spans]
+    drops = _place_drops(gaps, spans, settings)
+    next_start = inf
+    placed: list[tuple[_Gap, int]] = []
+    for gap in sorted(drops, key=lambda gap: (gap.after, gap.written), reverse=True):
+        start = min(next_start, spans[gap.after][1]) - gap.size / settings.from_host
+        place = min(bisect_right(ends, start), gap.after - settings.ahead)
+        if place > gap.before and place >= drops[gap]:
+            placed.append((gap, place))
+            next_start = start
+    return dict(reversed(placed))
+
+
+class CopiesOfPlace(NamedTuple):
+    """Copies that have an instruction at one place of a rank, in the order in which they are posted."""
+
+    offloaded: list[HostCopy]
+    dropped: list[HostCopy]
+    fetched: list[HostCopy]
+
+
+def copies_by_place(copies: Iterable[HostCopy]) -> dict[int, CopiesOfPlace]:
+    """Return what is offloaded, dropped and fetched at each place of a rank; nothing at places that are missing.
+
+    Args:
+        copies: as `plan_host_copies` gives them.
+    """
+    places: dict[int, CopiesOfPlace] = defaultdict(lambda: CopiesOfPlace([], [], []))
+    for copy in copies:
+        places[copy.offload].offloaded.append(copy)
+        places[copy.drop].dropped.append(copy)
+        places[copy.fetch].fetched.append(copy)
+    for place in places.values():
+        place.offloaded.sort(key=lambda copy: copy.content)
+    return dict(places)

@@ -1,0 +1,181 @@
+"""Host copies: every reader finds what it reads on the device, and nothing else changes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.ops import OpKind, PipelineShape
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.programs.program import (
+    DROP,
+    FETCH,
+    HOST_COPIES,
+    OFFLOAD,
+    Content,
+    InstructionKind,
+    Program,
+)
+from deepspeed_ext.plan.schedules import fixed, forward_order, gpipe
+from tests.strategies import orders_of_pipelines
+
+COMPUTES = {InstructionKind[kind.name]: kind for kind in OpKind}
+BY_CONTENT = {
+    (table[content]): (step, content) for step, table in enumerate((OFFLOAD, DROP, FETCH)) for content in Content
+}
+OFFLOADED, DROPPED, FETCHED = range(3)
+
+
+@st.composite
+def settings_of(draw: st.DrawFn, shape: PipelineShape) -> HostCopySettings:
+    """Sizes, speeds, limits and windows of any kind."""
+
+    def each(entries: st.SearchStrategy) -> st.SearchStrategy:
+        return st.tuples(*[entries] * shape.num_stages)
+
+    sizes = each(st.sampled_from([0.0, 1.0, 2.5]))
+    speed = st.sampled_from([0.3, 1.0, 10.0, float("inf")])
+    return HostCopySettings(
+        draw(st.tuples(*[st.integers(1, 9)] * shape.num_token_slices)),
+        draw(sizes),
+        draw(sizes),
+        to_host=draw(speed),
+        from_host=draw(speed),
+        least_gap=draw(st.sampled_from([0.0, 3.0])),
+        host_bytes=draw(st.sampled_from([0.0, 10.0, 40.0, float("inf")])),
+        windows=draw(st.just(()) | each(st.none() | st.integers(1, 30))),
+        ahead=draw(st.integers(0, 2)),
+    )
+
+
+planned = orders_of_pipelines().flatmap(lambda each: st.tuples(st.just(each), settings_of(each[1])))
+
+
+def reads(settings: HostCopySettings, stage: int, reader: int, content: Content) -> range:
+    """Token slices of which a token slice reads something: itself, or all that have a token in its window."""
+    if content is Content.INPUT:
+        return range(reader, reader + 1)
+    window = (settings.windows or (None,) * (stage + 1))[stage]
+    first = sum(settings.lengths[:reader])
+    seen = [
+        each for each in range(reader + 1) if window is None or sum(settings.lengths[: each + 1]) > first - (window - 1)
+    ]
+    return range(seen[0], reader + 1)
+
+
+def replay(program: Program, settings: HostCopySettings) -> float:
+    """Run a program by hand: what an op reads must be on the device. Returns the most bytes on the host."""
+    on_device: set = set()
+    way: dict = {}
+    held = most = 0.0
+    for kind, stage, micro_batch, token_slice, _ in program.instructions:
+        if kind in BY_CONTENT:
+            step, content = BY_CONTENT[kind]
+            thing = (content, stage, micro_batch, token_slice)
+            assert way.get(thing) == (None if step == OFFLOADED else step - 1), "once each, in this order"
+            assert thing in on_device if step != FETCHED else thing not in on_device
+            way[thing] = step
+            if step == OFFLOADED:
+                held += settings.size(content, stage, token_slice)
+                most = max(most, held)
+            (on_device.discard if step == DROPPED else on_device.add)(thing)
+        elif kind in COMPUTES and COMPUTES[kind] is not OpKind.WEIGHT_GRADIENT:
+            if COMPUTES[kind] is OpKind.FORWARD:
+                on_device |= {(content, stage, micro_batch, token_slice) for content in Content}
+            for content in Content:
+                for each in reads(settings, stage, token_slice, content):
+                    thing = (content, stage, micro_batch, each)
+                    assert thing in on_device, f"{kind} of {stage, micro_batch, token_slice} reads {thing}"
+                    if way.get(thing) == FETCHED:
+                        # It has arrived: the host lets go.
+                        held -= settings.size(content, stage, each)
+                        way[thing] = None
+    assert all(step in (None, FETCHED) for step in way.values())
+    return most
+
+
+@given(planned)
+def test_every_reader_finds_what_it_reads_and_the_host_has_room(drawn):
+    (orders, shape), settings = drawn
+    for program in lower(fixed(orders), shape, host_copies=settings):
+        assert replay(program, settings) <= settings.host_bytes
+
+
+@given(planned)
+def test_without_its_copies_a_program_is_what_it_was(drawn):
+    (orders, shape), settings = drawn
+    for before, after in zip(
+        lower(fixed(orders), shape), lower(fixed(orders), shape, host_copies=settings), strict=True
+    ):
+        kept = tuple(each for each in after.instructions if each.kind not in HOST_COPIES)
+        assert replace(after, instructions=kept) == before
+
+
+SHAPE = PipelineShape(4, 1, 2, num_model_chunks=2)
+SETTINGS = HostCopySettings((2, 2), (0, 0, 0, 0), (1, 1, 1, 1))
+
+
+def texts(settings: HostCopySettings) -> list[str]:
+    """Ops and copies of the first rank."""
+    kinds = HOST_COPIES | COMPUTES.keys()
+    return [str(each) for each in lower(gpipe, SHAPE, host_copies=settings)[0].instructions if each.kind in kinds]
+
+
+def test_by_hand():
+    # The stages that turn round have no gap: their backwards follow at once.
+    assert texts(SETTINGS) == [
+        "forward 0F0.0 @0",
+        "offload keys and values 0F0.0",
+        "forward 0F0.1 @2",
+        "offload keys and values 0F0.1",
+        "drop keys and values 0F0.0",
+        "drop keys and values 0F0.1",
+        "forward 2F0.0 @1",
+        "forward 2F0.1 @3",
+        "backward 2B0.1 @3",
+        "fetch keys and values 0F0.0",
+        "fetch keys and values 0F0.1",
+        "backward 2B0.0 @1",
+        "backward 0B0.1 @2",
+        "backward 0B0.0 @0",
+    ]
+
+
+def test_inputs_wait_for_their_own_backward_alone():
+    copies = [
+        text for text in texts(replace(SETTINGS, input_bytes=(0, 1, 1, 1), key_value_bytes=(0,) * 4)) if "input" in text
+    ]
+    assert copies == ["offload input 2F0.0 @1", "drop input 2F0.0 @1", "fetch input 2F0.0 @1"]
+
+
+def test_what_the_host_has_no_room_for_stays():
+    copied = [text for text in texts(replace(SETTINGS, host_bytes=3)) if "fetch" in text]
+    assert copied == ["fetch keys and values 0F0.1"]
+
+
+@pytest.mark.parametrize("slow", [{"to_host": 0.1}, {"from_host": 0.1}, {"least_gap": 20.0}])
+def test_gaps_that_are_too_short_are_not_used(slow):
+    assert not any("fetch" in text for text in texts(replace(SETTINGS, **slow)))
+
+
+def test_evaluation_copies_nothing():
+    programs = lower(forward_order, SHAPE, host_copies=SETTINGS)
+    assert not any(each.kind in HOST_COPIES for program in programs for each in program.instructions)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"to_host": 0.0}, "to_host=0.0 bytes per time would never end: give more than 0"),
+        ({"least_gap": -1.0}, "least_gap=-1.0 cannot be: give 0 or more"),
+        ({"input_bytes": (float("nan"),)}, r"input_bytes \[nan\] cannot be: give finite numbers of bytes >= 0"),
+        ({"input_bytes": (1,)}, "1 input_bytes for 4 stages: give one for each stage"),
+        ({"windows": (1,)}, "1 windows for 4 stages: give one for each stage"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong, message):
+    with pytest.raises(PlanError, match=f"^{message}$"):
+        lower(gpipe, SHAPE, host_copies=replace(SETTINGS, **wrong))
