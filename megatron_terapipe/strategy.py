@@ -4,12 +4,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from math import prod
-from operator import neg
 from typing import Any, get_type_hints
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.partition import StagePartition
-from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config import (
     BatchConfig,
@@ -21,235 +19,29 @@ from megatron_terapipe.config import (
     TrainingConfig,
 )
 from megatron_terapipe.config.parallel import AUTO, MOST_RANKS
-from megatron_terapipe.dimensions import (
-    Dimension,
-    Tried,
-    dimension,
-    dimensions_of,
-    switch,
-    whole,
-    whole_list,
-    word,
-    word_or_bounds,
-)
+from megatron_terapipe.dimensions import Dimension, dimensions_of
 from megatron_terapipe.errors import ConfigError
-
-SOLVED = "solved"
-"""The stage partition that balances the predicted time of stages; in a strategy it is a list of bounds."""
-
-RECOMPUTE = ("none", "selective", "full")
-ZERO_STAGES = (0, 1)
-
-MODEL_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-"""Model chunks that are tried. With more, a stage has few layers, and launches and transfers are most of its time."""
+from megatron_terapipe.strategy_fields import StrategyFields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Strategy:
+class Strategy(StrategyFields):
     """Parallelism, batch and memory savings of a run.
 
-    The keys of its JSON object are the names of these fields. Values that the trainer cannot run are valid here: the
-    search prices them, and `settings` refuses them. Each field declares what is done with it (`dimensions.Dimension`).
+    Values that the trainer cannot run are valid here: the search prices them, and `settings` refuses them.
 
     Raises:
         ConfigError: if a value is not of its type, or two contradict each other.
     """
-
-    data_parallel_size: int = dimension(
-        1,
-        kind=whole(),
-        tried=Tried.REST_OF_DEVICES,
-        ranks=True,
-        flag_help=(1, "data-parallel sizes"),
-        label=(1, "data-parallel size"),
-        column=(1, "dp"),
-        phrase=(1, "dp {}"),
-        always=True,
-        tie=5,
-    )
-    """Ranks that share the batch."""
-
-    tensor_parallel_size: int = dimension(
-        1,
-        kind=whole(),
-        setting="tensor_model_parallel_size",
-        tried=Tried.DIVISORS_OF_DEVICES,
-        ranks=True,
-        flag_help=(2, "tensor-parallel sizes"),
-        label=(2, "tensor-parallel size"),
-        column=(2, "tp"),
-        phrase=(2, "tp {}"),
-        always=True,
-        tie=3,
-    )
-    """Ranks that share each layer."""
-
-    pipeline_parallel_size: int = dimension(
-        1,
-        kind=whole(),
-        setting="pipeline_model_parallel_size",
-        tried=Tried.DIVISORS_OF_DEVICES,
-        ranks=True,
-        flag_help=(3, "pipeline-parallel sizes"),
-        label=(3, "pipeline ranks"),
-        column=(3, "pp"),
-        phrase=(3, "pp {}"),
-        always=True,
-        tie=4,
-    )
-    """Pipeline ranks."""
-
-    num_token_slices: int = dimension(
-        1,
-        kind=whole(),
-        tried=Tried.COUNTS_OF_TOKEN_SLICES,
-        axis="token_slices",
-        flag_help=(6, "numbers of token slices; 1 leaves sequences whole"),
-        label=(5, "token slices"),
-        column=(4, "S"),
-        phrase=(7, "{} token slices"),
-        tie=1,
-    )
-    """Token slices that every sequence is cut into."""
-
-    token_slices: tuple[int, ...] | None = dimension(
-        None,
-        kind=whole_list(1),
-        flag_help=(7, "lengths of the token slices: 704,688,656"),
-        label=(6, "lengths of token slices"),
-        none="equal",
-        column=(11, "cut"),
-        usual="even",
-        dropped=2,
-        tie=13,
-    )
-    """Their lengths in tokens; None = as equal as can be."""
-
-    micro_batch_size: int = dimension(
-        1,
-        kind=whole(),
-        tried=Tried.DIVISORS_OF_BATCH,
-        axis="micro_batch",
-        flag_help=(5, "micro-batch sizes"),
-        label=(7, "micro-batch size"),
-        column=(5, "mbs"),
-        phrase=(4, "micro-batch {}"),
-        always=True,
-        tie=6,
-    )
-    """Sequences that go through the pipeline together."""
-
-    global_batch_size: int | None = dimension(None, kind=whole(optional=True), tie=7)
-    """Sequences of one optimizer step; None = one micro-batch on each data-parallel rank."""
-
-    schedule: str = dimension(
-        "1f1b",
-        kind=word(),
-        setting="pipeline_schedule",
-        trained=(*SCHEDULES, OPTIMISED),
-        priced=tuple(SCHEDULES),
-        tried=("1f1b", "interleaved", "zero-bubble", "gpipe"),
-        axis="order",
-        flag_help=(8, f"schedules among {', '.join(SCHEDULES)}"),
-        label=(8, "schedule"),
-        column=(6, "schedule"),
-        phrase=(5, "{}"),
-        always=True,
-        tie=11,
-    )
-    """Order in which a pipeline rank runs forwards and backwards."""
-
-    num_model_chunks: int = dimension(
-        1,
-        kind=whole(),
-        tried=MODEL_CHUNKS,
-        axis="order",
-        flag_help=(4, "model chunks, the stages of each pipeline rank"),
-        label=(4, "model chunks"),
-        column=(7, "V"),
-        phrase=(6, "{} model chunks"),
-        tie=2,
-    )
-    """Stages that each pipeline rank owns."""
-
-    sequence_parallel: bool = dimension(
-        False,
-        kind=switch(),
-        tried=(False, True),
-        axis="sequence_parallel",
-        flag_help=(11, "sequence parallelism: off, on"),
-        label=(9, "sequence parallelism"),
-        column=(10, "sp"),
-        dropped=3,
-        phrase=(9, "sequence parallel"),
-        tie=9,
-    )
-    """Whether tensor-parallel ranks share the tokens between the matrices, too."""
-
-    recompute: str = dimension(
-        "none",
-        kind=word(),
-        setting="recompute_granularity",
-        trained=RECOMPUTE,
-        priced=RECOMPUTE,
-        tried=RECOMPUTE,
-        axis="recompute",
-        flag_help=(9, f"recomputation among {', '.join(RECOMPUTE)}"),
-        label=(10, "recomputation"),
-        column=(8, "recompute"),
-        dropped=6,
-        phrase=(8, "recompute {}"),
-        tie=8,
-        tie_key=lambda mode: RECOMPUTE.index(mode) if mode in RECOMPUTE else len(RECOMPUTE),
-    )
-    """Activations recomputed in the backward: none, selective or full."""
-
-    zero_stage: int = dimension(
-        1,
-        kind=whole(0),
-        trained=ZERO_STAGES,
-        priced=ZERO_STAGES,
-        tried=(1, 0),
-        axis="zero",
-        flag_help=(10, "ZeRO stages, 0 or 1"),
-        label=(11, "ZeRO stage"),
-        column=(9, "ZeRO"),
-        dropped=4,
-        phrase=(10, "ZeRO {}"),
-        always=True,
-        tie=10,
-        tie_key=neg,
-    )
-    """ZeRO stage."""
-
-    stage_partition: str | tuple[int, ...] = dimension(
-        "uniform",
-        kind=word_or_bounds(),
-        priced=("uniform", "parameters", SOLVED),
-        tried=("uniform", "parameters", SOLVED),
-        axis="partition",
-        flag_help=(12, f"rules among uniform, parameters, {SOLVED}; or the bounds of one partition: 0,5,12"),
-        label=(12, "stage partition"),
-        column=(12, "stages"),
-        usual="uniform",
-        dropped=1,
-        tie=12,
-    )
-    """How layers are dealt to stages: a rule, or the first layer of each stage and the end of the last."""
-
-    placement: tuple[int, ...] | None = dimension(
-        None, kind=whole_list(0), setting="", label=(13, "placement"), none="as the hosts come", tie=14
-    )
-    """Device of the cluster for each rank; None = in the order of the hostfile."""
 
     def __post_init__(self) -> None:
         """Check types and pairs."""
         for each in DIMENSIONS:
             each.check(getattr(self, each.name))
         if self.world_size > MOST_RANKS:
+            sizes = " x ".join(each.name for each in DIMENSIONS if each.ranks)
             raise ConfigError(
-                f"strategy: data_parallel_size x tensor_parallel_size x pipeline_parallel_size = {self.world_size} is "
-                f"more than {MOST_RANKS:,} ranks: lower one of them"
+                f"strategy: {sizes} = {self.world_size} is more than {MOST_RANKS:,} ranks: lower one of them"
             )
         sequences = self.micro_batch_size * self.data_parallel_size
         if self.global_batch_size is not None and self.global_batch_size % sequences:
@@ -276,8 +68,8 @@ class Strategy:
 
     @property
     def granularity(self) -> int:
-        """Tokens of which every token slice needs a multiple: with sequence parallelism, ranks share them."""
-        return self.tensor_parallel_size if self.sequence_parallel else 1
+        """Tokens of which every token slice needs a multiple, as many as there are ranks that share its tokens."""
+        return self.sequence_parallel_size * (self.tensor_parallel_size if self.sequence_parallel else 1)
 
     def cut(self, seq_length: int) -> TokenSlices:
         """Return the token slices of a sequence of `seq_length` tokens.

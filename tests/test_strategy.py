@@ -15,6 +15,7 @@ from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 FIELDS = [
     "data_parallel_size",
+    "sequence_parallel_size",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "num_token_slices",
@@ -25,6 +26,7 @@ FIELDS = [
     "num_model_chunks",
     "sequence_parallel",
     "recompute",
+    "offload",
     "zero_stage",
     "stage_partition",
     "placement",

@@ -7,7 +7,8 @@ from megatron_terapipe.config import Config
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from megatron_terapipe.strategy_fields import SOLVED
 
 NOT_SEARCHED = (
     *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),

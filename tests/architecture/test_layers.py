@@ -20,6 +20,7 @@ def search(*folders: str) -> tuple[str, ...]:
         *PLAN,
         *CONFIG,
         "megatron_terapipe.strategy",
+        "megatron_terapipe.strategy_fields",
         "megatron_terapipe.dimensions",
         *(f"megatron_terapipe.search.{folder}" for folder in folders),
     )
@@ -47,7 +48,10 @@ LAYERS = (
     Layer(("megatron_terapipe.devices",)),
     Layer(("megatron_terapipe.command_parser",), ("megatron_terapipe.errors",)),
     Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors"), ("yaml",)),
-    Layer(("megatron_terapipe.strategy", "megatron_terapipe.dimensions"), (*PLAN, *CONFIG)),
+    Layer(
+        ("megatron_terapipe.strategy", "megatron_terapipe.strategy_fields", "megatron_terapipe.dimensions"),
+        (*PLAN, *CONFIG),
+    ),
     Layer(
         (
             "megatron_terapipe.huggingface",
@@ -78,6 +82,7 @@ LAYERS = (
             "megatron_terapipe.checkpoint.info",
             "megatron_terapipe.checkpoint.directories",
             "megatron_terapipe.strategy",
+            "megatron_terapipe.strategy_fields",
         ),
     ),
     Layer(
@@ -189,6 +194,7 @@ LAYERS = (
             "megatron_terapipe.tensor_parallel",
             "megatron_terapipe.planning",
             "megatron_terapipe.strategy",
+            "megatron_terapipe.strategy_fields",
             "megatron_terapipe.devices",
         ),
         ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),

@@ -12,7 +12,8 @@ from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.space.choices import Choices, all_choices
 from megatron_terapipe.search.space.legal_grids import SearchCounts, legal_grids
 from megatron_terapipe.search.space.problem import SearchProblem
-from megatron_terapipe.strategy import SOLVED, Strategy
+from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy_fields import SOLVED
 
 FAST = Device(name="fast", memory_bytes=40e9, memory_bandwidth=1.5e12, half_flops=300e12, single_flops=20e12)
 SLOW = Device(name="slow", memory_bytes=16e9, memory_bandwidth=0.9e12, half_flops=120e12, single_flops=15e12)

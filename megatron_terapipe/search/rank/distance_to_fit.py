@@ -21,7 +21,8 @@ from megatron_terapipe.search.rank.grid_memory import GridMemory
 from megatron_terapipe.search.space.choices import Choices, all_choices
 from megatron_terapipe.search.space.legal_grids import LegalGrid, SearchCounts, legal_grids
 from megatron_terapipe.search.space.problem import SearchProblem
-from megatron_terapipe.strategy import SOLVED, Strategy
+from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy_fields import SOLVED
 
 COUNTED_EXACTLY = 8
 """Strategies with the lowest bounds of memory whose memory is counted on their schedule."""

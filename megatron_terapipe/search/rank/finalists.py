@@ -15,7 +15,8 @@ from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order, withou
 from megatron_terapipe.search.space.choices import Choices
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
-from megatron_terapipe.strategy import SOLVED, Strategy
+from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy_fields import SOLVED
 
 MOST_CUTS = 3
 """Strategies whose token slices are solved for with effort 1."""

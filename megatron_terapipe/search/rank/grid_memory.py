@@ -53,7 +53,7 @@ class GridMemory:
         """[B, S] tokens of a token slice."""
         tables = [
             [model.token_bytes(grid.tensor_parallel_size, recompute, parallel) for parallel in grid.sequence_parallel]
-            for recompute in grid.recompute
+            for recompute, _ in grid.recompute
         ]
         each = TokenMemory(*np.moveaxis(np.array(tables), (0, 1), (2, 3)))
         self._kept, self._logits = np.asarray(each.activations + each.key_values), np.asarray(each.logits)

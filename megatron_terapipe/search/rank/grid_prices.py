@@ -20,7 +20,8 @@ from megatron_terapipe.search.space.legal_grids import LegalGrid, SearchCounts, 
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.rules import SAME_STAGES
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
-from megatron_terapipe.strategy import SOLVED, Strategy
+from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy_fields import SOLVED
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.cost.pricing import Pricing

@@ -98,7 +98,7 @@ class OpTables:
         table = OpTable(*(np.empty(shape) for _ in range(4)))
         for parallel, (on, lengths) in enumerate(zip(grid.sequence_parallel, splits, strict=True)):
             starts, ends, begins = _bounds(lengths, self._model.workload.seq_length)
-            for mode, recompute in enumerate(grid.recompute):
+            for mode, (recompute, _) in enumerate(grid.recompute):
                 sizes = OpSizes(
                     tensor_parallel_size=float(grid.tensor_parallel_size),
                     micro_batch_size=np.array(self._sizes, dtype=float)[:, None],

@@ -7,7 +7,7 @@ all-reduced even at ZeRO stage 1 (`cost.step_costs.step_traffic`). GPT-NeoX's ro
 
 from dataclasses import replace
 
-from megatron_terapipe.search.software.description import Operator
+from megatron_terapipe.search.software.description import OURS_ALONE, Operator
 from megatron_terapipe.search.software.megatron_lm import MEGATRON_LM
 
 DEEPSPEED = replace(
@@ -20,5 +20,10 @@ DEEPSPEED = replace(
         rotary=Operator(forward=10, backward=10, forward_kernels=10, backward_kernels=10),
     ),
     communication=replace(MEGATRON_LM.communication, reduction_bytes=None),
-    runs=(("schedule", ("1f1b",)), ("num_token_slices", (1,)), ("stage_partition", ("uniform", "parameters"))),
+    runs=(
+        *OURS_ALONE,
+        ("schedule", ("1f1b",)),
+        ("num_token_slices", (1,)),
+        ("stage_partition", ("uniform", "parameters")),
+    ),
 )

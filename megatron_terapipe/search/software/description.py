@@ -240,6 +240,14 @@ class StateBytes:
     whole_step_bytes: float = 0.0
 
 
+OURS_ALONE: tuple[tuple[str, tuple[int | str, ...]], ...] = (
+    ("sequence_parallel_size", (1,)),
+    ("recompute", ("none", "selective", "full")),
+    ("offload", (False,)),
+)
+"""What is left to trainers other than this one of dimensions that came with long sequences; one of `Software.runs`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
     """Facts about the trainer that runs a strategy.

@@ -61,7 +61,9 @@ FSDP = Software(
         ("schedule", ("1f1b",)),
         ("stage_partition", ("uniform",)),
         ("zero_stage", (1,)),
+        ("sequence_parallel_size", (1,)),
         ("recompute", ("none", "full")),
+        ("offload", (False,)),
     ),
     # About one transformer layer of 7B parameters, of which the next one is gathered ahead.
     bucket_elements=200_000_000,

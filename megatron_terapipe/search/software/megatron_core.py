@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megatron_terapipe.search.software.description import (
     NOTHING,
+    OURS_ALONE,
     AttentionCore,
     Communication,
     Operator,
@@ -63,6 +64,7 @@ MEGATRON_CORE = Software(
         reduction_bytes=2,
     ),
     runs=(
+        *OURS_ALONE,
         ("schedule", ("gpipe", "1f1b", "interleaved")),
         ("num_token_slices", (1,)),
         ("stage_partition", ("uniform",)),

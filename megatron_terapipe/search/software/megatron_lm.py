@@ -6,6 +6,7 @@ Korthikanti et al., arXiv 2205.05198 section 4 (what a layer keeps).
 
 from megatron_terapipe.search.software.description import (
     NOTHING,
+    OURS_ALONE,
     AttentionCore,
     Communication,
     Operator,
@@ -48,6 +49,7 @@ MEGATRON_LM = Software(
     ),
     communication=Communication(shares_transfers=True, reduction_bytes=2),
     runs=(
+        *OURS_ALONE,
         ("schedule", ("gpipe", "1f1b", "interleaved")),
         ("num_token_slices", (1,)),
         ("stage_partition", ("uniform",)),

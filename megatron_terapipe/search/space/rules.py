@@ -19,7 +19,8 @@ from megatron_terapipe.dimensions import Dimension
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.strategy_grid import AXES, ON_AXIS, Axis, StrategyGrid
-from megatron_terapipe.strategy import DIMENSIONS, SOLVED
+from megatron_terapipe.strategy import DIMENSIONS
+from megatron_terapipe.strategy_fields import SOLVED
 
 Holds = NDArray[np.bool_]
 
@@ -172,6 +173,16 @@ def _zero(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
     return f"DeepSpeed cannot combine ZeRO stage {stage} with pipelines, not even of one stage: use 0 or 1"
 
 
+def _offload(grid: StrategyGrid, problem: SearchProblem, recompute: tuple[str, bool]) -> str | None:
+    del grid, problem
+    mode, offload = recompute
+    if not offload or mode == "stage":
+        return None
+    return (
+        f"offload copies what recompute 'stage' keeps, not what {mode!r} does: set recompute to stage, or offload off"
+    )
+
+
 def _loss_scale(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
     del grid
     if problem.precision != "fp16" or stage != 0:
@@ -181,10 +192,13 @@ def _loss_scale(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str |
 
 def _priced(dimension: Dimension) -> TrainerRule:
     """Return the rule that a dimension has a value that can be priced."""
+    names = ON_AXIS.get(dimension.axis, ())
 
     def error(grid: StrategyGrid, problem: SearchProblem, *values: Any) -> str | None:
         del problem
         value = values[0] if values else grid.shared[dimension.name]
+        if len(names) > 1:
+            value = value[names.index(dimension.name)]
         if value in dimension.priced or isinstance(value, tuple):
             return None
         return f"{dimension.name} {value!r} is not one of {', '.join(map(str, dimension.priced))}"
@@ -213,7 +227,7 @@ TRAINER_RULES = (
     TrainerRule("ranks fit the devices", _devices),
     TrainerRule("tensor-parallel ranks share heads and widths evenly", _tensor_shares),
     TrainerRule("layers were measured with this tensor-parallel size", _measured),
-    _runs(("tensor_parallel_size", "pipeline_parallel_size"), ()),
+    _runs(("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"), ()),
     *(_runs(ON_AXIS[axis], (axis,)) for axis in AXES),
     TrainerRule("a layer for each stage", _layers, ("order",)),
     TrainerRule("the schedule takes so many model chunks", _schedule, ("order",)),
@@ -221,7 +235,8 @@ TRAINER_RULES = (
     TrainerRule("layers let sequences be cut", _can_cut, ("token_slices",)),
     TrainerRule("ZeRO stage goes with pipelines", _zero, ("zero",)),
     TrainerRule("ZeRO stage goes with the precision", _loss_scale, ("zero",)),
-    *(_priced(each) for each in DIMENSIONS if each.priced and len(ON_AXIS.get(each.axis, ())) < 2),
+    TrainerRule("offload goes with the recomputation of stages", _offload, ("recompute",)),
+    *(_priced(each) for each in DIMENSIONS if each.priced and each.axis != "order"),
     TrainerRule("tokens for each token slice and rank", _token_slices, ("token_slices", "sequence_parallel")),
     TrainerRule("the stage partition fits model and stages", _partition, ("order", "partition")),
 )

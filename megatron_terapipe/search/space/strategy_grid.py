@@ -1,8 +1,8 @@
 """Grids of strategies: all of one layout of the ranks, with the other dimensions as axes.
 
     axis               order      partition  micro_batch  token_slices  recompute  sequence_parallel  zero
-    holds              (schedule, how layers B            S             none ...   off, on            stage
-                       V)         are dealt
+    holds              (schedule, how layers B            S             (none ..., off, on            stage
+                       V)         are dealt                             offload)
     array of an axis   [O,1,1,..] [1,Q,1,..] [1,1,B,..]   ...
 
 What depends on two dimensions is computed for the pairs alone; numpy's broadcasting makes it a value of every strategy.
@@ -22,7 +22,8 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.search.space.choices import Choices
 from megatron_terapipe.search.space.problem import SearchProblem
-from megatron_terapipe.strategy import DIMENSIONS, SOLVED, Strategy
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
+from megatron_terapipe.strategy_fields import SOLVED
 
 Axis = Literal["order", "partition", "micro_batch", "token_slices", "recompute", "sequence_parallel", "zero"]
 
@@ -51,7 +52,7 @@ class StrategyGrid:
         partition: rules or bounds of stages.
         micro_batch: micro-batch sizes.
         token_slices: numbers of token slices.
-        recompute: modes.
+        recompute: modes of recomputation, and whether token slices are offloaded, in pairs.
         sequence_parallel: off, on.
         zero: ZeRO stages.
     """
@@ -61,7 +62,7 @@ class StrategyGrid:
     partition: tuple[Partition, ...]
     micro_batch: tuple[int, ...]
     token_slices: tuple[int, ...]
-    recompute: tuple[str, ...]
+    recompute: tuple[tuple[str, bool], ...]
     sequence_parallel: tuple[bool, ...]
     zero: tuple[int, ...]
 
@@ -107,6 +108,11 @@ class StrategyGrid:
     def pipeline_parallel_size(self) -> int:
         """Pipeline ranks."""
         return int(self.shared["pipeline_parallel_size"])
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share the tokens of each token slice."""
+        return int(self.shared["sequence_parallel_size"])
 
     @property
     def global_batch_size(self) -> int:
@@ -187,7 +193,7 @@ class StrategyGrid:
 
     def granularity(self, sequence_parallel: bool) -> int:
         """Return the tokens of which every token slice needs a multiple; see `Strategy.granularity`."""
-        return self.tensor_parallel_size if sequence_parallel else 1
+        return self.sequence_parallel_size * (self.tensor_parallel_size if sequence_parallel else 1)
 
     def cut(self, num_token_slices: int, sequence_parallel: bool, seq_length: int) -> tuple[int, ...] | None:
         """Return the lengths in tokens of the token slices of a strategy of this grid; None for whole sequences.

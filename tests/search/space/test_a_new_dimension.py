@@ -13,36 +13,39 @@ REPOSITORY = Path(__file__).parents[3]
 
 PATCH = {
     # The field of the strategy: flags, JSON, tables, comparisons, ties, layouts and world size follow.
-    "megatron_terapipe/strategy.py": (
+    "megatron_terapipe/strategy_fields.py": (
         "    placement: tuple[int, ...] | None = dimension(",
-        '''    context_parallel_size: int = dimension(
+        '''    expert_model_parallel_size: int = dimension(
         1,
         kind=whole(),
         trained=(1,),
         priced=(1,),
         tried=(1,),
         ranks=True,
-        flag_help=(13, "context-parallel sizes"),
-        label=(14, "context-parallel size"),
-        column=(13, "cp"),
+        flag_help=(13, "expert-parallel sizes"),
+        label=(14, "expert-parallel size"),
+        column=(13, "ep"),
         usual="1",
-        phrase=(11, "cp {}"),
+        phrase=(11, "ep {}"),
         tie=15,
     )
-    """Ranks that share each sequence."""
+    """Ranks that share the experts of each layer."""
 
     placement: tuple[int, ...] | None = dimension(''',
     ),
     # The field of the configuration that it sets: the trainer's flag, its help and its check follow.
     "megatron_terapipe/config/parallel.py": (
         "    no_overlap_grad_reduce: bool",
-        '''    context_parallel_size: Literal[1] = 1
-    """Ranks that share each sequence."""
+        '''    expert_model_parallel_size: Literal[1] = 1
+    """Ranks that share the experts of each layer."""
 
     no_overlap_grad_reduce: bool''',
     ),
     # The flag is no longer refused.
-    "megatron_terapipe/arguments/neutral_flags.py": (" context-parallel-size ", " "),
+    "megatron_terapipe/arguments/neutral_flags.py": (
+        '        **_each("expert-model-parallel-size", "1", otherwise=_EXPERTS),\n',
+        "",
+    ),
 }
 """By file, a text and what takes its place. CONTRIBUTING.md names the same three files."""
 
@@ -66,14 +69,14 @@ def run(name, words):
         code = main(words)
     said[name] = code, out.getvalue(), error.getvalue()
 
-run("ranked", [*rank, "--context-parallel-size", "1", "--output", "out", "--explain"])
-run("refused", [*rank, "--context-parallel-size", "2"])
+run("ranked", [*rank, "--expert-model-parallel-size", "1", "--output", "out", "--explain"])
+run("refused", [*rank, "--expert-model-parallel-size", "2"])
 with open("two.jsonl", "w") as file:
-    file.write(json.dumps({"context_parallel_size": 2}))
+    file.write(json.dumps({"expert_model_parallel_size": 2}))
 run("predicted", ["predict", *rank[1:3], "--strategies", "two.jsonl", "--global-batch-size", "2", "--json", "-"])
 said["columns"] = [name for _, name in COLUMNS]
-said["trained"] = parse_arguments([*trainer, "--strategy", "out/strategy.json"]).parallel.context_parallel_size
-for name, words in (("strategy", ["--strategy", "two.jsonl"]), ("flag", ["--context-parallel-size", "2"])):
+said["trained"] = parse_arguments([*trainer, "--strategy", "out/strategy.json"]).parallel.expert_model_parallel_size
+for name, words in (("strategy", ["--strategy", "two.jsonl"]), ("flag", ["--expert-model-parallel-size", "2"])):
     try:
         parse_arguments([*trainer, *words])
     except ConfigError as error:
@@ -121,9 +124,9 @@ def test_three_files_at_most() -> None:
 def test_the_search_knows_it(said: dict[str, object]) -> None:
     code, table, _ = said["ranked"]
     assert code == 0 and "to run the winner" in table
-    assert "cp" in said["columns"]
-    assert said["strategy.json"]["context_parallel_size"] == 1
-    assert list(said["strategy.json"])[-2:] == ["context_parallel_size", "placement"]
+    assert "ep" in said["columns"]
+    assert said["strategy.json"]["expert_model_parallel_size"] == 1
+    assert list(said["strategy.json"])[-2:] == ["expert_model_parallel_size", "placement"]
 
 
 def test_the_launched_trainer_reads_it(said: dict[str, object]) -> None:
@@ -133,10 +136,10 @@ def test_the_launched_trainer_reads_it(said: dict[str, object]) -> None:
 def test_what_is_not_allowed_is_refused_in_one_line(said: dict[str, object]) -> None:
     code, _, error = said["refused"]
     assert code == 2
-    assert error == "error: --context-parallel-size 2 is not 1, the only value that can be priced: write 1\n"
+    assert error == "error: --expert-model-parallel-size 2 is not 1, the only value that can be priced: write 1\n"
     code, answer, _ = said["predicted"]
     (entry,) = json.loads(answer)["entries"]
     assert code == 0 and not entry["feasible"]
-    assert entry["reason"] == "context_parallel_size 2 is not one of 1"
-    assert said["strategy"] == "strategy: context_parallel_size 2 cannot be trained yet: use 1"
-    assert said["flag"].startswith("--context-parallel-size")
+    assert entry["reason"] == "expert_model_parallel_size 2 is not one of 1"
+    assert said["strategy"] == "strategy: expert_model_parallel_size 2 cannot be trained yet: use 1"
+    assert said["flag"].startswith("--expert-model-parallel-size")

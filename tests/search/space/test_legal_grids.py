@@ -31,8 +31,9 @@ def test_rules_say_the_same_of_a_grid_and_of_its_strategies() -> None:
             "num_model_chunks": (1, 2),
         }
     )
-    for data, tensor, pipeline in ((1, 2, 2), (2, 2, 1), (1, 1, 4)):
-        sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    names = [f"{axis}_parallel_size" for axis in ("data", "sequence", "tensor", "pipeline")]
+    for ranks in ((1, 1, 2, 2), (2, 1, 2, 1), (1, 1, 1, 4)):
+        sizes = dict(zip(names, ranks, strict=True))
         grid = StrategyGrid.of_choices(choices, sizes, problem.global_batch_size)
         together = np.ones(grid.shape, dtype=bool)
         for rule in TRAINER_RULES:
