@@ -14,7 +14,8 @@ from megatron_terapipe.data.blended_dataset import SampleDataset
 from megatron_terapipe.data.map_ahead import map_ahead
 from megatron_terapipe.errors import ConfigError
 
-_BATCHES_AHEAD_PER_WORKER = 4
+_BATCHES_AHEAD_PER_WORKER, _TOKENS_AHEAD = 4, 1 << 23
+"""Micro-batches that a thread prepares ahead: as many, and no more tokens together than that, at 20 bytes each."""
 
 
 class MicroBatchLoader(Iterator[Batch]):
@@ -45,6 +46,7 @@ class MicroBatchLoader(Iterator[Batch]):
         separating_eod: int | None = None,
         masked_eod: int | None = None,
         pin_memory: bool = False,
+        seq_length: int = 1,
     ) -> None:
         """Begin after the samples consumed.
 
@@ -59,6 +61,7 @@ class MicroBatchLoader(Iterator[Batch]):
             masked_eod: see `Batch.from_samples`.
             pin_memory: whether batches lie in page-locked memory; only where there is an accelerator that copies
                 from there.
+            seq_length: tokens of a sample; of long ones fewer are prepared ahead.
 
         Raises:
             ConfigError: the rank is outside the data-parallel size, or a size makes no sense.
@@ -83,8 +86,10 @@ class MicroBatchLoader(Iterator[Batch]):
             consumed_samples + data_parallel_rank * micro_batch_size,
             micro_batch_size * data_parallel_size,
         )
+        fit = _TOKENS_AHEAD // (micro_batch_size * seq_length)
+        ahead = min(max(1, fit), _BATCHES_AHEAD_PER_WORKER)
         self._batches: Iterator[Batch] = (
-            map_ahead(self._executor, self._load, starts, _BATCHES_AHEAD_PER_WORKER * num_workers)
+            map_ahead(self._executor, self._load, starts, ahead * num_workers)
             if self._executor
             else map(self._load, starts)
         )

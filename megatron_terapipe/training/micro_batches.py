@@ -42,6 +42,7 @@ def micro_batches(
         separating_eod=eod if data.separates_documents else None,
         masked_eod=eod if data.eod_mask_loss else None,
         pin_memory=get_accelerator().device_name() != "cpu",
+        seq_length=run.config.model.seq_length,
     ) as loader:
         yield _named(loader, run.launch.rank)
 

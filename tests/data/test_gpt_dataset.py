@@ -1,6 +1,7 @@
 """Samples: what they hold, in which order, against the stream of tokens and against Megatron's."""
 
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,6 +134,33 @@ def test_only_the_documents_of_the_range_are_read(dataset_of: DatasetOf) -> None
     dataset = GPTDataset(dataset_of(9, 9, 9), range(1, 2), seq_length=4, num_samples=7, seed=0)
     seen = {int(token) for sample in range(7) for token in dataset[sample]}
     assert seen == set(range(9, 18))
+
+
+def test_tokens_beyond_what_32_bits_count_are_found(tmp_path: Path) -> None:
+    """Three documents of 2^31 - 1 tokens each, the most that the format takes, in a file of holes."""
+    prefix, longest, length = tmp_path / "long", 2**31 - 1, 1_000_000
+    with IndexedDatasetWriter(prefix, vocab_size=50257):
+        pass
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 4)
+    lengths, offsets, bounds = [longest] * 3, [2 * longest * each for each in range(3)], range(4)
+    index = header + struct.pack("<3i", *lengths) + struct.pack("<3q", *offsets) + struct.pack("<4q", *bounds)
+    (tmp_path / "long.idx").write_bytes(index)
+    with (tmp_path / "long.bin").open("r+b") as data:
+        data.truncate(6 * longest)
+        for document in range(3):
+            data.seek(2 * ((document + 1) * longest - 1))  # the last token of each document
+            data.write(struct.pack("<H", 1000 + document))
+    indexed, epochs = IndexedDataset(prefix), 2
+    num_samples = (epochs * 3 * longest - 1) // length
+    dataset = GPTDataset(indexed, range(3), seq_length=length, num_samples=num_samples, seed=3, vocab_size=50257)
+    stream = {2**31 - 2 + place * longest: 1000 + int(each) for place, each in enumerate(dataset.document_index)}
+    assert max(stream) > 2**33
+    where = {int(each): sample for sample, each in enumerate(dataset.shuffle_index[:num_samples])}
+    for at, token in stream.items():
+        if at // length in where:
+            sample = dataset[where[at // length]]
+            assert sample[at % length] == token
+            assert sample.sum() == token  # and all else is a hole
 
 
 def test_an_id_beyond_the_vocabulary_is_found_when_its_sample_is_read(dataset_of: DatasetOf, tmp_path: Path) -> None:

@@ -186,6 +186,14 @@ def test_the_background_stays_a_few_batches_ahead_and_ends_on_close() -> None:
         next(batches)
 
 
+def test_of_long_samples_fewer_are_prepared_ahead() -> None:
+    dataset = Numbers(1000)
+    with MicroBatchLoader(dataset, 1, 0, 1, num_workers=1, seq_length=4_000_000) as batches:
+        for _ in range(3):
+            next(batches)
+    assert dataset.num_read <= 5
+
+
 @pytest.mark.parametrize(
     ("shape", "message"),
     [

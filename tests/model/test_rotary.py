@@ -105,6 +105,24 @@ def test_a_table_is_computed_once_and_again_only_where_it_falls_short() -> None:
     assert table.between(0, 4, like.double())[0].dtype is torch.float64
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("start", [0, (1 << 20) - 3, (1 << 21) + 1, (1 << 24) - 7])
+def test_of_a_large_table_each_token_slice_computes_its_own_positions(start: int, dtype: torch.dtype) -> None:
+    rotation, like, end = rotation_of(64, 500_000.0, factor=1.25), torch.zeros(1, dtype=dtype), start + 6
+    table = RotaryTable(rotation, 1 << 24)
+    in_order = table.between(start, end, like)
+    assert sum(each.untyped_storage().nbytes() for each in in_order[:1]) == 2 * 6 * 32 * dtype.itemsize
+    restarting = table.at(torch.tensor([[start + 5, 0], [start, 1]]), end, like)
+    assert [each.shape for each in (*in_order, *restarting)] == [(1, 6, 1, 32)] * 2 + [(2, 2, 1, 32)] * 2
+    for function, found, of_positions in zip((cos, sin), in_order, restarting, strict=True):
+        expected = [[1.25 * function(at * each) for each in rotation.frequencies] for at in range(start, end)]
+        rounding = torch.finfo(dtype).eps if dtype is torch.float32 else 1e-12
+        torch.testing.assert_close(
+            found[0, :, 0].double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=rounding
+        )
+        assert torch.equal(of_positions[:, 0, 0], found[0, [5, 0], 0])
+
+
 @pytest.fixture(scope="module")
 def long_table() -> RotaryTable:
     return RotaryTable(rotation_of(8, 10000.0), 201_001)

@@ -1,5 +1,6 @@
 """Documents that lie one after the other in a sequence, and attention that keeps them apart."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -55,12 +56,13 @@ class Documents:
         """
         if self.whole is not None:
             return self.whole[:, start : start + length]
-        tokens = torch.arange(start, start + length)
-        rows = []
-        for row in self.starts:
-            begin = torch.tensor(row)
-            rows.append(tokens - begin[torch.searchsorted(begin, tokens, right=True) - 1])
-        return torch.stack(rows)
+        positions = torch.arange(start, start + length).repeat(len(self.starts), 1)
+        for of_row, row in zip(positions, self.starts, strict=True):
+            first, inner = _begun(row, start, start + length)
+            begins = torch.tensor([first, *inner])
+            ends = torch.tensor([*inner, start + length])
+            of_row -= begins.repeat_interleave(ends - begins.clamp(min=start), output_size=length)
+        return positions
 
     def seen(self, start: int, end: int, device: torch.device, window: int | None = None) -> tuple["SeenKeys", ...]:
         """Keys that the tokens start .. end of each row attend to: those of their documents so far, in their windows.
@@ -98,9 +100,18 @@ class _Cumulative(NamedTuple):
     keys: tuple[int, ...]
 
 
+def _begun(starts: Sequence[int], start: int, end: int) -> tuple[int, Sequence[int]]:
+    """Start of the document that has the token `start`, and the starts after it before `end`.
+
+    A sequence of a million tokens may have 100,000 documents, and every layer asks in every token slice: so they are
+    looked up, and not gone through.
+    """
+    inner = bisect_right(starts, start)
+    return starts[inner - 1], starts[inner : bisect_left(starts, end, inner)]
+
+
 def _cumulative(starts: Sequence[int], start: int, end: int) -> _Cumulative:
-    first_key = max(each for each in starts if each <= start)
-    inner = [each for each in starts if start < each < end]
+    first_key, inner = _begun(starts, start, end)
     queries, keys = (tuple(each - first for each in (first, *inner, end)) for first in (start, first_key))
     return _Cumulative(start, first_key, queries, keys)
 
@@ -267,10 +278,10 @@ class DocumentAttention:
         """Pieces of documents in the token slice, and where their queries and their keys are in the tensors."""
         start, given_from = self._end - query.shape[1], self._end - key.shape[1]
         for row, starts in enumerate(self._documents.starts):
-            for begin, following in zip(starts, (*starts[1:], self._end), strict=True):
-                if begin < self._end and following > start:
-                    first, end = max(begin, start), min(following, self._end)
-                    reached = begin if self._window is None else max(begin, first + 1 - self._window)
-                    here = slice(row, row + 1), slice(first - start, end - start)
-                    keys = slice(row, row + 1), slice(reached - given_from, end - given_from)
-                    yield _Piece(row, reached, first), here, keys
+            of_first, inner = _begun(starts, start, self._end)
+            for begin, end in pairwise((of_first, *inner, self._end)):
+                first = max(begin, start)
+                reached = begin if self._window is None else max(begin, first + 1 - self._window)
+                here = slice(row, row + 1), slice(first - start, end - start)
+                keys = slice(row, row + 1), slice(reached - given_from, end - given_from)
+                yield _Piece(row, reached, first), here, keys

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention_kernels import Attended, PlainAttention, Runs
 from deepspeed_ext.runtime.sequence import sequence_state
-from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.documents import DocumentAttention, Documents
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from tests.strategies import cuts
 
@@ -133,6 +133,33 @@ def test_positions_restart_with_each_document() -> None:
     state = SequenceState(TokenSlices((5, 3)), documents=documents)
     assert state.past(0, 0).positions(5).tolist() == [[0, 1, 2, 0, 0], [0, 1, 2, 3, 4]]
     assert state.past(0, 1).positions(3).tolist() == [[1, 2, 3], [5, 6, 7]]
+
+
+def test_a_token_slice_looks_at_its_own_documents_alone() -> None:
+    """A sequence of a million tokens may have 100,000 documents, and each layer asks for those of each token slice."""
+    looked_at: list[int] = []
+
+    class Starts(tuple):
+        def __getitem__(self, place):
+            found = super().__getitem__(place)
+            looked_at.extend(found if isinstance(place, slice) else [found])
+            return found
+
+        def __iter__(self):
+            raise AssertionError("all documents are gone through")
+
+    documents, cut = Documents((Starts(range(0, 1 << 20, 8)),)), TokenSlices((524_290, 30, 524_256))
+    start, end = list(cut.bounds())[1]
+    assert documents.positions(start, 30).tolist() == [[2, 3, 4, 5, 6, 7, *list(range(8)) * 3]]
+    (seen,) = documents.seen(start, end, torch.device("cpu"))
+    assert (seen.first_key, seen.runs.queries.tolist()) == (start - 2, [0, 6, 14, 22, 30])
+    attention = DocumentAttention(None, documents, end)
+    pieces = [piece for piece, *_ in attention._pieces(torch.empty(1, 30), torch.empty(1, end))]
+    assert [(piece.first_key, piece.first) for piece in pieces] == [
+        (start - 2, start),
+        *((first, first) for first in range(start + 6, end, 8)),
+    ]
+    assert len(looked_at) < 150  # binary searches, and the documents themselves
 
 
 def test_positions_count_on_where_only_attention_is_apart() -> None:
