@@ -81,6 +81,9 @@ _OPERATION: Mapping[str, IdleFlag] = {
         " distributed-timeout-seconds-after-init microbatch-group-size-per-virtual-pipeline-stage",
     ),
     **_operation("*", "high-priority-stream-groups"),
+    # Tokens are exchanged for heads around attention, in one message each way, from two ranks on.
+    **_operation(0, "force-ds-sequence-parallel"),
+    **_operation("*", "cp-comm-type hierarchical-context-parallel-sizes"),
     # When weight gradients are computed.
     **_operation(0, "defer-embedding-wgrad-compute delay-wgrad-compute"),
     **_operation(1, "wgrad-deferral-limit"),
@@ -168,12 +171,7 @@ _DEPENDENT: Mapping[str, IdleFlag] = {
         " moe-min-capacity moe-expert-parallel-size mlp-type",
         several="moe-router-load-balancing-type moe-aux-loss-coeff",
     ),
-    **_beside(
-        "--context-parallel-size",
-        one="max-seqlen-per-dp-cp-rank",
-        several="cp-comm-type hierarchical-context-parallel-sizes",
-    ),
-    **_beside("--ds-sequence-parallel-size", bare="force-ds-sequence-parallel"),
+    **_beside("--hybrid-context-parallel", one="max-seqlen-per-dp-cp-rank"),
     **_beside(
         "--multi-latent-attention",
         bare="cache-mla-latents",

@@ -36,18 +36,6 @@ _STATES = "the optimizer keeps weights, gradients and states in fp32: use fp32"
 NEUTRAL_FLAGS: Mapping[str, NeutralFlag] = MappingProxyType(
     {
         # Axes of ranks.
-        **_each(
-            " context-parallel-size ",
-            "1",
-            otherwise="sequences are split in time by token slices, not over ranks, and context parallelism is not in"
-            " this trainer: use --num-token-slices",
-        ),
-        **_each(
-            "ds-sequence-parallel-size",
-            "1",
-            otherwise="sequences are split in time by token slices, not over ranks, and DeepSpeed's sequence"
-            " parallelism is not in this trainer: use --num-token-slices",
-        ),
         **_each("expert-model-parallel-size", "1", otherwise=_EXPERTS),
         **_each(
             "encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size",

@@ -48,6 +48,7 @@ class Config:
         object.__setattr__(self, "training", self.training.for_sequences(self.model.seq_length))
         self._check_stages()
         self._check_tensor_parallel()
+        self._check_sequence_parallel()
         if self.parallel.token_slices != AUTO:
             self.token_slices()
         self._check_precision()
@@ -79,16 +80,20 @@ class Config:
             raise ConfigError(f"--token-slices: {error}") from None
         odd = [length for length in cut.lengths if length % granularity]
         if odd:
+            size = self.parallel.ds_sequence_parallel_size
+            flags = [f"--ds-sequence-parallel-size {size}"] * (size > 1)
+            flags += ["--sequence-parallel"] * self.parallel.sequence_parallel
             raise ConfigError(
-                f"--sequence-parallel deals each token slice to {granularity} ranks, but one has {odd[0]} tokens: give "
-                f"lengths, and a --seq-length, that are multiples of {granularity}"
+                f"{' and '.join(flags)} deal{'s' * (len(flags) == 1)} each token slice to {granularity} ranks, but one "
+                f"has {odd[0]} tokens: give lengths, and a --seq-length, that are multiples of {granularity}"
             )
         return cut
 
     @property
     def token_granularity(self) -> int:
-        """Tokens that each token-slice length is a multiple of, since tensor-parallel ranks may share its tokens."""
-        return self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
+        """Tokens that each token-slice length is a multiple of: as many as ranks share its tokens."""
+        sharing = self.parallel.tensor_model_parallel_size if self.parallel.sequence_parallel else 1
+        return self.parallel.ds_sequence_parallel_size * sharing
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
         """Micro-batches of one data-parallel rank in one optimizer step.
@@ -137,6 +142,27 @@ class Config:
             if number % size:
                 raise ConfigError(
                     f"{name} {number} is not a multiple of --tensor-model-parallel-size {size}: change one of them"
+                )
+
+    def _check_sequence_parallel(self) -> None:
+        """See that the heads of each tensor-parallel rank can be dealt to the sequence-parallel ranks."""
+        parallel, heads = self.parallel, self.model.num_attention_heads
+        size, tensor = parallel.ds_sequence_parallel_size, parallel.tensor_model_parallel_size
+        times = f" x --tensor-model-parallel-size {tensor} = {size * tensor}" if tensor > 1 else ""
+        if heads % (size * tensor):
+            raise ConfigError(
+                f"--num-attention-heads {heads} is not a multiple of --ds-sequence-parallel-size {size}{times}, whose "
+                "ranks share the heads: change one of them"
+            )
+        for block in self.model.blocks:
+            # Where ranks outnumber key heads, several have the same one.
+            own = block.num_key_value_heads // tensor
+            if own and own % size and size % own:
+                each = f", which are {own} on each of {tensor} tensor-parallel ranks," if tensor > 1 else ""
+                raise ConfigError(
+                    f"--num-key-value-heads {block.num_key_value_heads}{each} can be dealt to "
+                    f"--ds-sequence-parallel-size {size} neither by whole heads nor by whole ranks: give a multiple or "
+                    f"a divisor of {size}"
                 )
 
     def _check_precision(self) -> None:

@@ -109,6 +109,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         "gradient_accumulation_steps": Setting(
             fields=("gradient_accumulation_steps",), read=_whole, decided_by="--global-batch-size"
         ),
+        "sequence_parallel_size": Setting(fields=("ds_sequence_parallel_size",), read=_whole),
         "gradient_clipping": Setting(fields=("clip_grad",), read=_number),
         "zero_optimization.stage": Setting(fields=("zero_stage",), read=_whole),
         "zero_optimization.reduce_bucket_size": Setting(fields=("zero_reduce_bucket_size",)),

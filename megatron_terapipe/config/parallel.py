@@ -10,8 +10,8 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.options import check_bounds, check_choices, flag, one_of, option, resolve
-from megatron_terapipe.config.stage_layers import listed_stages, uniform_stages, weighed_stages
+from megatron_terapipe.config.options import check_bounds, check_choices, one_of, option, resolve
+from megatron_terapipe.config.stage_layers import check_ends, listed_stages, uniform_stages, weighed_stages
 from megatron_terapipe.errors import ConfigError
 
 AUTO = "auto"
@@ -24,7 +24,7 @@ MOST_RANKS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """Parallelism: world size = data x tensor x pipeline parallel size; token slices need no ranks.
+    """Parallelism: world size = data x sequence x tensor x pipeline parallel size; token slices need no ranks.
 
     Raises:
         ConfigError: if a size is not positive, a value not supported, or two fields contradict each other.
@@ -36,6 +36,11 @@ class ParallelConfig:
     sequence_parallel: bool = False
     """Give each tensor-parallel rank its part of every token slice between the matrices. This needs less memory and the
     same traffic."""
+
+    ds_sequence_parallel_size: int = option(1, aliases=("--context-parallel-size",), least=1, most=10_000)
+    """Sequence-parallel ranks: each has its part of every token slice between the matrices, and attends with its part
+    of the heads to all tokens, as DeepSpeed-Ulysses does. This needs less memory, and exchanges tokens for heads around
+    attention. They are not the ranks of `--sequence-parallel`, which share matrices."""
 
     pipeline_model_parallel_size: int = option(1, aliases=("--pipe-parallel-size",), least=1, most=10_000)
     """Ranks of the pipeline, each with its part of the layers."""
@@ -240,37 +245,16 @@ class ParallelConfig:
             )
 
     def _check_ends(self) -> None:
-        ends = {
-            "--decoder-first-pipeline-num-layers": self.decoder_first_pipeline_num_layers,
-            "--decoder-last-pipeline-num-layers": self.decoder_last_pipeline_num_layers,
-        }
-        given = {name: number for name, number in ends.items() if number is not None}
-        words = [f"{name} {number}" for name, number in given.items()]
-        for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
-            if getattr(self, name) and (words or self.stage_partition != "uniform"):
-                other = words[0] if words else f"--stage-partition {self.stage_partition}"
-                raise ConfigError(f"{flag(name)} and {other} both deal layers to stages: drop one of them")
-        if words and self.stage_partition != "uniform":
-            raise ConfigError(
-                f"{words[0]} and --stage-partition {self.stage_partition} both deal layers to stages: drop one of them"
-            )
-        if len(words) > self.pipeline_model_parallel_size - 1:
-            raise ConfigError(
-                f"{' and '.join(words)} leave no other stage for the rest of the layers: raise "
-                "--pipeline-model-parallel-size, or drop it"
-            )
-        model_chunks = self.num_model_chunks
-        if words and model_chunks > 1 and self.model_chunk_placement != "looped":
-            raise ConfigError(
-                f"{words[0]} with --model-chunk-placement {self.model_chunk_placement}, where one rank has the first "
-                "and the last stage, does not say which of them it means: use --stage-partition with a list"
-            )
-        for name, number in given.items():
-            if number % model_chunks:
-                raise ConfigError(
-                    f"{name} {number} cannot be dealt to {model_chunks} model chunks: give a multiple of "
-                    f"{model_chunks}, or use --stage-partition with a list"
-                )
+        ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        check_ends(
+            self.stage_partition,
+            self.pipeline_model_parallel_size,
+            self.num_model_chunks,
+            placement=self.model_chunk_placement,
+            layers={name: number for name in ends if (number := getattr(self, name)) is not None},
+            counted=[name for name in counted if getattr(self, name)],
+        )
 
     def _resolve_schedule(self) -> None:
         resolve(self, "pipeline_schedule", "interleaved" if self.num_model_chunks > 1 else "1f1b")
@@ -365,7 +349,12 @@ class ParallelConfig:
     @property
     def least_world_size(self) -> int:
         """Ranks that the sizes need, with one replica where nobody says how many."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * (self.data_parallel_size or 1)
+        return self.ranks_of_a_replica * (self.data_parallel_size or 1)
+
+    @property
+    def ranks_of_a_replica(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.ds_sequence_parallel_size * self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def layout(self, world_size: int) -> ParallelLayout:
         """Lay the parallel axes over the ranks.
@@ -376,11 +365,13 @@ class ParallelConfig:
         if world_size > MOST_RANKS:
             raise ConfigError(
                 f"{world_size} ranks are more than the {MOST_RANKS:,} that a run can have: lower "
-                "--data-parallel-size, --tensor-model-parallel-size or --pipeline-model-parallel-size"
+                "--data-parallel-size, --ds-sequence-parallel-size, --tensor-model-parallel-size or "
+                "--pipeline-model-parallel-size"
             )
         try:
             layout = ParallelLayout.for_world_size(
                 world_size,
+                sequence_parallel_size=self.ds_sequence_parallel_size,
                 tensor_parallel_size=self.tensor_model_parallel_size,
                 pipeline_parallel_size=self.pipeline_model_parallel_size,
                 num_token_slices=self.num_token_slices or 1,

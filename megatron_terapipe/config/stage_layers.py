@@ -1,9 +1,11 @@
 """Transformer layers of each stage, as flags say it."""
 
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.partition import METHODS, StagePartition
+from megatron_terapipe.config.options import flag
 from megatron_terapipe.errors import ConfigError
 
 
@@ -97,3 +99,52 @@ def listed_stages(stage_partition: str, num_ranks: int, model_chunks: int) -> St
             "of each stage and the end"
         )
     return bounds
+
+
+def check_ends(
+    stage_partition: str,
+    num_ranks: int,
+    model_chunks: int,
+    *,
+    placement: str,
+    layers: Mapping[str, int],
+    counted: Sequence[str],
+) -> None:
+    """Hold what flags say of the first and the last pipeline rank against each other, and against the stages.
+
+    Args:
+        stage_partition: value of the flag.
+        num_ranks: pipeline ranks.
+        model_chunks: stages of each pipeline rank.
+        placement: which stages a rank owns, `looped` or `v`.
+        layers: transformer layers of an end, by the field that gives them.
+        counted: fields that count the embedding or the output layer as a transformer layer.
+
+    Raises:
+        ConfigError: if two of them deal the same layers, or an end cannot have as many.
+    """
+    words = [f"{flag(name)} {number}" for name, number in layers.items()]
+    uniform = stage_partition == "uniform"
+    if counted and (words or not uniform):
+        other = words[0] if words else f"--stage-partition {stage_partition}"
+        raise ConfigError(f"{flag(counted[0])} and {other} both deal layers to stages: drop one of them")
+    if words and not uniform:
+        raise ConfigError(
+            f"{words[0]} and --stage-partition {stage_partition} both deal layers to stages: drop one of them"
+        )
+    if len(words) > num_ranks - 1:
+        raise ConfigError(
+            f"{' and '.join(words)} leave no other stage for the rest of the layers: raise "
+            "--pipeline-model-parallel-size, or drop it"
+        )
+    if words and model_chunks > 1 and placement != "looped":
+        raise ConfigError(
+            f"{words[0]} with --model-chunk-placement {placement}, where one rank has the first and the last stage, "
+            "does not say which of them it means: use --stage-partition with a list"
+        )
+    for name, number in layers.items():
+        if number % model_chunks:
+            raise ConfigError(
+                f"{flag(name)} {number} cannot be dealt to {model_chunks} model chunks: give a multiple of "
+                f"{model_chunks}, or use --stage-partition with a list"
+            )

@@ -29,10 +29,16 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
     preferred = _preferred(config)
     path = config.deepspeed.deepspeed_config
     if path is None:
-        return _merge(decided, preferred)
+        return _as_deepspeed_counts(_merge(decided, preferred), layout)
     needs_zero = config.precision.needs_zero
     file = read_deepspeed_file(path, decided, _optimizer(config.optimizer), needs_zero=needs_zero)
-    return _merge(decided, _merge(file, preferred))
+    return _as_deepspeed_counts(_merge(decided, _merge(file, preferred)), layout)
+
+
+def _as_deepspeed_counts(settings: dict[str, Any], layout: ParallelLayout) -> dict[str, Any]:
+    """Return settings for an engine to which sequence-parallel ranks are replicas, each with a batch of its own."""
+    others = {name: value for name, value in settings.items() if name != "sequence_parallel_size"}
+    return others | {"train_batch_size": settings["train_batch_size"] * layout.sequence_parallel_size}
 
 
 def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:
@@ -43,6 +49,7 @@ def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:
         "train_batch_size": config.global_batch_size(data_parallel_size),
         "train_micro_batch_size_per_gpu": config.batch.micro_batch_size,
         "gradient_accumulation_steps": config.num_micro_batches(data_parallel_size),
+        "sequence_parallel_size": layout.sequence_parallel_size,
         "gradient_clipping": config.optimizer.clip_grad,
         "zero_optimization": {"stage": config.optimizer.zero_stage, **_zero(config.deepspeed)},
         # ZeRO knows torch's AdamW, but takes its SGD only on our word; both update element by element.

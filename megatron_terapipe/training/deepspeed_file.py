@@ -18,7 +18,6 @@ from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN, ConfigError
 NOT_HERE = {
     "scheduler": "the learning rate is built from --lr-decay-style and its like",
     "data_parallel_size": "it follows from the world size",
-    "sequence_parallel_size": "sequences are cut with --num-token-slices",
     "tensor_parallel": "layers are spread with --tensor-model-parallel-size",
     "zero_optimization.cpu_offload": "the optimizer stays on the accelerator",
     "zero_optimization.offload_optimizer": "the optimizer stays on the accelerator",

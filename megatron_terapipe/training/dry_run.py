@@ -30,11 +30,13 @@ def _lines(run: Run, unchecked: list[str]) -> list[str]:
     batch, model = run.config.batch, run.config.model
     lengths = ", ".join(map(str, run.config.token_slices().lengths))
     found = f", found for {machine_in_words(run.config)}"
+    sequence = f"{layout.sequence_parallel_size} sequence x " * (layout.sequence_parallel_size > 1)
     sequences = "sequence" if batch.micro_batch_size == 1 else "sequences"
     rows = {
         "model": f"{model_parameters(model):,} parameters in {model.num_layers} transformer layers of width "
         f"{model.hidden_size}",
-        "ranks": f"{layout.world_size} = {layout.data_parallel_size} data x {layout.tensor_parallel_size} tensor x "
+        "ranks": f"{layout.world_size} = {layout.data_parallel_size} data x {sequence}"
+        f"{layout.tensor_parallel_size} tensor x "
         f"{layout.pipeline_parallel_size} pipeline parallel" + (", sequence parallel" * parallel.sequence_parallel),
         "stages": _stages(run),
         "token slices": f"{pipeline.num_token_slices} of {lengths} tokens{found * run.found_token_slices}",

@@ -15,15 +15,16 @@ def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch
     """Split tokens, labels and loss mask along the sequence.
 
     The loss of a token slice is the mean over its own loss-bearing tokens. Its weight is its share of the loss-bearing
-    tokens of the micro-batch, so that the weighted sum is the mean over all of them.
+    tokens of the micro-batch, so that the weighted sum is the mean over all of them, those of other sequence-parallel
+    ranks included.
 
     Args:
-        batch: one micro-batch.
-        token_slices: lengths of the token slices.
+        batch: one micro-batch, whole.
+        token_slices: lengths of the token slices, or of this rank's parts of them.
     """
     # As numbers: the batch is still on the host, and the loss is on a device that would have to be sent tensors.
     counts = [batch.loss_mask[:, start:end].sum(dtype=torch.float64).item() for start, end in token_slices.bounds()]
-    loss_bearing = max(sum(counts), 1.0)
+    loss_bearing = max(loss_tokens(batch), 1.0)
     return [
         TokenSliceBatch(
             inputs=batch.tokens[:, start:end],

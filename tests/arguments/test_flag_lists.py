@@ -236,12 +236,19 @@ def test_every_one_of_several_values_has_to_be_neutral() -> None:
     assert refusal("--num-experts 1 4").startswith("--num-experts 1 4: mixtures of experts are not in this trainer")
 
 
-def test_context_parallelism_is_refused_with_the_reason() -> None:
-    assert refusal("--context_parallel_size 2 --num-experts 8") == (
-        "--context-parallel-size 2: sequences are split in time by token slices, not over ranks, and context "
-        "parallelism is not in this trainer: use --num-token-slices; "
+def test_every_flag_that_is_refused_has_its_reason() -> None:
+    assert refusal("--remote_device cpu --num-experts 8") == (
+        "--remote-device cpu: weights stay on the accelerator: use none; "
         "--num-experts 8: mixtures of experts are not in this trainer: this model cannot be trained here"
     )
+
+
+def test_context_parallelism_is_another_name_for_sequence_parallel_ranks() -> None:
+    for name in ("--context-parallel-size", "--context_parallel_size", "--ds-sequence-parallel-size"):
+        assert (
+            parse(f"{name} 2 --cp-comm-type p2p a2a --force-ds-sequence-parallel").parallel
+            == parse("--ds-sequence-parallel-size=2").parallel
+        )
 
 
 def words_of(name: str) -> str:
@@ -344,7 +351,7 @@ def test_a_llama_script_of_megatron_lm() -> None:
     "words",
     [
         "--num-experts 8",
-        "--context-parallel-size 2",
+        "--context-parallel-size 3",
         "--add-bias-linear --disable-bias-linear",
         "--swiglu --squared-relu",
         "--transformer-impl cuda",

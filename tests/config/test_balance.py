@@ -31,17 +31,19 @@ def config(tensor_parallel_size: int, seq_length: int, **settings: Any) -> Confi
 
 
 @given(
-    size=st.sampled_from([2, 4, 8, 16]),
+    sizes=st.sampled_from([(2, 1), (4, 1), (8, 1), (16, 1), (1, 2), (1, 16), (2, 2), (2, 8), (8, 2)]),
     per_rank=st.integers(1, 600),
     balanced=st.booleans(),
     data=st.data(),
 )
-def test_with_sequence_parallelism_every_rank_gets_as_much_of_each_token_slice(
-    size: int, per_rank: int, balanced: bool, data: st.DataObject
+def test_every_rank_that_shares_tokens_gets_as_much_of_each_token_slice(
+    sizes: tuple[int, int], per_rank: int, balanced: bool, data: st.DataObject
 ) -> None:
-    count = data.draw(st.integers(1, min(per_rank, 12)))
-    settings = {"num_token_slices": count, **({"token_slices": "balanced"} if balanced else {})}
-    cut = config(size, size * per_rank, sequence_parallel=True, **settings).token_slices()
+    tensor, sequence = sizes
+    size, count = tensor * sequence, data.draw(st.integers(1, min(per_rank, 12)))
+    settings = {"num_token_slices": count, "sequence_parallel": True, "ds_sequence_parallel_size": sequence}
+    settings |= {"token_slices": "balanced"} if balanced else {}
+    cut = config(tensor, size * per_rank, **settings).token_slices()
     assert len(cut) == count
     assert cut.seq_length == size * per_rank
     assert all(length % size == 0 for length in cut.lengths)

@@ -79,8 +79,12 @@ FLAGS = {
     ),
     "an_unknown_flag": ("--num-token-slice 4", "--num-token-slice is not a flag: did you mean --num-token-slices?"),
     "a_flag_of_another_trainer": (
-        "--context-parallel-size 2",
-        "--context-parallel-size 2: sequences are split in time by token slices, not over ranks",
+        "--remote-device cpu",
+        "--remote-device cpu: weights stay on the accelerator: use none",
+    ),
+    "heads_that_cannot_be_dealt_to_sequence_parallel_ranks": (
+        "--context-parallel-size 3",
+        "--num-attention-heads 4 is not a multiple of --ds-sequence-parallel-size 3, whose ranks share the",
     ),
     "layers_that_cannot_be_dealt_to_model_chunks": (
         "--num-layers-per-virtual-pipeline-stage 3",

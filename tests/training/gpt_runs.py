@@ -89,8 +89,7 @@ class Setup:
 
     @property
     def data_parallel_size(self) -> int:
-        parallel = parse_arguments(self.argv()).parallel
-        return self.world_size // parallel.pipeline_model_parallel_size // parallel.tensor_model_parallel_size
+        return self.world_size // parse_arguments(self.argv()).parallel.ranks_of_a_replica
 
     def argv(self) -> list[str]:
         return f"{FLAGS} {self.flags} {FAMILIES[self.family]}".split()
