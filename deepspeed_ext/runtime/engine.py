@@ -21,6 +21,7 @@ from deepspeed_ext.plan.programs.reductions import completing_ops
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
+from deepspeed_ext.plan.token_slice_parts import parts_of_rank
 from deepspeed_ext.runtime.batches.batch_loss import batch_loss
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.executor import BatchPlan, Executor
@@ -139,6 +140,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         collectives = self.ledger.collectives
         collectives.leave_out(self._links.groups)
         collectives.name(self.grid.get_data_parallel_group(), "replicas")
+        collectives.name(self.module.sequence_ranks.group, "sequence-parallel ranks")
         collectives.name(self.grid.get_slice_parallel_group(), "tensor-parallel ranks")
         collectives.name(self.grid.get_pipe_parallel_group(), "pipeline ranks")
         collectives.name(self.grid.get_model_parallel_group(), "ranks of a replica")
@@ -189,7 +191,9 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             loss = super().train_batch(data_iter)
         self._programs.ran(schedule)
         live = self._executor.finish()
-        return (loss, *live.outputs_and_labels(token_slices)) if return_output_label else loss
+        if not return_output_label:
+            return loss
+        return loss, *live.outputs_and_labels(token_slices, self.module.sequence_ranks)
 
     def eval_batch(
         self,
@@ -244,12 +248,14 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         self._programs.ran(schedule)
         live = self._executor.finish()
         losses = [loss for _, loss in sorted(live.losses.items())]
-        result: Any = losses or None
         if compute_loss and reduce_output == "avg":
             result = self._loss.mean(sum(losses) / num_micro_batches if losses else None, broadcast=bcast_loss)
+        else:
+            result = [self._loss.of_micro_batch(loss) for loss in losses] or None
+        ranks = self.module.sequence_ranks
         if return_output_label:
-            return (result, *live.outputs_and_labels(token_slices))
-        return (result, live.outputs_by_micro_batch(token_slices) or None) if return_logits else result
+            return (result, *live.outputs_and_labels(token_slices, ranks))
+        return (result, live.outputs_by_micro_batch(token_slices, ranks) or None) if return_logits else result
 
     @property
     def computes_loss(self) -> bool:
@@ -327,31 +333,32 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             raise
 
     def _begin(self, schedule: ProgramSchedule, token_slices: TokenSlices, rows: int, **settings: bool) -> None:
-        # All that shapes of activations depend on, so that those of one batch are never taken for those of another.
-        self._links.begin((schedule.training, rows, token_slices), schedule.shape)
-        phase = "train" if schedule.training else "eval"
-        self.observers.begin()
-        self.ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
         plan = BatchPlan(
             shape=schedule.shape,
             token_slices=token_slices,
+            parts=parts_of_rank(token_slices, self.module.sequence_ranks.rank, self.module.sequence_ranks.size),
             rows=rows,
             training=schedule.training,
             reduces=schedule.updates,
             first_sequence=self._first_sequence,
             **settings,
         )
+        # All that shapes of activations depend on, so that those of one batch are never taken for those of another.
+        self._links.begin((schedule.training, rows, token_slices), schedule.shape)
+        phase = "train" if schedule.training else "eval"
+        self.observers.begin()
+        self.ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
         self._executor.begin(plan, puts_weight_gradients_off=schedule.puts_weight_gradients_off)
         if self._reductions is not None and schedule.updates:
             self._reductions.begin(completing_ops(schedule.program.ops()))
 
     def _first_sequence(self, micro_batch: int) -> int:
-        replica = micro_batch * self.dp_world_size + self.grid.get_data_parallel_rank()
-        return self.global_steps * SEQUENCES_PER_STEP + replica * self._executor.plan.rows
+        before = micro_batch * self.num_replicas + self.replica
+        return self.global_steps * SEQUENCES_PER_STEP + before * self._executor.plan.rows
 
     def _activation_shape(self, token_slice: int) -> MessageSpec:
         plan, dtype = self._executor.plan, next(self.module.parameters()).dtype
-        spec = self.module.activation_spec(plan.rows, plan.token_slices.lengths[token_slice], dtype)
+        spec = self.module.activation_spec(plan.rows, plan.parts.lengths[token_slice], dtype)
         return tuple(entry._replace(requires_grad=entry.requires_grad and plan.training) for entry in spec)
 
     def _loss_scale(self, loss: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class BatchPlan:
     Attributes:
         shape: sizes of the pipeline.
         token_slices: lengths of the token slices.
+        parts: the part of each token slice that this rank has, where ranks share them.
         rows: sequences of a micro-batch.
         training: whether a backward follows.
         first_sequence: number of a micro-batch's first row among all sequences of the run, which dropout depends on.
@@ -51,6 +52,7 @@ class BatchPlan:
 
     shape: PipelineShape
     token_slices: TokenSlices
+    parts: TokenSlices
     rows: int
     training: bool
     first_sequence: Callable[[int], int]
@@ -138,7 +140,7 @@ class Executor:
         if batch is None:
             raise UserError(f"{self._reads_data()} and was given no data iterator: pass one on this rank too")
         if module.stage_id in module.cutting_ranks:
-            parts = module.split_batch(batch, self.plan.token_slices)
+            parts = module.split_batch(batch, self.plan.parts)
             module.data_entries.check(parts[0].inputs, parts[0].labels, cutting_stages=self._cutting_stages)
             self.live.parts[step.micro_batch] = parts_on_device(
                 parts,
@@ -252,7 +254,7 @@ class Executor:
 
     def _check(self, op: Op, inputs: Any, entries: Mapping[str, Any]) -> None:
         """Hold a stage in token slices against the whole, if they are token slices and this one has tokens enough."""
-        length = self.plan.token_slices.lengths[op.token_slice]
+        length = self.plan.parts.lengths[op.token_slice]
         if isinstance(inputs, Mapping):
             entries, inputs = inputs, inputs[self._module.data_entries.first]
         layers = self._module.stage_layers(op.stage)
@@ -312,6 +314,7 @@ class Executor:
             first = self.plan.first_sequence(op.micro_batch)
             self.live.states[key] = SequenceState(
                 self.plan.token_slices,
+                ranks=self._module.sequence_ranks,
                 seed=self._module.base_seed,
                 sequences=range(first, first + self.plan.rows),
                 documents=self.live.documents.get(op.micro_batch),

@@ -27,11 +27,12 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, interleaved, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.batches.batch_sizes import for_deepspeed
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from deepspeed_ext.runtime.ledger.stall_watch import GRACE, StallWatch, watch_this_rank
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
-from deepspeed_ext.runtime.settings import read_settings, settings_without_effect
+from deepspeed_ext.runtime.settings import read_settings, settings_without_effect, without_settings
 from deepspeed_ext.runtime.topology import wait_as_long
 
 SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.8,<0.20")
@@ -92,6 +93,8 @@ def initialize(
     elif costs is not None:
         raise UserError("costs are for schedule='optimised', and another schedule is given: leave out one of them")
     settings = read_settings(config, keywords)
+    if (sharing := model.sequence_ranks.size) > 1:
+        config, keywords = for_deepspeed(settings, sharing), without_settings(keywords)
     for line in (settings_without_effect(settings), _in_place_of(schedule, model)):
         if line is not None:
             log_dist(line, ranks=[0], level=logging.WARNING)

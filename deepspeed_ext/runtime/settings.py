@@ -1,6 +1,7 @@
 """DeepSpeed's configuration, read before DeepSpeed does: what has no value, no effect here, or a wrong one."""
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ def read_settings(config: Mapping[str, Any] | str | Path | None, keywords: Mappi
         if isinstance(found, Mapping) and found.get("enabled"):
             raise UserError(f"the DeepSpeed configuration enables {section}, which is not done here: {remedy}")
     return settings
+
+
+def without_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of `deepspeed.initialize` without those that bring a configuration, to give another in their place."""
+    left = {name: value for name, value in keywords.items() if name != "config_params"}
+    if getattr(left.get("args"), "deepspeed_config", None) is not None:
+        left["args"] = copy(left["args"])
+        left["args"].deepspeed_config = None
+    return left
 
 
 def settings_without_effect(settings: Mapping[str, Any]) -> str | None:

@@ -32,6 +32,8 @@ def random_cut(seed: int) -> tuple[int, ...]:
 
 
 UNIFORM, UNEVEN, SINGLES = (8, 8, 8), (11, 1, 7, 5), (1,) * 6 + (SEQ - 6,)
+SHARED = (12, 2, 4, 6)
+"""Lengths that two ranks can share."""
 
 
 def there_and_back(shape: PipelineShape, rank: int) -> Iterator[Op]:
@@ -100,6 +102,17 @@ SETUPS = [
     Setup(pp=2, dp=2, cut=UNIFORM, zero=1, recompute=1),
     Setup(pp=2, dp=2, cut=UNEVEN, dtype="bf16", zero=1, accumulate="fp32"),
     Setup(pp=2, dp=2, cut=UNEVEN, dtype="bf16"),
+    # Ranks that share the tokens of each token slice; four outnumber the two key heads.
+    Setup(sp=2, dtype="fp64", cut=SHARED),
+    Setup(sp=2, cut=UNIFORM, zero=1, recompute=1),
+    Setup(sp=2, cut=SHARED, dtype="bf16", zero=1, accumulate="fp32", schedule="zero-bubble"),
+    Setup(sp=4, dtype="fp64", cut=UNIFORM, tied=False),
+    Setup(sp=4, cut=(8, 16), zero=1, micro_batches=3),
+    Setup(pp=2, sp=2, dtype="fp64", cut=SHARED, micro_batches=3),
+    Setup(pp=2, sp=2, dtype="fp64", cut=SHARED, schedule="zero-bubble", recompute=1, tied=False),
+    Setup(pp=2, sp=2, dtype="fp64", cut=UNIFORM, schedule="interleaved", model_chunks=2),
+    Setup(dp=2, sp=2, dtype="fp64", cut=SHARED, schedule="gpipe"),
+    Setup(dp=2, sp=2, cut=UNIFORM, dtype="bf16", zero=1),
 ]
 
 
@@ -109,7 +122,10 @@ Trained = Callable[[Setup], list[tuple[float, dict[str, np.ndarray]]]]
 def axes(setup: Setup) -> dict[str, object]:
     """The value of a setup on each axis."""
     return {
-        **{name: getattr(setup, name) for name in ("pp", "dp", "model_chunks", "placement", "tied", "zero", "dtype")},
+        **{
+            name: getattr(setup, name)
+            for name in ("pp", "dp", "sp", "model_chunks", "placement", "tied", "zero", "dtype")
+        },
         "cut": "whole" if len(setup.cut) == 1 else "even" if len(set(setup.cut)) == 1 else "uneven",
         "more token slices than stages": len(setup.cut) > setup.pp,
         "fewer micro-batches than stages": setup.micro_batches < setup.pp,
@@ -150,7 +166,7 @@ def test_loss_and_every_gradient_equal_plain_autograd(setup: Setup, trained: Tra
 
 def _is_unused_copy(name: str, rank: int, setup: Setup) -> bool:
     """The head's copy of the embedding has positions of its own, which nothing reads."""
-    has_embedding = rank < setup.dp
+    has_embedding = rank < setup.dp * setup.sp
     return name == "tied_modules.embedding.position" and not has_embedding
 
 
@@ -158,8 +174,8 @@ def _is_unused_copy(name: str, rank: int, setup: Setup) -> bool:
 def test_setups_cover_every_value_of_every_axis(few: bool) -> None:
     setups = [SETUPS[index] for index in covering_pairs([axes(setup) for setup in SETUPS])] if few else SETUPS
     for axis, values in {
-        "pp": {1, 2, 4}, "dp": {1, 2}, "schedule": set(SCHEDULES), "model_chunks": {1, 2}, "tied": {True, False},
-        "zero": {0, 1}, "recompute": {0, 1}, "dtype": {"fp64", "fp32", "bf16"},
+        "pp": {1, 2, 4}, "dp": {1, 2}, "sp": {1, 2, 4}, "schedule": set(SCHEDULES), "model_chunks": {1, 2},
+        "tied": {True, False}, "zero": {0, 1}, "recompute": {0, 1}, "dtype": {"fp64", "fp32", "bf16"},
     }.items():  # fmt: skip
         for dtype in ("fp64", "fp32"):
             reached = {getattr(setup, axis) for setup in setups if setup.dtype == dtype or axis == "dtype"}

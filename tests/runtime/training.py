@@ -29,6 +29,7 @@ class Setup:
 
     pp: int = 1
     dp: int = 1
+    sp: int = 1
     cut: tuple[int, ...] = (models.SEQ,)
     micro_batches: int = 2
     schedule: str | Schedule = "1f1b"
@@ -44,10 +45,11 @@ class Setup:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp
+        return self.pp * self.dp * self.sp
 
     def __str__(self) -> str:
         parts = [f"pp{self.pp}", f"dp{self.dp}", f"m{self.micro_batches}", "cut" + "_".join(map(str, self.cut))]
+        parts[2:2] = [f"sp{self.sp}"] * (self.sp > 1)
         parts += [f"v{self.model_chunks}{self.placement.value}"] * (self.model_chunks > 1)
         parts += [
             getattr(self.schedule, "__name__", self.schedule),
@@ -94,7 +96,10 @@ def build(
     model = TokenSlicePipelineModule(
         models.layers(setup.num_blocks, tied=setup.tied) if layers is None else layers,
         layout=ParallelLayout(
-            pipeline_parallel_size=setup.pp, data_parallel_size=setup.dp, num_token_slices=len(setup.cut)
+            pipeline_parallel_size=setup.pp,
+            data_parallel_size=setup.dp,
+            sequence_parallel_size=setup.sp,
+            num_token_slices=len(setup.cut),
         ),
         token_slices=TokenSlices(setup.cut),
         loss_fn=loss_fn,
@@ -144,7 +149,7 @@ def batches_of(setup: Setup, data_rank: int, *, step: int = 0, rows: int = ROWS,
 
 
 def feed(engine: TokenSlicePipelineEngine, setup: Setup, *, step: int = 0, rows: int = ROWS) -> Any:
-    return iter(batches_of(setup, engine.grid.get_data_parallel_rank(), step=step, rows=rows))
+    return iter(batches_of(setup, engine.replica, step=step, rows=rows))
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:

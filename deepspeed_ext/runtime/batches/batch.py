@@ -13,6 +13,8 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.token_slice_parts import parts_of_all_ranks
+from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,22 +188,36 @@ def detached(tensors: Any) -> Any:
     return _map(lambda entry: entry.detach() if torch.is_tensor(entry) else entry, tensors)
 
 
-def join_token_slices(parts: Sequence[Any], token_slices: TokenSlices) -> Any:
+def join_token_slices(
+    parts: Sequence[Any],
+    token_slices: TokenSlices,
+    ranks: SequenceParallelRanks | None = None,
+    *,
+    read_by_all: bool = False,
+) -> Any:
     """Put together what the token slices of a micro-batch gave: the opposite of the cut.
 
     Args:
-        parts: data of each token slice: a tensor, or a tuple or dict of such.
+        parts: data of each token slice, or of this rank's part of it: a tensor, or a tuple or dict of such.
         token_slices: lengths of the token slices.
+        ranks: ranks that share the token slices, all of which must call this; None for one alone.
+        read_by_all: whether these are data, of which each of the ranks has what has no sequence dimension.
 
     Returns:
         The same form. Tensors with a sequence dimension are concatenated along it; what all token slices have in
         common is given once; tensors [B, ...] or [] without one are stacked to [B, S, ...] or [S].
     """
+    ranks = ranks or SequenceParallelRanks()
+    lengths = parts_of_all_ranks(token_slices, ranks.size).lengths
 
     def join(*pieces: Any) -> Any:
-        if all(piece is pieces[0] for piece in pieces):
+        common = all(piece is pieces[0] for piece in pieces)
+        if ranks.size > 1 and torch.is_tensor(pieces[0]):
+            if not (common and read_by_all) or _has_sequence(pieces[0], lengths[0]):
+                pieces, common = tuple(part for piece in pieces for part in ranks.gather(piece)), False
+        if common:
             return pieces[0]
-        if all(_has_sequence(piece, length) for piece, length in zip(pieces, token_slices.lengths, strict=True)):
+        if all(_has_sequence(piece, length) for piece, length in zip(pieces, lengths, strict=True)):
             return torch.cat(pieces, dim=1)
         return torch.stack(pieces, dim=min(1, pieces[0].dim()))
 

@@ -4,6 +4,9 @@ The loss of a batch is the mean over its micro-batches and replicas. Where the m
 is the mean over all tokens of the batch that bear loss, on all replicas: micro-batch m with n_m of the N tokens has the
 weight n_m / N, where the plain mean has 1 / (micro-batches x replicas) for each. N must be known before the first
 loss, because a backward may follow at once. So the ranks that compute it read the micro-batches of a batch ahead.
+
+Losses and gradients are averaged over all ranks with the same weights, R sequence-parallel ranks of each replica among
+them. These compute parts of one loss, so each part counts R times.
 """
 
 from collections import deque
@@ -14,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
+
 CountLossTokens = Callable[[Any], float]
 """Number of tokens that bear loss in a micro-batch, as the data iterator yields it."""
 
@@ -23,7 +28,8 @@ class BatchLoss:
 
     Args:
         computes: whether this rank has the last stage.
-        replicas: ranks with the same part of the model.
+        copies: ranks with the same weights: the sequence-parallel ranks of all replicas.
+        sequence_ranks: of these, those that share each sequence with this rank.
         pipeline: ranks of the other stages; None if there are none.
         source: rank of the last stage.
         weight: a weight of this rank, whose type and device the loss has.
@@ -33,12 +39,13 @@ class BatchLoss:
         self,
         *,
         computes: bool,
-        replicas: dist.ProcessGroup,
+        copies: dist.ProcessGroup,
+        sequence_ranks: SequenceParallelRanks,
         pipeline: dist.ProcessGroup | None,
         source: int,
         weight: Tensor,
     ) -> None:
-        self._computes, self._replicas = computes, replicas
+        self._computes, self._copies, self._sequence_ranks = computes, copies, sequence_ranks
         self._pipeline, self._source, self._weight = pipeline, source, weight
         self._ahead: deque[Any] = deque()
         self._weights: Tensor | None = None
@@ -62,10 +69,11 @@ class BatchLoss:
             pass  # whoever takes the micro-batch that is missing says so
         counts = [0.0 if batch is None else count(batch) for batch in self._ahead]
         num_tokens = torch.tensor(sum(counts), dtype=torch.float64, device=self._weight.device)
-        dist.all_reduce(num_tokens, group=self._replicas)
-        # Before the mean over micro-batches and replicas.
+        dist.all_reduce(num_tokens, group=self._copies)
+        num_tokens /= self._sequence_ranks.size  # each of them counts whole micro-batches
+        # Before the mean over micro-batches and ranks.
         shares = torch.tensor(counts, dtype=torch.float64, device=self._weight.device) / num_tokens.clamp(min=1)
-        self._weights = shares * (num_micro_batches * dist.get_world_size(self._replicas))
+        self._weights = shares * (num_micro_batches * dist.get_world_size(self._copies))
         self._num_tokens = num_tokens
 
     def take(self, next_batch: Callable[[], Any]) -> Any:
@@ -83,7 +91,20 @@ class BatchLoss:
             loss: share of the micro-batch's loss: [].
             micro_batch: number of the micro-batch.
         """
-        return loss if self._weights is None else loss * self._weights[micro_batch].to(loss.dtype)
+        if self._weights is not None:
+            return loss * self._weights[micro_batch].to(loss.dtype)
+        return loss if self._sequence_ranks.size == 1 else loss * self._sequence_ranks.size
+
+    def of_micro_batch(self, loss: Tensor) -> Tensor:
+        """Return the loss [] of a whole micro-batch on this replica; all ranks that share it must ask.
+
+        Args:
+            loss: what this rank has of it, weighed: [].
+        """
+        if self._sequence_ranks.size > 1:
+            loss = loss / self._sequence_ranks.size
+            dist.all_reduce(loss, group=self._sequence_ranks.group)
+        return loss
 
     def num_tokens(self) -> float:
         """Number of tokens that bore loss in the last batch, on every rank; every rank must ask."""
@@ -94,15 +115,15 @@ class BatchLoss:
         """Return the mean [] over replicas of the mean over micro-batches.
 
         Args:
-            loss: mean over the micro-batches of this replica: []; None where the last stage is not.
+            loss: mean over the micro-batches of this rank: []; None where the last stage is not.
             broadcast: give it to every stage; otherwise only the last one has it.
         """
         if loss is None:
             loss = torch.zeros((), dtype=self._weight.dtype, device=self._weight.device)
         loss = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         if self._computes:
-            dist.all_reduce(loss, group=self._replicas)
-            loss /= dist.get_world_size(self._replicas)
+            dist.all_reduce(loss, group=self._copies)
+            loss /= dist.get_world_size(self._copies)
         if not broadcast:
             return loss if self._computes else None
         return self._told(loss)
@@ -119,7 +140,8 @@ def batch_loss(engine: Any) -> BatchLoss:
     pipeline = engine.module.pipeline
     return BatchLoss(
         computes=engine.computes_loss,
-        replicas=engine.grid.get_data_parallel_group(),
+        copies=engine.grid.get_data_parallel_group(),
+        sequence_ranks=engine.module.sequence_ranks,
         pipeline=engine.grid.get_pipe_parallel_group() if engine.is_pipe_parallel else None,
         source=engine.grid.stage_to_global(pipeline.rank_of(pipeline.last_stage)),
         weight=next(engine.module.parameters()),

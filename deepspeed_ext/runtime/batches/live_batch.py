@@ -13,6 +13,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batches.batch import TokenSliceBatch, join_micro_batches, join_token_slices
 from deepspeed_ext.runtime.gradients.weight_gradients import Product
 from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 
 
@@ -77,16 +78,28 @@ class LiveBatch:
         earlier = self.losses.get(micro_batch)
         self.losses[micro_batch] = loss.detach() if earlier is None else earlier + loss.detach()
 
-    def outputs_by_micro_batch(self, token_slices: TokenSlices) -> list[Any]:
-        """The outputs kept of each micro-batch, its token slices put together."""
-        return [join_token_slices(parts, token_slices) for _, parts in sorted(self.outputs.items())]
+    def outputs_by_micro_batch(self, token_slices: TokenSlices, ranks: SequenceParallelRanks) -> list[Any]:
+        """The outputs kept of each micro-batch, its token slices put together.
 
-    def outputs_and_labels(self, token_slices: TokenSlices) -> tuple[Any, Any]:
-        """Outputs and labels of the whole batch; None where the last stage is not."""
+        Args:
+            token_slices: lengths of the token slices.
+            ranks: ranks that share them, all of which must ask.
+        """
+        return [join_token_slices(parts, token_slices, ranks) for _, parts in sorted(self.outputs.items())]
+
+    def outputs_and_labels(self, token_slices: TokenSlices, ranks: SequenceParallelRanks) -> tuple[Any, Any]:
+        """Outputs and labels of the whole batch; None where the last stage is not.
+
+        Args:
+            token_slices: lengths of the token slices.
+            ranks: ranks that share them, all of which must ask.
+        """
         if not self.outputs:
             return None, None
-        labels = [join_token_slices(parts, token_slices) for _, parts in sorted(self.labels.items())]
-        return join_micro_batches(self.outputs_by_micro_batch(token_slices)), join_micro_batches(labels)
+        labels = [
+            join_token_slices(parts, token_slices, ranks, read_by_all=True) for _, parts in sorted(self.labels.items())
+        ]
+        return join_micro_batches(self.outputs_by_micro_batch(token_slices, ranks)), join_micro_batches(labels)
 
     def forget_batch(self, micro_batch: int) -> None:
         """Let go of the data of a micro-batch that no op of this rank needs any more."""

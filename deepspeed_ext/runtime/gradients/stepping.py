@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from deepspeed_ext.runtime.batches.batch_sizes import BatchSizesEngine
 from deepspeed_ext.runtime.gradients.grad_norm import clip_gradients, global_grad_norm, hold_back_bad_update
 from deepspeed_ext.runtime.gradients.gradient_reductions import GradientReductions
 from deepspeed_ext.runtime.gradients.gradient_sums import sum_over_sharing_ranks, sum_over_tensor_parallel_ranks
@@ -34,7 +34,7 @@ def _phase(name: str, method: Callable[["SteppingEngine"], None]) -> Callable[..
     return execute
 
 
-class SteppingEngine(PipelineEngine):
+class SteppingEngine(BatchSizesEngine):
     """DeepSpeed's pipeline engine, with our sums of gradients and gathers of weights around its optimizers' step."""
 
     observers: Observers
@@ -92,7 +92,7 @@ class SteppingEngine(PipelineEngine):
 
     # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
     _INSTRUCTION_MAP = {  # noqa: RUF012
-        **PipelineEngine._INSTRUCTION_MAP,
+        **BatchSizesEngine._INSTRUCTION_MAP,
         deepspeed_schedule.ReduceTiedGrads: _phase(SUMS, _exec_reduce_tied_grads),
         deepspeed_schedule.ReduceGrads: _phase(REDUCTIONS, _exec_reduce_grads),
         deepspeed_schedule.OptimizerStep: _phase(UPDATE, _exec_optimizer_step),

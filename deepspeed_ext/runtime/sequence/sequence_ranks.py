@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.topology import own_group
@@ -37,3 +40,10 @@ class SequenceParallelRanks:
             return cls()
         own = layout.coordinate(dist.get_rank()).sequence
         return cls(own, layout.sequence_parallel_size, own_group(layout.groups("sequence"), timeout))
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors [...] of all these ranks, which must have one shape, by rank."""
+        given = tensor if dist.get_backend(self.group) == "gloo" else tensor.to(get_accelerator().current_device_name())
+        gathered = [torch.empty_like(given, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(gathered, given.contiguous(), group=self.group)
+        return gathered

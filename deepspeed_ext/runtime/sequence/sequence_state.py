@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.token_slice_parts import parts_of_rank
 from deepspeed_ext.runtime.attention_kernels import (
     AttentionDropout,
     AttentionKernel,
@@ -20,8 +21,10 @@ from deepspeed_ext.runtime.attention_kernels import (
 from deepspeed_ext.runtime.sequence import positional_dropout
 from deepspeed_ext.runtime.sequence.attention import TokenSliceAttention
 from deepspeed_ext.runtime.sequence.documents import DocumentAttention, Documents, DocumentsAtOnce
+from deepspeed_ext.runtime.sequence.head_exchange import to_all_heads, to_all_tokens
 from deepspeed_ext.runtime.sequence.key_values import KeyValueState, key_value_state
 from deepspeed_ext.runtime.sequence.positional_dropout import DrawnNumbers, DropoutPlace
+from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 
 Made = TypeVar("Made")
 
@@ -34,6 +37,7 @@ class SequenceState:
 
     Args:
         token_slices: lengths of the token slices.
+        ranks: ranks that share the tokens of each token slice; None for one alone.
         seed: seed of the masks of dropout.
         sequences: number of each row, by which its masks differ from those of all other sequences.
         documents: starts of the documents; None if every row is one document.
@@ -45,6 +49,7 @@ class SequenceState:
         self,
         token_slices: TokenSlices,
         *,
+        ranks: SequenceParallelRanks | None = None,
         seed: int = 0,
         sequences: Sequence[int] = (0,),
         documents: Documents | None = None,
@@ -52,9 +57,13 @@ class SequenceState:
     ) -> None:
         self.token_slices, self.forward_only = token_slices, forward_only
         self.attended: Counter[tuple[int, int]] = Counter()
-        """Calls of attention, by layer and first position of the token slice."""
-        self.ends = dict(token_slices.bounds())
-        """End of each token slice by its first position."""
+        """Calls of attention, by layer and first position of this rank's part of the token slice."""
+        self.ranks = ranks or SequenceParallelRanks()
+        self.parts = parts_of_rank(token_slices, self.ranks.rank, self.ranks.size)
+        """This rank's parts of the token slices."""
+        starts = (start for start, _ in self.parts.bounds())
+        self.bounds = dict(zip(starts, token_slices.bounds(), strict=True))
+        """First position and end of each token slice, by the first position of this rank's part."""
         self.seed, self.sequences, self.documents = seed, tuple(sequences), documents
         self._layers: dict[int, tuple[int | None, KeyValueState]] = {}
         self.shared: dict[tuple[int, str], Any] = {}
@@ -69,7 +78,7 @@ class SequenceState:
             layer: number of the layer.
             token_slice: number of the token slice.
         """
-        return Past(self.token_slices.prefix_len(token_slice), layer, self)
+        return Past(self.parts.prefix_len(token_slice), layer, self)
 
     def keys_and_values(self, layer: int, window: int | None) -> KeyValueState:
         """Return the keys and values of a layer.
@@ -96,8 +105,11 @@ class SequenceState:
 class Past:
     """The tokens before a token slice, for one layer. A layer gets it by having an argument named `past`.
 
+    Where sequence-parallel ranks share the token slice, a layer is given this rank's part of it. `attend` alone knows
+    of the others.
+
     Attributes:
-        prefix_len: tokens before this token slice.
+        prefix_len: tokens before those that the layer is given.
     """
 
     prefix_len: int
@@ -111,7 +123,7 @@ class Past:
         return documents is not None and documents.positions_restart
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """Positions of the N tokens of this token slice: [1, N], or [B, N] where they restart with documents.
+        """Positions of the N tokens that the layer is given: [1, N], or [B, N] where they restart with documents.
 
         Args:
             length: tokens N.
@@ -148,8 +160,10 @@ class Past:
     ) -> Tensor:
         """Causal attention of this token slice to itself and to the token slices before it.
 
+        Sequence-parallel ranks attend together, each to all tokens with its part of the heads.
+
         Args:
-            query: [B, N, H, D], of the N tokens of this token slice.
+            query: [B, N, H, D], of the N tokens that the layer is given.
             key: [B, N, G, D]; H must be a multiple of G.
             value: [B, N, G, D].
             scale: factor of the scores; 1 / sqrt(D) if None.
@@ -162,26 +176,33 @@ class Past:
             [B, N, H, D].
 
         Raises:
-            UserError: if the layer has another window already, or these are not the tokens of the token slice.
+            UserError: if the layer has another window already, these are not the tokens that it was given, or
+                ranks cannot share its heads.
         """
-        length = self._sequence.ends[self.prefix_len] - self.prefix_len
+        ranks, (start, end) = self._sequence.ranks, self._sequence.bounds[self.prefix_len]
+        length = (end - start) // ranks.size
         if query.shape[1] != length:
+            part = "token slice" if ranks.size == 1 else "part of the token slice"
             raise UserError(
-                f"layer {self._layer} attends with {query.shape[1]} tokens, and its token slice has {length}: hand "
+                f"layer {self._layer} attends with {query.shape[1]} tokens, and its {part} has {length}: hand "
                 "past.attend [rows, tokens, heads, dimension], and the same token_slices to every rank"
             )
         self._sequence.attended[self._layer, self.prefix_len] += 1
         if window is not None and window >= self._sequence.token_slices.seq_length:
             window = None  # It hides nothing.
-        return TokenSliceAttention.apply(
+        if ranks.size > 1:
+            query, key, value = to_all_tokens(query, key, value, ranks)
+            first_head += ranks.rank * query.shape[2]
+        output = TokenSliceAttention.apply(
             query,
             key,
             value,
             self._sequence.keys_and_values(self._layer, window),
-            self.prefix_len,
+            start,
             query.shape[-1] ** -0.5 if scale is None else scale,
-            self._kernel(query, dropout, first_head, window, softcap),
+            self._kernel(query, start, dropout, first_head, window, softcap),
         )
+        return output if ranks.size == 1 else to_all_heads(output, ranks)
 
     def dropout(
         self,
@@ -196,29 +217,29 @@ class Past:
         """Dropout whose mask depends on the place of each element alone.
 
         Args:
-            inputs: [B, N, C], of tokens of this token slice.
+            inputs: [B, N, C], of tokens that the layer is given.
             probability: probability of zero.
             site: a number, from 1, for each use of dropout in a layer.
-            first_token: tokens of this token slice before those of `inputs`, where ranks share them.
+            first_token: of these, tokens before those of `inputs`, where tensor-parallel ranks share them.
             first_channel: channels before those of `inputs`, where ranks share them.
             residual: [B, N, C], what the result is added to, in the same pass; None for nothing.
         """
-        place = self._place(site, first_token, self._sequence.sequences)
+        place = self._place(site, self.prefix_len + first_token, self._sequence.sequences)
         return positional_dropout.dropout(inputs, probability, place, first_channel=first_channel, residual=residual)
 
-    def _place(self, site: int, first_token: int, sequences: Sequence[int]) -> DropoutPlace:
-        start, drawn = self.prefix_len + first_token, self._sequence.drawn
-        return DropoutPlace.at(self._sequence.seed, self._layer, site, sequences, start, drawn)
+    def _place(self, site: int, start: int, sequences: Sequence[int]) -> DropoutPlace:
+        return DropoutPlace.at(self._sequence.seed, self._layer, site, sequences, start, self._sequence.drawn)
 
     def _kernel(
-        self, query: Tensor, dropout: float, first_head: int, window: int | None, softcap: float | None
+        self, query: Tensor, start: int, dropout: float, first_head: int, window: int | None, softcap: float | None
     ) -> AttentionKernel:
+        """Return what attends with the queries [B, N, H, D] of all tokens of the token slice, from `start` on."""
         documents, sequences = self._sequence.documents, self._sequence.sequences
         apart = documents is not None and documents.attend_apart and any(len(row) > 1 for row in documents.starts)
-        end = self.prefix_len + query.shape[1]
+        end = start + query.shape[1]
 
         def dropping(sequences: Sequence[int], first: int, first_key: int) -> AttentionKernel:
-            place = self._place(0, first - self.prefix_len, sequences)
+            place = self._place(0, first, sequences)
             of_scores = AttentionDropout(dropout, place, first_head, first_key)
             return PlainAttention(of_scores, window=window, softcap=softcap)
 
@@ -232,12 +253,12 @@ class Past:
         if apart and softcap is None and (at_once := kernel_of_runs_for(query, window)) is not None:
             seen = self.once(
                 f"seen keys in window {window}",
-                lambda: documents.seen(self.prefix_len, end, query.device, window),
+                lambda: documents.seen(start, end, query.device, window),
             )
             return DocumentsAtOnce(at_once, seen, end)
         if apart:
             return DocumentAttention(lambda *_: kernel_for(query, window, softcap), documents, end, window)
         if not dropout:
             return kernel_for(query, window, softcap)
-        first_key = 0 if window is None else max(0, self.prefix_len + 1 - window)
-        return dropping(sequences, self.prefix_len, first_key)
+        first_key = 0 if window is None else max(0, start + 1 - window)
+        return dropping(sequences, start, first_key)
