@@ -62,7 +62,7 @@ def cases(most_units: int, num_random: int) -> Iterator[Case]:
     for ranks, micro_batches, token_slices, model_chunks in product(range(2, 9), range(1, 9), range(1, 9), range(1, 5)):
         if ranks * micro_batches * token_slices <= most_units:
             shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
-            for name in ("gpipe", "interleaved") if model_chunks > 1 else SCHEDULES:
+            for name in ("gpipe", "interleaved", "breadth-first") if model_chunks > 1 else SCHEDULES:
                 yield Case(name, shape)
     random = Random(11)
     for seed in range(num_random):

@@ -12,7 +12,7 @@ from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
 
-WITH_MODEL_CHUNKS = ("gpipe", "interleaved")
+WITH_MODEL_CHUNKS = ("breadth-first", "gpipe", "interleaved")
 """Schedules that run several stages on a rank."""
 
 Orders = list[list[Op]]

@@ -107,7 +107,7 @@ def test_wrong_documents_end_in_one_line(document: object, line: str) -> None:
         (
             {"schedule": "dual"},
             'strategy: schedule "dual" cannot be trained yet: use "gpipe" or "1f1b" or "interleaved" or "zero-bubble" '
-            'or "optimised"',
+            'or "breadth-first" or "optimised"',
         ),
         ({"zero_stage": 2}, "strategy: zero_stage 2 cannot be trained yet: use 0 or 1"),
         (
@@ -217,7 +217,11 @@ def test_uneven_ends_and_what_is_to_be_found_as_a_strategy() -> None:
             "--micro-batch-size 1,x is not whole numbers from 1 with commas between them: write",
         ),
         ("token_slices", "0,4", "--token-slices 0,4 is not lengths with commas between them: write 704,688,656"),
-        ("schedule", "dual", "--schedule dual is not known: choose among gpipe, 1f1b, interleaved, zero-bubble"),
+        (
+            "schedule",
+            "dual",
+            "--schedule dual is not known: choose among gpipe, 1f1b, interleaved, zero-bubble, breadth-first",
+        ),
         ("sequence_parallel", "yes", "--sequence-parallel yes is not known: choose among off, on"),
     ],
 )

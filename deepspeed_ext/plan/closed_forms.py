@@ -23,8 +23,9 @@ def closed_form(schedule: str, shape: PipelineShape, costs: OpCosts) -> ClosedFo
     """Return the bubble ratio of a schedule, if it has a closed form for this shape and these costs.
 
     `gpipe` and `1f1b`: arXiv 2102.07988 and 2406.03488, bubble (P-1)/(MS+P-1). `interleaved`: arXiv 2104.04473 section
-    2.2 for token slices, (P-1)/(VMS+P-1), if P token slices are there to fill the pipeline. `zero-bubble`: arXiv
-    2401.10241 section 3 for token slices, if the three parts cost the same.
+    2.2 for token slices, (P-1)/(VMS+P-1), if P token slices are there to fill the pipeline; `breadth-first`, arXiv
+    2211.05953, has the same. `zero-bubble`: arXiv 2401.10241 section 3 for token slices, if the three parts cost the
+    same.
 
     Args:
         schedule: its name.
@@ -34,9 +35,10 @@ def closed_form(schedule: str, shape: PipelineShape, costs: OpCosts) -> ClosedFo
     if not _is_uniform(costs):
         return None
     warmup, units = shape.num_ranks - 1, shape.num_micro_batches * shape.num_token_slices
-    if schedule in ("gpipe", "1f1b", "interleaved") and shape.num_model_chunks == 1:
+    if schedule in ("gpipe", "1f1b", "interleaved", "breadth-first") and shape.num_model_chunks == 1:
         return ClosedForm("(P-1)/(MS+P-1)", warmup / (units + warmup))
-    if schedule == "interleaved" and shape.placement is Placement.LOOPED and units >= shape.num_ranks:
+    round_and_round = schedule in ("interleaved", "breadth-first") and shape.placement is Placement.LOOPED
+    if round_and_round and units >= shape.num_ranks:
         return ClosedForm("(P-1)/(VMS+P-1)", warmup / (shape.num_model_chunks * units + warmup))
     if schedule == "zero-bubble" and _first(costs.forward) == _first(costs.backward) == _first(costs.weight_gradient):
         makespan = 2 * units + max(units + warmup, shape.num_token_slices + 2 * warmup)

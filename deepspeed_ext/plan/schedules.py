@@ -25,10 +25,16 @@ ops of one stage, and stages are smaller. Four stages on two ranks, one micro-ba
 
     interleaved  rank 0 | 0F0.0 0F0.1 2F0.0 2F0.1  .     .    2B0.1 2B0.0 0B0.1 0B0.0
                  rank 1 |  .    1F0.0 1F0.1 3F0.0 3F0.1 3B0.1 3B0.0 1B0.1 1B0.0  .
+
+`breadth-first` runs all token slices of all micro-batches on one stage before the rank goes on to its next stage. What
+the other stages keep then lies idle for long, and may wait in host memory (ADR 50).
+
+    breadth-first  rank 0 | 0F0.0 0F1.0 2F0.0 2F1.0  .     .    2B0.0 2B1.0 0B0.0 0B1.0
+                   rank 1 |  .    1F0.0 1F1.0 3F0.0 3F1.0 3B0.0 3B1.0 1B0.0 1B1.0  .
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, product
 from types import MappingProxyType
 
 from deepspeed_ext.plan.errors import PlanError
@@ -136,6 +142,22 @@ def interleaved(shape: PipelineShape, rank: int) -> Iterator[Op]:
     yield from _alternate(shape, rank, warmup=passes + shape.num_token_slices - 1 + 2 * (shape.num_ranks - rank - 1))
 
 
+def breadth_first(shape: PipelineShape, rank: int) -> Iterator[Op]:
+    """All forwards of a rank's first stage, of its second, and so on, then all backwards: last stage first.
+
+    Breadth-first pipelining (arXiv 2211.05953) for token slices. Its makespan is interleaved's, and a rank keeps all
+    of its V * M * S token slices. With one micro-batch `interleaved` runs the very same order.
+
+    Args:
+        shape: extent of the pipeline.
+        rank: the pipeline rank.
+    """
+    stages, token_slices = list(shape.stages_of(rank)), range(shape.num_token_slices)
+    for kind, ways in ((OpKind.FORWARD, (stages, token_slices)), (OpKind.BACKWARD, (stages[::-1], token_slices[::-1]))):
+        for stage, micro_batch, token_slice in product(ways[0], range(shape.num_micro_batches), ways[1]):
+            yield Op(kind, stage, micro_batch, token_slice)
+
+
 def _alternate(shape: PipelineShape, rank: int, warmup: int) -> Iterator[Op]:
     forwards, backwards = forward_order(shape, rank), backward_order(shape, rank)
     yield from islice(forwards, warmup)
@@ -181,9 +203,18 @@ OPTIMISED = "optimised"
 """Name of the schedule that `optimise` searches for; `SCHEDULES` has those that need no search."""
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
-    {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zero-bubble": zero_bubble}
+    {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "interleaved": interleaved,
+        "zero-bubble": zero_bubble,
+        "breadth-first": breadth_first,
+    }
 )
 """Schedules by the name that flags, strategies and pictures use."""
+
+KEEPING_ALL = ("gpipe", "breadth-first")
+"""Schedules that run all forwards of a rank before its first backward."""
 
 
 def schedule_named(name: str) -> Schedule:

@@ -94,9 +94,10 @@ class ParallelConfig:
         shorthands={"--enable-zbh1-pipeline": "zero-bubble"},
     )
     """Order in which a rank runs forwards and backwards: `gpipe`; `1f1b`; `interleaved`, which is 1f1b for model
-    chunks; `zero-bubble`, which defers weight gradients until a rank would be idle; `optimised`, which is found for
-    this model, these token slices, this batch and `--cluster` before the run starts; or a file of ops, as `python -m
-    deepspeed_ext.plan` writes one."""
+    chunks; `zero-bubble`, which defers weight gradients until a rank would be idle; `breadth-first`, which runs all
+    micro-batches on one stage before the rank goes on to its next; `optimised`, which is found for this model, these
+    token slices, this batch and `--cluster` before the run starts; or a file of ops, as `python -m deepspeed_ext.plan`
+    writes one."""
 
     schedule_memory_limit: float | None = option(None, metavar="A", most=1e9)
     """Activations that `--pipeline-schedule optimised` may keep on a rank, counted in those of one whole micro-batch on

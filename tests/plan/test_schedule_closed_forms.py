@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import gpipe, rank_orders, schedule_named, zero_bubble
+from deepspeed_ext.plan.schedules import KEEPING_ALL, gpipe, rank_orders, schedule_named, zero_bubble
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from tests.strategies import WITH_MODEL_CHUNKS, pipelines, shapes, times
@@ -73,7 +73,7 @@ def live(name: str, shape: PipelineShape, rank: int) -> int | None:
     """Most token slices, of all its stages, that a rank keeps; None where nobody knows a closed form."""
     ranks, token_slices = shape.num_ranks, shape.num_token_slices
     units = shape.num_micro_batches * token_slices
-    if name == "gpipe":
+    if name in KEEPING_ALL:
         return units * shape.num_model_chunks
     if name == "zero-bubble":
         return min(ranks + token_slices - 1, units)

@@ -115,7 +115,9 @@ def test_evaluation_is_the_forward_part_of_every_schedule(shape):
     for name in WITH_MODEL_CHUNKS:
         for rank in range(shape.num_ranks):
             order = [op for op in schedule_named(name)(shape, rank) if op.kind is OpKind.FORWARD]
-            assert order == list(forward_order(shape, rank))
+            evaluation = list(forward_order(shape, rank))
+            # Breadth-first has another order, of which evaluation would have to keep more activations at a time.
+            assert order == (sorted(evaluation) if name == "breadth-first" else evaluation)
 
 
 @given(shapes())

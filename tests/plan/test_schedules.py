@@ -35,7 +35,9 @@ SHAPES_WITH_MODEL_CHUNKS = [
     PipelineShape(2, 2, 2, num_model_chunks=2),
 ]
 DRAWN = [
-    (name, shape) for name in SCHEDULES for shape in (SHAPES_WITH_MODEL_CHUNKS if name == "interleaved" else SHAPES)
+    (name, shape)
+    for name in SCHEDULES
+    for shape in (SHAPES_WITH_MODEL_CHUNKS if name in ("interleaved", "breadth-first") else SHAPES)
 ]
 
 
@@ -62,12 +64,19 @@ def test_every_golden_drawing_is_looked_at():
     assert {path.stem for path in GOLDEN.glob("*.txt")} == {file_name(*each) for each in DRAWN}
 
 
+IN_DOCSTRING = {
+    "interleaved": PipelineShape(4, 1, 2, num_model_chunks=2),
+    "breadth-first": PipelineShape(4, 2, 1, num_model_chunks=2),
+}
+"""Shapes of the drawings that have model chunks."""
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_drawings_in_the_docstring_are_true(name):
-    noun = "rank " if name == "interleaved" else "stage "
+    noun = "rank " if name in IN_DOCSTRING else "stage "
     drawn = re.search(rf"^ +{name} +((?:{noun}.*\n\s*)+)", schedules.__doc__, re.MULTILINE)
     lines = [line.strip() for line in drawn[1].strip().splitlines()]
-    shape = PipelineShape(4, 1, 2, num_model_chunks=2) if name == "interleaved" else PipelineShape(2, 2, 2)
+    shape = IN_DOCSTRING.get(name, PipelineShape(2, 2, 2))
     assert lines == draw(name, shape).splitlines()
 
 

@@ -79,6 +79,8 @@ SETUPS = [
     Setup(pp=2, cut=UNEVEN, dtype="fp64", schedule="interleaved", model_chunks=2, micro_batches=3),
     Setup(pp=2, cut=random_cut(5), schedule="interleaved", model_chunks=3, tied=False, recompute=1),
     Setup(pp=2, cut=UNEVEN, dtype="bf16", zero=1, schedule="interleaved", model_chunks=2),
+    Setup(cut=UNIFORM, schedule="breadth-first", model_chunks=2),
+    Setup(pp=2, cut=UNEVEN, dtype="fp64", schedule="breadth-first", model_chunks=2, micro_batches=3),
     Setup(pp=2, cut=UNEVEN, dtype="fp64", schedule=gpipe, model_chunks=3, placement=Placement.V),
     Setup(
         pp=2, cut=UNIFORM, dtype="fp64", schedule=there_and_back, model_chunks=2, placement=Placement.V, micro_batches=3

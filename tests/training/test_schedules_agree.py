@@ -30,12 +30,13 @@ from tests.training.test_gpt_equivalence import (
     ZERO_BUBBLE,
 )
 
+BREADTH_FIRST = f"{MODEL_CHUNKS} --pipeline-schedule breadth-first"
 # The setting, and the words for schedules of which each must give the bits of 1f1b.
 CASES = [
     (2, f"{PP2} {UNEVEN} {LLAMA} {DROPOUT} {SELECTIVE}", 3, (ZERO_BUBBLE, "--pipeline-schedule gpipe", MODEL_CHUNKS)),
     (2, f"{PP2} {UNEVEN} {FULL}", 3, (ZERO_BUBBLE, MODEL_CHUNKS)),
     (2, f"{PP2} {UNEVEN} {BF16} {ZERO}", 3, (ZERO_BUBBLE, "--pipeline-schedule gpipe", MODEL_CHUNKS)),
-    (2, f"{PP2} {UNIFORM} --untie-embeddings-and-output-weights", 2, (THERE_AND_BACK, ZERO_BUBBLE)),
+    (2, f"{PP2} {UNIFORM} --untie-embeddings-and-output-weights", 2, (THERE_AND_BACK, ZERO_BUBBLE, BREADTH_FIRST)),
     (4, f"{TP2} {PP2} {EVEN} {SP} {SELECTIVE} {ZERO}", 2, (ZERO_BUBBLE, MODEL_CHUNKS)),
 ]
 PAIRS = [

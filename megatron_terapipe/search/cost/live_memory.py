@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.dependencies import result
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape
-from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from deepspeed_ext.plan.simulate.wiring import KINDS, OpColumns
 from megatron_terapipe.search.cost.activation_memory import SCORE_LIMIT, LogitLimits, ScalarOrArray
 
@@ -97,7 +97,7 @@ def orders_of_ranks(schedule: str, shape: PipelineShape) -> list[OpColumns]:
 def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, num_micro_batches: int) -> int:
     """Smallest number of micro-batches with which every rank reaches the peak that it has with `num_micro_batches`.
 
-    More of them only repeat the steady state; `gpipe`, which holds them all, has none.
+    More of them only repeat the steady state; `gpipe` and `breadth-first`, which hold them all, have none.
 
     Args:
         schedule: name of the schedule.
@@ -105,7 +105,7 @@ def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, n
         num_token_slices: token slices of a micro-batch.
         num_micro_batches: micro-batches of an iteration.
     """
-    if schedule == "gpipe":
+    if schedule in KEEPING_ALL:
         return num_micro_batches
     least = -(-num_ranks // num_token_slices)
     if schedule != "interleaved":

@@ -6,7 +6,7 @@ holds for whichever ranks are left out. A rank holds most as a backward starts a
     1f1b          min(P - i - 1 + S, M S)                                       (arXiv 2406.03488 section 3.2)
     zero-bubble   min(P - 1 + S, M S)                                           (arXiv 2401.10241 section 3, ZB-H1)
     interleaved   min((V - 1) G S + S - 1 + 2 (P - i - 1) + 1, V M S)           (`plan.schedules`, groups of G)
-    gpipe         V M S
+    gpipe         V M S, and so breadth-first
 
 token slices are live on rank i. `cost.memory_model` counts the same op by op for strategies that may win.
 """
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_ext.plan.schedules import KEEPING_ALL
 from megatron_terapipe.search.cost.activation_memory import SCORE_LIMIT, TokenMemory, logit_limits
 from megatron_terapipe.search.cost.layer_counts import LayerCounts
 from megatron_terapipe.search.cost.live_memory import Held
@@ -214,7 +215,7 @@ def live_token_slices(
         num_token_slices: token slices of each; broadcasts.
     """
     most = model_chunks * num_micro_batches * num_token_slices + 0.0 * np.asarray(rank)
-    if schedule == "gpipe":
+    if schedule in KEEPING_ALL:
         return most
     if schedule == "zero-bubble":
         return np.minimum(num_ranks - 1 + num_token_slices, most)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.schedules import SCHEDULES
+from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from megatron_terapipe.dimensions import Dimension
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.space.problem import SearchProblem
@@ -259,14 +259,20 @@ class DuplicateRule:
 
 
 def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
-    """Interleaved with one model chunk is 1f1b; gpipe with several has interleaved's bubble and keeps more."""
+    """Interleaved with one model chunk is 1f1b; gpipe with several has interleaved's bubble and keeps more.
+
+    Breadth-first with one model chunk is gpipe; with several the same holds for it.
+    """
     del problem
     plain = {model_chunks for schedule, model_chunks in grid.order if schedule == "1f1b"}
     interleaved = {model_chunks for schedule, model_chunks in grid.order if schedule == "interleaved"}
+    gpipe = {model_chunks for schedule, model_chunks in grid.order if schedule == "gpipe"}
 
     def wanted(schedule: str, model_chunks: int) -> bool:
         if schedule == "interleaved":
             return model_chunks > 1 or 1 not in plain
+        if schedule == "breadth-first" and model_chunks == 1:
+            return 1 not in gpipe
         return model_chunks == 1 or model_chunks not in interleaved
 
     return grid.along("order", [wanted(*order) for order in grid.order])
@@ -280,12 +286,12 @@ def _one_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:
 
 
 def _one_micro_batch(grid: StrategyGrid, problem: SearchProblem) -> Holds:
-    """With one micro-batch gpipe runs the ops of 1f1b in the same order, and so it does those of interleaved."""
+    """With one micro-batch gpipe and breadth-first run the ops of 1f1b, or of interleaved, in the same order."""
     del problem
     alternating = {model_chunks for schedule, model_chunks in grid.order if schedule in ("1f1b", "interleaved")}
-    # Without a pipeline another rule keeps one schedule, which may be gpipe.
+    # Without a pipeline another rule keeps one schedule, which may be one of these.
     again = [
-        grid.pipeline_parallel_size > 1 and schedule == "gpipe" and model_chunks in alternating
+        grid.pipeline_parallel_size > 1 and schedule in KEEPING_ALL and model_chunks in alternating
         for schedule, model_chunks in grid.order
     ]
     return np.asarray(~(grid.along("order", again) & (grid.num_micro_batches == 1)))

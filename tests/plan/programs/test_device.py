@@ -14,7 +14,7 @@ from deepspeed_ext.plan.programs.program import COMPUTES, RECEIVES, SENDS, Instr
 from deepspeed_ext.plan.programs.simulated_schedule import lowering_costs
 from deepspeed_ext.plan.schedules import SCHEDULES, fixed, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
-from tests.strategies import random_orders
+from tests.strategies import WITH_MODEL_CHUNKS, random_orders
 
 SMALL = [(p, m, s) for p in (2, 3, 4) for m in (1, 2, 4, 8) for s in (1, 2, 4, 8) if p * m * s <= 32]
 HOST_FREE = Device(host_waits=False)
@@ -76,7 +76,7 @@ def is_locked(programs: list[Program], shape: PipelineShape, device: Device) -> 
 )
 def test_messages_posted_as_early_as_can_be_lock(device, locked):
     found = dict.fromkeys(locked, 0)
-    for name in SCHEDULES:
+    for name in locked:
         for extents in SMALL:
             shape = pipeline(name, *extents)
             programs = with_early_posts(lower(schedule_named(name), shape), shape)
@@ -126,7 +126,7 @@ def drawn_pipelines():
         if ranks * micro_batches * token_slices <= 64
     ]
     for ranks, micro_batches, token_slices, model_chunks in random.sample(grid, 30):
-        for name in ("gpipe", "interleaved") if model_chunks > 1 else SCHEDULES:
+        for name in WITH_MODEL_CHUNKS if model_chunks > 1 else SCHEDULES:
             shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
             yield name, rank_orders(schedule_named(name), shape), shape
     for _ in range(40):

@@ -13,7 +13,7 @@ from megatron_terapipe.search.cost.closed_form import lower_bound, pipeline_time
 from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator, closed_form_of
 from megatron_terapipe.search.cost.stage_ops import StageOps
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "breadth-first")
 
 
 def parts_of(tables: np.ndarray) -> np.ndarray:
@@ -59,7 +59,7 @@ def bounds(schedule: str, shape: PipelineShape, tables: np.ndarray, message_s: f
         )
         for rank in range(ranks)
     ]
-    if schedule in ("gpipe", "interleaved"):
+    if schedule in ("gpipe", "interleaved", "breadth-first"):
         stages = range(shape.num_stages)
         found += [
             lower_bound(
@@ -104,7 +104,7 @@ def simulated(schedule: str, shape: PipelineShape, tables: np.ndarray, message_s
 def shapes(draw: st.DrawFn) -> tuple[str, PipelineShape]:
     schedule = draw(st.sampled_from(SCHEDULES))
     ranks = draw(st.integers(1, 6))
-    model_chunks = draw(st.integers(1, 3)) if schedule == "interleaved" else 1
+    model_chunks = draw(st.integers(1, 3)) if schedule in ("interleaved", "breadth-first") else 1
     token_slices = draw(st.integers(1, 4))
     micro_batches = draw(st.integers(1, 4)) * (ranks if model_chunks > 1 else 1)
     return schedule, PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)

@@ -18,6 +18,7 @@ CASES = [
     ("zero-bubble", 4, 2, 1, (5, 3)),
     ("interleaved", 2, 1, 3, (8,)),
     ("interleaved", 4, 2, 2, (2, 6)),
+    ("breadth-first", 2, 2, 2, (2, 6)),
 ]
 
 

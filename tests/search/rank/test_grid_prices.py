@@ -87,14 +87,14 @@ def test_what_is_rejected_for_its_memory_does_not_fit(features: dict[str, Any]) 
     assert rejected > 20 and wrong < rejected / 4, (rejected, wrong, len(everything))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved", "gpipe", "breadth-first"])
 def test_live_token_slices_are_those_of_the_schedule(schedule: str) -> None:
     from deepspeed_ext.plan.ops import PipelineShape
     from deepspeed_ext.plan.schedules import SCHEDULES
     from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 
     for ranks, micro_batches, token_slices in ((2, 4, 1), (4, 8, 2), (4, 3, 3), (3, 2, 5)):
-        model_chunks = 2 if schedule == "interleaved" else 1
+        model_chunks = 2 if schedule in ("interleaved", "breadth-first") else 1
         shape = PipelineShape(ranks * model_chunks, micro_batches, token_slices, model_chunks)
         orders = CompiledOrders.of_schedule(SCHEDULES[schedule], shape)
         peaks = np.array(orders.peak_activation()) * token_slices * model_chunks

@@ -91,7 +91,7 @@ def test_no_two_strategies_run_the_same_ops_in_the_same_order() -> None:
             run = orders, replace(strategy, schedule="1f1b")
             assert run not in runs, (strategy, runs[run])
             runs[run] = strategy
-    assert {strategy.schedule for strategy in runs.values()} == set(SCHEDULES)
+    assert {strategy.schedule for strategy in runs.values()} == set(SCHEDULES) - {"breadth-first"}
     # What a flag asks for stays, though another schedule would do the same.
     asked = all_choices(problem).constrained({**plain, "schedule": ("gpipe",), "micro_batch_size": (2,)})
     assert any(legal.legal.any() for legal in legal_grids(problem, asked, SearchCounts()))
