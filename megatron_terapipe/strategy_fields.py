@@ -178,7 +178,7 @@ class StrategyFields:
         "none",
         kind=word(),
         setting="recompute_granularity",
-        trained=WHOLE_LAYERS,
+        trained=RECOMPUTE,
         priced=WHOLE_LAYERS,
         tried=WHOLE_LAYERS,
         axis="recompute",

@@ -5,12 +5,13 @@ For each micro-batch that a stage works on, over its ops F0 F1 ... B1 B0 in time
     activations         [=== token slice 0 =================]     from the start of F0 to the end of its B or BW
                             [=== token slice 1 ========]          likewise; a share of it may go with BI already
     keys and values     [=== of the whole sequence =========]     from the first forward to the last input gradient
-    their gradients                    [=== of the prefix ===]    from the first input gradient to the last
+    their gradients                    [=== of the prefix ]       from the first input gradient; those of a token slice
+                                                                  until its own input gradient
     logits and loss     [=]  [=]                                  on the last stage, from F to BI or B, token slice by
                                                                   token slice; no more than a limit, if there is one
 
-Gradients of keys and values are one buffer for the tokens before the last token slice: backwards work on ever shorter
-views of it, and it is dropped as a whole. With one token slice there is none.
+Gradients of keys and values are there for the tokens before the last token slice, in buffers of each token slice, which
+its own backward frees. With one token slice there are none.
 """
 
 from collections import defaultdict
@@ -36,7 +37,7 @@ class TokenBytes:
     Attributes:
         activation: per stage, what autograd keeps from forward to backward, but for keys and values.
         key_value: per stage, keys and values of all its layers.
-        key_value_gradient: per stage, their gradients, which add up in fp32.
+        key_value_gradient: per stage, their gradients, which add up in fp32 and may be kept in fewer bytes.
         logits: on the last stage, logits and what the loss keeps.
         logits_limit: bytes of logits that a rank keeps at most; it lets go of others, and computes them again.
         freed_by_input_gradient: share of `activation` that a BI already frees, where the backward is in two parts;
@@ -189,9 +190,13 @@ def _key_value_changes(
         yield forwards[0].start, keys_and_values
         yield (backwards[-1].end if backwards else last), -keys_and_values
     if backwards:
-        gradients = sum(lengths[: backwards[0].op.token_slice]) * token_bytes.key_value_gradient[stage]
+        of_token = token_bytes.key_value_gradient[stage]
+        gradients = sum(lengths[: backwards[0].op.token_slice]) * of_token
         yield backwards[0].start, gradients
-        yield backwards[-1].end, -gradients
+        for span in backwards[1:]:
+            yield span.end, -lengths[span.op.token_slice] * of_token
+            gradients -= lengths[span.op.token_slice] * of_token
+        yield last, -gradients  # those that no backward freed
 
 
 def _steps(changes: Iterable[tuple[float, float]]) -> StepFunction:

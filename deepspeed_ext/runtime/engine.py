@@ -23,8 +23,9 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.plan.token_slice_parts import parts_of_rank
 from deepspeed_ext.runtime.batches.batch_loss import batch_loss
+from deepspeed_ext.runtime.batches.batch_plan import BatchPlan
 from deepspeed_ext.runtime.channels import MessageSpec
-from deepspeed_ext.runtime.executor import BatchPlan, Executor
+from deepspeed_ext.runtime.executor import Executor
 from deepspeed_ext.runtime.gradients.accumulated_gradients import OptimizerGradients
 from deepspeed_ext.runtime.gradients.gradient_reductions import gradient_reductions
 from deepspeed_ext.runtime.gradients.parameter_gathers import parameter_gathers
@@ -37,6 +38,7 @@ from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.numbers.replay import ReplayingEngine
 from deepspeed_ext.runtime.rank_links import RankLinks
 from deepspeed_ext.runtime.rank_programs import RankPrograms
+from deepspeed_ext.runtime.stage_ops import StageOps
 
 SEQUENCES_PER_STEP = 1 << 32
 """More than any step has, so that every sequence of a run has a number of its own."""
@@ -78,6 +80,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         overlap_grad_reduce: sum gradients over replicas layer by layer, while the last backwards run.
         overlap_param_gather: gather weights that replicas stepped in parts while the next forward runs.
         check_token_slices: check in the first batch that each layer computes in token slices what it does whole.
+        key_value_gradients: type in which gradients of keys and values are kept; None for fp32 or wider.
 
     Other arguments are those of `PipelineEngine`.
     """
@@ -90,6 +93,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = False,
         check_token_slices: bool = True,
+        key_value_gradients: torch.dtype | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
@@ -116,18 +120,25 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         self._reductions = gradient_reductions(self) if overlap_grad_reduce else None
         self._gathers = parameter_gathers(self) if overlap_param_gather else None
         self._loss = batch_loss(self)
-        self._executor = Executor(
+        ops = StageOps(
             self.module,
-            self._links,
             self.device,
-            next_batch=lambda: self._loss.take(self._next_batch),
             loss=self._loss,
             loss_scale=self._loss_scale,
-            around=self._around,
-            ledger=self.ledger,
             reductions=self._reductions,
             gathers=self._gathers,
             checks=check_token_slices and len(self.module.token_slices) > 1,
+            key_value_gradients=key_value_gradients,
+        )
+        self._executor = Executor(
+            self.module,
+            ops,
+            self._links,
+            self.device,
+            next_batch=lambda: self._loss.take(self._next_batch),
+            around=self._around,
+            ledger=self.ledger,
+            reductions=self._reductions,
         )
         self._token_slices, self._broken_by = self.module.token_slices, ""
         self._accumulated: OptimizerGradients | None = None

@@ -13,6 +13,7 @@ from weakref import finalize
 
 import deepspeed
 import deepspeed.ops
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
@@ -50,6 +51,7 @@ def initialize(
     overlap_grad_reduce: bool = True,
     overlap_param_gather: bool = False,
     check_token_slices: bool = True,
+    key_value_gradients: torch.dtype | None = None,
     costs: Callable[[PipelineShape], OpCosts] | None = None,
     **keywords: Any,
 ) -> tuple[TokenSlicePipelineEngine, Any, Any, Any]:
@@ -71,6 +73,9 @@ def initialize(
             forward runs. Code that reads weights itself between two batches must call `engine.complete_weights()`.
         check_token_slices: run each layer in the first batch on a few tokens, whole and in token slices, and refuse it
             if that is not the same, as with attention of its own.
+        key_value_gradients: type in which gradients of keys and values are kept between the backwards of two token
+            slices, such as `torch.bfloat16`; sums are rounded when they are stored. None for fp32, or the wider type of
+            the model.
         costs: costs of the ops of a shape, the same on all ranks, for the schedule `optimised`; None for stages of
             equal work, in which the time of a token slice follows from its tokens.
         **keywords: others of `deepspeed.initialize`, such as `optimizer`, `model_parameters` or `lr_scheduler`.
@@ -110,6 +115,7 @@ def initialize(
         overlap_grad_reduce=overlap_grad_reduce,
         overlap_param_gather=overlap_param_gather,
         check_token_slices=check_token_slices,
+        key_value_gradients=key_value_gradients,
     )
     with _engine_class(engine_class):
         engine, *others = deepspeed.initialize(

@@ -4,7 +4,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +22,7 @@ from deepspeed_ext.runtime.batches.batch import SplitBatch, split_along_sequence
 from deepspeed_ext.runtime.batches.batch_loss import CountLossTokens
 from deepspeed_ext.runtime.batches.data_entries import DataEntries
 from deepspeed_ext.runtime.channels import MessageSpec
+from deepspeed_ext.runtime.recomputation import Recomputation
 from deepspeed_ext.runtime.sequence.documents import Documents
 from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
@@ -63,8 +63,11 @@ class TokenSlicePipelineModule(PipelineModule):
         activation_spec: shapes that pass between stages, so that they need never be sent; None to send them once.
         activation_checkpoint_interval: recompute activations in backward, this many layers at a time; 0 for never.
         recomputed_layers: chooses, of the numbers of a stage's layers, those that are recomputed instead, one by one.
-        preserve_rng_state: layers that are recomputed draw the same random numbers again, as `nn.Dropout` must. Saving
-            and restoring the generators' states costs time at every checkpoint; False where no layer draws from them.
+        recompute_stages: keep of a token slice on a stage its input, and keys and values, and compute the stage again
+            in the backward; on the last stage, head and loss are computed in the backward alone.
+        preserve_rng_state: what is recomputed draws the same random numbers again, as `nn.Dropout` must. Saving and
+            restoring the generators' states costs time at every checkpoint, and the head is computed twice; False where
+            no layer draws from them.
         dynamic_shape: shapes between stages may change from one micro-batch to the next, and are sent with each.
         base_seed: layer i initialises with seed `base_seed + i`, whatever stage it is on.
         tensor_parallel_group: group of the ranks that share this rank's layers, if it is there already.
@@ -93,6 +96,7 @@ class TokenSlicePipelineModule(PipelineModule):
         activation_spec: ActivationSpec | None = None,
         activation_checkpoint_interval: int = 0,
         recomputed_layers: Callable[[range], Collection[int]] | None = None,
+        recompute_stages: bool = False,
         preserve_rng_state: bool = True,
         dynamic_shape: bool = False,
         base_seed: int = 1234,
@@ -148,7 +152,10 @@ class TokenSlicePipelineModule(PipelineModule):
         self.output_fn = output_fn
         self.documents = documents
         self.activation_spec = activation_spec
-        self._preserve_rng_state, self._recomputed_layers = preserve_rng_state, recomputed_layers
+        self.recomputation = Recomputation(
+            recompute_stages, activation_checkpoint_interval, recomputed_layers, preserve_rng_state
+        )
+        """What is computed again in the backward."""
         self._takes_past = [takes_past(function) for function in self.forward_funcs]
 
     def _partition_layers(self, method: str = "") -> None:
@@ -297,6 +304,10 @@ class TokenSlicePipelineModule(PipelineModule):
             (position, list(layer.parameters()) if isinstance(layer, nn.Module) else []) for position, layer in layers
         ]
 
+    def parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
+        """The parameters of one of this rank's stages."""
+        return (parameter for _, parameters in self.layer_parameters(stage) for parameter in parameters)
+
     def stage_layers(self, stage: int) -> list[StageLayer]:
         """The layers of one of this rank's stages, first to last, each to be run by itself."""
         return [
@@ -321,6 +332,8 @@ class TokenSlicePipelineModule(PipelineModule):
         stage: int | None = None,
         entries: Mapping[str, Any] = MappingProxyType({}),
         entering: Callable[[int, Any], None] | None = None,
+        *,
+        up_to_past: bool = False,
     ) -> Any:
         """Run the layers of one of this rank's stages on one token slice.
 
@@ -333,13 +346,17 @@ class TokenSlicePipelineModule(PipelineModule):
             stage: the stage; None for the first of this rank.
             entries: tensors that layers take by name.
             entering: told of each layer before it runs: its place among this rank's layers, and what goes into it.
+            up_to_past: stop behind the last layer that takes a `Past`: the rest leaves nothing to later token slices.
 
         Returns:
-            Output of the stage's last layer.
+            Output of the stage's last layer, or of that one.
         """
         if state is None:
             state = SequenceState(TokenSlices((self.token_slices.seq_length,)))
         positions = next(iter(self._positions.values())) if stage is None else self._positions[stage]
+        if up_to_past:
+            last = max((position for position in positions if self._takes_past[position]), default=positions.start - 1)
+            positions = range(positions.start, last + 1)
         if isinstance(inputs, Mapping):
             entries, inputs = inputs, inputs[self.data_entries.first]
 
@@ -352,23 +369,14 @@ class TokenSlicePipelineModule(PipelineModule):
 
         if not torch.is_grad_enabled():
             return run(inputs, positions)
-        for part, recomputed in self._runs_of_layers(positions):
+        again = self.recomputation
+        first = self._layer_numbers[positions.start] if positions else 0
+        for part, recomputed in again.runs_of_layers(range(first, first + len(positions))):
             if recomputed:
                 # Not reentrant: that would drop the gradient of layers whose input needs none, as embeddings'.
-                inputs = checkpoint(run, inputs, part, use_reentrant=False, preserve_rng_state=self._preserve_rng_state)
+                keeps = again.keeps_random_state
+                inputs = checkpoint(run, inputs, positions[part], use_reentrant=False, preserve_rng_state=keeps)
             else:
-                inputs = run(inputs, part)
+                inputs = run(inputs, positions[part])
         entering = None  # layers that are computed again are not entered again
         return inputs
-
-    def _runs_of_layers(self, positions: range) -> Iterator[tuple[range, bool]]:
-        """Runs of a stage's layers, and whether each is recomputed in backward."""
-        interval, choose = self.activation_checkpoint_interval, self._recomputed_layers
-        if choose is None:
-            starts = range(0, len(positions), interval or len(positions) or 1)
-            yield from ((positions[start : start + starts.step], bool(interval)) for start in starts)
-            return
-        first = self._layer_numbers[positions.start]
-        chosen = {number - first for number in choose(range(first, first + len(positions)))}
-        ends = sorted({0, len(positions), *chosen, *(number + 1 for number in chosen)})
-        yield from ((positions[start:end], start in chosen) for start, end in pairwise(ends))

@@ -255,18 +255,21 @@ def block_activation_bytes_per_token(
     sbh(34 + 5as/h), less the two dropout masks (2sbh), which are drawn again in the backward, and the s x s scores,
     masks and probabilities (5as^2b) that a flash kernel never stores. `selective` computes the outputs of norms and
     of the activation again: of each norm and of the activation only the input is kept. `full` keeps the input of the
-    block, and keys and values. Norms elsewhere, and of queries and keys, are in `block_hidden_states` and
-    `block_normed_channels`. Not counted are the one or two numbers that a norm keeps of a token, or of a head.
+    block, and keys and values; `stage` keys and values alone, beside `stage_input_bytes_per_token`. Norms elsewhere,
+    and of queries and keys, are in `block_hidden_states` and `block_normed_channels`. Not counted are the one or two
+    numbers that a norm keeps of a token, or of a head.
 
     Args:
         model: shape of the model.
         block: shape of the block.
         element_bytes: bytes of one activation: 2 in fp16 and bf16, 4 in fp32.
-        recompute: `none`, `selective` or `full`.
+        recompute: `none`, `selective`, `full` or `stage`.
     """
     key_value = key_value_bytes_per_token(model, block, element_bytes)
     if recompute == "full":
         return model.hidden_size * element_bytes + key_value
+    if recompute == "stage":
+        return key_value
     stay, normed = block_hidden_states(model, block)
     elements = (stay + (normed if recompute == "none" else 0)) * model.hidden_size
     kept = 0
@@ -276,3 +279,16 @@ def block_activation_bytes_per_token(
     # The gradient of ReLU is read off its output, which the last product keeps anyway.
     widths = 1 + model.gated + (recompute == "none" and model.activation != "relu")
     return (elements + widths * block.ffn_hidden_size) * element_bytes + kept
+
+
+def stage_input_bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
+    """Bytes of the input that a stage keeps of a token where whole stages are computed again; the first keeps tokens.
+
+    A stage of L layers so keeps 2 G d + h / L elements of a token and layer (G key heads of d channels, hidden size h),
+    where trainers that checkpoint every layer, such as ALST (arXiv 2506.13996), keep h: 2 h bytes in bf16.
+
+    Args:
+        model: the model section.
+        element_bytes: bytes of an element.
+    """
+    return model.hidden_size * element_bytes

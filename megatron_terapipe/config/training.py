@@ -65,7 +65,7 @@ class TrainingConfig:
     hostfile: str | None = option(None, metavar="FILE")
     """Hosts and slots of a dry run, which has a rank for each slot. A run has its ranks from its launcher."""
 
-    recompute_granularity: Literal["none", "selective", "full"] = option(
+    recompute_granularity: Literal["none", "selective", "full", "stage"] = option(
         "none",
         shorthands={
             "--recompute-activations": "selective",
@@ -75,8 +75,13 @@ class TrainingConfig:
         translations={"--activations-checkpoint-method": {"uniform": "full"}},
     )
     """Activations that the backward recomputes instead of keeping them: `none`; `selective`, which recomputes the cheap
-    outputs of norms and of the activation function; `full`, which recomputes whole layers. Attention scores are never
+    outputs of norms and of the activation function; `full`, which recomputes whole layers; `stage`, which keeps of a
+    token slice the input of each stage, and keys and values, and recomputes whole stages. Attention scores are never
     kept."""
+
+    key_value_gradients: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients of keys and values are kept between the backwards of token slices. Sums are computed in
+    fp32 either way; `bf16` rounds them when they are stored, and halves their memory."""
 
     recompute_method: Literal["uniform", "block"] = "uniform"
     """Layers that `full` recomputes. `uniform`: all of them, `--recompute-num-layers` at a time. `block`: the first

@@ -256,6 +256,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
             overlap_grad_reduce=not config.parallel.no_overlap_grad_reduce,
             overlap_param_gather=config.parallel.overlap_param_gather,
             check_token_slices=False,  # The tests of these layers do.
+            key_value_gradients=torch.bfloat16 if config.training.key_value_gradients == "bf16" else None,
             optimizer=build_optimizer(config.optimizer, module.named_parameters()),
         )
     return engine
@@ -265,7 +266,7 @@ def _recomputation(config: Config) -> dict[str, Any]:
     """Return the arguments of the module that say which layers are recomputed."""
     training = config.training
     if training.recompute_granularity != "full":
-        return {}
+        return {"recompute_stages": training.recompute_granularity == "stage"}
     if training.recompute_method == "uniform":
         return {"activation_checkpoint_interval": training.recompute_num_layers}
     blocks = range(LAYERS_BEFORE_BLOCKS, LAYERS_BEFORE_BLOCKS + config.model.num_layers)

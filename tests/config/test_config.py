@@ -155,7 +155,11 @@ REFUSALS = [
     ({"train_iters": 0}, "--train-iters 0 is not positive", "give 1 or more"),
     ({"exit_interval": 0}, "--exit-interval 0 is not positive", "give 1 or more"),
     ({"seed": -1}, "--seed -1 is out of range", "give 0 or more"),
-    ({"recompute_granularity": "some"}, "--recompute-granularity some is not known", "choose none, selective or full"),
+    (
+        {"recompute_granularity": "some"},
+        "--recompute-granularity some is not known",
+        "choose none, selective, full or stage",
+    ),
     ({"optimizer": "lamb"}, "--optimizer lamb is not known", "choose adam or sgd"),
     ({"lr": 0.0}, "--lr 0.0 is not positive", "give a number above 0"),
     ({"lr": float("nan")}, "--lr nan is not a number", "give one"),

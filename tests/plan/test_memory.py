@@ -64,6 +64,10 @@ def test_gradients_of_keys_and_values_are_of_the_prefix_of_the_last_token_slice(
     timeline = timeline_of("0F0.0 0F0.1 0BI0.1 0BI0.0 0BW0.1 0BW0.0")
     (curve,) = memory_over_time(timeline, [3, 1], only(key_value_gradient=(10.0,)))
     assert [point for point in curve if point[1]] == [(2.0, 30.0)] and curve[-1] == (4.0, 0.0)
+    # Each token slice's go with its own backward.
+    timeline = timeline_of("0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0", shape=PipelineShape(1, 1, 3))
+    (curve,) = memory_over_time(timeline, [3, 1, 2], only(key_value_gradient=(10.0,)))
+    assert [point for point in curve if point[1]] == [(3.0, 40.0), (7.0, 30.0)] and curve[-1] == (9.0, 0.0)
     # With one token slice nothing is owed to any before it.
     timeline = timeline_of("0F0.0 0B0.0", shape=PipelineShape(1, 1))
     (curve,) = memory_over_time(timeline, [4], only(key_value_gradient=(10.0,)))

@@ -85,6 +85,14 @@ SETUPS = [
     Setup(
         pp=2, cut=UNIFORM, dtype="fp64", schedule=there_and_back, model_chunks=2, placement=Placement.V, micro_batches=3
     ),
+    # Whole stages computed again.
+    Setup(cut=UNEVEN, dtype="fp64", recompute_stages=True),
+    Setup(pp=2, cut=UNEVEN, dtype="fp64", micro_batches=3, recompute_stages=True),
+    Setup(pp=2, cut=UNIFORM, schedule="zero-bubble", tied=False, recompute_stages=True),
+    Setup(pp=2, cut=UNEVEN, dtype="fp64", schedule="interleaved", model_chunks=2, recompute_stages=True, recompute=1),
+    Setup(pp=2, cut=UNEVEN, dtype="bf16", zero=1, accumulate="fp32", schedule="zero-bubble", recompute_stages=True),
+    Setup(pp=2, dp=2, cut=UNEVEN, dtype="fp64", schedule="zero-bubble", recompute_stages=True),
+    Setup(pp=2, sp=2, cut=UNIFORM, dtype="fp64", recompute_stages=True),
     # Two replicas.
     Setup(dp=2, dtype="fp64", cut=UNEVEN),
     Setup(dp=2, cut=UNIFORM, zero=1, schedule="gpipe"),
@@ -133,6 +141,7 @@ def axes(setup: Setup) -> dict[str, object]:
         "fewer micro-batches than stages": setup.micro_batches < setup.pp,
         "schedule": getattr(setup.schedule, "__name__", setup.schedule),
         "recompute": bool(setup.recompute),
+        "recompute stages": setup.recompute_stages,
         "accumulate": setup.accumulate,
     }
 
@@ -177,7 +186,8 @@ def test_setups_cover_every_value_of_every_axis(few: bool) -> None:
     setups = [SETUPS[index] for index in covering_pairs([axes(setup) for setup in SETUPS])] if few else SETUPS
     for axis, values in {
         "pp": {1, 2, 4}, "dp": {1, 2}, "sp": {1, 2, 4}, "schedule": set(SCHEDULES), "model_chunks": {1, 2},
-        "tied": {True, False}, "zero": {0, 1}, "recompute": {0, 1}, "dtype": {"fp64", "fp32", "bf16"},
+        "tied": {True, False}, "zero": {0, 1}, "recompute": {0, 1}, "recompute_stages": {True, False},
+        "dtype": {"fp64", "fp32", "bf16"},
     }.items():  # fmt: skip
         for dtype in ("fp64", "fp32"):
             reached = {getattr(setup, axis) for setup in setups if setup.dtype == dtype or axis == "dtype"}

@@ -39,6 +39,7 @@ class Setup:
     zero: int = 0
     dtype: str = "fp32"
     recompute: int = 0
+    recompute_stages: bool = False
     num_blocks: int = 4
     accumulate: str | None = None
     config: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
@@ -57,7 +58,8 @@ class Setup:
             f"zero{self.zero}",
             self.dtype,
         ]
-        return "-".join(parts + ["recompute"] * bool(self.recompute) + [self.accumulate or ""]).rstrip("-")
+        parts += ["recompute"] * bool(self.recompute) + ["stages"] * self.recompute_stages
+        return "-".join([*parts, self.accumulate or ""]).rstrip("-")
 
 
 class RecordingSGD(torch.optim.SGD):
@@ -93,6 +95,7 @@ def build(
     torch.manual_seed(0)
     module_keywords.setdefault("activation_spec", hidden_spec)
     module_keywords.setdefault("activation_checkpoint_interval", setup.recompute)
+    module_keywords.setdefault("recompute_stages", setup.recompute_stages)
     model = TokenSlicePipelineModule(
         models.layers(setup.num_blocks, tied=setup.tied) if layers is None else layers,
         layout=ParallelLayout(

@@ -35,7 +35,7 @@ ZERO, BF16 = "--zero-stage 1", "--bf16"
 TP2, TP4, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4", "--sequence-parallel"
 EVEN, EVEN4 = "--token-slices 14,2,6,10", "--token-slices 12,4,16"
 DROPOUT, PACKED = "--hidden-dropout 0.1 --attention-dropout 0.2", "--reset-position-ids --reset-attention-mask"
-SELECTIVE, FULL = "--recompute-granularity selective", "--recompute-granularity full"
+SELECTIVE, FULL, STAGE = (f"--recompute-granularity {mode}" for mode in ("selective", "full", "stage"))
 LLAMA4 = (
     "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --ffn-hidden-size 40 --disable-bias-linear"
     " --untie-embeddings-and-output-weights"
@@ -151,6 +151,12 @@ SETUPS = [
     Setup(1, f"{UNEVEN} {FULL} --recompute-method block --recompute-num-layers 2 {DROPOUT} {PACKED}", fp64=True),
     Setup(2, f"{PP2} {UNEVEN} {FULL} --recompute-method block {MODEL_CHUNKS} {UNTIED}", fp64=True, micro_batches=3),
     Setup(2, f"{PP2} {UNIFORM} {FULL} --recompute-method block {ZERO_BUBBLE} {LLAMA}", fp64=True),
+    # Recomputation of whole stages.
+    Setup(1, f"{UNEVEN} {STAGE} {DROPOUT} {PACKED} {PER_TOKEN}", fp64=True, family="gemma"),
+    Setup(2, f"{PP2} {UNIFORM} {STAGE} {ZERO_BUBBLE} {LLAMA} {ZERO}", micro_batches=3),
+    Setup(2, f"{PP2} {UNEVEN} {STAGE} {MODEL_CHUNKS} {UNTIED}", fp64=True, family="mistral", micro_batches=3),
+    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {STAGE} {ZERO_BUBBLE} {DROPOUT} {PACKED}", fp64=True, micro_batches=3),
+    Setup(2, f"{TP2} {UNIFORM} {STAGE} {GPIPE} {BF16} {GROUPED}"),
     # The mean over all tokens of the batch, not over micro-batches.
     Setup(1, f"{UNEVEN} {PER_TOKEN} {PACKED}", fp64=True, micro_batches=3),
     Setup(2, f"{PP2} {UNEVEN} {PER_TOKEN} {ZERO_BUBBLE}", fp64=True, micro_batches=3),

@@ -1,6 +1,7 @@
 """State of the batch in progress on a rank: micro-batches, their sequence states, buffers, losses."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batches.batch import TokenSliceBatch, join_micro_batches, join_token_slices
 from deepspeed_ext.runtime.gradients.weight_gradients import Product
+from deepspeed_ext.runtime.recomputation import RandomState
 from deepspeed_ext.runtime.sequence.documents import Documents
 from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
@@ -23,6 +25,8 @@ class Buffer:
 
     Attributes:
         inputs: inputs from the previous stage, until their gradients are taken; empty on the first stage.
+        random_state: what a stage that is computed again drew its random numbers from, if it keeps that.
+        bear_gradients: of a stage that is computed again, for each output whether its gradient comes back.
         outputs: outputs for the next stage, until they are sent or passed on.
         roots: starts of the backward: the loss on the last stage, else the outputs that need gradients, as edges of the
             graph, so that the tensors themselves can go once they are sent.
@@ -32,6 +36,8 @@ class Buffer:
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     roots: tuple[Tensor | GradientEdge, ...] = ()
+    random_state: RandomState | None = None
+    bear_gradients: tuple[bool, ...] = ()
     deferred_wgrads: list[Product] = field(default_factory=list)
 
     def take_gradients(self) -> tuple[Tensor, ...]:
@@ -54,8 +60,8 @@ class LiveBatch:
         buffers: buffers by their number in the program.
         passed: results that one stage of this rank passed to another, by the op that reads them.
         losses: per micro-batch, the weighted losses of its token slices so far; where the last stage is.
-        outputs: per micro-batch, the last layer's outputs of its token slices, where they are asked for.
-        labels: per micro-batch, the labels of its token slices, where they are asked for.
+        outputs: per micro-batch and token slice, the last layer's outputs, where they are asked for.
+        labels: per micro-batch and token slice, the labels, where they are asked for.
     """
 
     def __init__(self) -> None:
@@ -65,8 +71,8 @@ class LiveBatch:
         self.buffers: dict[int, Buffer] = defaultdict(Buffer)
         self.passed: dict[Op, tuple[Tensor, ...]] = {}
         self.losses: dict[int, Tensor] = {}
-        self.outputs: dict[int, list[Any]] = defaultdict(list)
-        self.labels: dict[int, list[Any]] = defaultdict(list)
+        self.outputs: dict[int, dict[int, Any]] = defaultdict(dict)
+        self.labels: dict[int, dict[int, Any]] = defaultdict(dict)
 
     def add_loss(self, micro_batch: int, loss: Tensor) -> None:
         """Add a token slice's share to the loss of its micro-batch.
@@ -85,7 +91,7 @@ class LiveBatch:
             token_slices: lengths of the token slices.
             ranks: ranks that share them, all of which must ask.
         """
-        return [join_token_slices(parts, token_slices, ranks) for _, parts in sorted(self.outputs.items())]
+        return _joined(self.outputs, token_slices, ranks)
 
     def outputs_and_labels(self, token_slices: TokenSlices, ranks: SequenceParallelRanks) -> tuple[Any, Any]:
         """Outputs and labels of the whole batch; None where the last stage is not.
@@ -96,12 +102,22 @@ class LiveBatch:
         """
         if not self.outputs:
             return None, None
-        labels = [
-            join_token_slices(parts, token_slices, ranks, read_by_all=True) for _, parts in sorted(self.labels.items())
-        ]
+        labels = _joined(self.labels, token_slices, ranks, read_by_all=True)
         return join_micro_batches(self.outputs_by_micro_batch(token_slices, ranks)), join_micro_batches(labels)
 
     def forget_batch(self, micro_batch: int) -> None:
         """Let go of the data of a micro-batch that no op of this rank needs any more."""
         self.parts.pop(micro_batch, None)
         self.documents.pop(micro_batch, None)
+
+
+def _joined(
+    parts: Mapping[int, Mapping[int, Any]],
+    token_slices: TokenSlices,
+    ranks: SequenceParallelRanks,
+    *,
+    read_by_all: bool = False,
+) -> list[Any]:
+    """What there is of each micro-batch, its token slices put together in their order, whatever order they ran in."""
+    in_order = ([of_one[number] for number in sorted(of_one)] for _, of_one in sorted(parts.items()))
+    return [join_token_slices(of_one, token_slices, ranks, read_by_all=read_by_all) for of_one in in_order]

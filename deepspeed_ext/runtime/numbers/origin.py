@@ -95,7 +95,7 @@ class _Watch:
         self._weights = [(name, each) for name, each in engine.module.named_parameters() if each.requires_grad]
         self._spoilt: set[str] = set()
         self._op: Op | None = None
-        self._events = 0
+        self._events, self._looked_at_loss = 0, False
         self.found: list[BadOp] = []
 
     @contextmanager
@@ -118,13 +118,10 @@ class _Watch:
     @contextmanager
     def op(self, op: Op) -> Iterator[None]:
         """Look at an op, and when it is done at the loss, or at the gradients of weights."""
-        self._op, self._events = op, 0
+        self._op, self._events, self._looked_at_loss = op, 0, False
         yield
-        if op.kind is OpKind.FORWARD:
-            loss = self._engine.losses_so_far.get(op.micro_batch)
-            if op.stage == self._engine.module.pipeline.last_stage and loss is not None:
-                self._look("the loss", loss)
-        else:
+        self._look_at_loss()
+        if op.kind is not OpKind.FORWARD:
             self._look_at_weight_gradients()
         self._op = None
 
@@ -133,14 +130,30 @@ class _Watch:
         return nullcontext()
 
     def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        # What a backward recomputes has been looked at.
-        if self._op is None or self._op.kind is not OpKind.FORWARD:
+        # What a backward recomputes has been looked at, unless it computes a whole stage, with head and loss.
+        if self._op is None or not (self._op.kind is OpKind.FORWARD or self._engine.module.recomputation.stages):
             return
         for tensor in tree_leaves(output):
             if torch.is_tensor(tensor) and tensor.is_floating_point():
                 self._look(f"the output of layer {name}", tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(self._look, f"the gradient of the output of layer {name}"))
+                    tensor.register_hook(partial(self._look_at_gradient, f"the gradient of the output of layer {name}"))
+
+    def _look_at_gradient(self, what: str, gradient: Tensor) -> None:
+        self._look_at_loss()
+        self._look(what, gradient)
+
+    def _look_at_loss(self) -> None:
+        """Look once at the loss that an op has computed: in the forward, or where it computes its stage again."""
+        op, module = self._op, self._engine.module
+        if self._looked_at_loss or op is None or op.stage != module.pipeline.last_stage:
+            return
+        computed_in_forward = not module.recomputation.stages
+        if op.kind is OpKind.WEIGHT_GRADIENT or (op.kind is OpKind.FORWARD) != computed_in_forward:
+            return
+        self._looked_at_loss = True
+        if (loss := self._engine.losses_so_far.get(op.micro_batch)) is not None:
+            self._look("the loss", loss)
 
     def _look_at_weight_gradients(self) -> None:
         held = [

@@ -3,13 +3,14 @@
     layer                       keys and values                                      gradients
     whole sequence              one buffer; reading gives views                      of all tokens before the last
                                                                                      token slice that ran backward
-    window, in training         a copy of each token slice's, freed by its own       of the W - 1 tokens before it
-                                backward, which is the last to read them; reading
+    window, in training;        a copy of each token slice's, freed by its own       of the tokens before it, or of the
+    copied to the host          backward, which is the last to read them; reading    W - 1 before it
                                 puts the keys in reach together
     window, forward alone       those in reach of the token slice; the others are    none
                                 freed as the next one writes
 
-A window of W tokens shows a token itself and W - 1 before it, so a token slice reaches W - 1 tokens back.
+A window of W tokens shows a token itself and W - 1 before it, so a token slice reaches W - 1 tokens back. Gradients are
+in `key_value_gradients`, those of each token slice apart.
 """
 
 from typing import Protocol
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.runtime.attention_kernels import Gradients
+from deepspeed_ext.runtime.sequence.key_value_gradients import PendingGradients
 
 
 class KeyValueState(Protocol):
@@ -52,17 +54,28 @@ class KeyValueState(Protocol):
         """
 
 
-def key_value_state(seq_length: int, window: int | None, *, forward_only: bool) -> KeyValueState:
+def key_value_state(
+    seq_length: int,
+    window: int | None,
+    *,
+    forward_only: bool,
+    apart: bool = False,
+    gradients_in: torch.dtype | None = None,
+) -> KeyValueState:
     """Return the state of a layer that nothing has been written to.
 
     Args:
         seq_length: tokens of the whole sequence.
         window: tokens that a token attends to, itself included; None for all before it.
         forward_only: whether no backward will follow.
+        apart: whether those of token slices are kept apart in training, as copies to the host need them.
+        gradients_in: type in which gradients are kept; None for fp32 or wider.
     """
-    if window is None:
-        return KeysOfSequence(seq_length)
-    return KeysInReach(window) if forward_only else KeysOfTokenSlices(window)
+    if forward_only:
+        return KeysOfSequence(seq_length) if window is None else KeysInReach(window)
+    if window is None and not apart:
+        return KeysOfSequence(seq_length, gradients_in)
+    return KeysOfTokenSlices(window, gradients_in)
 
 
 class KeysOfSequence:
@@ -70,13 +83,14 @@ class KeysOfSequence:
 
     Args:
         seq_length: tokens of the whole sequence.
+        gradients_in: type in which gradients are kept; None for fp32 or wider.
     """
 
-    def __init__(self, seq_length: int) -> None:
+    def __init__(self, seq_length: int, gradients_in: torch.dtype | None = None) -> None:
         self.seq_length = seq_length
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
-        self._pending = PendingGradients()
+        self._pending = PendingGradients(gradients_in)
 
     def write(self, key: Tensor, value: Tensor, start: int) -> None:
         """Store keys and values. Writing the same tokens again changes nothing, so recomputing a forward is safe.
@@ -92,7 +106,7 @@ class KeysOfSequence:
         end = start + key.shape[1]
         self._keys[:, start:end] = key
         self._values[:, start:end] = value
-        self._pending.written(end)
+        self._pending.written(start, end)
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the tokens 0 .. end, each [B, end, G, D]: views, never copies.
@@ -110,16 +124,17 @@ class KeysOfSequence:
 
 
 class KeysOfTokenSlices:
-    """Keys and values for a sliding window in training, those of each token slice apart.
+    """Keys and values in training, those of each token slice apart: for a sliding window, or to be copied to the host.
 
     Args:
-        window: tokens that a token attends to, itself included.
+        window: tokens that a token attends to, itself included; None for all before it.
+        gradients_in: type in which gradients are kept; None for fp32 or wider.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int | None, gradients_in: torch.dtype | None = None) -> None:
         self.window = window
         self._of_token_slices: dict[int, tuple[Tensor, Tensor]] = {}
-        self._pending = PendingGradients()
+        self._pending = PendingGradients(gradients_in)
 
     def write(self, key: Tensor, value: Tensor, start: int) -> None:
         """Store copies of keys and values; what was written of the same tokens before is let go of.
@@ -132,7 +147,7 @@ class KeysOfTokenSlices:
         # Copied, since they are parts of a product that would stay with them.
         copies = (each.clone(memory_format=torch.contiguous_format) for each in (key, value))
         self._of_token_slices[start] = next(copies), next(copies)
-        self._pending.written(start + key.shape[1])
+        self._pending.written(start, start + key.shape[1])
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, E, G, D] in reach, put together from the token slices where there are several.
@@ -141,7 +156,7 @@ class KeysOfTokenSlices:
             start: first token of the token slice.
             end: token behind its last one.
         """
-        first = max(0, start + 1 - self.window)
+        first = 0 if self.window is None else max(0, start + 1 - self.window)
         reached = [
             tuple(each[:, max(0, first - begin) :] for each in kept)
             for begin, kept in sorted(self._of_token_slices.items())
@@ -158,6 +173,23 @@ class KeysOfTokenSlices:
         complete = self._pending.accumulate(gradients, start)
         del self._of_token_slices[start]
         return complete
+
+    def take(self, start: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, N, G, D] of a token slice, which are no longer here afterwards.
+
+        Args:
+            start: first token of the token slice.
+        """
+        return self._of_token_slices.pop(start)
+
+    def put(self, start: int, tensors: tuple[Tensor, Tensor]) -> None:
+        """Have keys and values again that were taken.
+
+        Args:
+            start: first token of the token slice.
+            tensors: keys and values [B, N, G, D].
+        """
+        self._of_token_slices[start] = tensors
 
 
 class KeysInReach:
@@ -211,69 +243,3 @@ class KeysInReach:
             AssertionError: always.
         """
         raise AssertionError(f"a backward at token {start} of a sequence that was to run forward alone")
-
-
-class PendingGradients:
-    """Gradients that token slices which ran backward have for the keys and values of earlier ones."""
-
-    def __init__(self) -> None:
-        self._end = 0  # of the tokens that were written and have not run backward
-        self._began = False
-        # Each [B, E, G, D] of the tokens up to `_end` from `_first` on, in at least fp32; gradients before are 0.
-        self._pending: tuple[Tensor, Tensor] | None = None
-        self._first = 0
-
-    def written(self, end: int) -> None:
-        """Note that keys and values are there.
-
-        Args:
-            end: token behind the last of them.
-        """
-        if not self._began:
-            self._end = max(self._end, end)
-
-    def accumulate(self, gradients: Gradients, start: int) -> tuple[Tensor, Tensor]:
-        """Keep the gradients of a token slice for those before it, and return the complete gradients of its own.
-
-        Args:
-            gradients: gradients that the backward of its attention found.
-            start: tokens before it.
-
-        Returns:
-            Gradients [B, N, G, D] of the token slice's own keys and values.
-        """
-        own_len, seen_len = gradients.own[0].shape[1], gradients.prefix[0].shape[1]
-        assert self._end == start + own_len, "token slices must run backward last to first"
-        first = start - seen_len
-        if self._pending is None:
-            # A copy where keys in reach are few: a view would keep what the kernel found for all its keys.
-            pending = [_at_least_fp32(prefix, copy=bool(first)) for prefix in gradients.prefix]
-        else:
-            pending, first = self._add(gradients, start, self._pending)
-        self._pending = (pending[0], pending[1]) if start else None
-        self._first, self._end, self._began = first, start, True
-        return gradients.own
-
-    def _add(self, gradients: Gradients, start: int, pending: tuple[Tensor, Tensor]) -> tuple[list[Tensor], int]:
-        """Gradients of the tokens before `start`, and the first of these; own ones are added to in place."""
-        first = start - gradients.prefix[0].shape[1]
-        due = max(start, self._first)  # first token of the token slice that has gradients pending
-        sums = []
-        for own, prefix, later in zip(gradients.own, gradients.prefix, pending, strict=True):
-            # In place, since nobody else holds it; the sum is rounded once, from fp32.
-            own[:, due - start :].add_(later[:, due - self._first :])
-            before = later[:, : due - self._first]
-            if first < self._first:
-                total = _at_least_fp32(prefix, copy=bool(first))
-                if before.shape[1]:
-                    total[:, self._first - first :].add_(before)
-            else:
-                total = before
-                if prefix.shape[1]:
-                    total[:, first - self._first :].add_(prefix)
-            sums.append(total)
-        return sums, min(first, self._first)
-
-
-def _at_least_fp32(gradient: Tensor, *, copy: bool) -> Tensor:
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=copy)

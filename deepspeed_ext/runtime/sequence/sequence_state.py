@@ -43,6 +43,9 @@ class SequenceState:
         documents: starts of the documents; None if every row is one document.
         forward_only: whether no backward will follow, so that keys and values out of the reach of a sliding window can
             be freed.
+        keys_apart: whether keys and values of token slices are kept apart, as copies to the host need them.
+        key_value_gradients: type in which gradients of keys and values are kept between two backwards; None for fp32,
+            or the wider type of the model.
     """
 
     def __init__(
@@ -54,8 +57,11 @@ class SequenceState:
         sequences: Sequence[int] = (0,),
         documents: Documents | None = None,
         forward_only: bool = False,
+        keys_apart: bool = False,
+        key_value_gradients: torch.dtype | None = None,
     ) -> None:
         self.token_slices, self.forward_only = token_slices, forward_only
+        self._keys_apart, self._key_value_gradients = keys_apart, key_value_gradients
         self.attended: Counter[tuple[int, int]] = Counter()
         """Calls of attention, by layer and first position of this rank's part of the token slice."""
         self.ranks = ranks or SequenceParallelRanks()
@@ -80,6 +86,15 @@ class SequenceState:
         """
         return Past(self.parts.prefix_len(token_slice), layer, self)
 
+    def forget_shared(self, token_slice: int) -> None:
+        """Let go of what layers share of a token slice; the next layer that asks makes it again.
+
+        Args:
+            token_slice: number of the token slice.
+        """
+        start = self.parts.prefix_len(token_slice)
+        self.shared = {key: value for key, value in self.shared.items() if key[0] != start}
+
     def keys_and_values(self, layer: int, window: int | None) -> KeyValueState:
         """Return the keys and values of a layer.
 
@@ -91,7 +106,13 @@ class SequenceState:
             UserError: if the layer has another window already.
         """
         if layer not in self._layers:
-            state = key_value_state(self.token_slices.seq_length, window, forward_only=self.forward_only)
+            state = key_value_state(
+                self.token_slices.seq_length,
+                window,
+                forward_only=self.forward_only,
+                apart=self._keys_apart,
+                gradients_in=self._key_value_gradients,
+            )
             self._layers[layer] = window, state
         known, state = self._layers[layer]
         if known != window:

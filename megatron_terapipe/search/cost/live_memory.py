@@ -141,10 +141,13 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) ->
     held_logits = np.minimum(held_logits, of_stage.limits.kept)
     first, last = order.token_slice == 0, order.token_slice == len(lengths) - 1
     sequence = tokens.sum() * of_stage.key_values[order.stage]
-    gradients = tokens[:-1].sum() * of_stage.key_value_gradients
-    gradients = (gradients + (len(tokens) > 1) * of_stage.window_gradients)[order.stage]
-    comes = np.where(is_forward & first, sequence, 0.0) + np.where(is_turn & last, gradients, 0.0)
-    held_key_values = _during(comes, np.where(is_turn & first, sequence + gradients, 0.0))
+    of_token = of_stage.key_value_gradients[order.stage]
+    in_reach = ((len(tokens) > 1) * of_stage.window_gradients * np.ones_like(of_stage.key_values))[order.stage]
+    comes = np.where(is_forward & first, sequence, 0.0)
+    comes = comes + np.where(is_turn & last, tokens[:-1].sum() * of_token + in_reach, 0.0)
+    # The backward of a token slice frees the gradients of its own keys and values; the first that runs has none yet.
+    goes = np.where(is_turn & ~last, own * of_token, 0.0) + np.where(is_turn & first, sequence + in_reach, 0.0)
+    held_key_values = _during(comes, goes)
     of_head, of_scores = (
         np.broadcast_to(each, of_stage.working.shape)[order.stage] for each in (of_stage.head_working, of_stage.scores)
     )

@@ -227,7 +227,7 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
     class Watched(key_values.KeysOfSequence):
         def accumulate(self, gradients, start):
             accumulated = super().accumulate(gradients, start)
-            past_gradients.extend(self._pending._pending or ())
+            past_gradients.append([each for _, pair in self._pending._pending.values() for each in pair])
             return accumulated
 
     state = Watched(24)
@@ -238,8 +238,9 @@ def test_bf16_gradients_of_earlier_tokens_add_up_in_fp32() -> None:
         outputs.append(attention.TokenSliceAttention.apply(query, key, value, state, start, 0.35, kernel_for(query)))
     for output in reversed(outputs):
         output.float().sum().backward()
-    assert len(past_gradients) == 2 * 11
-    assert {gradient.dtype for gradient in past_gradients} == {torch.float32}
+    # Of each token slice before it apart: its own backward frees them.
+    assert [len(held) for held in past_gradients] == [2 * earlier for earlier in reversed(range(12))]
+    assert {(gradient.dtype, gradient.shape[1]) for held in past_gradients for gradient in held} == {(torch.float32, 2)}
 
 
 def test_the_cpu_kernel_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,82 @@
+"""What is computed again in the backward instead of being kept: some layers of a stage, or whole stages."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What of a stage is computed again.
+
+    Attributes:
+        stages: whole stages. Of a token slice a stage keeps its input, and keys and values for later token slices.
+        interval: layers, this many at a time; 0 for none.
+        choose: chooses, of the numbers of a stage's layers, those that are computed again instead, one by one.
+        keeps_random_state: what is computed again draws the same random numbers again, from the generators of torch.
+    """
+
+    stages: bool = False
+    interval: int = 0
+    choose: Callable[[range], Collection[int]] | None = None
+    keeps_random_state: bool = True
+
+    def runs_of_layers(self, layers: range) -> Iterator[tuple[slice, bool]]:
+        """Runs of a stage's layers, counted from its first, and whether each is computed again by itself.
+
+        Args:
+            layers: their numbers in the model.
+        """
+        if self.choose is None:
+            step = self.interval or len(layers) or 1
+            yield from ((slice(start, start + step), bool(self.interval)) for start in range(0, len(layers), step))
+            return
+        chosen = {number - layers.start for number in self.choose(layers)}
+        ends = sorted({0, len(layers), *chosen, *(number + 1 for number in chosen)})
+        yield from ((slice(start, end), start in chosen) for start, end in pairwise(ends))
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of torch's generators of random numbers, on the host and on the device of the layers."""
+
+    device: torch.device
+    of_host: Tensor
+    of_device: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> "RandomState":
+        """The state before the layers of a device draw."""
+        of_device = None if device.type == "cpu" else get_accelerator().get_rng_state(device.index)
+        return cls(device, torch.get_rng_state(), of_device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Draw the same numbers again inside; afterwards the generators go on from where they were."""
+        on_host = self.of_device is None
+        forked = {"devices": []} if on_host else {"devices": [self.device], "device_type": self.device.type}
+        with torch.random.fork_rng(**forked):
+            torch.set_rng_state(self.of_host)
+            if self.of_device is not None:
+                get_accelerator().set_rng_state(self.of_device, self.device.index)
+            yield
+
+
+def bearing_gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[bool]:
+    """Whether a stage that is computed again wants the gradient of each of its outputs.
+
+    Without a graph nobody knows which outputs depend on weights. So all with fractions count, if anything in the stage
+    needs gradients, and the backward leaves out the gradients of those that turn out not to.
+
+    Args:
+        outputs: of any shape [...].
+        inputs: inputs of the stage.
+        parameters: its weights.
+    """
+    needed = any(tensor.requires_grad for tensor in inputs) or any(weight.requires_grad for weight in parameters)
+    return [needed and (output.is_floating_point() or output.is_complex()) for output in outputs]
