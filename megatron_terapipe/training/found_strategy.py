@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.auto_strategy import Ranks, best_strategy
 from megatron_terapipe.planning.cost_model import named_cluster
 from megatron_terapipe.planning.stated_ranks import slots_of_hosts
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from megatron_terapipe.training.absent_files import without_files
 from megatron_terapipe.training.run import Run, vocab_size_of
 
@@ -47,7 +48,7 @@ def find_strategy(config: Config, constraints: Mapping[str, tuple[Any, ...]]) ->
     Raises:
         UserError: if a file cannot be read, or no strategy can run.
     """
-    ranks = _ranks(config)
+    ranks = _ranks(config, constraints)
     saved, notices = _saved(config), []
     if saved is not None:
         strategy, path = saved
@@ -92,8 +93,13 @@ def _with_vocabulary(config: Config) -> Config:
     return replace(config, model=replace(config.model, vocab_size=vocab_size_of(config, tokenizer)))
 
 
-def _ranks(config: Config) -> Ranks:
-    """Return the numbers of ranks, as the launcher says them; of a dry run, as hostfile or cluster do."""
+def _ranks(config: Config, constraints: Mapping[str, tuple[Any, ...]]) -> Ranks:
+    """Return the numbers of ranks, as the launcher says them; of a dry run, as hostfile, cluster or sizes do.
+
+    Args:
+        config: the configuration.
+        constraints: what flags say of the strategy.
+    """
     training = config.training
     if not training.dry_run:
         launch = LaunchEnvironment.read(local_rank=config.parallel.local_rank)
@@ -102,8 +108,10 @@ def _ranks(config: Config) -> Ranks:
         slots = [each for each in slots_of_hosts(training.hostfile, "--hostfile") if each]
         # Unlike hosts are told of by the sum: it is no multiple of the largest.
         return Ranks(sum(slots), max(slots))
-    stated = None
+    # As `stated_ranks` and `least_world_size` count where the layout is given: sizes that no flag states are 1.
+    least = prod(constraints[each.name][0] for each in DIMENSIONS if each.ranks and each.name in constraints)
+    stated = least if "data_parallel_size" in constraints else None
     if config.parallel.cluster is not None:
         stated = named_cluster(config.parallel.cluster, 1).num_devices
-    launch = LaunchEnvironment.of_dry_run(stated=stated, least=1)
+    launch = LaunchEnvironment.of_dry_run(stated=stated, least=least)
     return Ranks(launch.world_size, launch.local_size)

@@ -108,6 +108,26 @@ def test_without_a_cluster_hosts_are_those_of_the_launcher(files: Path) -> None:
     assert "for 1 host of 2 cpu-core with the profile profile.json" in line
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("--data-parallel-size 2", 2),
+        ("--data-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+        ("--pipeline-model-parallel-size 2", 2),
+        ("", 1),
+    ],
+)
+def test_a_dry_run_that_nobody_launched_has_the_ranks_that_sizes_make(
+    words: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    found, line = chosen("--dry-run", *words.split())
+    assert found.world_size == ranks
+    assert f"for 1 host of {ranks} " in line
+
+
 def test_a_run_goes_on_with_its_strategy(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = Strategy(data_parallel_size=2, micro_batch_size=1, global_batch_size=16, zero_stage=0)
     (files / "run").mkdir()

@@ -189,6 +189,23 @@ def library_device(name: str, where: str = "device") -> LibraryDevice:
     raise ConfigError(f"{where} {name!r} is not in the device library: {remedy}, or describe it by its fields")
 
 
+def names_one_device(name: str, other: str) -> bool:
+    """Whether two names are of one device; those that the library does not know are compared as they are spelled.
+
+    Args:
+        name: such as `A100-80GB`.
+        other: such as `NVIDIA A100-SXM4-80GB`.
+    """
+
+    def found(spelled: str) -> str:
+        try:
+            return library_device(spelled).device.name
+        except ConfigError:
+            return _key(spelled)
+
+    return found(name) == found(other)
+
+
 def machine(name: str, where: str = "machine") -> Machine:
     """Return a machine by its name.
 

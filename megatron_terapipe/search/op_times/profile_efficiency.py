@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_terapipe.search.inputs.cluster import Cluster, Node
+from megatron_terapipe.search.inputs.library import names_one_device
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth
 from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink
@@ -45,12 +46,12 @@ def measured_efficiency(
 
     Args:
         profile: of machines of the cluster.
-        cluster: whose first node is such a machine.
+        cluster: of whose nodes some are such machines; of several kinds of nodes the first that has measured devices.
         efficiency: the rest.
         software: the trainer, which says what the optimizer keeps of a parameter.
     """
     efficiency = efficiency or HardwareEfficiency()
-    node = measured_cluster(profile, cluster).nodes[0]
+    node = measured_node(profile, measured_cluster(profile, cluster))
     values: dict[str, float] = {}
     for where in ("inside", "network"):
         reached = [
@@ -79,13 +80,13 @@ def measured_efficiency(
 def measured_cluster(profile: Profile, cluster: Cluster) -> Cluster:
     """Return the cluster with the latency of the network that a profile has measured; the rest stays.
 
-    Nodes whose network is another than the first node's keep their own: nobody measured it.
+    Nodes whose network is another than the measured node's keep their own: nobody measured it.
 
     Args:
         profile: of machines of the cluster.
-        cluster: whose first node is such a machine.
+        cluster: some of whose nodes are such machines.
     """
-    first = cluster.nodes[0]
+    first = measured_node(profile, cluster)
     alone = [link for link in _of(profile, "network") if link.what == "transfer" and link.flows == 1]
     if not alone:
         return cluster
@@ -95,6 +96,16 @@ def measured_cluster(profile: Profile, cluster: Cluster) -> Cluster:
     network = replace(first.network, latency_s=latency)
     nodes = (replace(node, network=network) if node.network == first.network else node for node in cluster.nodes)
     return replace(cluster, nodes=tuple(nodes))
+
+
+def measured_node(profile: Profile, cluster: Cluster) -> Node:
+    """Return the first node with devices of the kind that a profile was measured on; the first of all if none has.
+
+    Args:
+        profile: of a machine.
+        cluster: its nodes may have devices of several kinds.
+    """
+    return next((node for node in cluster.nodes if _has_measured_devices(node, profile)), cluster.nodes[0])
 
 
 def share_of(link: ProfiledLink, node: Node) -> float:
@@ -119,6 +130,11 @@ def profile_notes(profile: Profile, cluster: Cluster) -> Iterator[str]:
         cluster: the cluster that it prices.
     """
     name = profile.source or "the profile"
+    others = dict.fromkeys(node.device.name for node in cluster.nodes if not _has_measured_devices(node, profile))
+    if others:
+        yield (
+            f"{name} was measured on {profile.device}: ops on {' and '.join(others)} are priced as if they took as long"
+        )
     if len(cluster.nodes) > 1 and not list(_of(profile, "network")):
         yield (
             f"{name} was measured on one host: links between hosts are those of the data sheet; measure --hostfile "
@@ -143,6 +159,13 @@ def message_line(points: Sequence[tuple[int, float]]) -> Line:
     scale = np.maximum(features.max(axis=0), 1e-30)
     (start, byte), _ = nnls(features / scale, np.ones(len(sizes)))
     return Line(max(float(start / scale[0]), LEAST_S), max(float(byte / scale[1]), 1e-15))
+
+
+def _has_measured_devices(node: Node, profile: Profile) -> bool:
+    """Whether a profile was measured on devices of the kind of a node's: processors are all one kind."""
+    if profile.accelerator == "cpu" or not node.device.is_gpu:
+        return (profile.accelerator == "cpu") is not node.device.is_gpu
+    return names_one_device(node.device.name, profile.device)
 
 
 def _share_reached(link: ProfiledLink, node: Node) -> float:

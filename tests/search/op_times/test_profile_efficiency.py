@@ -16,6 +16,7 @@ from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink
 from megatron_terapipe.search.op_times.profile_efficiency import (
     measured_cluster,
     measured_efficiency,
+    measured_node,
     message_line,
     profile_notes,
 )
@@ -98,6 +99,26 @@ def test_messages_between_hosts_are_priced_as_measured_on_more_of_them(cards: in
     rounds = 2 * (4 - 1) / 4
     found = all_reduce_s(num_bytes, groups.data.at(0), efficiency) - all_reduce_s(0, groups.data.at(0), efficiency)
     assert found == pytest.approx(rounds * num_bytes * NETWORK_BYTE_S * 2 / cards, rel=1e-6)
+
+
+def test_a_mixed_cluster_is_priced_by_its_measured_machine_wherever_it_stands() -> None:
+    measured, sheet = on_hosts(1)
+    other = replace(
+        sheet.nodes[0],
+        device=device("A100-80GB"),
+        inside=Link(bandwidth=3e11, latency_s=1e-6),
+        network=Link(bandwidth=2.5e10, latency_s=3e-6),
+    )
+    mixed = Cluster(nodes=(other, *sheet.nodes))
+    assert measured_efficiency(measured, mixed) == measured_efficiency(measured, sheet)
+    found = measured_cluster(measured, mixed)
+    assert found.nodes[0] == other
+    assert found.nodes[1:] == measured_cluster(measured, sheet).nodes
+    (note,) = profile_notes(measured, mixed)
+    assert note == ("the profile was measured on a processor: ops on A100-SXM4-80GB are priced as if they took as long")
+    # The same accelerator by another of its names.
+    named = replace(measured, accelerator="cuda", device="NVIDIA A100-SXM4-80GB")
+    assert measured_node(named, Cluster(nodes=(*sheet.nodes, other))) == other
 
 
 def test_an_all_reduce_that_links_inside_hold_up_says_nothing_of_the_network() -> None:
