@@ -39,8 +39,11 @@ def known_flags() -> set[str]:
     for path in python_files(*CODE, *BESIDE):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
-                words = (word.value for word in node.args if isinstance(word, ast.Constant))
-                known.update(word for word in words if str(word).startswith("--"))
+                words = (str(word.value) for word in node.args if isinstance(word, ast.Constant))
+                names = [word for word in words if word.startswith("--")]
+                known.update(names)
+                if any("BooleanOptionalAction" in ast.dump(keyword) for keyword in node.keywords):
+                    known.update(f"--no-{name[2:]}" for name in names)
     return known | OF_TOOLS
 
 

@@ -180,6 +180,11 @@ LAYERS = (
         search("inputs", "software", "op_times", "cost", "space"),
         ("numpy", "numba"),
     ),
+    Layer(
+        ("megatron_terapipe.search.rivals", "megatron_terapipe.search.rivals.*"),
+        search("inputs", "software", "op_times", "cost"),
+        ("numpy",),
+    ),
     # The run of a configuration, planned with the search's cost model and solvers.
     Layer(
         ("megatron_terapipe.planning", "megatron_terapipe.planning.*"),
@@ -201,7 +206,7 @@ LAYERS = (
     ),
     Layer(
         ("megatron_terapipe.search.report", "megatron_terapipe.search.report.*"),
-        search("inputs", "software", "op_times", "cost", "space", "rank"),
+        search("inputs", "software", "op_times", "cost", "space", "rank", "rivals"),
         ("numpy", "pydantic", "rich"),
     ),
     Layer(

@@ -1,4 +1,4 @@
-"""What is worked out beside a ranking: headroom, fewer devices, distance to fit, sensitivity, utilisation."""
+"""What is worked out beside a ranking: headroom, fewer devices, distance to fit, sensitivity, utilisation, rivals."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,10 @@ from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import SearchResult
 from megatron_terapipe.search.rank.sensitivity import sensitivity
 from megatron_terapipe.search.report.advice import Advice, TooFull
+from megatron_terapipe.search.report.rivals import RivalAdvice, compare_rival
 from megatron_terapipe.search.report.utilisation_check import check_utilization
+from megatron_terapipe.search.rivals.best import best_rival, has_rival
+from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.search.space.problem import SearchProblem
 
 
@@ -37,6 +40,8 @@ def advise(
     constraints: Mapping[str, tuple[Any, ...]],
     costs: Costs,
     progress: ProgressCallback | None = None,
+    *,
+    rivals: bool = True,
 ) -> Advice:
     """Return the advice that goes with the result of a search.
 
@@ -46,8 +51,10 @@ def advise(
         constraints: values that flags allow for dimensions.
         costs: what priced it.
         progress: told what is being done.
+        rivals: whether to price what would be run in place of this trainer.
     """
     pricing = costs.pricing_on(problem.cluster)
+    compared = _rivals(result, problem, pricing) if rivals else ()
     full = None if result.too_full is None else _too_full(result.too_full, result, pricing)
     if not result.entries:
         short = result.counts.rejected[FITS] or result.counts.rejected[HEADROOM]
@@ -59,6 +66,7 @@ def advise(
             memory_headroom=problem.memory_headroom,
             too_full=full,
             distance=distance_to_fit(problem, constraints, pricing_of) if short else None,
+            rivals=compared,
         )
     winner = result.entries[0]
     return Advice(
@@ -67,7 +75,17 @@ def advise(
         fewer_devices=on_fewer_devices(winner, problem, constraints, costs.pricing_on, progress),
         sensitivity=sensitivity(result.contenders, pricing),
         utilization=check_utilization(winner, pricing.cost_model),
+        rivals=compared,
     )
+
+
+def _rivals(result: SearchResult, problem: SearchProblem, pricing: Pricing) -> tuple[RivalAdvice, ...]:
+    """Return what would be run in place of this trainer; nothing beside strategies of other trainers."""
+    if problem.software.name != TERAPIPE.name or not has_rival(pricing):
+        return ()
+    rival = best_rival(pricing, problem.global_batch_size, headroom=problem.memory_headroom)
+    winner = next(iter(result.entries), None)
+    return () if rival is None else (compare_rival(rival, winner, problem.workload, problem.cluster),)
 
 
 def _too_full(entry: Ranked, result: SearchResult, pricing: Pricing) -> TooFull:

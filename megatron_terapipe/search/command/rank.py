@@ -47,6 +47,7 @@ from megatron_terapipe.search.report.output_files import (
     write_document,
     write_page,
 )
+from megatron_terapipe.search.report.rivals import rival_note
 from megatron_terapipe.search.report.schema import LaunchPart
 from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.software.library import find_software
@@ -178,6 +179,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="print how many strategies each rule rejected; with a file, print why that strategy did not win",
     )
     group.add_argument(
+        "--rivals",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="for sequences from 32,768 tokens, price ZeRO-3 with Ulysses beside the ranking (default: on)",
+    )
+    group.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="show progress (default: on a terminal)"
     )
     group.add_argument(
@@ -225,7 +232,7 @@ def run(options: argparse.Namespace) -> int:
             progress=progress,
         )
         result = replace(result, entries=result.entries[: options.top])
-        advice = advise(result, problem, constraints, costs, progress)
+        advice = advise(result, problem, constraints, costs, progress, rivals=options.rivals)
         proposed = []
         if result.entries and options.propose_trials is not None:
             proposed.append(write_proposals(options.propose_trials, problem, choices, costs, progress))
@@ -242,7 +249,10 @@ def run(options: argparse.Namespace) -> int:
         could_save=result.could_save,
         search_s=time.perf_counter() - start,
         advice=advice,
-        notes=(*advice_notes(advice, problem), *notes, *costs.notes, *how_sure(result), *proposed),
+        notes=(
+            *(*advice_notes(advice, problem), *notes, *costs.notes, *how_sure(result), *proposed),
+            *map(rival_note, advice.rivals),
+        ),
         why_none="" if result.entries else nothing_fits(result, advice, problem),
     )
     # Strategies say by their placement where ranks stand, and the cost model reads it.

@@ -12,6 +12,7 @@ from megatron_terapipe.search.rank.fewer_devices import FewerDevices
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.sensitivity import CHANGE, OtherWinner, Sensitivity
 from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
+from megatron_terapipe.search.report.rivals import RivalAdvice
 from megatron_terapipe.search.report.schema_parts import attribute_texts
 from megatron_terapipe.search.report.utilisation_check import UtilizationCheck
 from megatron_terapipe.search.space.problem import MEMORY_HEADROOM, SearchProblem
@@ -59,6 +60,7 @@ class Advice:
         sensitivity: constants that decide who wins; None = there is no winner.
         utilization: a utilisation that nobody has published; None = the winner's is believable, or nothing is known.
         distance: how far the model is from fitting; None = it fits, or no strategy keeps the other rules.
+        rivals: what would be run in place of this trainer.
     """
 
     memory_headroom: float = MEMORY_HEADROOM
@@ -67,6 +69,7 @@ class Advice:
     sensitivity: Sensitivity | None = None
     utilization: UtilizationCheck | None = None
     distance: DistanceToFit | None = None
+    rivals: tuple[RivalAdvice, ...] = ()
 
 
 def advice_notes(advice: Advice, problem: SearchProblem) -> list[str]:

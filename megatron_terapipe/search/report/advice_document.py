@@ -16,6 +16,7 @@ from megatron_terapipe.search.report.advice_schema import (
     TooFullPart,
     UtilizationPart,
 )
+from megatron_terapipe.search.report.rivals import rival_part
 from megatron_terapipe.search.report.utilisation_check import UtilizationCheck
 
 
@@ -28,6 +29,7 @@ def advice_part(advice: Advice) -> AdvicePart:
         sensitivity=None if advice.sensitivity is None else _sensitivity(advice.sensitivity),
         utilization=None if advice.utilization is None else _utilization(advice.utilization),
         distance_to_fit=None if advice.distance is None else _distance(advice.distance),
+        rivals=[rival_part(each) for each in advice.rivals],
     )
 
 

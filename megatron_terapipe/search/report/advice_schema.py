@@ -113,6 +113,37 @@ class DistancePart(Part):
     """Single changes with which a strategy fits, each the smallest that was found."""
 
 
+class RivalPart(Part):
+    """What a user would run in place of this trainer, priced by the same constants."""
+
+    name: str
+    """What it is."""
+    trainer: str
+    """Who runs it so."""
+    sequence_parallel_size: int
+    """Ranks that share the tokens of a sequence, and the heads of its attention."""
+    data_parallel_size: int
+    """Groups of such ranks, each with sequences of its own; together they may be fewer than the devices."""
+    micro_batch_size: int
+    """Sequences of a group at once."""
+    on_host: list[str]
+    """What is kept in the host's memory: `checkpoints`, `optimizer`, `weights`."""
+    iteration_time_s: float
+    """Predicted seconds of one iteration."""
+    breakdown: dict[str, float]
+    """These seconds by what they are spent on."""
+    time_ratio: float | None
+    """The same in seconds of the winner; below 1 the rival is faster; null = nothing of ours fits."""
+    mfu_causal: float | None
+    """FLOPs of the model over the peak of the devices in use, counted as `mfu_causal` of entries is."""
+    device_bytes: float
+    """Bytes of a device."""
+    host_bytes: float
+    """Bytes of a host."""
+    why_not: str | None
+    """Why it does not fit; null = it fits."""
+
+
 class AdvicePart(Part):
     """What to change, and what to doubt."""
 
@@ -128,3 +159,5 @@ class AdvicePart(Part):
     """Null = the MFU of the winner is at most 3 points above the best published, or none is known."""
     distance_to_fit: DistancePart | None
     """Null = the model fits, or memory is not the reason why nothing can run."""
+    rivals: list[RivalPart]
+    """What would be run in place of this trainer; empty where sequences are short, or `--no-rivals` was given."""

@@ -8,6 +8,7 @@ deepspeed_eager.py  the same with layers in plain PyTorch
 megatron_core.py    the successor of Megatron-LM
 fsdp.py             PyTorch's fully sharded data parallelism
 llm_foundry.py      the same as MosaicML ran it in 2023
+alst.py             ZeRO 3 with Ulysses, which is priced as a rival alone
 library.py          all of them by name, and descriptions in files of users
 """
 

@@ -230,3 +230,19 @@ def test_memory_that_nothing_leaves_free(files: list[str], capsys: pytest.Captur
     assert "fit the devices, but none keeps as much memory free as --memory-headroom asks for" in printed.err
     assert "rejected: memory kept free (--memory-headroom)" in printed.out
     assert "--memory-headroom 0.9" in printed.out and "allows it" in printed.out
+
+
+def test_a_ranking_of_long_sequences_ends_with_a_rival(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.json").write_text(json.dumps({**MODEL, "seq_length": 65536, "position_embedding_type": "rope"}))
+    (tmp_path / "cluster.json").write_text(json.dumps({"nodes": [{"device": "A100-SXM4-40GB", "devices": 2}]}))
+    asked = ["rank", str(tmp_path / "model.json"), str(tmp_path / "cluster.json"), "--global-batch-size", "1", *FEW]
+    asked += ["--schedule", "1f1b", "--tensor-parallel-size", "2"]
+    with_rival, without = tmp_path / "with.json", tmp_path / "without.json"
+    assert main([*asked, "--json", str(with_rival)]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert notes[-1].startswith("note: ZeRO-3 with Ulysses over 2 ranks (DeepSpeed's ALST")
+    assert main([*asked, "--json", str(without), "--no-rivals"]) == 0
+    assert "Ulysses" not in capsys.readouterr().out
+    assert read(with_rival)["advice"]["rivals"][0]["why_not"] is None
+    assert read(without)["advice"]["rivals"] == []
+    assert read(with_rival)["entries"] == read(without)["entries"]

@@ -1,0 +1,99 @@
+"""Seconds of ZeRO 3 with Ulysses follow from those of layers and links."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.inputs.workload import Workload
+from megatron_terapipe.search.op_times.layer_times import LayerQuery
+from megatron_terapipe.search.op_times.roofline import Roofline
+from megatron_terapipe.search.rivals.settings import RivalSettings
+from megatron_terapipe.search.rivals.time import RivalTimes, all_to_all_s, layout, parts
+from megatron_terapipe.search.software.alst import ALST
+from tests.search.problems import small_cluster, small_problem
+
+ONE = RivalSettings(
+    sequence_parallel_size=1,
+    data_parallel_size=1,
+    micro_batch_size=1,
+    num_micro_batches=1,
+    offloads_checkpoints=False,
+    offloads_optimizer=False,
+    offloads_weights=False,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> CostModel:
+    return CostModel(workload(), small_cluster(2, num_devices=4))
+
+
+def workload() -> Workload:
+    return small_problem(seq_length=65536, hidden_size=1024).workload
+
+
+def test_the_parts_of_a_block_are_the_block(model: CostModel) -> None:
+    block = model.workload.layers[1]
+    op_times = Roofline(model.efficiency, ALST)
+    device = model.cluster.nodes[0].device
+
+    def forward(layer: object) -> float:
+        query = LayerQuery(
+            layer,  # type: ignore[arg-type]
+            device,
+            tensor_parallel_size=1.0,
+            micro_batch_size=1.0,
+            start=0.0,
+            end=float(block.tokens),
+        )
+        return float(op_times(query).forward)
+
+    attention, mlp = parts(block)
+    assert mlp is not None
+    assert forward(attention) + forward(mlp) == pytest.approx(forward(block), rel=0.01)
+
+
+def test_ranks_divide_the_work(model: CostModel) -> None:
+    times = RivalTimes(model)
+    alone, shared = times.price(ONE), times.price(replace(ONE, sequence_parallel_size=8))
+    assert alone.exchange_s == 0 < shared.exchange_s
+    # Gradients of weights are added up on every rank, whatever its tokens.
+    assert alone.compute_s / 8 < shared.compute_s < 1.2 * alone.compute_s / 8
+    assert alone.total_s == pytest.approx(alone.compute_s, rel=0.02)
+
+
+def test_a_longer_sequence_takes_longer_and_four_times_in_attention() -> None:
+    cluster = small_cluster(1, num_devices=4)
+    short, long = (small_problem(seq_length=length, hidden_size=1024).workload for length in (2**20, 2**21))
+    four = replace(ONE, sequence_parallel_size=4)
+    ratio = (
+        RivalTimes(CostModel(long, cluster)).price(four).total_s
+        / RivalTimes(CostModel(short, cluster)).price(four).total_s
+    )
+    assert 3.8 < ratio < 4
+
+
+def test_what_goes_to_the_host_takes_time(model: CostModel) -> None:
+    times = RivalTimes(model)
+    kept = times.price(replace(ONE, sequence_parallel_size=4))
+    offloaded = times.price(
+        replace(
+            ONE, sequence_parallel_size=4, offloads_checkpoints=True, offloads_optimizer=True, offloads_weights=True
+        )
+    )
+    assert kept.copy_s == 0 < offloaded.copy_s
+    assert kept.optimizer_s < offloaded.optimizer_s
+    assert kept.gather_s < offloaded.gather_s
+    assert kept.compute_s == offloaded.compute_s
+
+
+def test_exchanges_over_the_network_are_bound_by_its_cards(model: CostModel) -> None:
+    inside = model.groups_of(layout(data=2, sequence=4)).tensor.at(0)
+    across = model.groups_of(layout(data=1, sequence=8)).tensor.at(0)
+    num_bytes, efficiency = 1e9, model.efficiency
+    here = all_to_all_s(num_bytes, inside, efficiency)
+    assert here == pytest.approx(num_bytes * 3 / 4 / (200e9 * efficiency.inside_efficiency), rel=0.01)
+    # Four ranks of a node send half of their bytes to the other node, over its only card.
+    there = all_to_all_s(num_bytes, across, efficiency)
+    assert there == pytest.approx(4 * num_bytes / 2 / (12e9 * efficiency.network_efficiency), rel=0.01)
