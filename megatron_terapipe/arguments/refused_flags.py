@@ -21,7 +21,9 @@ _GROUPS: Iterable[Mapping[str, str]] = (
         "ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading",
         "sequences are computed piece by piece as token slices: use --num-token-slices",
     ),
-    _each("hybrid-context-parallel", "every sequence is shared by as many ranks: use --context-parallel-size"),
+    _each(
+        "hybrid-context-parallel", "all sequences are shared by the same number of ranks: use --context-parallel-size"
+    ),
     _each("standalone-embedding-stage", "the embedding belongs to the first stage: use --stage-partition"),
     _each(
         "use-torch-fsdp2 use-custom-fsdp use-megatron-fsdp",

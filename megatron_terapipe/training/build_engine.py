@@ -212,8 +212,6 @@ def build_engine(run: Run, watch: StallWatch | None = None) -> TokenSlicePipelin
 def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
     """Return the engine of this rank, with weights as they are drawn."""
     config, layout = run.config, run.layout
-    if layout.sequence_parallel_size > 1:
-        raise ConfigError(f"--ds-sequence-parallel-size {layout.sequence_parallel_size} cannot be trained yet: give 1")
     torch.use_deterministic_algorithms(config.training.deterministic_mode)
     ranks = tensor_parallel_ranks(run)
     recompute = config.training.recompute_granularity

@@ -29,16 +29,15 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
     preferred = _preferred(config)
     path = config.deepspeed.deepspeed_config
     if path is None:
-        return _as_deepspeed_counts(_merge(decided, preferred), layout)
+        return _without_sequence_parallel_size(_merge(decided, preferred))
     needs_zero = config.precision.needs_zero
     file = read_deepspeed_file(path, decided, _optimizer(config.optimizer), needs_zero=needs_zero)
-    return _as_deepspeed_counts(_merge(decided, _merge(file, preferred)), layout)
+    return _without_sequence_parallel_size(_merge(decided, _merge(file, preferred)))
 
 
-def _as_deepspeed_counts(settings: dict[str, Any], layout: ParallelLayout) -> dict[str, Any]:
-    """Return settings for an engine to which sequence-parallel ranks are replicas, each with a batch of its own."""
-    others = {name: value for name, value in settings.items() if name != "sequence_parallel_size"}
-    return others | {"train_batch_size": settings["train_batch_size"] * layout.sequence_parallel_size}
+def _without_sequence_parallel_size(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings but for the one that the layout has, and that DeepSpeed would act upon itself."""
+    return {name: value for name, value in settings.items() if name != "sequence_parallel_size"}
 
 
 def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:

@@ -133,10 +133,8 @@ class TrainingStep:
 
     def _set_batch_size(self, progress: Progress) -> int:
         batch_size = self._run.batch_sizes.at(progress.consumed_samples)
-        # To DeepSpeed sequence-parallel ranks are replicas, each with a batch of its own.
-        as_deepspeed_counts = batch_size * self._run.layout.sequence_parallel_size
-        if as_deepspeed_counts != self._engine.train_batch_size():
-            self._engine.set_train_batch_size(as_deepspeed_counts)
+        if batch_size != self._engine.train_batch_size():
+            self._engine.set_train_batch_size(batch_size)
         return batch_size
 
     def _train(self, iteration: int, batches: Iterator[Any]) -> tuple[float, float]:

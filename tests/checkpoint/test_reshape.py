@@ -25,6 +25,7 @@ BF16_ZERO_0 = Way("bf16, dp2", 2, "--bf16 --zero-stage 0")
 BF16_PIPELINE = Way("bf16, pp2", 2, "--bf16 --pipeline-model-parallel-size 2")
 TENSOR = Way("tp2", 2, "--tensor-model-parallel-size 2 --zero-stage 0 --sequence-parallel")
 TENSOR_ZERO_1 = Way("tp2, ZeRO 1", 2, "--tensor-model-parallel-size 2 --swiglu --disable-bias-linear")
+SEQUENCE_ZERO_1 = Way("sp2, ZeRO 1", 2, "--context-parallel-size 2 --num-token-slices 2")
 ONE_SWIGLU = Way("one rank, swiglu", 1, "--swiglu --disable-bias-linear --zero-stage 0")
 EVERYTHING = Way(
     "tp2, pp2, ZeRO 1", 4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-token-slices 2"
@@ -64,6 +65,8 @@ PAIRS = [
     (ONE_SWIGLU, TENSOR_ZERO_1),
     (EVERYTHING, DATA_ZERO_1),
     (DATA_ZERO_1, EVERYTHING),
+    (SEQUENCE_ZERO_1, PIPELINE_ZERO_1),
+    (DATA_ZERO_1, SEQUENCE_ZERO_1),
     (FP16_DATA, FP16_ONE),
     (MODEL_CHUNKS, FOUR_ZERO_1),
     (FOUR_ZERO_1, MODEL_CHUNKS_ZERO_1),
@@ -114,7 +117,7 @@ def axes_of(pair: Pair) -> Axes:
 
 def _cut(way: Way) -> tuple[str, ...]:
     """Axes of parallelism of a way."""
-    axes = {"tp": "--tensor-model", "pp": "--pipeline-model-parallel", "v": "chunk", "dp": "dp"}
+    axes = {"tp": "--tensor-model", "pp": "--pipeline-model-parallel", "v": "chunk", "dp": "dp", "sp": "context"}
     return tuple(name for name, sign in axes.items() if sign in f"{way.name} {way.flags}")
 
 

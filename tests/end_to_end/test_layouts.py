@@ -21,7 +21,7 @@ ON_TENSOR_RANKS = "--pipeline-model-parallel-size 1 --tensor-model-parallel-size
 @pytest.fixture(scope="module")
 def moved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six iterations on two tensor-parallel ranks; the last three again from a checkpoint, on four stages of two ranks;
-    and the last two again from there, on two stages whose weight gradients come late."""
+    and the last two again from there, on two sequence-parallel ranks whose weight gradients come late."""
     folder = tmp_path_factory.mktemp("moved")
 
     def train(*words: object) -> None:
@@ -37,7 +37,8 @@ def moved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(*PACKED, *loaded, *others, *saved)
     (folder / "interleaved" / "latest").write_text("global_step4")
     loaded = ["--load", "interleaved", "--use-checkpoint-args", "--metrics-file", "at_last.jsonl"]
-    train(*PACKED, *loaded, "--pipeline-schedule", "zero-bubble")
+    sequence_ranks = ["--pipeline-model-parallel-size", 1, "--context-parallel-size", 2]
+    train(*PACKED, *loaded, *sequence_ranks, "--pipeline-schedule", "zero-bubble")
     return folder
 
 

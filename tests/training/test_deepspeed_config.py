@@ -72,13 +72,13 @@ def test_plain_run() -> None:
     }
 
 
-def test_sequence_parallel_ranks_are_replicas_to_deepspeed_alone(tmp_path: Path) -> None:
-    """It multiplies the micro-batch by the ranks that it takes for replicas; a file means samples, as the flags do."""
+def test_a_file_may_say_how_many_ranks_share_sequences(tmp_path: Path) -> None:
+    """And batch sizes count every sequence once. The engine tells DeepSpeed what it counts."""
     made = settings("--context-parallel-size 2", world_size=8)
-    assert (made["train_batch_size"], made["gradient_accumulation_steps"]) == (32, 4)
+    assert (made["train_batch_size"], made["gradient_accumulation_steps"]) == (16, 4)
     assert "sequence_parallel_size" not in made
     file = {"sequence_parallel_size": 2, "train_batch_size": 16}
-    assert merged(tmp_path, file)["train_batch_size"] == 32
+    assert merged(tmp_path, file)["train_batch_size"] == 16
     assert parse(f"--deepspeed-config {tmp_path / 'ds.json'}").parallel.ds_sequence_parallel_size == 2
     assert refusal(tmp_path, file, "--context-parallel-size 1") == (
         "--deepspeed-config FILE sets sequence_parallel_size to 2, but --ds-sequence-parallel-size makes it 1: change "

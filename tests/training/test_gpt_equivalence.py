@@ -33,7 +33,8 @@ GROUPED, UNTIED, GPIPE = "--num-key-value-heads 2", "--untie-embeddings-and-outp
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 ZERO, BF16 = "--zero-stage 1", "--bf16"
 TP2, TP4, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4", "--sequence-parallel"
-EVEN, EVEN4 = "--token-slices 14,2,6,10", "--token-slices 12,4,16"
+SEQ2, SEQ4 = "--context-parallel-size 2", "--context-parallel-size 4"
+EVEN, EVEN4, EVEN8 = "--token-slices 14,2,6,10", "--token-slices 12,4,16", "--token-slices 8,16,8"
 DROPOUT, PACKED = "--hidden-dropout 0.1 --attention-dropout 0.2", "--reset-position-ids --reset-attention-mask"
 SELECTIVE, FULL, STAGE = (f"--recompute-granularity {mode}" for mode in ("selective", "full", "stage"))
 LLAMA4 = (
@@ -119,7 +120,7 @@ SETUPS = [
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {FULL}", fp64=True, family="mistral", micro_batches=3),
     Setup(2, f"{PP2} {UNIFORM} {BF16} {ZERO}", family="mistral"),
     # Every axis at once.
-    Setup(8, f"{TP2} {PP2} {EVEN} {SP} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True),
+    Setup(8, f"{SEQ2} {TP2} {PP2} {EVEN4} {SP} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True),
     Setup(8, f"{TP2} {PP2} {UNEVEN} {UNTIED} {DROPOUT} {ZERO}"),
     # Model chunks, with more token slices than ranks and with fewer; weight gradients apart; schedules from elsewhere.
     Setup(1, f"{UNEVEN} {ZERO_BUBBLE} {MODEL_CHUNKS.replace('1', '4')} {DROPOUT}", fp64=True),
@@ -163,6 +164,22 @@ SETUPS = [
     Setup(2, f"{UNIFORM} {PER_TOKEN} {ZERO}", micro_batches=3),
     Setup(4, f"{PP2} {UNEVEN} {PER_TOKEN} {PACKED} {MODEL_CHUNKS}", fp64=True, micro_batches=3),
     Setup(4, f"{TP2} {EVEN} {SP} {PER_TOKEN} {LLAMA}", fp64=True),
+    # Sequence-parallel ranks, with every other axis; as many key heads as ranks, more, and fewer.
+    Setup(2, f"{SEQ2} {EVEN}", fp64=True),
+    Setup(2, f"{SEQ2} {EVEN} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True, micro_batches=3),
+    Setup(2, f"{SEQ2} {BALANCED} {UNTIED} {ZERO}"),
+    Setup(2, f"{SEQ2} --num-token-slices 1 {PACKED}", fp64=True, family="gemma"),
+    Setup(2, f"{SEQ2} {UNIFORM} {BF16} {ZERO}"),
+    Setup(4, f"{SEQ2} {PP2} {EVEN} {GROUPED} {DROPOUT} {FULL}", fp64=True, micro_batches=3),
+    Setup(4, f"{SEQ2} {PP2} {EVEN} {ZERO_BUBBLE} {PACKED}", fp64=True, family="mistral"),
+    Setup(4, f"{SEQ2} {PP2} {EVEN} {MODEL_CHUNKS} {ZERO}"),
+    Setup(4, f"{SEQ2} {TP2} {EVEN4} {SP} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True),
+    Setup(4, f"{SEQ2} {TP2} {EVEN} {PER_TOKEN} {UNTIED}", fp64=True, micro_batches=3),
+    Setup(4, f"{SEQ2} {UNIFORM} {PER_TOKEN} {DROPOUT} {ZERO}"),
+    Setup(4, f"{SEQ4} {EVEN4} {LLAMA} {DROPOUT} {PACKED} {FULL}", fp64=True),
+    Setup(4, f"{SEQ4} {UNIFORM} {PACKED} {SELECTIVE} {GROUPED}"),
+    Setup(8, f"{SEQ4} {TP2} {EVEN8} {SP} --num-attention-heads 8 {UNTIED} {DROPOUT} {ZERO}"),
+    Setup(8, f"{SEQ4} {PP2} {EVEN8} {LLAMA} {PACKED} {SELECTIVE}", fp64=True, micro_batches=3),
 ]
 
 
@@ -253,17 +270,20 @@ def axes(setup: Setup) -> dict[str, object]:
             flag = word
         given[flag] = given.get(flag, "") + word.removeprefix(flag)
     cut = given.pop("--token-slices", "even" if given.pop("--num-token-slices", "1") != "1" else "whole")
-    pipeline, tensor = (int(given.get(f"--{axis}-model-parallel-size", 1)) for axis in ("pipeline", "tensor"))
+    pipeline = int(given.get("--pipeline-model-parallel-size", 1))
+    sequence = given.get("--context-parallel-size", "1")
     return {flag: given.get(flag) for flag in FLAGS} | {
         "cut": "uneven" if cut[0].isdigit() else cut,
-        "data": setup.world_size // pipeline // tensor,
+        "data": setup.data_parallel_size,
         "fewer micro-batches than stages": setup.micro_batches < pipeline,
         "family": setup.family,
         "precision": setup.dtype,
+        "sequence-parallel ranks": sequence != "1",
     }
 
 
-FLAGS = sorted(set(re.findall(r"--[a-z-]+", " ".join(setup.flags for setup in SETUPS))) - {"--num-token-slices"})
+OTHERWISE_COUNTED = {"--num-token-slices", "--context-parallel-size", "--num-attention-heads"}
+FLAGS = sorted(set(re.findall(r"--[a-z-]+", " ".join(setup.flags for setup in SETUPS))) - OTHERWISE_COUNTED)
 
 
 @pytest.fixture(scope="module")

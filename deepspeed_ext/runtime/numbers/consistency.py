@@ -19,6 +19,7 @@ _NAMED = 3
 """Differences that a message names; more are counted."""
 
 REPLICAS, TENSOR_PARALLEL, TIED = "replicas", "tensor-parallel ranks", "tied stages"
+REPLICAS_AND_SEQUENCE = "replicas and sequence-parallel ranks"
 """Kinds of ranks that hold copies."""
 
 
@@ -107,7 +108,8 @@ def _all_copies(engine: Any) -> Iterator[_Copies]:
     grid = engine.grid
     if grid.get_data_parallel_world_size() > 1:
         # DeepSpeed's optimizers deal their states to the replicas.
-        yield _Copies(REPLICAS, grid.get_data_parallel_group(), states if whole else weights)
+        among = REPLICAS if engine.module.sequence_ranks.size == 1 else REPLICAS_AND_SEQUENCE
+        yield _Copies(among, grid.get_data_parallel_group(), states if whole else weights)
     if grid.get_slice_parallel_world_size() > 1:
         # Those ranks deal their parts alike.
         uncut = [state for state in states if not is_model_parallel_parameter(state.parameter)]

@@ -34,6 +34,7 @@ class BadOp(NamedTuple):
         token_slice: number of the token slice.
         replica: the replica.
         rank: the rank.
+        tokens: first and last token of its part of the token slice, where sequence-parallel ranks share it.
     """
 
     backward: bool
@@ -43,6 +44,7 @@ class BadOp(NamedTuple):
     token_slice: int
     replica: int
     rank: int
+    tokens: tuple[int, int] | None = None
 
 
 class Origin(NamedTuple):
@@ -59,7 +61,10 @@ class Origin(NamedTuple):
     def __str__(self) -> str:
         """Text for messages."""
         ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
-        return f"{self.op.what} on {ranks}, at micro-batch {self.op.micro_batch}, token slice {self.op.token_slice}"
+        at = f"micro-batch {self.op.micro_batch}, token slice {self.op.token_slice}"
+        if self.op.tokens is not None:
+            at = f"{at}, in its tokens {self.op.tokens[0]} to {self.op.tokens[1]}"
+        return f"{self.op.what} on {ranks}, at {at}"
 
 
 def find_origin(engine: ReplayingEngine, micro_batches: Iterable[Any]) -> Origin | None:
@@ -79,7 +84,10 @@ def find_origin(engine: ReplayingEngine, micro_batches: Iterable[Any]) -> Origin
     found = sorted(each for each in firsts if each is not None)
     if not found:
         return None
-    return Origin(found[0], tuple(sorted(each.rank for each in found if each[:4] == found[0][:4])))
+    alike = [each for each in found if each[:4] == found[0][:4]]
+    of_one_part = len({each.tokens for each in alike}) == 1
+    first = found[0] if of_one_part else found[0]._replace(tokens=None)
+    return Origin(first, tuple(sorted(each.rank for each in alike)))
 
 
 class _Watch:
@@ -185,7 +193,15 @@ class _Watch:
         order = (*place, self._events)
         if self.found and self.found[-1][:2] == (backward, op.micro_batch) and self.found[-1].order[:2] == place:
             return  # the first of an op is enough
-        self.found.append(BadOp(backward, op.micro_batch, order, what, op.token_slice, self._replica, self._rank))
+        replica, rank, tokens = self._replica, self._rank, self._tokens(op.token_slice)
+        self.found.append(BadOp(backward, op.micro_batch, order, what, op.token_slice, replica, rank, tokens))
+
+    def _tokens(self, token_slice: int) -> tuple[int, int] | None:
+        """First and last token of this rank's part of a token slice; None if it has all of it."""
+        if self._engine.module.sequence_ranks.size == 1:
+            return None
+        start, end = list(self._engine.parts.bounds())[token_slice]
+        return start, end - 1
 
 
 def _gradient(weight: nn.Parameter) -> Tensor | None:

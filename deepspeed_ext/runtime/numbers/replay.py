@@ -32,6 +32,11 @@ class ReplayingEngine(SavingEngine):
         """Sum of the losses [] of the token slices done, of each micro-batch that this rank computes the loss of."""
         return self._executor.live.losses
 
+    @property
+    def parts(self) -> TokenSlices:
+        """The part of each token slice of the last batch that this rank has, where sequence-parallel ranks share it."""
+        return self._executor.plan.parts
+
     def replay(self, micro_batches: Iterable[Any], observer: Observer) -> None:
         """Compute the ops of the last batch again. Weights, states and counters are as before; gradients are none.
 

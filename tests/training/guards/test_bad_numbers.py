@@ -53,6 +53,11 @@ CASES: dict[str, dict[Fault, str]] = {
             f"{LOSS}{FIRST}the output of layer 3.mlp.up on rank 1, {AT}"
         ),
     },
+    "--context-parallel-size 2 --num-token-slices 4": {
+        Fault(kind="output", rank=1, name="3.mlp", **HERE): (
+            f"{LOSS}{FIRST}the output of layer 3.mlp on rank 1, {AT}, in its tokens 20 to 23; the weights"
+        ),
+    },
     f"{TENSOR} --num-token-slices 4": {
         # No other rank of the model sees it, and the norm of the gradient counts rank 0's copy.
         Fault(kind="weight gradient", rank=1, name="3.mlp_norm", **HERE): (
