@@ -9,6 +9,7 @@ from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.dependencies import prerequisites, result
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
 
@@ -144,3 +145,25 @@ def costs_with_links(shape: PipelineShape) -> st.SearchStrategy[OpCosts]:
     """Uneven costs of a pipeline, and uneven links."""
     table = tables(shape)
     return st.builds(OpCosts, forward=table, backward=table, weight_gradient=table, transfer=transfers(shape))
+
+
+@st.composite
+def host_copy_settings(draw: st.DrawFn, shape: PipelineShape) -> HostCopySettings:
+    """Sizes, speeds, limits and windows of any kind."""
+
+    def each(entries: st.SearchStrategy) -> st.SearchStrategy:
+        return st.tuples(*[entries] * shape.num_stages)
+
+    sizes = each(st.sampled_from([0.0, 1.0, 2.5]))
+    speed = st.sampled_from([0.3, 1.0, 10.0, float("inf")])
+    return HostCopySettings(
+        draw(st.tuples(*[st.integers(1, 9)] * shape.num_token_slices)),
+        draw(sizes),
+        draw(sizes),
+        to_host=draw(speed),
+        from_host=draw(speed),
+        least_gap=draw(st.sampled_from([0.0, 3.0])),
+        host_bytes=draw(st.sampled_from([0.0, 10.0, 40.0, float("inf")])),
+        windows=draw(st.just(()) | each(st.none() | st.integers(1, 30))),
+        ahead=draw(st.integers(0, 2)),
+    )

@@ -12,6 +12,13 @@ For each micro-batch that a stage works on, over its ops F0 F1 ... B1 B0 in time
 
 Gradients of keys and values are there for the tokens before the last token slice, in buffers of each token slice, which
 its own backward frees. With one token slice there are none.
+
+Where stages are recomputed, their input stands for the activations, which are there during the backward alone. Where
+keys and values go to the host, those of each token slice are apart:
+
+    stage input         [=== of token slice 0 ==============]     from F0 to B0 or BI0
+    activations                                         [===]     during B0, or from BI0 to BW0
+    keys and values     [=== of token slice 0 =]    [=======]     from F0 to B0 or BI0, but for the time on the host
 """
 
 from collections import defaultdict
@@ -23,6 +30,8 @@ from operator import itemgetter
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import LIVE_CHANGE, OpKind, PipelineShape
+from deepspeed_ext.plan.programs.copy_lanes import TimedCopy
+from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.timeline import Span, Timeline
 
 StepFunction = Sequence[tuple[float, float]]
@@ -42,6 +51,8 @@ class TokenBytes:
         logits_limit: bytes of logits that a rank keeps at most; it lets go of others, and computes them again.
         freed_by_input_gradient: share of `activation` that a BI already frees, where the backward is in two parts;
             what the products of weights read stays until BW.
+        stage_input: where stages are recomputed, per stage its input, which is all that a forward keeps but for keys
+            and values; `activation` is then what is computed again. None where forwards keep their activations.
     """
 
     activation: tuple[float, ...]
@@ -50,6 +61,7 @@ class TokenBytes:
     logits: float = 0.0
     freed_by_input_gradient: float = 0.0
     logits_limit: float = inf
+    stage_input: tuple[float, ...] | None = None
 
     @classmethod
     def activations_only(cls, shape: PipelineShape, lengths: Sequence[float]) -> "TokenBytes":
@@ -73,7 +85,7 @@ def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: 
         token_bytes: what a token costs.
 
     Returns:
-        Per rank a step function of bytes.
+        Per rank a step function of bytes on its device. What waits on the host is in `host_memory_over_time`.
 
     Raises:
         PlanError: if there are not as many lengths as token slices.
@@ -82,14 +94,60 @@ def memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: 
     shape, limit = timeline.shape, token_bytes.logits_limit
     without_logits = replace(token_bytes, logits=0.0)
     nothing = (0.0,) * shape.num_stages
-    of_logits = TokenBytes(nothing, nothing, nothing, token_bytes.logits)
+    of_logits = TokenBytes(
+        nothing,
+        nothing,
+        nothing,
+        token_bytes.logits,
+        stage_input=None if token_bytes.stage_input is None else nothing,
+    )
+    apart = any(copy.content is Content.KEYS_AND_VALUES for copy in timeline.host_copies)
     curves = []
-    for spans in timeline.spans:
+    for rank, spans in enumerate(timeline.spans):
         logits = _steps(_changes(spans, shape, lengths, of_logits))
         held = [0.0, *(min(value, limit) for _, value in logits)]
         kept = [(time, after - before) for (time, _), (before, after) in zip(logits, pairwise(held), strict=True)]
-        curves.append(_steps([*_changes(spans, shape, lengths, without_logits), *kept]))
+        changes = [*_changes(spans, shape, lengths, without_logits, apart=apart), *kept]
+        for copy, size in _copies(timeline, rank, lengths, token_bytes):
+            changes += [(copy.dropped, -size), (copy.fetch_start, size)]
+        curves.append(_steps(changes))
     return curves
+
+
+def host_memory_over_time(timeline: Timeline, lengths: Sequence[float], token_bytes: TokenBytes) -> list[StepFunction]:
+    """Return the bytes that each rank has on its host over the time of a timeline.
+
+    Args:
+        timeline: simulated or measured.
+        lengths: tokens of each token slice.
+        token_bytes: what a token costs. Stage inputs count only where they are given.
+
+    Returns:
+        Per rank a step function of bytes, from the start of a copy to the host to the end of the one back.
+
+    Raises:
+        PlanError: if there are not as many lengths as token slices.
+    """
+    _check_lengths(timeline.shape, lengths)
+    curves = []
+    for rank in range(timeline.shape.num_ranks):
+        copies = list(_copies(timeline, rank, lengths, token_bytes))
+        changes = [(copy.offload_start, size) for copy, size in copies]
+        curves.append(_steps([*changes, *((copy.fetch_end, -size) for copy, size in copies)]))
+    return curves
+
+
+def _copies(
+    timeline: Timeline, rank: int, lengths: Sequence[float], token_bytes: TokenBytes
+) -> Iterator[tuple[TimedCopy, float]]:
+    """Host copies of a rank, with their bytes."""
+    of_content = {
+        Content.INPUT: token_bytes.stage_input or (0.0,) * timeline.shape.num_stages,
+        Content.KEYS_AND_VALUES: token_bytes.key_value,
+    }
+    for copy in timeline.host_copies:
+        if timeline.shape.rank_of(copy.stage) == rank:
+            yield copy, lengths[copy.token_slice] * of_content[copy.content][copy.stage]
 
 
 def activation_over_time(timeline: Timeline, lengths: Sequence[float] | None = None) -> list[StepFunction]:
@@ -152,9 +210,15 @@ def _check_lengths(shape: PipelineShape, lengths: Sequence[float]) -> None:
 
 
 def _changes(
-    spans: Sequence[Span], shape: PipelineShape, lengths: Sequence[float], token_bytes: TokenBytes
+    spans: Sequence[Span],
+    shape: PipelineShape,
+    lengths: Sequence[float],
+    token_bytes: TokenBytes,
+    *,
+    apart: bool = False,
 ) -> Iterator[tuple[float, float]]:
-    """When a rank holds how much more, or less."""
+    """When a rank holds how much more, or less. `apart`: keys and values of token slices are."""
+    stage_input = token_bytes.stage_input
     given_back: dict[tuple[int, int, int], float] = defaultdict(float)
     sequences: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for op, start, end in spans:
@@ -163,29 +227,42 @@ def _changes(
         tokens = lengths[op.token_slice]
         activation = tokens * token_bytes.activation[op.stage]
         logits = tokens * token_bytes.logits if op.stage == shape.last_stage else 0.0
+        # What a forward keeps, and what a backward computes again.
+        kept, again = activation + logits, 0.0
+        if stage_input is not None:
+            kept, again = tokens * stage_input[op.stage], kept
         if op.kind is OpKind.FORWARD:
-            yield start, activation + logits
-            given_back[unit] = activation + logits
+            yield start, kept
+            given_back[unit] = kept
             continue
+        if again and op.kind is not OpKind.WEIGHT_GRADIENT:
+            yield start, again
+            given_back[unit] += again
         freed = given_back[unit]
         if op.kind is OpKind.INPUT_GRADIENT:
-            freed = logits + token_bytes.freed_by_input_gradient * activation
+            freed -= (1 - token_bytes.freed_by_input_gradient) * activation
         given_back[unit] -= freed
         yield end, -freed
     last = max((span.end for span in spans), default=0.0)
     for left in given_back.values():
         yield last, -left
     for (stage, _), ops in sequences.items():
-        yield from _key_value_changes(ops, last, stage, lengths, token_bytes)
+        yield from _key_value_changes(ops, last, stage, lengths, token_bytes, apart=apart)
 
 
 def _key_value_changes(
-    ops: Sequence[Span], last: float, stage: int, lengths: Sequence[float], token_bytes: TokenBytes
+    ops: Sequence[Span], last: float, stage: int, lengths: Sequence[float], token_bytes: TokenBytes, *, apart: bool
 ) -> Iterator[tuple[float, float]]:
     """Changes of one micro-batch on one stage, whose ops are in order."""
     forwards = [span for span in ops if span.op.kind is OpKind.FORWARD]
     backwards = [span for span in ops if span.op.kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)]
-    if forwards:
+    if apart:
+        read_until = {span.op.token_slice: span.end for span in backwards}
+        for op, start, _ in forwards:
+            keys_and_values = lengths[op.token_slice] * token_bytes.key_value[stage]
+            yield start, keys_and_values
+            yield read_until.get(op.token_slice, last), -keys_and_values
+    elif forwards:
         keys_and_values = sum(lengths) * token_bytes.key_value[stage]
         yield forwards[0].start, keys_and_values
         yield (backwards[-1].end if backwards else last), -keys_and_values

@@ -12,7 +12,8 @@ from deepspeed_ext.plan.dependencies import reading_stage
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape
-from deepspeed_ext.plan.programs.program import Channel
+from deepspeed_ext.plan.programs.copy_lanes import TimedCopy
+from deepspeed_ext.plan.programs.program import Channel, Content
 from deepspeed_ext.plan.programs.reductions import Reduction
 
 
@@ -48,6 +49,7 @@ class Timeline:
         unit: what the times count, for axis labels: `s` when measured.
         transfers: by channel and start; none where they take no time, or nobody measured them.
         reductions: by rank and start; none where there is one replica, or nobody measured them.
+        host_copies: by rank and start; none where nothing goes to the host, or nobody measured it.
     """
 
     shape: PipelineShape
@@ -55,6 +57,7 @@ class Timeline:
     unit: str = ""
     transfers: tuple[Transfer, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    host_copies: tuple[TimedCopy, ...] = ()
 
     @cached_property
     def start(self) -> float:
@@ -104,6 +107,8 @@ class Timeline:
             fields["transfers"] = [[str(one.op), one.start, one.end, one.sent] for one in self.transfers]
         if self.reductions:
             fields["reductions"] = self.reductions
+        if self.host_copies:
+            fields["host_copies"] = self.host_copies
         return json.dumps(fields)
 
     @classmethod
@@ -122,7 +127,8 @@ class Timeline:
             )
             transfers = tuple(_read_transfer(entry, shape) for entry in fields.get("transfers", ()))
             reductions = tuple(_read_reduction(entry, shape) for entry in fields.get("reductions", ()))
-            timeline = cls(shape, spans, str(fields["unit"]), transfers, reductions)
+            host_copies = tuple(_read_host_copy(entry, shape) for entry in fields.get("host_copies", ()))
+            timeline = cls(shape, spans, str(fields["unit"]), transfers, reductions, host_copies)
             for rank, row in enumerate(spans):
                 for op, start, end in row:
                     inside = op.micro_batch < shape.num_micro_batches and op.token_slice < shape.num_token_slices
@@ -140,6 +146,17 @@ def _read_reduction(entry: Sequence[Any], shape: PipelineShape) -> Reduction:
     if stage not in range(shape.num_stages) or not -inf < float(start) <= float(end) < inf:
         raise ValueError(f"a reduction of stage {stage} from {start} to {end}")
     return Reduction(int(stage), int(piece), float(start), float(end))
+
+
+def _read_host_copy(entry: Sequence[Any], shape: PipelineShape) -> TimedCopy:
+    content, stage, micro_batch, token_slice, *times = entry
+    copy = TimedCopy(Content(content), int(stage), int(micro_batch), int(token_slice), *map(float, times))
+    _, *unit, start, arrived, dropped, back, end = copy
+    extents = (shape.num_stages, shape.num_micro_batches, shape.num_token_slices)
+    inside = all(number in range(extent) for number, extent in zip(unit, extents, strict=True))
+    if not inside or not -inf < start <= arrived <= dropped <= back <= end < inf:
+        raise ValueError(f"a host copy of {entry[:4]} at {times}")
+    return copy
 
 
 def _read_transfer(entry: Sequence[Any], shape: PipelineShape) -> Transfer:

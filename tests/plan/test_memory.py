@@ -1,5 +1,7 @@
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import OpCosts
@@ -7,14 +9,17 @@ from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.memory import (
     TokenBytes,
     activation_over_time,
+    host_memory_over_time,
     memory_over_time,
     peak,
     peak_activation,
 )
-from deepspeed_ext.plan.ops import Op, PipelineShape
+from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs.copy_lanes import TimedCopy
+from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import gpipe, interleaved, one_f_one_b, rank_orders, zero_bubble
-from deepspeed_ext.plan.simulate import simulate
-from tests.strategies import costs_with_links, orders_of_pipelines
+from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
+from tests.strategies import costs_with_links, host_copy_settings, orders_of_pipelines
 
 ALONE = PipelineShape(num_stages=1, num_micro_batches=1, num_token_slices=2)
 
@@ -141,6 +146,66 @@ def test_curves_rise_in_time_stay_above_zero_and_end_there(orders_and_shape, dat
         if curve:  # unless what is held is held for no time
             assert curve[-1][1] == 0.0
             assert spans[0].start <= curve[0][0] and curve[-1][0] <= spans[-1].end
+
+
+def test_recomputed_stages_keep_their_input_and_compute_the_rest_for_one_backward():
+    timeline = timeline_of("0F0.0 0F0.1 0B0.1 0BI0.0 0BW0.0")
+    sizes = only(activation=(10.0,), logits=5.0, stage_input=(1.0,), freed_by_input_gradient=0.4)
+    (curve,) = memory_over_time(timeline, [3, 1], sizes)
+    # B takes 2, from 2 to 4; BI frees 4 of 10 a token, its logits, and the input.
+    assert curve == [(0.0, 3.0), (1.0, 4.0), (2.0, 19.0), (4.0, 48.0), (5.0, 18.0), (6.0, 0.0)]
+
+
+def test_what_is_on_the_host_is_not_on_the_device():
+    away = TimedCopy(Content.KEYS_AND_VALUES, 0, 0, 0, 1.0, 1.5, 2.0, 3.0, 3.5)
+    timeline = replace(timeline_of("0F0.0 0F0.1 0B0.1 0B0.0"), host_copies=(away,))
+    sizes = only(key_value=(10.0,), key_value_gradient=(1.0,))
+    (curve,) = memory_over_time(timeline, [3, 1], sizes)
+    # Keys and values come and go token slice by token slice, and gradients are those of the first, during B.
+    assert curve == [(0.0, 30.0), (1.0, 40.0), (2.0, 13.0), (3.0, 43.0), (4.0, 33.0), (6.0, 0.0)]
+    assert host_memory_over_time(timeline, [3, 1], sizes) == [[(1.0, 30.0), (3.5, 0.0)]]
+
+
+@settings(max_examples=40)
+@given(
+    orders_of_pipelines(2, 2, 3, 2).flatmap(
+        lambda each: st.tuples(st.just(each), costs_with_links(each[1]), host_copy_settings(each[1]))
+    ),
+    st.lists(st.floats(0, 1), min_size=8, max_size=8),
+)
+def test_curves_with_copies_are_what_a_replay_counts(drawn, moments):
+    (orders, shape), costs, copied = drawn
+    timeline = simulate_with_host_copies(orders, shape, costs, copied)
+    copied = copied.fitting(shape)
+    nothing = (0.0,) * shape.num_stages
+    sizes = TokenBytes(nothing, copied.key_value_bytes, nothing, stage_input=copied.input_bytes)
+    keys_are_apart = any(copy.content is Content.KEYS_AND_VALUES for copy in timeline.host_copies)
+    on_device = memory_over_time(timeline, copied.lengths, sizes)
+    on_host = host_memory_over_time(timeline, copied.lengths, sizes)
+    for rank, spans in enumerate(timeline.spans):
+        times = {span.op: span for span in spans}
+        copies = {copy[:4]: copy for copy in timeline.host_copies}
+        for moment in (timeline.start + share * timeline.makespan for share in moments):
+            device = host = 0.0
+            for op, start, _ in spans:
+                if op.kind is not OpKind.FORWARD:
+                    continue
+                end = next(times[last].end for kind in TURNS if (last := Op(kind, *op[1:])) in times)
+                for content in Content if keys_are_apart else (Content.INPUT,):
+                    size, copy = copied.size(content, op.stage, op.token_slice), copies.get((content, *op[1:]))
+                    away = copy is not None and copy.dropped <= moment < copy.fetch_start
+                    device += size * (start <= moment < end and not away)
+                    host += size * (copy is not None and copy.offload_start <= moment < copy.fetch_end)
+            if keys_are_apart or not any(copied.key_value_bytes):
+                assert value_at(on_device[rank], moment) == pytest.approx(device, abs=1e-6)
+            assert value_at(on_host[rank], moment) == pytest.approx(host, abs=1e-6)
+
+
+TURNS = (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
+
+
+def value_at(curve, moment):
+    return next((value for time, value in reversed(curve) if time <= moment), 0.0)
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 2, 3], [1, 0], [1, -2]])

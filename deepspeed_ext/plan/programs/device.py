@@ -8,6 +8,7 @@ each communicator, of messages and of collectives:
     stream a   [receive 1  ][receive 2                ]              message are there
     stream b           [send 0        ]                              a message runs from when the work enqueued before
                                                                      it is done until its other end has run as well
+    to host        [offload 0]                                       copies to the host and back need their rank alone
 
 The host does wait where a connection between two ranks is first used, until the other host uses it too; and at a
 drain, which ends when all that was enqueued before is done. Streams that share a hardware queue
@@ -27,9 +28,13 @@ from typing import Any
 from deepspeed_ext.plan.dependencies import prerequisites, reader_of, reading_stage, result
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs.order_checks import check_channels
 from deepspeed_ext.plan.programs.program import (
     COMPLETES,
     COMPUTES,
+    DROPS,
+    HOST_COPIES,
+    OFFLOADS,
     RECEIVES,
     SENDS,
     Channel,
@@ -67,21 +72,26 @@ class Device:
             first message of a connection makes it.
         host_waits: the host waits for each op and completion: it computes itself, or copies block it.
         drains: ranks that may drain.
+        copies: copies to the host and back have a stream each.
     """
 
     hardware_queues: int | None = None
     warms_up: bool = True
     host_waits: bool = True
     drains: Drains = Drains.ONE_RANK
+    copies: bool = False
 
     def has_queues_for(self, shape: PipelineShape) -> bool:
         """Whether every stream of a rank has a hardware queue of its own."""
-        return self.hardware_queues is None or self.hardware_queues >= num_streams(shape)
+        return self.hardware_queues is None or self.hardware_queues >= self._num_streams(shape)
 
     def sharing(self, shape: PipelineShape) -> str:
         """How many streams share how many hardware queues, and the setting that helps, in words."""
         queues = "1 hardware queue" if self.hardware_queues == 1 else f"{self.hardware_queues} hardware queues"
-        return f"{num_streams(shape)} streams share {queues}: set CUDA_DEVICE_MAX_CONNECTIONS=32"
+        return f"{self._num_streams(shape)} streams share {queues}: set CUDA_DEVICE_MAX_CONNECTIONS=32"
+
+    def _num_streams(self, shape: PipelineShape) -> int:
+        return num_streams(shape) + 2 * self.copies
 
 
 def num_streams(shape: PipelineShape) -> int:
@@ -100,7 +110,7 @@ def check_programs(programs: Sequence[Program], shape: PipelineShape, device: De
     Raises:
         ScheduleDeadlock: if some rank waits for ever, or a channel's two ends disagree about the order of messages.
     """
-    _check_channels(programs, shape)
+    check_channels(programs, shape)
     device = device or Device()
     events = Events(programs, shape, device)
     levels = events.levels()
@@ -116,10 +126,10 @@ class _Rank:
     """The last that the host waits for."""
     computed: int | None = None
     """The last on the stream that computes."""
-    messages: dict[int, int] = field(default_factory=dict)
-    """The last message on the stream of each communicator."""
-    reduced: int | None = None
-    """The last reduction."""
+    last: dict[int, int] = field(default_factory=dict)
+    """The last message, reduction or host copy by its stream."""
+    copies: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """The last copy to the host of each token slice of a micro-batch on a stage, and back of any of them."""
     queues: dict[int, int] = field(default_factory=dict)
     """The last that was enqueued in each hardware queue."""
 
@@ -184,9 +194,9 @@ class Events:
                 self._enqueue(event, COMPUTE_STREAM, rank)
             elif instruction.kind is InstructionKind.REDUCE_GRADIENTS:
                 # Replicas follow one program, so a reduction needs of them what it needs here.
-                event = self._event(program.rank, position, rank.host, rank.computed, rank.reduced)
-                self._enqueue(event, self._reduction_stream, rank)
-                rank.reduced = event
+                event = self._add_behind(self._reduction_stream, program.rank, position, rank)
+            elif instruction.kind in HOST_COPIES:
+                event = self._add_copy(program.rank, position, instruction, rank)
             elif instruction.kind in SENDS or instruction.kind in RECEIVES:
                 event = self._add_post(program.rank, position, instruction, rank)
             else:
@@ -194,7 +204,7 @@ class Events:
             self._of_instruction[program.rank, position] = event
 
     def _add_op(self, number: int, position: int, op: Op, rank: _Rank) -> int:
-        event = self._event(number, position, rank.host, rank.computed)
+        event = self._event(number, position, rank.host, rank.computed, rank.copies.get(op[1:3]))
         for needed in prerequisites(op, self._shape):
             here = self._ranks[needed.stage] == number
             self._needs[event].append(self._result(needed) if here else self._message(needed))
@@ -204,16 +214,32 @@ class Events:
         self._enqueue(event, COMPUTE_STREAM, rank)
         return event
 
+    def _add_copy(self, number: int, position: int, instruction: Instruction, rank: _Rank) -> int:
+        """A copy runs behind all that its rank has computed, on one of the last two streams; drops wait for it."""
+        if instruction.kind in DROPS:
+            event = self._event(number, position, rank.host, rank.computed, rank.copies.get(instruction[1:4]))
+            self._enqueue(event, COMPUTE_STREAM, rank)
+            return event
+        goes = instruction.kind in OFFLOADS
+        event = self._add_behind(self._reduction_stream + (2 if goes else 3), number, position, rank)
+        rank.copies[instruction[1:4] if goes else instruction[1:3]] = event
+        return event
+
+    def _add_behind(self, stream: int, number: int, position: int, rank: _Rank) -> int:
+        event = self._event(number, position, rank.host, rank.computed, rank.last.get(stream))
+        self._enqueue(event, stream, rank)
+        rank.last[stream] = event
+        return event
+
     def _add_post(self, number: int, position: int, instruction: Instruction, rank: _Rank) -> int:
         travels = message_of(instruction, self._shape) if instruction.kind in RECEIVES else instruction.op
         channel = self._channel(travels)
         if (number, channel) not in self._connected:
             rank.host = self._connect(number, channel, rank, position)
         message = self._message(travels)
-        stream = self._numbers[channel]
-        event = self._event(number, position, rank.host, rank.computed, rank.messages.get(stream))
-        self._enqueue(event, COMPUTE_STREAM + 1 + stream, rank)
-        rank.messages[stream] = message
+        stream = COMPUTE_STREAM + 1 + self._numbers[channel]
+        event = self._add_behind(stream, number, position, rank)
+        rank.last[stream] = message  # the next waits for both ends of this one
         self._needs[message].append(event)
         self._posted.append((number, position, message))
         self._under_way[number].append(message)
@@ -372,25 +398,3 @@ class Events:
             if self._device.has_queues_for(self._shape)
             else self._device.sharing(self._shape)
         )
-
-
-def _check_channels(programs: Sequence[Program], shape: PipelineShape) -> None:
-    """Hold what one end of a channel sends against what the other end receives: the same messages in the same order."""
-    sent: dict[Channel, list[Op]] = defaultdict(list)
-    taken: dict[Channel, list[Op]] = defaultdict(list)
-    for program in programs:
-        for instruction in program.instructions:
-            if instruction.kind in SENDS:
-                reader = reader_of(instruction.op, shape)
-                assert reader is not None, "what is sent is read by another stage"
-                sent[Channel(program.rank, shape.rank_of(reader.stage), reader.kind)].append(instruction.op)
-            elif instruction.kind in RECEIVES:
-                message = message_of(instruction, shape)
-                taken[Channel(shape.rank_of(message.stage), program.rank, message.kind)].append(message)
-    for channel in sorted(sent.keys() | taken.keys()):
-        if sent[channel] != taken[channel]:
-            messages, receives = (", ".join(map(str, ops[channel])) or "nothing" for ops in (sent, taken))
-            raise ScheduleDeadlock(
-                f"rank {channel.source} sends {messages} to rank {channel.target}, which receives {receives}: "
-                "both ends of a channel must keep one order"
-            )

@@ -20,7 +20,7 @@ and where the instructions stand is stated here once, for the lowering, the simu
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -34,6 +34,9 @@ from deepspeed_ext.plan.slicing import TokenSlices
 
 Timed = tuple[Op, float, float]
 """An op with its start and end, as `timeline.Span` has them."""
+
+SpansOfRank = Callable[[int], Sequence[Timed]]
+"""Called with a pipeline rank, returns its ops with their start and end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +233,13 @@ def _within_host_bytes(gaps: Sequence[_Gap], most: float) -> list[_Gap]:
 
 
 def _place_drops(gaps: Iterable[_Gap], spans: Sequence[Timed], settings: HostCopySettings) -> dict[_Gap, int]:
-    """The first place of each gap at which its copy to the host has ended."""
-    ends = [end for _, _, end in spans]
+    """The first place of each gap at which the rank need not wait for its copy: it ends before the next op starts."""
+    starts, ends = [start for _, start, _ in spans], [end for _, _, end in spans]
     free = -inf
     drops = {}
     for gap in sorted(gaps, key=lambda gap: (gap.written, gap.content)):
         free = max(free, ends[gap.written]) + gap.size / settings.to_host
-        drops[gap] = max(gap.before + 1, bisect_left(ends, free) + 1)
+        drops[gap] = max(gap.before + 1, bisect_left(starts, free))
     return drops
 
 
@@ -252,7 +255,7 @@ def _place_fetches(gaps: Iterable[_Gap], spans: Sequence[Timed], settings: HostC
     for gap in sorted(drops, key=lambda gap: (gap.after, gap.written), reverse=True):
         start = min(next_start, spans[gap.after][1]) - gap.size / settings.from_host
         place = min(bisect_right(ends, start), gap.after - settings.ahead)
-        if place > gap.before and place >= drops[gap]:
+        if place > drops[gap]:
             placed.append((gap, place))
             next_start = start
     return dict(reversed(placed))
@@ -262,12 +265,13 @@ class CopiesOfPlace(NamedTuple):
     """Copies that have an instruction at one place of a rank, in the order in which they are posted."""
 
     offloaded: list[HostCopy]
-    dropped: list[HostCopy]
     fetched: list[HostCopy]
+    dropped: list[HostCopy]
+    """Last, since the rank may have to wait to drop."""
 
 
 def copies_by_place(copies: Iterable[HostCopy]) -> dict[int, CopiesOfPlace]:
-    """Return what is offloaded, dropped and fetched at each place of a rank; nothing at places that are missing.
+    """Return what is offloaded, fetched and dropped at each place of a rank; nothing at places that are missing.
 
     Args:
         copies: as `plan_host_copies` gives them.

@@ -25,6 +25,7 @@ program alone, for which it needs the ops of itself and of those it exchanges me
 
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.dependencies import reader_of, result
@@ -38,6 +39,7 @@ from deepspeed_ext.plan.programs.host_copies import (
     copies_by_place,
     plan_host_copies,
 )
+from deepspeed_ext.plan.programs.order_checks import check_host_copies
 from deepspeed_ext.plan.programs.posting import Posting, RankMessages, postings
 from deepspeed_ext.plan.programs.program import (
     COMPLETE,
@@ -95,7 +97,9 @@ def lower(
     """
     spans = simulate(rank_orders(schedule, shape), shape, costs or lowering_costs(shape)).spans
     programs = _lower_all(spans.__getitem__, shape, loading_ranks, under_ops=under_ops, host_copies=host_copies)
-    check_programs(programs, shape, device or Device(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS))
+    device = device or Device(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS)
+    device = replace(device, copies=host_copies is not None)
+    _check(programs, shape, device, host_copies)
     return programs
 
 
@@ -137,17 +141,25 @@ def check_lowering(
         PlanError: if the schedule does not fit the shape, or misses ops.
         ScheduleDeadlock: if ranks would wait for each other, or that they do not cannot be proven.
     """
-    device = device or Device()
+    device = replace(device or Device(), copies=host_copies is not None)
     if (shape, device, host_copies) in schedule.proven:
         return
     spans = schedule.spans(shape)
     if num_ops(shape) <= FEW_OPS:
-        check_programs(_lower_all(spans, shape, host_copies=host_copies), shape, device)
+        _check(_lower_all(spans, shape, host_copies=host_copies), shape, device, host_copies)
     elif not device.has_queues_for(shape):
         raise ScheduleDeadlock(
             f"{num_ops(shape):,} ops are too many to prove that they do not deadlock where {device.sharing(shape)}"
         )
     schedule.proven.add((shape, device, host_copies))
+
+
+def _check(
+    programs: Sequence[Program], shape: PipelineShape, device: Device, host_copies: HostCopySettings | None
+) -> None:
+    if host_copies is not None:
+        check_host_copies(programs, shape, host_copies)
+    check_programs(programs, shape, device)
 
 
 def partners(rank: int, shape: PipelineShape) -> set[int]:
@@ -207,13 +219,13 @@ def lower_rank(
     loaded = set()
     for place, (op, *_) in enumerate(messages[rank].spans):
         sending, receiving, completing = transfers(place)
-        # Another rank waits for what is sent. What is dropped makes room for what is received and fetched.
-        offloading, dropping, fetching = _host_copies(copied.get(place))
-        steps += [*sending, *offloading, *dropping]
+        # Another rank waits for what is sent. To drop, this rank may have to wait.
+        offloading, fetching, dropping = _host_copies(copied.get(place))
+        steps += [*sending, *offloading]
         if loads and op.micro_batch not in loaded:
             loaded.add(op.micro_batch)
             steps.append((InstructionKind.LOAD_MICRO_BATCH, op))
-        steps += [*receiving, *completing, *fetching, (COMPUTE[op.kind], op)]
+        steps += [*receiving, *completing, *fetching, *dropping, (COMPUTE[op.kind], op)]
         reader = reader_of(result(op), shape)
         if reader is not None and shape.rank_of(reader.stage) == rank:
             steps.append((PASS[reader.kind], result(op)))
@@ -222,14 +234,14 @@ def lower_rank(
 
 
 def _host_copies(copied: CopiesOfPlace | None) -> tuple[list[_Step], list[_Step], list[_Step]]:
-    """Offloads, drops and fetches of a place."""
+    """Offloads, fetches and drops of a place."""
     if copied is None:
         return [], [], []
-    offloading, dropping, fetching = (
+    offloading, fetching, dropping = (
         [(table[copy.content], copy.op) for copy in copies]
-        for table, copies in zip((OFFLOAD, DROP, FETCH), copied, strict=True)
+        for table, copies in zip((OFFLOAD, FETCH, DROP), copied, strict=True)
     )
-    return offloading, dropping, fetching
+    return offloading, fetching, dropping
 
 
 def _reader(message: Op, shape: PipelineShape) -> Op:

@@ -108,6 +108,11 @@ _OP_KINDS = {instruction: kind for table in (RECEIVE, SEND, PASS, COMPLETE) for 
 _OP_KINDS[InstructionKind.REDUCE_GRADIENTS] = OpKind.BACKWARD
 
 
+def content_of(kind: InstructionKind) -> Content:
+    """What an instruction of a host copy is for."""
+    return next(content for content in Content if kind in (OFFLOAD[content], DROP[content], FETCH[content]))
+
+
 class Instruction(NamedTuple):
     """One step of a rank's program. `buffer` holds the token slice's tensors; -1 where the step needs none."""
 

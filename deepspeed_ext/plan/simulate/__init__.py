@@ -6,6 +6,12 @@
 Both read what ops wait for from one table, `dependencies.DEPENDENCIES`.
 """
 
-from deepspeed_ext.plan.simulate.plain import check_complete, check_order, check_orders, simulate
+from deepspeed_ext.plan.simulate.plain import (
+    check_complete,
+    check_order,
+    check_orders,
+    simulate,
+    simulate_with_host_copies,
+)
 
-__all__ = ["check_complete", "check_order", "check_orders", "simulate"]
+__all__ = ["check_complete", "check_order", "check_orders", "simulate", "simulate_with_host_copies"]

@@ -20,7 +20,10 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.dependencies import parts
 from deepspeed_ext.plan.memory import token_lengths
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan, TimedCopy
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.schedules import Schedule
+from deepspeed_ext.plan.simulate.copy_events import CopyEvents
 from deepspeed_ext.plan.simulate.loop import compiled_loop, simulate_ops
 from deepspeed_ext.plan.simulate.plain import STEP_PARTS, check_complete, check_orders, simulate
 from deepspeed_ext.plan.simulate.wiring import KINDS, OpColumns, Wiring, fits, wire
@@ -38,11 +41,13 @@ class SimulatedOrders:
         compiled: the orders.
         starts: [N] start of each op, rank after rank.
         ends: [N] end of each op.
+        host_copies: copies to the host and back, by rank and start.
     """
 
     compiled: "CompiledOrders"
     starts: "Numbers"
     ends: "Numbers"
+    host_copies: tuple[TimedCopy, ...] = ()
 
     @property
     def makespan(self) -> float:
@@ -63,7 +68,17 @@ class SimulatedOrders:
 
     def timeline(self) -> Timeline:
         """Return a timeline for drawings and the like, without transfers."""
-        return Timeline(self.compiled.shape, tuple(map(self.spans, range(self.compiled.shape.num_ranks))))
+        spans = tuple(map(self.spans, range(self.compiled.shape.num_ranks)))
+        return Timeline(self.compiled.shape, spans, host_copies=self.host_copies)
+
+    def with_host_copies(self, costs: OpCosts, settings: HostCopySettings) -> "SimulatedOrders":
+        """Simulate the orders again, with the host copies that are planned on these times.
+
+        Args:
+            costs: that these times are of.
+            settings: what may be copied, and how fast.
+        """
+        return self.compiled.simulate(costs, HostCopyPlan.of(self.spans, self.compiled.shape, settings))
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +154,12 @@ class CompiledOrders:
         if any(computed[kind] < units for kind in STEP_PARTS):
             check_complete(self.orders, self.shape)
 
-    def simulate(self, costs: OpCosts) -> SimulatedOrders:
+    def simulate(self, costs: OpCosts, host_copies: HostCopyPlan | None = None) -> SimulatedOrders:
         """When each op runs: the same as `simulate.simulate`, to the last bit.
+
+        Args:
+            costs: times of the ops.
+            host_copies: what goes to the host and back; None for nothing.
 
         Raises:
             ScheduleDeadlock, PlanError: as `simulate` does.
@@ -150,6 +169,8 @@ class CompiledOrders:
         num_ops = int(self.bounds[-1])
         starts, ends = np.zeros(num_ops), np.zeros(num_ops)
         wiring = self.wiring
+        copies = CopyEvents.of(host_copies, self.bounds)
+        copied = np.zeros(3 * copies.num_copies)
         arrays = {
             "bounds": self.bounds,
             "needs": wiring.needs,
@@ -158,8 +179,14 @@ class CompiledOrders:
             "targets": wiring.targets,
             "channels": wiring.channels,
             **self._times(costs),
+            "posts": copies.posts,
+            "posted": copies.posted,
+            "copying": copies.copying,
+            "back": copies.back,
             "ready": np.full(wiring.num_results, -1.0),
             "free": np.zeros(wiring.num_channels),
+            "lanes": np.zeros(2 * self.shape.num_ranks),
+            "copied": copied,
             "starts": starts,
             "ends": ends,
         }
@@ -170,11 +197,11 @@ class CompiledOrders:
             # Plain Python is quicker with lists.
             lists = {name: array.tolist() for name, array in arrays.items()}
             num_done = simulate_ops(**lists)
-            starts, ends = np.array(lists["starts"]), np.array(lists["ends"])
+            starts, ends, copied = (np.array(lists[name]) for name in ("starts", "ends", "copied"))
         if num_done < num_ops:
             simulate(self.orders, self.shape, costs)  # says which ops wait for which
             raise AssertionError("the plain simulator ends where the fast one does not")
-        return SimulatedOrders(self, starts, ends)
+        return SimulatedOrders(self, starts, ends, tuple(copies.timed(host_copies, copied)))
 
     def peak_activation(self, lengths: Sequence[float] | None = None) -> tuple[float, ...]:
         """Per rank the most activation it holds, as `memory.peak_activation` says; it needs no costs."""

@@ -13,6 +13,9 @@ Array = Any
 
 NOTHING = -1
 
+OFFLOADED, FETCHED, DROPPED = range(3)
+"""What may happen to a host copy at a place, and the row of its times."""
+
 
 def simulate_ops(
     bounds: Array,
@@ -24,8 +27,14 @@ def simulate_ops(
     durations: Array,
     sending: Array,
     latency: Array,
+    posts: Array,
+    posted: Array,
+    copying: Array,
+    back: Array,
     ready: Array,
     free: Array,
+    lanes: Array,
+    copied: Array,
     starts: Array,
     ends: Array,
 ) -> int:
@@ -41,8 +50,14 @@ def simulate_ops(
         durations: [N] time of the op.
         sending: [N] time for which its message keeps the channel busy.
         latency: [N] time from then until it is there.
+        posts: [N + 1] where those host copies begin in `posted` that have a place behind op n.
+        posted: [events] number of a copy, times 3, plus what happens to it.
+        copying: [2 * C] times of C copies to the host, then of those from it.
+        back: [N] the copy that op n waits for; NOTHING if none.
         ready: [results] filled with -1; becomes the time at which each result is there.
         free: [channels] filled with 0; becomes the time at which each channel is free.
+        lanes: [2 * R] filled with 0; becomes the time at which the lanes of each rank to its host and back are free.
+        copied: [3 * C] becomes the start of each copy to the host, then of those from it, then when each was dropped.
         starts: [N] becomes the start of each op.
         ends: [N] becomes the end of each op.
 
@@ -56,12 +71,16 @@ def simulate_ops(
     awaited = [NOTHING for _ in range(num_ranks)]
     runnable = [num_ranks - 1 - rank for rank in range(num_ranks)]
     num_done = 0
+    num_copies = len(copying) // 2
     while len(runnable) > 0:
         rank = runnable.pop()
         time = clock[rank]
         op = position[rank]
         while op < bounds[rank + 1]:
             start = time
+            copy = back[op]
+            if copy != NOTHING and copied[num_copies + copy] + copying[num_copies + copy] > start:
+                start = copied[num_copies + copy] + copying[num_copies + copy]
             missing = NOTHING
             for place in range(width * op, width * op + width):
                 needed = needs[place]
@@ -90,6 +109,17 @@ def simulate_ops(
                 if awaited[targets[op]] == arriving:
                     awaited[targets[op]] = NOTHING
                     runnable.append(targets[op])
+            for place in range(posts[op], posts[op + 1]):
+                copy = posted[place] // 3
+                event = posted[place] % 3
+                if event == DROPPED:
+                    if copied[copy] + copying[copy] > time:
+                        time = copied[copy] + copying[copy]
+                    copied[2 * num_copies + copy] = time
+                else:
+                    begins = lanes[2 * rank + event] if lanes[2 * rank + event] > time else time
+                    copied[event * num_copies + copy] = begins
+                    lanes[2 * rank + event] = begins + copying[event * num_copies + copy]
             op += 1
         num_done += op - position[rank]
         position[rank] = op

@@ -12,12 +12,16 @@ from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.dependencies import parts, prerequisites, reading_stage, result
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs.copy_lanes import CopyLanes, HostCopyPlan
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.program import Channel
 from deepspeed_ext.plan.programs.reductions import reductions_beside
 from deepspeed_ext.plan.timeline import Span, Timeline, Transfer
 
 
-def simulate(orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCosts) -> Timeline:
+def simulate(
+    orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCosts, host_copies: HostCopyPlan | None = None
+) -> Timeline:
     """Start every op as soon as its rank is free and its prerequisites are there.
 
     A result for another rank leaves as its op ends, or once its channel has sent those before it, and travels while
@@ -27,6 +31,7 @@ def simulate(orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCost
         orders: op order of each pipeline rank, as `schedules.rank_orders` gives them.
         shape: extent of the pipeline.
         costs: times of the ops.
+        host_copies: what goes to the host and back; a rank waits for what it reads. None for nothing.
 
     Raises:
         ScheduleDeadlock: if ranks wait for each other; names what each stuck rank waits for.
@@ -38,6 +43,10 @@ def simulate(orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCost
     # When each result is there on the rank of its op, and on the rank that reads it.
     end: dict[Op, float] = {}
     spans: list[list[Span]] = [[] for _ in orders]
+    # When each rank is free for its next op.
+    clocks = [0.0] * len(orders)
+    plan = host_copies or HostCopyPlan(((),) * len(orders))
+    lanes = [CopyLanes(copies, plan) for copies in plan.ranks]
     # A rank that cannot go on parks under the result it waits for; the end of that op wakes it. The work is thus
     # linear in the number of ops, whatever their order.
     waiting: dict[Op, list[int]] = {}
@@ -45,9 +54,8 @@ def simulate(orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCost
     while runnable:
         rank = runnable.popleft()
         order, done = orders[rank], spans[rank]
-        clock = done[-1].end if done else 0.0
         for op in order[len(done) :]:
-            start = clock
+            start = max(clocks[rank], lanes[rank].there(len(done)))
             for needed in prerequisites(op, shape):
                 if needed not in end:
                     waiting.setdefault(needed, []).append(rank)
@@ -55,18 +63,42 @@ def simulate(orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCost
                 there = end[needed] if ranks[needed.stage] == rank else network.arrival[needed]
                 start = max(start, there)
             else:
-                clock = start + costs.duration(op)
+                ended = start + costs.duration(op)
                 given = result(op)
-                end[given] = clock
-                network.send(given, clock)
-                done.append(Span(op, start, clock))
+                end[given] = ended
+                network.send(given, ended)
+                done.append(Span(op, start, ended))
+                clocks[rank] = lanes[rank].arrive(len(done), ended)
                 runnable.extend(waiting.pop(given, ()))
                 continue
             break
     if waiting:
         raise ScheduleDeadlock(_describe_deadlock(orders, [len(done) for done in spans], shape, end))
-    reductions = tuple(reductions_beside(spans, shape, costs.reductions))
-    return Timeline(shape, tuple(map(tuple, spans)), transfers=network.transfers(), reductions=reductions)
+    return Timeline(
+        shape,
+        tuple(map(tuple, spans)),
+        transfers=network.transfers(),
+        reductions=tuple(reductions_beside(spans, shape, costs.reductions)),
+        host_copies=tuple(copy for of_rank in lanes for copy in of_rank.timed()),
+    )
+
+
+def simulate_with_host_copies(
+    orders: Sequence[Sequence[Op]], shape: PipelineShape, costs: OpCosts, settings: HostCopySettings
+) -> Timeline:
+    """Return the timeline with the host copies that are planned on the timeline without them.
+
+    Args:
+        orders: op order of each pipeline rank.
+        shape: extent of the pipeline.
+        costs: times of the ops.
+        settings: what may be copied, and how fast.
+
+    Raises:
+        ScheduleDeadlock, PlanError: as `simulate` does.
+    """
+    without = simulate(orders, shape, costs)
+    return simulate(orders, shape, costs, HostCopyPlan.of(without.spans.__getitem__, shape, settings))
 
 
 class _Network:
