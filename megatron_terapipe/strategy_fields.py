@@ -196,7 +196,7 @@ class StrategyFields:
         False,
         kind=switch(),
         setting="offload_token_slices",
-        trained=(False,),
+        trained=(False, True),
         priced=(False,),
         tried=(False,),
         axis="recompute",

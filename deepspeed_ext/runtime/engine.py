@@ -16,7 +16,8 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind
-from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.program import Instruction
 from deepspeed_ext.plan.programs.reductions import completing_ops
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -25,7 +26,7 @@ from deepspeed_ext.plan.token_slice_parts import parts_of_rank
 from deepspeed_ext.runtime.batches.batch_loss import batch_loss
 from deepspeed_ext.runtime.batches.batch_plan import BatchPlan
 from deepspeed_ext.runtime.channels import MessageSpec
-from deepspeed_ext.runtime.executor import Executor
+from deepspeed_ext.runtime.executor import METHODS, Executor
 from deepspeed_ext.runtime.gradients.accumulated_gradients import OptimizerGradients
 from deepspeed_ext.runtime.gradients.gradient_reductions import gradient_reductions
 from deepspeed_ext.runtime.gradients.parameter_gathers import parameter_gathers
@@ -42,25 +43,6 @@ from deepspeed_ext.runtime.stage_ops import StageOps
 
 SEQUENCES_PER_STEP = 1 << 32
 """More than any step has, so that every sequence of a run has a number of its own."""
-
-_METHODS = {
-    InstructionKind.LOAD_MICRO_BATCH: Executor.load,
-    InstructionKind.RECEIVE_ACTIVATION: Executor.post,
-    InstructionKind.FORWARD: Executor.forward,
-    InstructionKind.SEND_ACTIVATION: Executor.send_activation,
-    InstructionKind.PASS_ACTIVATION: Executor.pass_activation,
-    InstructionKind.RECEIVE_GRADIENT: Executor.post,
-    InstructionKind.BACKWARD: Executor.backward,
-    InstructionKind.INPUT_GRADIENT: Executor.input_gradient,
-    InstructionKind.WEIGHT_GRADIENT: Executor.weight_gradient,
-    InstructionKind.SEND_GRADIENT: Executor.send_gradient,
-    InstructionKind.PASS_GRADIENT: Executor.pass_gradient,
-    InstructionKind.COMPLETE_ACTIVATION: Executor.complete,
-    InstructionKind.COMPLETE_GRADIENT: Executor.complete,
-    InstructionKind.FREE: Executor.free,
-    InstructionKind.REDUCE_GRADIENTS: Executor.reduce_gradients,
-}
-"""Method that carries out each instruction of a program."""
 
 
 def _executed_by(method: Callable[[Executor, Instruction], None]) -> Callable[..., None]:
@@ -81,6 +63,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         overlap_param_gather: gather weights that replicas stepped in parts while the next forward runs.
         check_token_slices: check in the first batch that each layer computes in token slices what it does whole.
         key_value_gradients: type in which gradients of keys and values are kept; None for fp32 or wider.
+        host_copies: what waits on the host while nothing reads it, and how fast it is copied; None for nothing.
 
     Other arguments are those of `PipelineEngine`.
     """
@@ -94,6 +77,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         overlap_param_gather: bool = False,
         check_token_slices: bool = True,
         key_value_gradients: torch.dtype | None = None,
+        host_copies: HostCopySettings | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
@@ -103,6 +87,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             rank=self.stage_id,
             shape=self.module.pipeline,
             loading_ranks=self.module.reading_ranks,
+            host_copies=host_copies,
         )
         self._links = RankLinks(
             self.module.topology(),
@@ -129,6 +114,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             gathers=self._gathers,
             checks=check_token_slices and len(self.module.token_slices) > 1,
             key_value_gradients=key_value_gradients,
+            keys_apart=host_copies is not None,
         )
         self._executor = Executor(
             self.module,
@@ -139,6 +125,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             around=self._around,
             ledger=self.ledger,
             reductions=self._reductions,
+            host_copies=host_copies,
         )
         self._token_slices, self._broken_by = self.module.token_slices, ""
         self._accumulated: OptimizerGradients | None = None
@@ -393,5 +380,5 @@ class TokenSlicePipelineEngine(ReplayingEngine):
     # DeepSpeed calls the functions in this table, not the methods of their names: an override must be listed.
     _INSTRUCTION_MAP = {  # noqa: RUF012
         **SteppingEngine._INSTRUCTION_MAP,
-        **{INSTRUCTION_CLASSES[kind]: _executed_by(method) for kind, method in _METHODS.items()},
+        **{INSTRUCTION_CLASSES[kind]: _executed_by(method) for kind, method in METHODS.items()},
     }

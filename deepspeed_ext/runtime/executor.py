@@ -14,14 +14,16 @@ from torch import Tensor
 from deepspeed_ext.plan.dependencies import reader_of
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op, OpKind
-from deepspeed_ext.plan.programs.program import Instruction
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.program import Content, Instruction, InstructionKind
 from deepspeed_ext.runtime.batches.batch import parts_on_device
 from deepspeed_ext.runtime.batches.batch_plan import BatchPlan
-from deepspeed_ext.runtime.batches.live_batch import LiveBatch
+from deepspeed_ext.runtime.batches.live_batch import Buffer, LiveBatch
 from deepspeed_ext.runtime.gradients.gradient_reductions import GradientReductions
 from deepspeed_ext.runtime.gradients.weight_gradients import compute
 from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.offload.token_slice_copies import TokenSliceCopies
 from deepspeed_ext.runtime.rank_links import RankLinks
 from deepspeed_ext.runtime.stage_ops import StageOps
 
@@ -41,6 +43,7 @@ class Executor:
         around: surrounds the computing of each op.
         ledger: is told of waits.
         reductions: sums of gradients over replicas, which start as ops complete them; None to leave them to the step.
+        host_copies: how what waits on the host is copied; None where nothing does.
     """
 
     def __init__(
@@ -54,10 +57,14 @@ class Executor:
         around: Around,
         ledger: OpLedger,
         reductions: GradientReductions | None = None,
+        host_copies: HostCopySettings | None = None,
     ) -> None:
         self._module, self._ops, self._links, self._device = module, ops, links, device
         self._next_batch, self._around = next_batch, around
         self._ledger, self._reductions, self._attached = ledger, reductions, False
+        self._host_copies = host_copies
+        self.copies = None if host_copies is None else TokenSliceCopies(host_copies, device)
+        """Copies in the memory of the host."""
         self._stages = list(module.pipeline.stages_of(module.stage_id))
         self._cutting_stages = {stage for rank in module.cutting_ranks for stage in module.pipeline.stages_of(rank)}
         self.live = LiveBatch()
@@ -71,6 +78,8 @@ class Executor:
         """
         self.plan, self.live = plan, LiveBatch()
         self._ops.begin(plan, self.live)
+        if self._host_copies is not None and self.copies is not None:
+            self.copies.begin(self._host_copies.fitting(plan.shape))
         if puts_weight_gradients_off:
             self.attach_weight_gradients()
 
@@ -84,6 +93,8 @@ class Executor:
         """Hand over what the batch left, and keep nothing of it."""
         finished, self.live = self.live, LiveBatch()
         self._ops.finish()
+        if self.copies is not None:
+            self.copies.finish()
         return finished
 
     # ------------------------------------------------------------------ data
@@ -134,6 +145,7 @@ class Executor:
         op, held = step.op, self.live.buffers[step.buffer]
         is_last = op.stage == self.plan.shape.last_stage
         gradients = () if is_last else self._read(op._replace(kind=OpKind.INPUT_GRADIENT))
+        self._take_fetched(op, held)
         with self._around(op):
             self._ops.backward(op, held, gradients)
         if op.token_slice == 0:
@@ -159,6 +171,35 @@ class Executor:
     def free(self, step: Instruction) -> None:
         """Empty a buffer."""
         del self.live.buffers[step.buffer]
+
+    # ------------------------------------------------------------------ host copies
+
+    def offload_input(self, step: Instruction) -> None:
+        """Post a copy of a stage's input to the host."""
+        self._copies.offload(Content.INPUT, step.op, self.live.buffers[step.buffer].inputs)
+
+    def drop_input(self, step: Instruction) -> None:
+        """Let go of a stage's input that is on the host."""
+        self.live.buffers[step.buffer].inputs = ()
+        self._copies.drop(Content.INPUT, step.op)
+
+    def fetch_input(self, step: Instruction) -> None:
+        """Post the copy of a stage's input back."""
+        self._copies.fetch(Content.INPUT, step.op)
+
+    def offload_keys_and_values(self, step: Instruction) -> None:
+        """Post a copy of the keys and values of a token slice to the host."""
+        state = self.live.states[step.stage, step.micro_batch]
+        self._copies.offload(Content.KEYS_AND_VALUES, step.op, state.keys_of(step.token_slice))
+
+    def drop_keys_and_values(self, step: Instruction) -> None:
+        """Let go of keys and values that are on the host."""
+        self.live.states[step.stage, step.micro_batch].drop_keys_of(step.token_slice)
+        self._copies.drop(Content.KEYS_AND_VALUES, step.op)
+
+    def fetch_keys_and_values(self, step: Instruction) -> None:
+        """Post the copy of keys and values back."""
+        self._copies.fetch(Content.KEYS_AND_VALUES, step.op)
 
     # ------------------------------------------------------------------ transfers
 
@@ -195,6 +236,21 @@ class Executor:
 
     # ------------------------------------------------------------------ parts of the above
 
+    @property
+    def _copies(self) -> TokenSliceCopies:
+        assert self.copies is not None, "programs have host copies where the executor was given settings for them"
+        return self.copies
+
+    def _take_fetched(self, op: Op, held: Buffer) -> None:
+        """Have on the device what was fetched for a backward."""
+        if self.copies is None:
+            return
+        for content, token_slice, tensors in self.copies.arrivals(op):
+            if content is Content.INPUT:
+                held.inputs = tensors
+            else:
+                self.live.states[op.stage, op.micro_batch].put_back_keys_of(token_slice, tensors)
+
     def _reads_data(self) -> str:
         """Reason for which this rank reads the data, in words."""
         readers = (self._module.data_entries.reader(stage) for stage in self._stages)
@@ -219,3 +275,29 @@ class Executor:
         del self.live.states[op.stage, op.micro_batch]
         if op.stage == last_stage:
             self.live.forget_batch(op.micro_batch)
+
+
+METHODS = {
+    InstructionKind.LOAD_MICRO_BATCH: Executor.load,
+    InstructionKind.RECEIVE_ACTIVATION: Executor.post,
+    InstructionKind.FORWARD: Executor.forward,
+    InstructionKind.SEND_ACTIVATION: Executor.send_activation,
+    InstructionKind.PASS_ACTIVATION: Executor.pass_activation,
+    InstructionKind.RECEIVE_GRADIENT: Executor.post,
+    InstructionKind.BACKWARD: Executor.backward,
+    InstructionKind.INPUT_GRADIENT: Executor.input_gradient,
+    InstructionKind.WEIGHT_GRADIENT: Executor.weight_gradient,
+    InstructionKind.SEND_GRADIENT: Executor.send_gradient,
+    InstructionKind.PASS_GRADIENT: Executor.pass_gradient,
+    InstructionKind.COMPLETE_ACTIVATION: Executor.complete,
+    InstructionKind.COMPLETE_GRADIENT: Executor.complete,
+    InstructionKind.FREE: Executor.free,
+    InstructionKind.REDUCE_GRADIENTS: Executor.reduce_gradients,
+    InstructionKind.OFFLOAD_INPUT: Executor.offload_input,
+    InstructionKind.OFFLOAD_KEYS_AND_VALUES: Executor.offload_keys_and_values,
+    InstructionKind.DROP_INPUT: Executor.drop_input,
+    InstructionKind.DROP_KEYS_AND_VALUES: Executor.drop_keys_and_values,
+    InstructionKind.FETCH_INPUT: Executor.fetch_input,
+    InstructionKind.FETCH_KEYS_AND_VALUES: Executor.fetch_keys_and_values,
+}
+"""Method that carries out each instruction of a program."""

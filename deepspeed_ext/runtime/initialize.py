@@ -25,6 +25,7 @@ from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import OPTIMISED, Schedule, interleaved, schedule_named
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -52,6 +53,7 @@ def initialize(
     overlap_param_gather: bool = False,
     check_token_slices: bool = True,
     key_value_gradients: torch.dtype | None = None,
+    host_copies: HostCopySettings | None = None,
     costs: Callable[[PipelineShape], OpCosts] | None = None,
     **keywords: Any,
 ) -> tuple[TokenSlicePipelineEngine, Any, Any, Any]:
@@ -76,6 +78,8 @@ def initialize(
         key_value_gradients: type in which gradients of keys and values are kept between the backwards of two token
             slices, such as `torch.bfloat16`; sums are rounded when they are stored. None for fp32, or the wider type of
             the model.
+        host_copies: bytes of stage inputs, keys and values, and how fast they are copied to the host and back: then
+            those wait there that are not read for long enough. Needs a module with recompute_stages. None for nothing.
         costs: costs of the ops of a shape, the same on all ranks, for the schedule `optimised`; None for stages of
             equal work, in which the time of a token slice follows from its tokens.
         **keywords: others of `deepspeed.initialize`, such as `optimizer`, `model_parameters` or `lr_scheduler`.
@@ -97,6 +101,11 @@ def initialize(
         schedule = SimulatedSchedule(found, costs=found.costs)
     elif costs is not None:
         raise UserError("costs are for schedule='optimised', and another schedule is given: leave out one of them")
+    if host_copies is not None and not model.recomputation.stages:
+        raise UserError(
+            "host_copies are of inputs of stages that are computed again, and the module keeps graphs: build it with "
+            "recompute_stages=True"
+        )
     settings = read_settings(config, keywords)
     if (sharing := model.sequence_ranks.size) > 1:
         config, keywords = for_deepspeed(settings, sharing), without_settings(keywords)
@@ -116,6 +125,7 @@ def initialize(
         overlap_param_gather=overlap_param_gather,
         check_token_slices=check_token_slices,
         key_value_gradients=key_value_gradients,
+        host_copies=host_copies,
     )
     with _engine_class(engine_class):
         engine, *others = deepspeed.initialize(

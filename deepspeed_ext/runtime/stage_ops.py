@@ -40,6 +40,7 @@ class StageOps:
         gathers: gathers of weights that replicas updated in parts; layers wait for them. None if the step does it.
         checks: whether to check, at its first token slice, that each stage computes in token slices what it does whole.
         key_value_gradients: type in which gradients of keys and values are kept; None for fp32 or wider.
+        keys_apart: whether keys and values of token slices are kept apart, as copies to the host need them.
     """
 
     def __init__(
@@ -53,12 +54,13 @@ class StageOps:
         gathers: ParameterGathers | None = None,
         checks: bool = False,
         key_value_gradients: torch.dtype | None = None,
+        keys_apart: bool = False,
     ) -> None:
         self._module, self._device = module, device
         self._batch_loss, self._loss_scale = loss, loss_scale
         self._reductions, self._gathers = reductions, gathers
         self._unchecked = set(module.pipeline.stages_of(module.stage_id)) if checks else set()
-        self._key_value_gradients = key_value_gradients
+        self._key_value_gradients, self._keys_apart = key_value_gradients, keys_apart
         self._live = LiveBatch()
         self.weight_gradients = WeightGradients()
         """Where backwards leave the products that are deferred."""
@@ -225,6 +227,7 @@ class StageOps:
                 sequences=range(first, first + self._plan.rows),
                 documents=self._live.documents.get(op.micro_batch),
                 forward_only=not self._plan.training,
+                keys_apart=self._keys_apart,
                 key_value_gradients=self._key_value_gradients,
             )
         return self._live.states[key]

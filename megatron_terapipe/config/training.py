@@ -91,6 +91,10 @@ class TrainingConfig:
     recompute_num_layers: int = option(1, aliases=("--checkpoint-num-layers",), least=1, most=10_000)
     """Layers between two activations that `uniform` keeps; layers of each stage that `block` recomputes."""
 
+    offload_token_slices: bool = False
+    """Let inputs of stages, keys and values that are not read for long wait in the memory of the host; with
+    `--recompute-granularity stage`. The copies are planned for `--cluster`."""
+
     compile_pointwise: Literal["auto", "always", "never"] = "auto"
     """Where chains of pointwise operations (rotations, norms, gates, dropout with its residual) are compiled into one
     kernel: `auto` compiles on accelerators that have triton; `always` also on CPUs, where it takes seconds at every
@@ -102,6 +106,11 @@ class TrainingConfig:
         check_bounds(self)
         if self.dry_run_without_files:
             object.__setattr__(self, "dry_run", True)
+        if self.offload_token_slices and self.recompute_granularity != "stage":
+            raise ConfigError(
+                f"--offload-token-slices does not go with --recompute-granularity {self.recompute_granularity}, which "
+                "keeps more than inputs, keys and values: add --recompute-granularity stage"
+            )
         if self.hostfile is not None and not self.dry_run:
             raise ConfigError(
                 f"--hostfile {self.hostfile} is for the launcher: write deepspeed --hostfile {self.hostfile} "

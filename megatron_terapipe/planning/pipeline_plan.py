@@ -11,11 +11,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.closed_forms import memory_of_1f1b
+from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.found_schedule import EFFORT, FoundSchedule
 from deepspeed_ext.plan.ops import Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.programs.device import Device
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.lowering import check_lowering
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedule_file import schedule_from_file
@@ -25,6 +27,7 @@ from megatron_terapipe.config.config import Config
 from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.cost_model import cost_model_of
+from megatron_terapipe.planning.host_copies import host_copies_of
 from megatron_terapipe.strategy import Strategy
 
 if TYPE_CHECKING:  # The solvers compile their kernels, and not every run needs one.
@@ -48,8 +51,45 @@ def pipeline_schedule(config: Config, data_parallel_size: int) -> Schedule:
     return SCHEDULES[name] if name in SCHEDULES else schedule_from_file(name)
 
 
+def simulated_schedule(schedule: Schedule, config: Config, data_parallel_size: int) -> SimulatedSchedule:
+    """Return a schedule with its simulated timelines: in seconds where its ops are priced.
+
+    Args:
+        schedule: order of the ops.
+        config: the configuration.
+        data_parallel_size: ranks that share the batch.
+    """
+    if isinstance(schedule, FoundSchedule):
+        return SimulatedSchedule(schedule, costs=schedule.costs)
+    if config.training.offload_token_slices:
+        # How long a copy takes beside the ops is what decides whether it is made.
+        costs = _priced_ops(config, data_parallel_size)
+        return SimulatedSchedule(schedule, costs=lambda _: costs)
+    return SimulatedSchedule.of(schedule)
+
+
+def host_copies(config: Config, data_parallel_size: int) -> HostCopySettings | None:
+    """Return what waits on the host, by the timelines of `simulated_schedule`; None where nothing does.
+
+    Args:
+        config: the configuration.
+        data_parallel_size: ranks that share the batch.
+
+    Raises:
+        ConfigError: if the stages are not known.
+    """
+    if not config.training.offload_token_slices:
+        return None
+    strategy = Strategy.of_config(config, data_parallel_size)
+    return host_copies_of(config, cost_model_of(config, strategy.world_size))
+
+
 def check_schedule(
-    schedule: Schedule, config: Config, micro_batches: Iterable[int], hardware_queues: int | None = None
+    schedule: Schedule,
+    config: Config,
+    micro_batches: Iterable[int],
+    hardware_queues: int | None = None,
+    copies: HostCopySettings | None = None,
 ) -> None:
     """See that a schedule ends for every number of micro-batches that a run has.
 
@@ -58,6 +98,7 @@ def check_schedule(
         config: the configuration.
         micro_batches: numbers of micro-batches of a step.
         hardware_queues: hardware queues of the accelerator; None for as many as there are streams.
+        copies: what waits on the host; None for nothing.
 
     Raises:
         ConfigError: if it is for another pipeline, or would leave ranks waiting for each other.
@@ -65,17 +106,21 @@ def check_schedule(
     simulated, device = SimulatedSchedule.of(schedule), Device(hardware_queues=hardware_queues)
     for number in micro_batches:
         try:
-            check_lowering(simulated, config.parallel.pipeline(number), device)
+            check_lowering(simulated, config.parallel.pipeline(number), device, copies)
         except PlanError as error:
             raise ConfigError(f"--pipeline-schedule {config.parallel.pipeline_schedule}: {error}") from None
 
 
 def _found_schedule(config: Config, data_parallel_size: int) -> FoundSchedule:
     """Return the schedule that is found for a configuration, its token slices known."""
-    strategy = Strategy.of_config(config, data_parallel_size)
-    # Seconds, whatever the number of micro-batches.
-    costs = cost_model_of(config, strategy.world_size).pipeline_costs(strategy)
+    costs = _priced_ops(config, data_parallel_size)
     return FoundSchedule(lambda _: costs, config.token_slices(), config.parallel.schedule_memory_limit)
+
+
+def _priced_ops(config: Config, data_parallel_size: int) -> OpCosts:
+    """Return the seconds of a run's ops, whatever the number of micro-batches."""
+    strategy = Strategy.of_config(config, data_parallel_size)
+    return cost_model_of(config, strategy.world_size).pipeline_costs(strategy)
 
 
 def with_found_token_slices(config: Config, data_parallel_size: int) -> Config:

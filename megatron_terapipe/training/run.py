@@ -10,10 +10,10 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.planned_ops import slow_planning
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
@@ -30,7 +30,7 @@ from megatron_terapipe.data.token_range import check_token_ids
 from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron_terapipe.data.tokenizers.null import NullTokenizer
 from megatron_terapipe.errors import ConfigError, DataError
-from megatron_terapipe.planning.pipeline_plan import check_schedule, pipeline_schedule
+from megatron_terapipe.planning.pipeline_plan import check_schedule, host_copies, pipeline_schedule, simulated_schedule
 from megatron_terapipe.planning.planned_run import plan_run
 from megatron_terapipe.training.deepspeed_config import deepspeed_config
 from megatron_terapipe.training.progress import Progress
@@ -88,10 +88,12 @@ class Run:
     @cached_property
     def simulated_schedule(self) -> SimulatedSchedule:
         """Order of the ops, with its simulated timelines."""
-        found = self.schedule
-        if isinstance(found, FoundSchedule):
-            return SimulatedSchedule(found, costs=found.costs)
-        return SimulatedSchedule.of(found)
+        return simulated_schedule(self.schedule, self.config, self.layout.data_parallel_size)
+
+    @cached_property
+    def host_copies(self) -> HostCopySettings | None:
+        """What waits on the host; None for nothing."""
+        return host_copies(self.config, self.layout.data_parallel_size)
 
     @property
     def train_iters(self) -> int:
@@ -175,7 +177,8 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     slow = slow_planning(run.pipeline)
     if slow is not None and launch.rank == 0:
         print(slow, file=sys.stderr, flush=True)
-    check_schedule(run.simulated_schedule, config, planned.numbers_of_micro_batches, _hardware_queues())
+    numbers = planned.numbers_of_micro_batches
+    check_schedule(run.simulated_schedule, config, numbers, _hardware_queues(), run.host_copies)
     return run
 
 

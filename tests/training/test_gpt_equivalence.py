@@ -37,6 +37,7 @@ SEQ2, SEQ4 = "--context-parallel-size 2", "--context-parallel-size 4"
 EVEN, EVEN4, EVEN8 = "--token-slices 14,2,6,10", "--token-slices 12,4,16", "--token-slices 8,16,8"
 DROPOUT, PACKED = "--hidden-dropout 0.1 --attention-dropout 0.2", "--reset-position-ids --reset-attention-mask"
 SELECTIVE, FULL, STAGE = (f"--recompute-granularity {mode}" for mode in ("selective", "full", "stage"))
+OFFLOAD = f"{STAGE} --offload-token-slices"
 LLAMA4 = (
     "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --ffn-hidden-size 40 --disable-bias-linear"
     " --untie-embeddings-and-output-weights"
@@ -155,8 +156,8 @@ SETUPS = [
     # Recomputation of whole stages.
     Setup(1, f"{UNEVEN} {STAGE} {DROPOUT} {PACKED} {PER_TOKEN}", fp64=True, family="gemma"),
     Setup(2, f"{PP2} {UNIFORM} {STAGE} {ZERO_BUBBLE} {LLAMA} {ZERO}", micro_batches=3),
-    Setup(2, f"{PP2} {UNEVEN} {STAGE} {MODEL_CHUNKS} {UNTIED}", fp64=True, family="mistral", micro_batches=3),
-    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {STAGE} {ZERO_BUBBLE} {DROPOUT} {PACKED}", fp64=True, micro_batches=3),
+    Setup(2, f"{PP2} {UNEVEN} {OFFLOAD} {MODEL_CHUNKS} {UNTIED}", fp64=True, family="mistral", micro_batches=3),
+    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {OFFLOAD} {ZERO_BUBBLE} {DROPOUT} {PACKED}", fp64=True, micro_batches=3),
     Setup(2, f"{TP2} {UNIFORM} {STAGE} {GPIPE} {BF16} {GROUPED}"),
     # The mean over all tokens of the batch, not over micro-batches.
     Setup(1, f"{UNEVEN} {PER_TOKEN} {PACKED}", fp64=True, micro_batches=3),

@@ -174,22 +174,31 @@ class KeysOfTokenSlices:
         del self._of_token_slices[start]
         return complete
 
-    def take(self, start: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, N, G, D] of a token slice, which are no longer here afterwards.
+    def of_token_slice(self, start: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, N, G, D] of a token slice.
 
         Args:
             start: first token of the token slice.
         """
-        return self._of_token_slices.pop(start)
+        return self._of_token_slices[start]
 
-    def put(self, start: int, tensors: tuple[Tensor, Tensor]) -> None:
-        """Have keys and values again that were taken.
+    def drop(self, start: int) -> None:
+        """Let go of keys and values of a token slice, until they are put back.
 
         Args:
             start: first token of the token slice.
-            tensors: keys and values [B, N, G, D].
         """
-        self._of_token_slices[start] = tensors
+        del self._of_token_slices[start]
+
+    def put_back(self, start: int, key: Tensor, value: Tensor) -> None:
+        """Have keys and values of a token slice again.
+
+        Args:
+            start: first token of the token slice.
+            key: [B, N, G, D].
+            value: [B, N, G, D].
+        """
+        self._of_token_slices[start] = key, value
 
 
 class KeysInReach:

@@ -1,7 +1,7 @@
 """State of a micro-batch on a stage, from one token slice to the next."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from deepspeed_ext.runtime.sequence import positional_dropout
 from deepspeed_ext.runtime.sequence.attention import TokenSliceAttention
 from deepspeed_ext.runtime.sequence.documents import DocumentAttention, Documents, DocumentsAtOnce
 from deepspeed_ext.runtime.sequence.head_exchange import to_all_heads, to_all_tokens
-from deepspeed_ext.runtime.sequence.key_values import KeyValueState, key_value_state
+from deepspeed_ext.runtime.sequence.key_values import KeysOfTokenSlices, KeyValueState, key_value_state
 from deepspeed_ext.runtime.sequence.positional_dropout import DrawnNumbers, DropoutPlace
 from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 
@@ -94,6 +94,40 @@ class SequenceState:
         """
         start = self.parts.prefix_len(token_slice)
         self.shared = {key: value for key, value in self.shared.items() if key[0] != start}
+
+    def keys_of(self, token_slice: int) -> list[Tensor]:
+        """Keys and values [B, N, G, D] of a token slice, layer after layer; only where they are kept apart.
+
+        Args:
+            token_slice: number of the token slice.
+        """
+        start = self.token_slices.prefix_len(token_slice)
+        return [tensor for state in self._kept_apart() for tensor in state.of_token_slice(start)]
+
+    def drop_keys_of(self, token_slice: int) -> None:
+        """Let go of keys and values of a token slice, until they are put back.
+
+        Args:
+            token_slice: number of the token slice.
+        """
+        for state in self._kept_apart():
+            state.drop(self.token_slices.prefix_len(token_slice))
+
+    def put_back_keys_of(self, token_slice: int, tensors: Sequence[Tensor]) -> None:
+        """Have keys and values again that were dropped.
+
+        Args:
+            token_slice: number of the token slice.
+            tensors: keys and values [B, N, G, D], as `keys_of` gave them.
+        """
+        pairs = zip(self._kept_apart(), tensors[::2], tensors[1::2], strict=True)
+        for state, key, value in pairs:
+            state.put_back(self.token_slices.prefix_len(token_slice), key, value)
+
+    def _kept_apart(self) -> Iterator[KeysOfTokenSlices]:
+        for _, state in self._layers.values():
+            assert isinstance(state, KeysOfTokenSlices), "keys and values of whole sequences are not copied to the host"
+            yield state
 
     def keys_and_values(self, layer: int, window: int | None) -> KeyValueState:
         """Return the keys and values of a layer.

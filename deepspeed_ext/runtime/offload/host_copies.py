@@ -1,0 +1,136 @@
+"""Copies of tensors to the memory of the host and back, on streams of their own.
+
+    compute    | forward | ...other ops...                  | backward
+    to host               [copy]
+    from host                               [copy]
+               offload -->     drop         fetch -->       arrive
+
+A stream runs its copies one after the other, beside the ops of the device. Nothing waits for the host: a copy starts
+behind what the device was told before it was posted, and what the device is told after `drop` or `arrive` runs behind
+the copy's end. So the memory of dropped tensors can be used again at once, which torch could not know by itself.
+On a CPU the same calls copy to a second buffer, at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from deepspeed_ext.runtime.offload.host_buffers import HostBuffers
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """Some tensors on their way to the host and back.
+
+    Attributes:
+        needing_gradients: whether each of them is a leaf that requires a gradient.
+        on_host: their buffers.
+        on_device: the tensors, until they are dropped, and again once they are fetched.
+        ended: event behind the copy that was posted last; None where there are no streams.
+        is_fetched: whether the copy back is posted.
+    """
+
+    needing_gradients: tuple[bool, ...]
+    on_host: list[Tensor]
+    on_device: list[Tensor] = field(default_factory=list)
+    ended: Any = None
+    is_fetched: bool = False
+
+
+class HostCopies:
+    """Copies between a device and its host, in both directions.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.buffers = HostBuffers(device)
+        """Memory of the host."""
+        accelerator = get_accelerator()
+        has_streams = device.type != "cpu" and accelerator.Stream is not None
+        self._to_host, self._from_host = (accelerator.Stream() if has_streams else None for _ in range(2))
+
+    def offload(self, tensors: Sequence[Tensor]) -> HostCopy:
+        """Post a copy of tensors [...] to the host. They must not change any more; others may still read them."""
+        given = [tensor.detach().contiguous() for tensor in tensors]
+        copy = HostCopy(
+            tuple(tensor.requires_grad for tensor in tensors), [self.buffers.take(each) for each in given], given
+        )
+        with self._posted_on(self._to_host, copy):
+            for buffer, tensor in zip(copy.on_host, given, strict=True):
+                buffer.copy_(tensor, non_blocking=True)
+        return copy
+
+    def drop(self, copy: HostCopy) -> None:
+        """Let go of the device's tensors. The device goes on once the copy has ended; the plan sees to it that it has.
+
+        Args:
+            copy: the copy.
+        """
+        self._wait(copy)
+        copy.on_device = []
+
+    def fetch(self, copy: HostCopy) -> None:
+        """Post the copy back.
+
+        Args:
+            copy: a copy whose tensors were dropped.
+        """
+        # Made for the stream of the ops, behind which the copy starts: what was in this memory has been read by then.
+        copy.on_device = [torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in copy.on_host]
+        with self._posted_on(self._from_host, copy):
+            for tensor, buffer in zip(copy.on_device, copy.on_host, strict=True):
+                tensor.copy_(buffer, non_blocking=True)
+        copy.is_fetched = True
+
+    def arrive(self, copy: HostCopy) -> tuple[Tensor, ...]:
+        """The tensors [...] that were fetched, for ops that the device is told of from now on; the copy ends.
+
+        Args:
+            copy: the copy.
+        """
+        self._wait(copy)
+        self._give_back(copy)
+        return tuple(
+            tensor.requires_grad_(needs) for tensor, needs in zip(copy.on_device, copy.needing_gradients, strict=True)
+        )
+
+    def abandon(self, copy: HostCopy) -> None:
+        """Let go of a copy, whatever state it is in.
+
+        Args:
+            copy: the copy.
+        """
+        self._wait(copy)
+        self._give_back(copy)
+        copy.on_device = []
+
+    @contextmanager
+    def _posted_on(self, stream: Any, copy: HostCopy) -> Iterator[None]:
+        """Around copies: they go to a stream, behind what the device was told so far."""
+        if stream is None:
+            yield
+            return
+        accelerator = get_accelerator()
+        stream.wait_stream(accelerator.current_stream())
+        with accelerator.stream(stream):
+            yield
+        copy.ended = accelerator.Event()
+        copy.ended.record(stream)
+
+    def _wait(self, copy: HostCopy) -> None:
+        if copy.ended is not None:
+            get_accelerator().current_stream().wait_event(copy.ended)
+
+    def _give_back(self, copy: HostCopy) -> None:
+        # The next copy to the host starts behind the ops that waited for this one.
+        for buffer in copy.on_host:
+            self.buffers.give_back(buffer)
+        copy.on_host = []

@@ -1,0 +1,135 @@
+"""What waits on the host comes back as it was: not a bit of any gradient changes, and the device does let go of it."""
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.ops import Op
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.program import Content
+from deepspeed_ext.runtime import executor
+from deepspeed_ext.runtime.offload.token_slice_copies import TokenSliceCopies
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_state import Past
+from tests.distributed import run_distributed
+from tests.runtime import models
+from tests.runtime.training import ROWS, Setup, as_numpy, build, feed
+
+CUT, WINDOW = (9, 1, 8, 6), 7
+SETUPS = {
+    "one rank, two model chunks": Setup(cut=CUT, model_chunks=2, schedule="gpipe"),
+    "two ranks": Setup(pp=2, cut=CUT, micro_batches=3, schedule="gpipe"),
+    "1f1b": Setup(pp=2, cut=CUT, micro_batches=3),
+    "interleaved": Setup(pp=2, cut=CUT, micro_batches=3, model_chunks=2, schedule="interleaved"),
+    "breadth-first": Setup(pp=2, cut=CUT, micro_batches=3, model_chunks=2, schedule="breadth-first"),
+    "weight gradients apart": Setup(pp=2, cut=CUT, micro_batches=3, schedule="zero-bubble"),
+}
+SETUPS = {name: replace(setup, dtype="fp64", recompute_stages=True, tied=False) for name, setup in SETUPS.items()}
+
+
+class Windowed(models.Block):
+    """Attends within a sliding window."""
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        heads = self.qkv(self.norm(hidden)).unflatten(-1, (-1, models.HIDDEN // models.HEADS))
+        query, key, value = heads.split([models.HEADS, models.GROUPS, models.GROUPS], dim=2)
+        hidden = hidden + self.out(past.attend(query, key, value, window=WINDOW).flatten(2))
+        return hidden + self.mlp(hidden)
+
+
+def settings_of(setup: Setup, **more: Any) -> HostCopySettings:
+    """Bytes of the small transformer in fp64, of two micro-batch rows; its first stage reads tokens."""
+    stages = setup.pp * setup.model_chunks
+    size, layers = ROWS * 8, setup.num_blocks // stages
+    keys = 2 * models.GROUPS * (models.HIDDEN // models.HEADS) * size * layers
+    inputs = (0.0, *(float(models.HIDDEN * size),) * (stages - 1))
+    return HostCopySettings(lengths=setup.cut, input_bytes=inputs, key_value_bytes=(float(keys),) * stages, **more)
+
+
+class WatchedCopies(TokenSliceCopies):
+    """Counts the tensors that somebody holds on the device after they were dropped."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.storages: dict[tuple[Any, ...], list[weakref.ref[Any]]] = {}
+        self.dropped, self.held = Counter[Content](), 0
+
+    def offload(self, content: Content, op: Op, tensors: Sequence[Tensor]) -> None:
+        self.storages[content, op] = [weakref.ref(each.untyped_storage()) for each in tensors]
+        super().offload(content, op, tensors)
+
+    def drop(self, content: Content, op: Op) -> None:
+        super().drop(content, op)
+        self.dropped[content] += 1
+        self.held += sum(each() is not None for each in self.storages[content, op])
+
+
+def _step(setup: Setup, host_copies: HostCopySettings | None, **module: Any) -> dict[str, Any]:
+    with patch.object(executor, "TokenSliceCopies", WatchedCopies):
+        engine = build(
+            setup,
+            engine_keywords={"host_copies": host_copies, "check_token_slices": False},
+            preserve_rng_state=False,
+            partition="0,2,3,4,6" if setup.pp * setup.model_chunks == 4 else "0,3,6",
+            **module,
+        )
+    evaluated = engine.eval_batch(feed(engine, setup)).item()
+    loss = engine.train_batch(feed(engine, setup)).item()
+    seen, copies = engine.optimizer.seen, engine._executor.copies
+    gradients = {name: as_numpy(seen[each]).tobytes() for name, each in engine.module.named_parameters()}
+    return {
+        "numbers": (loss, evaluated, gradients),
+        "dropped": dict(copies.dropped) if copies else None,
+        "still held": copies and (copies.held, copies._copies.buffers.in_use),
+    }
+
+
+def _documents(batch: Any) -> Documents:
+    return Documents(((0, 5, 11), (0, 13)))
+
+
+def _windowed_layers() -> list[LayerSpec]:
+    head = LayerSpec(nn.Linear, models.HIDDEN, models.VOCAB)
+    return [LayerSpec(models.Embedding), *[LayerSpec(Windowed)] * 4, head]
+
+
+def _both(setup: Setup, windows: tuple[int, ...] = (), **module: Any) -> list[dict[str, Any]]:
+    return [_step(setup, settings, **module) for settings in (None, settings_of(setup, windows=windows))]
+
+
+def _steps(names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    found = {name: _both(SETUPS[name]) for name in names}
+    first = SETUPS[names[0]]
+    found["packed documents"] = _both(first, documents=_documents)
+    found["sliding windows"] = _both(first, (WINDOW, WINDOW), layers=_windowed_layers())
+    with pytest.raises(UserError, match="build it with recompute_stages=True"):
+        _step(replace(first, recompute_stages=False), settings_of(first))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_not_a_bit_changes_and_the_device_lets_go(world_size: int) -> None:
+    names = [name for name, setup in SETUPS.items() if setup.pp == world_size]
+    by_rank = run_distributed(_steps, world_size, names)
+    for rank, by_name in enumerate(by_rank):
+        assert by_name.keys() >= {*names}
+        for name, (without, with_copies) in by_name.items():
+            assert with_copies["numbers"] == without["numbers"], f"{name} on rank {rank}"
+            assert with_copies["still held"] == (0, 0)
+            assert without["dropped"] is None
+            assert sum(with_copies["dropped"].values()) > 0, f"{name} on rank {rank}"
+    # All that a stage leaves waits where a rank runs its other stage in between; the first stage's inputs are tokens.
+    everything = "breadth-first" if world_size == 2 else names[0]
+    dropped = by_rank[-1][everything][1]["dropped"]
+    token_slices = SETUPS[everything].micro_batches * len(CUT)
+    stages_with_inputs = SETUPS[everything].model_chunks - (world_size == 1)
+    assert dropped[Content.INPUT] == token_slices * stages_with_inputs
+    assert dropped[Content.KEYS_AND_VALUES] == token_slices * 2
