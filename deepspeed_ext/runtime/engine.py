@@ -22,9 +22,9 @@ from deepspeed_ext.plan.programs.reductions import completing_ops
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
-from deepspeed_ext.plan.token_slice_parts import parts_of_rank
 from deepspeed_ext.runtime.batches.batch_loss import batch_loss
 from deepspeed_ext.runtime.batches.batch_plan import BatchPlan
+from deepspeed_ext.runtime.batches.cuts import Cuts
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.executor import METHODS, Executor
 from deepspeed_ext.runtime.gradients.accumulated_gradients import OptimizerGradients
@@ -127,7 +127,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             reductions=self._reductions,
             host_copies=host_copies,
         )
-        self._token_slices, self._broken_by = self.module.token_slices, ""
+        self._cuts, self._broken_by = self._cut(None), ""
         self._accumulated: OptimizerGradients | None = None
         if self.using_bf16_optimizer and not self._config.bfloat16_config.immediate_grad_update:
             self._accumulated = OptimizerGradients(self.optimizer)
@@ -172,8 +172,8 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             data_iter: yields micro-batches; read where the first and the last stage are, and where layers take entries
                 of the data by name.
             return_output_label: also return what the last layer gave, and the labels. Nothing of them is kept if not.
-            token_slices: lengths of the token slices, of sequences of any length; None for those of the module. Every
-                rank must give the same.
+            token_slices: lengths of the token slices, of sequences of any length; None for those of the module, or
+                those that its `cut_by_documents` gives. Every rank must give the same.
 
         Returns:
             Mean loss over micro-batches and data-parallel ranks, on every rank; or `(loss, outputs, labels)`, of all
@@ -182,16 +182,16 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         Raises:
             UserError: if the batch cannot be trained on, or one before it ended in its middle.
         """
-        self._token_slices = token_slices = self._cut(token_slices)
+        self._cuts = cuts = self._cut(token_slices)
         schedule = self._train_schedule()
         with self._batch():
-            self._begin(schedule, token_slices, self.micro_batch_size, keeps_outputs=return_output_label)
+            self._begin(schedule, cuts, self.micro_batch_size, keeps_outputs=return_output_label)
             loss = super().train_batch(data_iter)
         self._programs.ran(schedule)
         live = self._executor.finish()
         if not return_output_label:
             return loss
-        return loss, *live.outputs_and_labels(token_slices, self.module.sequence_ranks)
+        return loss, *live.outputs_and_labels(cuts)
 
     def eval_batch(
         self,
@@ -230,15 +230,15 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         if reduce_output not in ("avg", None):
             raise UserError(f"reduce_output={reduce_output!r}: give 'avg', or None for one loss per micro-batch")
         num_micro_batches = num_micro_batches or self.micro_batches
-        token_slices = self._cut(token_slices)
-        schedule = self._programs.evaluation(num_micro_batches, len(token_slices))
+        cuts = self._cut(token_slices)
+        schedule = self._programs.evaluation(num_micro_batches, len(cuts.token_slices))
         rows, keeps = micro_batch_size or self.micro_batch_size, return_logits or return_output_label
         self.module.eval()
         train_iterator = self.data_iterator
         self.set_dataiterator(data_iter)
         try:
             with self._batch(), torch.no_grad():
-                self._begin(schedule, token_slices, rows, computes_loss=compute_loss, keeps_outputs=keeps)
+                self._begin(schedule, cuts, rows, computes_loss=compute_loss, keeps_outputs=keeps)
                 self._exec_schedule(schedule)
         finally:
             self.set_dataiterator(train_iterator)
@@ -250,10 +250,9 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             result = self._loss.mean(sum(losses) / num_micro_batches if losses else None, broadcast=bcast_loss)
         else:
             result = [self._loss.of_micro_batch(loss) for loss in losses] or None
-        ranks = self.module.sequence_ranks
         if return_output_label:
-            return (result, *live.outputs_and_labels(token_slices, ranks))
-        return (result, live.outputs_by_micro_batch(token_slices, ranks) or None) if return_logits else result
+            return (result, *live.outputs_and_labels(cuts))
+        return (result, live.outputs_by_micro_batch(cuts) or None) if return_logits else result
 
     @property
     def computes_loss(self) -> bool:
@@ -289,7 +288,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         clock = OpClock()
         with self.observers.joined_by(clock):
             yield timelines
-        shape = self._programs.shape(self.micro_batches, len(self._token_slices))
+        shape = self._programs.shape(self.micro_batches, len(self._cuts.token_slices))
         ranks: list[Any] = [None] * shape.num_ranks
         dist.all_gather_object(ranks, clock.spans(), group=self.grid.get_pipe_parallel_group())
         timelines.append(Timeline(shape, tuple(tuple(rank) for rank in ranks), unit="s"))
@@ -297,7 +296,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
     # ------------------------------------------------------------------ schedules
 
     def _train_schedule(self) -> ProgramSchedule:
-        return self._programs.training(self.micro_batches, len(self._token_slices))
+        return self._programs.training(self.micro_batches, len(self._cuts.token_slices))
 
     def _inference_schedule(self, micro_batches: int) -> ProgramSchedule:
         return self._programs.evaluation(micro_batches)
@@ -307,10 +306,11 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         self._loss.read_ahead(pipe_schedule.shape.num_micro_batches, self._next_batch, count)
         super()._exec_schedule(pipe_schedule)
 
-    def _cut(self, token_slices: TokenSlices | Sequence[int] | None) -> TokenSlices:
+    def _cut(self, token_slices: TokenSlices | Sequence[int] | None) -> Cuts:
         if token_slices is None:
-            return self.module.token_slices
-        return token_slices if isinstance(token_slices, TokenSlices) else TokenSlices(tuple(token_slices))
+            return Cuts(self.module.token_slices, self.module.sequence_ranks, self.module.cut_by_documents)
+        given = token_slices if isinstance(token_slices, TokenSlices) else TokenSlices(tuple(token_slices))
+        return Cuts(given, self.module.sequence_ranks)
 
     @contextmanager
     def _batch(self) -> Iterator[None]:
@@ -330,11 +330,10 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             self.ledger.begin("no batch: the last one was refused", ())
             raise
 
-    def _begin(self, schedule: ProgramSchedule, token_slices: TokenSlices, rows: int, **settings: bool) -> None:
+    def _begin(self, schedule: ProgramSchedule, cuts: Cuts, rows: int, **settings: bool) -> None:
         plan = BatchPlan(
             shape=schedule.shape,
-            token_slices=token_slices,
-            parts=parts_of_rank(token_slices, self.module.sequence_ranks.rank, self.module.sequence_ranks.size),
+            cuts=cuts,
             rows=rows,
             training=schedule.training,
             reduces=schedule.updates,
@@ -342,7 +341,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             **settings,
         )
         # All that shapes of activations depend on, so that those of one batch are never taken for those of another.
-        self._links.begin((schedule.training, rows, token_slices), schedule.shape)
+        self._links.begin((schedule.training, rows, cuts.token_slices), schedule.shape, cuts.parts_of)
         phase = "train" if schedule.training else "eval"
         self.observers.begin()
         self.ledger.begin(f"{phase} step {self.global_steps + 1}", schedule.program.instructions)
@@ -354,9 +353,9 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         before = micro_batch * self.num_replicas + self.replica
         return self.global_steps * SEQUENCES_PER_STEP + before * self._executor.plan.rows
 
-    def _activation_shape(self, token_slice: int) -> MessageSpec:
+    def _activation_shape(self, length: int) -> MessageSpec:
         plan, dtype = self._executor.plan, next(self.module.parameters()).dtype
-        spec = self.module.activation_spec(plan.rows, plan.parts.lengths[token_slice], dtype)
+        spec = self.module.activation_spec(plan.rows, length, dtype)
         return tuple(entry._replace(requires_grad=entry.requires_grad and plan.training) for entry in spec)
 
     def _loss_scale(self, loss: Tensor) -> Tensor:

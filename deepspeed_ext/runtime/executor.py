@@ -112,19 +112,21 @@ class Executor:
         module = self._module
         if batch is None:
             raise UserError(f"{self._reads_data()} and was given no data iterator: pass one on this rank too")
+        documents = None if module.documents is None else module.documents(batch)
+        self.plan.cuts.cut(step.micro_batch, documents)
+        token_slices = self.plan.cuts.of(step.micro_batch)
         if module.stage_id in module.cutting_ranks:
-            parts = module.split_batch(batch, self.plan.parts)
+            parts = module.split_batch(batch, self.plan.cuts.parts_of(step.micro_batch))
             module.data_entries.check(parts[0].inputs, parts[0].labels, cutting_stages=self._cutting_stages)
             self.live.parts[step.micro_batch] = parts_on_device(
                 parts,
                 self._device,
-                self.plan.token_slices.seq_length,
+                token_slices.seq_length,
                 inputs=0 in self._stages,
                 labels=self.plan.shape.last_stage in self._stages,
             )
-        if module.documents is not None:
-            documents = module.documents(batch).on(self._device, self.plan.token_slices)
-            self.live.documents[step.micro_batch] = documents
+        if documents is not None:
+            self.live.documents[step.micro_batch] = documents.on(self._device, token_slices)
 
     # ------------------------------------------------------------------ ops
 

@@ -20,6 +20,7 @@ from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batches.batch import SplitBatch, split_along_sequence
 from deepspeed_ext.runtime.batches.batch_loss import CountLossTokens
+from deepspeed_ext.runtime.batches.cuts import CutByDocuments
 from deepspeed_ext.runtime.batches.data_entries import DataEntries
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.recomputation import Recomputation
@@ -60,6 +61,8 @@ class TokenSlicePipelineModule(PipelineModule):
             with a default, on a stage that would not read the data otherwise.
         documents: reads off what the data iterator yields where its documents begin, which keeps them apart in
             attention and positions; every stage then reads the data. None if every row is one document.
+        cut_by_documents: gives each micro-batch lengths of its token slices, as many as `token_slices` has, by its
+            documents; such as `DocumentCuts`. None for those of `token_slices`.
         activation_spec: shapes that pass between stages, so that they need never be sent; None to send them once.
         activation_checkpoint_interval: recompute activations in backward, this many layers at a time; 0 for never.
         recomputed_layers: chooses, of the numbers of a stage's layers, those that are recomputed instead, one by one.
@@ -74,8 +77,8 @@ class TokenSlicePipelineModule(PipelineModule):
 
     Raises:
         PlanError: if the partition does not fit the layers and stages.
-        UserError: if layout and token slices disagree, a rank would have nothing to train, or the data's entries
-            do not fit the layers.
+        UserError: if layout and token slices disagree, a rank would have nothing to train, the data's entries do not
+            fit the layers, or cuts by documents have no documents.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class TokenSlicePipelineModule(PipelineModule):
         loss_tokens: CountLossTokens | None = None,
         data_entries: Collection[str] | None = None,
         documents: Callable[[Any], Documents] | None = None,
+        cut_by_documents: CutByDocuments | None = None,
         activation_spec: ActivationSpec | None = None,
         activation_checkpoint_interval: int = 0,
         recomputed_layers: Callable[[range], Collection[int]] | None = None,
@@ -107,6 +111,8 @@ class TokenSlicePipelineModule(PipelineModule):
                 f"the layout has {layout.num_token_slices} token slices, but the cut {token_slices} has "
                 f"{len(token_slices)}: give the layout num_token_slices={len(token_slices)}"
             )
+        if cut_by_documents is not None and documents is None:
+            raise UserError("cut_by_documents is called with documents, and none are told apart: give documents, too")
         layers = list(layers)
         self.pipeline = PipelineShape(
             num_stages=layout.pipeline_parallel_size * num_model_chunks,
@@ -150,7 +156,7 @@ class TokenSlicePipelineModule(PipelineModule):
         self.token_slices = token_slices
         self.split_batch, self.loss_tokens = split_batch, loss_tokens
         self.output_fn = output_fn
-        self.documents = documents
+        self.documents, self.cut_by_documents = documents, cut_by_documents
         self.activation_spec = activation_spec
         self.recomputation = Recomputation(
             recompute_stages, activation_checkpoint_interval, recomputed_layers, preserve_rng_state

@@ -11,6 +11,7 @@ from torch import Tensor
 from deepspeed_ext.plan.dependencies import received
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.programs.program import Channel, channel_of, communicators, warm_up_order
+from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.channels import Incoming, MessageSpec, Outgoing, ShapeBook, TensorSpec
 from deepspeed_ext.runtime.topology import TokenSliceTopology, own_group
 
@@ -21,6 +22,7 @@ class _MessageKind(NamedTuple):
     phase: Hashable
     stage: int
     token_slice: int
+    length: int
     micro_batch: int | None
 
 
@@ -36,7 +38,7 @@ class RankLinks:
         shape: shape of the pipeline.
         device: device of the tensors.
         timeout: longest time that a transfer may take.
-        activation_rule: shapes of the activation of a token slice, by index, when the model can say.
+        activation_rule: shapes of the activation of some tokens, when the model can say.
         dynamic_shape: announce the shapes of every message.
     """
 
@@ -56,7 +58,8 @@ class RankLinks:
         self._shape = shape
         self._dynamic_shape = dynamic_shape
         self._phase: Hashable = ""
-        rule = None if activation_rule is None or dynamic_shape else (lambda kind: activation_rule(kind.token_slice))
+        self._parts: Callable[[int], TokenSlices] | None = None
+        rule = None if activation_rule is None or dynamic_shape else (lambda kind: activation_rule(kind.length))
         self._incoming: dict[Channel, Incoming] = {}
         self._outgoing: dict[Channel, Outgoing] = {}
         self._peers: dict[Channel, int] = {}
@@ -92,14 +95,15 @@ class RankLinks:
         """Tensors sent so far by this rank, headers included."""
         return sum(channel.num_messages for channel in self._outgoing.values())
 
-    def begin(self, phase: Hashable, shape: PipelineShape) -> None:
+    def begin(self, phase: Hashable, shape: PipelineShape, parts: Callable[[int], TokenSlices]) -> None:
         """Start a batch of a phase, such as `train` or `eval`: each phase has its own shapes.
 
         Args:
             phase: the phase.
             shape: sizes of the pipeline.
+            parts: this rank's part of each token slice of a micro-batch, which is known before messages are posted.
         """
-        self._phase, self._shape = phase, shape
+        self._phase, self._shape, self._parts = phase, shape, parts
         if self._dynamic_shape:
             self.forget_shapes()
 
@@ -165,7 +169,9 @@ class RankLinks:
 
     def _kind(self, reader: Op) -> _MessageKind:
         micro_batch = reader.micro_batch if self._dynamic_shape else None
-        return _MessageKind(self._phase, reader.stage, reader.token_slice, micro_batch)
+        assert self._parts is not None, "a batch has begun"
+        length = self._parts(reader.micro_batch).lengths[reader.token_slice]
+        return _MessageKind(self._phase, reader.stage, reader.token_slice, length, micro_batch)
 
 
 def _groups(topology: TokenSliceTopology, num_communicators: int, timeout: timedelta) -> list[dist.ProcessGroup]:

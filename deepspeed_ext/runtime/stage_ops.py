@@ -103,7 +103,7 @@ class StageOps:
         """
         if op.stage not in self._unchecked:
             return
-        length = self._plan.parts.lengths[op.token_slice]
+        length = self._plan.cuts.parts_of(op.micro_batch).lengths[op.token_slice]
         if isinstance(inputs, Mapping):
             entries, inputs = inputs, inputs[self._module.data_entries.first]
         layers = self._module.stage_layers(op.stage)
@@ -221,7 +221,7 @@ class StageOps:
         if key not in self._live.states:
             first = self._plan.first_sequence(op.micro_batch)
             self._live.states[key] = SequenceState(
-                self._plan.token_slices,
+                self._plan.cuts.of(op.micro_batch),
                 ranks=self._module.sequence_ranks,
                 seed=self._module.base_seed,
                 sequences=range(first, first + self._plan.rows),

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.balance import balanced_token_slices
+from megatron_terapipe.config.balance import balanced_token_slices, document_cuts
 from megatron_terapipe.config.batch import BatchConfig
 from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.data import DataConfig
@@ -16,10 +17,13 @@ from megatron_terapipe.config.model import ModelConfig
 from megatron_terapipe.config.numbers import NumbersConfig
 from megatron_terapipe.config.optimizer import OptimizerConfig
 from megatron_terapipe.config.options import flag
-from megatron_terapipe.config.parallel import AUTO, ParallelConfig
+from megatron_terapipe.config.parallel import AUTO, BALANCED, BY_DOCUMENTS, ParallelConfig
 from megatron_terapipe.config.precision import PrecisionConfig
 from megatron_terapipe.config.training import TrainingConfig
 from megatron_terapipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepspeed_ext.plan.solve.document_cuts import DocumentCuts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +55,12 @@ class Config:
         self._check_sequence_parallel()
         if self.parallel.token_slices != AUTO:
             self.token_slices()
+        self._check_document_cuts()
         self._check_precision()
         self._check_iterations()
 
     def token_slices(self) -> TokenSlices:
-        """Cut the sequence as `--num-token-slices` and `--token-slices` ask.
+        """Cut the sequence as `--num-token-slices` and `--token-slices` ask; equally, where documents decide.
 
         Raises:
             ConfigError: if the cut does not cover the sequence.
@@ -72,7 +77,7 @@ class Config:
         try:
             if listed is not None:
                 cut = listed.covering(seq_length)
-            elif self.parallel.token_slices == "balanced":
+            elif self.parallel.token_slices == BALANCED:
                 cut = balanced_token_slices(self.model, count, granularity=granularity)
             else:
                 cut = TokenSlices.uniform(seq_length, count, granularity=granularity)
@@ -88,6 +93,19 @@ class Config:
                 f"has {odd[0]} tokens: give lengths, and a --seq-length, that are multiples of {granularity}"
             )
         return cut
+
+    def document_cuts(self) -> "DocumentCuts | None":
+        """Return what cuts micro-batches by their documents; None if all are cut alike."""
+        if self.parallel.token_slices != BY_DOCUMENTS:
+            return None
+        return document_cuts(self.model, len(self.token_slices()), granularity=self.token_granularity)
+
+    def _check_document_cuts(self) -> None:
+        if self.parallel.token_slices == BY_DOCUMENTS and not self.data.reset_attention_mask:
+            raise ConfigError(
+                f"--token-slices {BY_DOCUMENTS} counts attention within documents, which the model attends across: add "
+                f"--reset-attention-mask, or give --token-slices {BALANCED}"
+            )
 
     @property
     def token_granularity(self) -> int:

@@ -18,6 +18,9 @@ AUTO = "auto"
 """Token slices, or the layers of stages, that are found for a run once it is known how many ranks it has; until then
 nobody cuts a sequence."""
 
+BALANCED, BY_DOCUMENTS = "balanced", "balanced-by-documents"
+"""Token slices of equal work: for one document in each sequence; for the documents of each micro-batch."""
+
 MOST_RANKS = 1_000_000
 """Ranks of a run at most: several times as many as the largest machines have devices."""
 
@@ -85,8 +88,10 @@ class ParallelConfig:
         translations={"--pipe-sp-strategy": {"average": None, "uniform_comp": "balanced"}},
     )
     """Lengths of the token slices, such as 704,688,656. `balanced` gives each the same work, forward and backward,
-    counted in FLOPs. `auto` finds the lengths with which a step is predicted to be shortest on `--cluster`, and,
-    without `--num-token-slices`, their number. Default: as equal as possible."""
+    counted in FLOPs. `balanced-by-documents` does so for each micro-batch by its documents, which
+    `--reset-attention-mask` keeps apart, with lengths from a small set. `auto` finds the lengths with which a step is
+    predicted to be shortest on `--cluster`, and, without `--num-token-slices`, their number. Default: as equal as
+    possible."""
 
     pipeline_schedule: str = option(
         derived="interleaved with model chunks, else 1f1b",
@@ -290,9 +295,9 @@ class ParallelConfig:
         if self.token_slices == AUTO:
             self._check_auto()
             return
-        if self.token_slices == "balanced":
+        if self.token_slices in (BALANCED, BY_DOCUMENTS):
             if self.num_token_slices is None:
-                raise ConfigError("--token-slices balanced does not say how many: add --num-token-slices")
+                raise ConfigError(f"--token-slices {self.token_slices} does not say how many: add --num-token-slices")
         elif self.token_slices is not None:
             num_lengths = len(self.listed_token_slices() or ())
             resolve(self, "num_token_slices", num_lengths)
@@ -316,7 +321,7 @@ class ParallelConfig:
         Raises:
             ConfigError: if it is not a list of positive whole numbers.
         """
-        if self.token_slices in (None, "balanced", AUTO):
+        if self.token_slices in (None, BALANCED, BY_DOCUMENTS, AUTO):
             return None
         try:
             return TokenSlices.parse(self.token_slices)

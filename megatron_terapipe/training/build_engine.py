@@ -214,7 +214,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
     config, layout = run.config, run.layout
     torch.use_deterministic_algorithms(config.training.deterministic_mode)
     ranks = tensor_parallel_ranks(run)
-    recompute = config.training.recompute_granularity
+    recompute, cuts = config.training.recompute_granularity, config.document_cuts()
 
     def hidden_state(rows: int, length: int, dtype: torch.dtype) -> MessageSpec:
         own = length // ranks.size if ranks.sequence_parallel else length
@@ -236,6 +236,7 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
                 split_batch=split_batch,
                 loss_tokens=loss_tokens if config.training.calculate_per_token_loss else None,
                 documents=documents_reader(config.data),
+                cut_by_documents=cuts and (lambda documents: cuts.cut(documents.starts)),
                 activation_spec=hidden_state,
                 **_recomputation(config),
                 # Masks of dropout are a function of the place (docs/adr/0012): no layer draws from a generator.

@@ -29,6 +29,9 @@ def _lines(run: Run, unchecked: list[str]) -> list[str]:
     layout, parallel, pipeline = run.layout, run.config.parallel, run.pipeline
     batch, model = run.config.batch, run.config.model
     lengths = ", ".join(map(str, run.config.token_slices().lengths))
+    cuts = run.config.document_cuts()
+    if cuts is not None:
+        lengths = f"{cuts.lengths[0]} to {cuts.lengths[-1]}, by the documents of each micro-batch,"
     found = f", found for {machine_in_words(run.config)}"
     sequence = f"{layout.sequence_parallel_size} sequence x " * (layout.sequence_parallel_size > 1)
     sequences = "sequence" if batch.micro_batch_size == 1 else "sequences"

@@ -18,6 +18,7 @@ from deepspeed_ext.plan.memory import activation_over_time
 from deepspeed_ext.plan.render import Panel, render_chrome_trace, render_html, render_svg
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from megatron_terapipe.config.parallel import BY_DOCUMENTS
 from megatron_terapipe.training.device_peak import peak_tflops_here
 from megatron_terapipe.training.guards.bad_numbers import BadNumbers, RememberedBatches
 from megatron_terapipe.training.guards.spikes import SpikeGuard
@@ -153,7 +154,8 @@ class TrainingStep:
     def _write_timeline(self, timeline: Timeline, iteration: int, directory: Path) -> None:
         """Write a measured iteration; draw only the last of them, which takes longer."""
         config = self._run.config
-        lengths = config.token_slices().lengths
+        # Unknown where each micro-batch has its own.
+        lengths = () if config.parallel.token_slices == BY_DOCUMENTS else config.token_slices().lengths
         step = StepRecord(timeline, config.parallel.pipeline_schedule, iteration, lengths)
         write_step(step, directory)
         if iteration == self._measured.last:
@@ -238,7 +240,7 @@ def write_drawings(step: StepRecord, directory: Path) -> str:
     title = f"{step.schedule}, iteration {step.iteration}, as executed"
     comparison = Comparison((timeline,))
     panels = [
-        Panel(name, each, activation_over_time(each, step.token_slices))
+        Panel(name, each, activation_over_time(each, step.token_slices or None))
         for name, each in ((title, timeline), ("simulated with the measured op times", comparison.simulated))
     ]
     (directory / "timeline.json").write_text(step.to_json())

@@ -11,6 +11,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.arguments import build_config
 from megatron_terapipe.config import Config, ModelConfig, flops
 from megatron_terapipe.config.balance import TILE, balanced_token_slices
+from megatron_terapipe.errors import ConfigError
 
 
 def config(tensor_parallel_size: int, seq_length: int, **settings: Any) -> Config:
@@ -54,6 +55,35 @@ def test_every_rank_that_shares_tokens_gets_as_much_of_each_token_slice(
 def test_without_sequence_parallelism_every_rank_gets_all_of_it() -> None:
     assert config(4, 127, num_token_slices=2).token_slices().lengths == (64, 63)
     assert config(4, 128, sequence_parallel=True, num_token_slices=3).token_slices().lengths == (44, 44, 40)
+
+
+def test_cuts_by_documents_count_what_balanced_token_slices_count() -> None:
+    sequence = {"num_token_slices": 4, "sequence_parallel": True, "ds_sequence_parallel_size": 3}
+    sequence |= {"num_attention_heads": 12, "kv_channels": 8}
+    by_documents = {"token_slices": "balanced-by-documents", "reset_attention_mask": True}
+    cuts = config(2, 18432, **sequence, **by_documents).document_cuts()
+    balanced = config(2, 18432, **sequence, token_slices="balanced").token_slices()
+    assert cuts is not None
+    assert cuts.quantum == 576  # an eighth of the average, in whole tiles of 16 tokens that 6 ranks can share
+    for found, wanted in zip(cuts.cut([(0,)]).bounds(), balanced.bounds(), strict=True):
+        assert found == pytest.approx(wanted, abs=cuts.quantum)
+    assert config(2, 18432, **sequence).document_cuts() is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reset_attention_mask": True}, "does not say how many: add --num-token-slices"),
+        (
+            {"num_token_slices": 4, "reset_position_ids": True},
+            "counts attention within documents, which the model attends across: add --reset-attention-mask, or give "
+            "--token-slices balanced",
+        ),
+    ],
+)
+def test_cuts_by_documents_need_documents_and_a_number(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--token-slices balanced-by-documents {message}"):
+        config(1, 128, token_slices="balanced-by-documents", **settings)
 
 
 @pytest.mark.parametrize("granularity", [1, 4, 16, 24, 48])

@@ -6,10 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.found_schedule import FoundSchedule
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.batches.cuts import Cuts
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 from tests.distributed import run_distributed
 from tests.runtime import models
-from tests.runtime.training import Setup, batches_of, build, weights
+from tests.runtime.training import Setup, as_numpy, batches_of, build, weights
 
 CUT = (9, 1, 14)
 CUTS = (CUT, (8, 4), (17,), CUT, (4, 4, 4, 4), (12, 8))
@@ -26,6 +31,60 @@ def _train(setup: Setup, cuts: tuple[tuple[int, ...], ...], keywords: dict[str, 
         "weights": weights(engine),
         "schedule": type(engine._programs._training._schedule).__name__,
     }
+
+
+def _documents(batch: Any) -> Documents:
+    """Documents that are told apart in name only, read off the batch, so that all ranks find the same."""
+    tokens = batch[0] if torch.is_tensor(batch[0]) else batch[0][0]
+    starts = tuple((0, *sorted({1 + int(token) % (len(row) - 1) for token in row[:3]})) for row in tokens)
+    return Documents(starts, attend_apart=False, positions_restart=False)
+
+
+def _cut_at_documents(documents: Documents) -> TokenSlices:
+    """Three token slices, the first two as long as documents have it."""
+    first, second = documents.starts[0][-1], documents.starts[1][-1] % 5 + 1
+    first = min(first, models.SEQ - second - 1)
+    return TokenSlices((first, second, models.SEQ - first - second))
+
+
+def _train_by_documents(setup: Setup, **keywords: Any) -> dict[str, Any]:
+    """Two steps, then an evaluation that gives back what the model put out."""
+    seen = []
+
+    def cut(documents: Documents) -> TokenSlices:
+        seen.append(_cut_at_documents(documents).lengths)
+        return _cut_at_documents(documents)
+
+    if len(setup.cut) > 1:
+        keywords |= {"documents": _documents, "cut_by_documents": cut, "activation_spec": None}
+    engine = build(setup, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02), **keywords)
+    losses = [engine.train_batch(iter(batches_of(setup, 0, step=step))).item() for step in range(2)]
+    loss, outputs, labels = engine.eval_batch(iter(batches_of(setup, 0, step=2)), return_output_label=True)
+    kept = [None if each is None else as_numpy(each) for each in (outputs, labels)]
+    return {"losses": [*losses, loss.item()], "kept": kept, "weights": weights(engine), "cuts": set(seen)}
+
+
+def test_each_micro_batch_may_have_a_cut_of_its_own() -> None:
+    """Lengths of messages are learned from the messages, by both ends alike."""
+    setup = Setup(pp=2, cut=(8, 8, models.SEQ - 16), dtype="fp64", schedule="zero-bubble", micro_batches=4)
+    whole = Setup(cut=(models.SEQ,), dtype="fp64", micro_batches=4)
+    (expected,) = run_distributed(_train_by_documents, 1, whole)
+    first, last = run_distributed(_train_by_documents, 2, setup)
+    for found in (first, last):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+        assert found["cuts"] == first["cuts"]
+    assert len(first["cuts"]) > 5
+    assert first["kept"] == [None, None]
+    for found, wanted in zip(last["kept"], expected["kept"], strict=True):
+        assert np.allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_cut_of_another_length_is_refused() -> None:
+    cuts = Cuts(TokenSlices((4, 4)), SequenceParallelRanks(), lambda _: TokenSlices((4, 5)))
+    with pytest.raises(UserError, match=r"2 token slices of 9 tokens \(4,5\), and the module has 2 of 8: give as many"):
+        cuts.cut(0, Documents(((0,),)))
+    cuts.cut(1, None)
+    assert cuts.of(1) == cuts.parts_of(1) == TokenSlices((4, 4))
 
 
 def _whole(cuts: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -124,9 +124,19 @@ def batches(setup: Setup, data_rank: int) -> list[Batch]:
         mask = (torch.rand(2, SEQ, generator=generator) < likelihood).to(torch.float64 if setup.fp64 else torch.float32)
         if number == 0:
             mask[:, :9] = 0  # whole token slices that bear no loss
-        starts = ((0, 5, 6, 17), (0, 20 + number)) if "--reset" in setup.flags else ((0,), (0,))
+        starts = documents_of(setup, number)
         made.append(Batch(tokens=samples[:, :-1], labels=samples[:, 1:], loss_mask=mask, document_starts=starts))
     return made
+
+
+def documents_of(setup: Setup, micro_batch: int) -> tuple[tuple[int, ...], ...]:
+    """Starts of the documents in both rows; long ones first, last or nowhere, where the cut depends on them."""
+    if "--reset" not in setup.flags:
+        return ((0,), (0,))
+    if "by-documents" not in setup.flags:
+        return ((0, 5, 6, 17), (0, 20 + micro_batch))
+    long_last, long_first, short = (0, 2, 3, 6, 8), (0, 22, 25, 27, 30), (0, 3, 7, 9, 14, 17, 20, 24, 29)
+    return ((long_last,) * 2, (long_first,) * 2, (short,) * 2, (long_first, long_last))[micro_batch % 4]
 
 
 def gradients(setup: Setup) -> Step:

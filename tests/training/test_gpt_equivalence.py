@@ -36,6 +36,7 @@ TP2, TP4, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4
 SEQ2, SEQ4 = "--context-parallel-size 2", "--context-parallel-size 4"
 EVEN, EVEN4, EVEN8 = "--token-slices 14,2,6,10", "--token-slices 12,4,16", "--token-slices 8,16,8"
 DROPOUT, PACKED = "--hidden-dropout 0.1 --attention-dropout 0.2", "--reset-position-ids --reset-attention-mask"
+BY_DOCUMENTS = f"--num-token-slices 4 --token-slices balanced-by-documents --kv-channels 64 {PACKED}"
 SELECTIVE, FULL, STAGE = (f"--recompute-granularity {mode}" for mode in ("selective", "full", "stage"))
 OFFLOAD = f"{STAGE} --offload-token-slices"
 LLAMA4 = (
@@ -149,6 +150,11 @@ SETUPS = [
     Setup(4, f"{TP2} {PP2} {EVEN} {SP} {MODEL_CHUNKS} {DROPOUT} {FULL}", fp64=True, micro_batches=3),
     Setup(4, f"{TP2} {PP2} {UNIFORM} {SP} {THERE_AND_BACK}"),
     Setup(8, f"{TP2} {PP2} {EVEN} {SP} {ZERO_BUBBLE} {DROPOUT} {ZERO}"),
+    # Each micro-batch cut by its documents: whatever passes between stages has other lengths each time.
+    Setup(1, f"{BY_DOCUMENTS} {LLAMA} {SELECTIVE}", fp64=True, micro_batches=3),
+    Setup(2, f"{PP2} {BY_DOCUMENTS} {DROPOUT} {PER_TOKEN} {ZERO_BUBBLE}", fp64=True, micro_batches=5),
+    Setup(4, f"{TP2} {PP2} {BY_DOCUMENTS} {SP} {LLAMA} {DROPOUT} {MODEL_CHUNKS}", fp64=True, micro_batches=3),
+    Setup(4, f"{SEQ2} {PP2} {BY_DOCUMENTS} {STAGE}", fp64=True, micro_batches=3),
     # Recomputation of the first layers of each stage.
     Setup(1, f"{UNEVEN} {FULL} --recompute-method block --recompute-num-layers 2 {DROPOUT} {PACKED}", fp64=True),
     Setup(2, f"{PP2} {UNEVEN} {FULL} --recompute-method block {MODEL_CHUNKS} {UNTIED}", fp64=True, micro_batches=3),
@@ -326,6 +332,14 @@ def test_the_loss_mask_matters_to_the_reference() -> None:
     for batch in batches(setup, 0):
         per_token_slice = batch.loss_mask.reshape(2, 4, 8).sum((0, 2))
         assert per_token_slice.max() > 2 * per_token_slice.min()
+
+
+def test_micro_batches_of_the_ladder_are_cut_differently_by_their_documents() -> None:
+    (setup,) = [each for each in SETUPS if each.flags.startswith(f"{PP2} {BY_DOCUMENTS}")]
+    cuts = parse_arguments(setup.argv()).document_cuts()
+    assert cuts is not None
+    found = {cuts.cut(batch.document_starts).lengths for batch in batches(setup, 0)}
+    assert len(found) >= 3
 
 
 @pytest.mark.parametrize(

@@ -216,15 +216,17 @@ def lower_rank(
     copies = [] if host_copies is None else plan_host_copies(messages[rank].spans, shape, host_copies)
     copied = copies_by_place(copies)
     steps: list[_Step] = []
-    loaded = set()
+    loaded: set[int] = set()
     for place, (op, *_) in enumerate(messages[rank].spans):
         sending, receiving, completing = transfers(place)
         # Another rank waits for what is sent. To drop, this rank may have to wait.
         offloading, fetching, dropping = _host_copies(copied.get(place))
         steps += [*sending, *offloading]
-        if loads and op.micro_batch not in loaded:
-            loaded.add(op.micro_batch)
-            steps.append((InstructionKind.LOAD_MICRO_BATCH, op))
+        # Before the first receive, since the shape of a message may depend on the data (ADR 51).
+        for each in [*(reader for _, reader in receiving), op] if loads else []:
+            if each.micro_batch not in loaded:
+                loaded.add(each.micro_batch)
+                steps.append((InstructionKind.LOAD_MICRO_BATCH, each))
         steps += [*receiving, *completing, *fetching, *dropping, (COMPUTE[op.kind], op)]
         reader = reader_of(result(op), shape)
         if reader is not None and shape.rank_of(reader.stage) == rank:

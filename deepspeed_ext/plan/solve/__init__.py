@@ -5,6 +5,7 @@
 | `terapipe` | micro-batches and token slices, exactly | gpipe on equal stages: TeraPipe's dynamic program |
 | `slicing.TokenSlices.balanced` | token slices of equal forward, in closed form | any schedule, roughly: Seq1F1B's |
 | `token_slices` | token slices, by search | the schedule that runs, fixed or optimised |
+| `document_cuts` | token slices of equal cost, for the packed documents of one micro-batch | any schedule, roughly |
 | `stages` | layers of each stage and token slices, by search | the same, with a language-model head |
 
 `token_slice_costs` says what a token slice costs wherever it is cut, `grid` where it may be cut, `evaluation` how long

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.batches.cuts import Cuts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,8 +13,7 @@ class BatchPlan:
 
     Attributes:
         shape: sizes of the pipeline.
-        token_slices: lengths of the token slices.
-        parts: the part of each token slice that this rank has, where ranks share them.
+        cuts: lengths of the token slices of each micro-batch, and of this rank's parts of them.
         rows: sequences of a micro-batch.
         training: whether a backward follows.
         first_sequence: number of a micro-batch's first row among all sequences of the run, which dropout depends on.
@@ -24,8 +23,7 @@ class BatchPlan:
     """
 
     shape: PipelineShape
-    token_slices: TokenSlices
-    parts: TokenSlices
+    cuts: Cuts
     rows: int
     training: bool
     first_sequence: Callable[[int], int]

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from deepspeed_ext.plan.ops import Op
-from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batches.batch import TokenSliceBatch, join_micro_batches, join_token_slices
+from deepspeed_ext.runtime.batches.cuts import Cuts
 from deepspeed_ext.runtime.gradients.weight_gradients import Product
 from deepspeed_ext.runtime.recomputation import RandomState
 from deepspeed_ext.runtime.sequence.documents import Documents
-from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 
 
@@ -84,26 +83,16 @@ class LiveBatch:
         earlier = self.losses.get(micro_batch)
         self.losses[micro_batch] = loss.detach() if earlier is None else earlier + loss.detach()
 
-    def outputs_by_micro_batch(self, token_slices: TokenSlices, ranks: SequenceParallelRanks) -> list[Any]:
-        """The outputs kept of each micro-batch, its token slices put together.
+    def outputs_by_micro_batch(self, cuts: Cuts) -> list[Any]:
+        """The outputs kept of each micro-batch, its token slices put together. Ranks that share these must all ask."""
+        return _joined(self.outputs, cuts)
 
-        Args:
-            token_slices: lengths of the token slices.
-            ranks: ranks that share them, all of which must ask.
-        """
-        return _joined(self.outputs, token_slices, ranks)
-
-    def outputs_and_labels(self, token_slices: TokenSlices, ranks: SequenceParallelRanks) -> tuple[Any, Any]:
-        """Outputs and labels of the whole batch; None where the last stage is not.
-
-        Args:
-            token_slices: lengths of the token slices.
-            ranks: ranks that share them, all of which must ask.
-        """
+    def outputs_and_labels(self, cuts: Cuts) -> tuple[Any, Any]:
+        """Outputs and labels of the whole batch; None where the last stage is not. Ranks as above must all ask."""
         if not self.outputs:
             return None, None
-        labels = _joined(self.labels, token_slices, ranks, read_by_all=True)
-        return join_micro_batches(self.outputs_by_micro_batch(token_slices, ranks)), join_micro_batches(labels)
+        labels = _joined(self.labels, cuts, read_by_all=True)
+        return join_micro_batches(self.outputs_by_micro_batch(cuts)), join_micro_batches(labels)
 
     def forget_batch(self, micro_batch: int) -> None:
         """Let go of the data of a micro-batch that no op of this rank needs any more."""
@@ -111,13 +100,11 @@ class LiveBatch:
         self.documents.pop(micro_batch, None)
 
 
-def _joined(
-    parts: Mapping[int, Mapping[int, Any]],
-    token_slices: TokenSlices,
-    ranks: SequenceParallelRanks,
-    *,
-    read_by_all: bool = False,
-) -> list[Any]:
+def _joined(parts: Mapping[int, Mapping[int, Any]], cuts: Cuts, *, read_by_all: bool = False) -> list[Any]:
     """What there is of each micro-batch, its token slices put together in their order, whatever order they ran in."""
-    in_order = ([of_one[number] for number in sorted(of_one)] for _, of_one in sorted(parts.items()))
-    return [join_token_slices(of_one, token_slices, ranks, read_by_all=read_by_all) for of_one in in_order]
+    return [
+        join_token_slices(
+            [of_one[number] for number in sorted(of_one)], cuts.of(micro_batch), cuts.ranks, read_by_all=read_by_all
+        )
+        for micro_batch, of_one in sorted(parts.items())
+    ]

@@ -193,14 +193,14 @@ class _Watch:
         order = (*place, self._events)
         if self.found and self.found[-1][:2] == (backward, op.micro_batch) and self.found[-1].order[:2] == place:
             return  # the first of an op is enough
-        replica, rank, tokens = self._replica, self._rank, self._tokens(op.token_slice)
+        replica, rank, tokens = self._replica, self._rank, self._tokens(op)
         self.found.append(BadOp(backward, op.micro_batch, order, what, op.token_slice, replica, rank, tokens))
 
-    def _tokens(self, token_slice: int) -> tuple[int, int] | None:
-        """First and last token of this rank's part of a token slice; None if it has all of it."""
+    def _tokens(self, op: Op) -> tuple[int, int] | None:
+        """First and last token of this rank's part of the token slice of an op; None if it has all of it."""
         if self._engine.module.sequence_ranks.size == 1:
             return None
-        start, end = list(self._engine.parts.bounds())[token_slice]
+        start, end = list(self._engine.parts_of(op.micro_batch).bounds())[op.token_slice]
         return start, end - 1
 
 

@@ -7,6 +7,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.batches.cuts import Cuts
 from deepspeed_ext.runtime.executor import Executor
 from deepspeed_ext.runtime.ledger.observers import Observer
 from deepspeed_ext.runtime.saving import SavingEngine
@@ -16,7 +17,7 @@ class ReplayingEngine(SavingEngine):
     """DeepSpeed's pipeline engine, with the last batch computed a second time, for its forwards and backwards alone."""
 
     _executor: Executor
-    _token_slices: TokenSlices
+    _cuts: Cuts
 
     @property
     def can_replay(self) -> bool:
@@ -32,10 +33,9 @@ class ReplayingEngine(SavingEngine):
         """Sum of the losses [] of the token slices done, of each micro-batch that this rank computes the loss of."""
         return self._executor.live.losses
 
-    @property
-    def parts(self) -> TokenSlices:
-        """The part of each token slice of the last batch that this rank has, where sequence-parallel ranks share it."""
-        return self._executor.plan.parts
+    def parts_of(self, micro_batch: int) -> TokenSlices:
+        """The part of each token slice of a micro-batch of the last batch that this rank has, where ranks share it."""
+        return self._cuts.parts_of(micro_batch)
 
     def replay(self, micro_batches: Iterable[Any], observer: Observer) -> None:
         """Compute the ops of the last batch again. Weights, states and counters are as before; gradients are none.
@@ -54,7 +54,7 @@ class ReplayingEngine(SavingEngine):
         schedule = self._train_schedule().without_update()
         try:
             with self._batch(), self.observers.joined_by(observer):
-                self._begin(schedule, self._token_slices, self.micro_batch_size)
+                self._begin(schedule, self._cuts, self.micro_batch_size)
                 self._exec_schedule(schedule)
         finally:
             self.global_steps += 1

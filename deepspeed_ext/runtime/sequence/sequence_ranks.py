@@ -9,6 +9,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.token_slice_parts import parts_of_rank
 from deepspeed_ext.runtime.topology import own_group
 
 
@@ -40,6 +42,14 @@ class SequenceParallelRanks:
             return cls()
         own = layout.coordinate(dist.get_rank()).sequence
         return cls(own, layout.sequence_parallel_size, own_group(layout.groups("sequence"), timeout))
+
+    def parts(self, token_slices: TokenSlices) -> TokenSlices:
+        """Return the part of each token slice that this rank has.
+
+        Raises:
+            PlanError: if the ranks cannot share a token slice evenly.
+        """
+        return parts_of_rank(token_slices, self.rank, self.size)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors [...] of all these ranks, which must have one shape, by rank."""

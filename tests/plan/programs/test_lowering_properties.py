@@ -161,7 +161,7 @@ def test_no_message_is_held_back_on_the_timeline_that_programs_are_lowered_from(
 
 
 @given(orders_of_pipelines())
-def test_ranks_of_the_first_and_the_last_stage_load_each_micro_batch_once_and_before_its_ops(orders_and_shape):
+def test_ranks_of_the_first_and_the_last_stage_load_each_micro_batch_once_and_before_all_else(orders_and_shape):
     orders, shape = orders_and_shape
     for program in lower(fixed(orders), shape):
         ends = program.rank in (shape.rank_of(0), shape.rank_of(shape.last_stage))
@@ -169,7 +169,7 @@ def test_ranks_of_the_first_and_the_last_stage_load_each_micro_batch_once_and_be
         for kind, _, micro_batch, *_ in program.instructions:
             if kind is InstructionKind.LOAD_MICRO_BATCH:
                 loaded.append(micro_batch)
-            elif kind in COMPUTE and ends:
+            elif ends:  # before its first receive, whose shape may depend on the data
                 assert micro_batch in loaded
         assert sorted(loaded) == (list(range(shape.num_micro_batches)) if ends else [])
 
