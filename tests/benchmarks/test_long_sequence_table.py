@@ -1,0 +1,51 @@
+"""Rows of the table of long sequences come back as they were written, and go where the document has its markers."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from benchmarks.long_sequence_table import DOCUMENT, HEAD, MODELS, Ours, Row, Theirs, cells, table, written_into
+
+OURS = Ours(strategy="pp 8", simulated_s=2.0, closed_form_s=1.9, device_bytes=60e9, mfu_causal=0.3, could_save=0.0)
+THEIRS = Theirs(
+    num_ranks=64,
+    ranks_of_sequence=32,
+    on_host=("checkpoints",),
+    time_s=3.0,
+    device_bytes=50e9,
+    host_bytes=1.2e12,
+    mfu_causal=0.2,
+    why_not=None,
+)
+ROW = Row(
+    model="llama3-8b",
+    seq_length=131072,
+    num_devices=64,
+    least_sequences=1,
+    global_batch_size=2,
+    ours=OURS,
+    theirs=THEIRS,
+)
+
+
+def test_rows_are_read_as_they_were_written() -> None:
+    for row in (ROW, replace(ROW, ours=None), replace(ROW, theirs=None)):
+        read = Row.read(json.dumps(asdict(row)))
+        assert cells(read) == cells(row) and read.key == row.key
+
+
+def test_every_line_has_the_columns_of_the_head() -> None:
+    for row in (ROW, replace(ROW, ours=None), replace(ROW, theirs=replace(THEIRS, why_not="it is too large"))):
+        assert len(cells(row)) == len(HEAD)
+    assert cells(ROW)[-1] == "1.50"
+    assert table([ROW]).count("\n") == 2
+
+
+def test_the_document_takes_tables_between_its_markers() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for model in MODELS:
+        changed = written_into(text, model, "| new |")
+        assert f"<!-- begin {model} -->\n| new |\n<!-- end {model} -->" in changed
+    with pytest.raises(SystemExit):
+        written_into(text, "another", "| new |")
