@@ -148,7 +148,7 @@ def _checkpoint(options: argparse.Namespace) -> _Source:
         from megatron_terapipe.checkpoint.verify import verify_weights
 
         verify_weights(directory, info, model)
-        return _ready(_empty(model).load(directory, info.tensor_parallel_size))
+        return _ready(_empty(model).load(directory, info))
 
     return _Source(f"checkpoint {directory}", model, info.tokenizer, load)
 

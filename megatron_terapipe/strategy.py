@@ -67,6 +67,11 @@ class Strategy(StrategyFields):
         return (self.global_batch_size or sequences) // sequences
 
     @property
+    def stages_of_a_rank(self) -> int:
+        """Stages that each pipeline rank owns, that with its part of the vocabulary included."""
+        return self.num_model_chunks + self.vocabulary_stages
+
+    @property
     def granularity(self) -> int:
         """Tokens of which every token slice needs a multiple, as many as there are ranks that share its tokens."""
         return self.sequence_parallel_size * (self.tensor_parallel_size if self.sequence_parallel else 1)

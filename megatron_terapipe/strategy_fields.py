@@ -243,7 +243,22 @@ class StrategyFields:
     )
     """How layers are dealt to stages: a rule, or the first layer of each stage and the end of the last."""
 
+    vocabulary_stages: bool = dimension(
+        False,
+        kind=switch(),
+        priced=(False,),
+        tried=(False,),
+        flag_help=(15, "stages with a part of the vocabulary: off, on"),
+        label=(15, "vocabulary stages"),
+        column=(15, "vocabulary"),
+        usual="no",
+        dropped=8,
+        phrase=(12, "vocabulary stages"),
+        tie=17,
+    )
+    """Whether each pipeline rank has one more stage, with its part of the output layer's vocabulary."""
+
     placement: tuple[int, ...] | None = dimension(
-        None, kind=whole_list(0), setting="", label=(15, "placement"), none="as the hosts come", tie=14
+        None, kind=whole_list(0), setting="", label=(16, "placement"), none="as the hosts come", tie=14
     )
     """Device of the cluster for each rank; None = in the order of the hostfile."""

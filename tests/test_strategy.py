@@ -29,6 +29,7 @@ FIELDS = [
     "offload",
     "zero_stage",
     "stage_partition",
+    "vocabulary_stages",
     "placement",
 ]
 

@@ -92,7 +92,11 @@ def files_to_load(directory: Path, info: CheckpointInfo, model: ModelConfig, *, 
         CheckpointError: naming the first that is missing.
     """
     tensor_ranks, stages = range(info.tensor_parallel_size), range(info.num_stages)
-    names = [layer_file(layer, rank) for layer in layers_with_weights(model) for rank in tensor_ranks]
+    names = [
+        layer_file(*info.place(layer, part))
+        for layer in layers_with_weights(model)
+        for part in range(info.num_parts(layer))
+    ]
     if not weights_only:
         names += [state_file(stage, rank, info.tensor_parallel_size) for stage in stages for rank in tensor_ranks]
         if info.partitioned:

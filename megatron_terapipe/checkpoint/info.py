@@ -17,6 +17,7 @@ from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.checkpoint.run_fields import check_run
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.pipeline_layers import output_layer
 from megatron_terapipe.errors import CheckpointError
 
 RUN_FILE = "run.json"
@@ -46,6 +47,7 @@ class CheckpointInfo:
         skipped_samples: samples of those iterations.
         family: `model_type` of the Hugging Face model that the run began with; None for one that began with none.
         has_manifest: whether a manifest belongs to it: older versions wrote none.
+        vocabulary_parts: layers that the output layer was saved as.
     """
 
     iteration: int
@@ -59,6 +61,7 @@ class CheckpointInfo:
     skipped_samples: int = 0
     family: str | None = None
     has_manifest: bool = False
+    vocabulary_parts: int = 1
 
     @classmethod
     def read(cls, directory: Path) -> "CheckpointInfo":
@@ -111,6 +114,28 @@ class CheckpointInfo:
     def tensor_parallel_size(self) -> int:
         """Ranks over which its weights are cut."""
         return self.layout["tensor_parallel_size"]
+
+    def num_parts(self, layer: int) -> int:
+        """Parts in which the weights of a layer were saved that ranks share.
+
+        Args:
+            layer: index of the layer in a model whose output layer is one.
+        """
+        return self.tensor_parallel_size * (self.vocabulary_parts if layer == self._output_layer else 1)
+
+    def place(self, layer: int, part: int) -> tuple[int, int]:
+        """Return the layer, and the tensor-parallel rank, by which a part was saved.
+
+        Args:
+            layer: index of the layer in a model whose output layer is one.
+            part: number of the part.
+        """
+        stage, rank = divmod(part, self.tensor_parallel_size)
+        return layer + stage, rank
+
+    @property
+    def _output_layer(self) -> int:
+        return output_layer(self.model["num_layers"])
 
     @property
     def num_replicas(self) -> int:

@@ -17,13 +17,13 @@ from megatron_terapipe.huggingface.weights.folder import FolderWeights
 class Weights(Protocol):
     """Weights that lie in files."""
 
-    def weight(self, index: int, name: str, tensor_parallel_rank: int = 0) -> Tensor:
-        """Return one weight [...] of a layer, as one tensor-parallel rank saved it.
+    def weight(self, index: int, name: str, part: int = 0) -> Tensor:
+        """Return one weight [...] of a layer, or the part of it that was saved by itself.
 
         Args:
             index: number of the layer.
             name: name of the weight.
-            tensor_parallel_rank: the rank.
+            part: number of the part.
         """
 
 
@@ -63,7 +63,7 @@ def weights_of(directory: Path, info: CheckpointInfo) -> Weights:
     """
     if is_model_folder(directory):
         return folder_weights(directory, info)
-    return SavedWeights(directory, info.tensor_parallel_size)
+    return SavedWeights(directory, info)
 
 
 def folder_weights(folder: Path, info: CheckpointInfo) -> FolderWeights:

@@ -20,6 +20,7 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.model_folder import weights_of
 from megatron_terapipe.checkpoint.saved_optimizer import ParameterState, SavedOptimizer
 from megatron_terapipe.checkpoint.saved_weights import cut_dimension, reshare
+from megatron_terapipe.config.pipeline_layers import output_layer
 from megatron_terapipe.errors import CheckpointError
 
 
@@ -40,12 +41,17 @@ def restore(
     """
     module = engine.module
     rank, size = engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size()
+    output = output_layer(info.model["num_layers"])
     weights = weights_of(directory, info)
     optimizer = None if weights_only else SavedOptimizer(directory, info, saved)
     destination = destination_of(engine)
     for name, parameter in module.named_parameters():
-        share = _Share(info.tensor_parallel_size, rank, size, cut_dimension(parameter))
-        part = partial(weights.weight, *_place(module, name))
+        index, in_layer = _place(module, name)
+        # Stages may share an output layer that one stage saved, or another number of stages.
+        layer, stages = min(index, output), len(module._layer_specs) - output if index >= output else 1
+        own_part = (index - layer) * size + rank
+        share = _Share(info.num_parts(layer), own_part, stages * size, cut_dimension(parameter))
+        part = partial(weights.weight, layer, in_layer)
         weight, own = share.of(part), None
         if weight.shape != parameter.shape:
             raise CheckpointError(
@@ -53,7 +59,8 @@ def restore(
                 f"{tuple(parameter.shape)}: load a checkpoint of the same model"
             )
         if optimizer is not None and parameter.requires_grad:
-            state_of = partial(_state, optimizer, name, share, part)
+            saved_state = partial(_saved_state, optimizer, info, name, layer)
+            state_of = partial(_state, saved_state, share, part)
             if elements := destination.elements(parameter):
                 state = state_of(elements)
                 destination.set_state(parameter, state.moments, state.step)
@@ -69,13 +76,13 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Mapping from the parts of a tensor that some tensor-parallel ranks saved to the part of this rank.
+    """Mapping from the parts of a tensor that ranks saved to the part of this rank.
 
     Attributes:
-        num_parts: ranks that saved it.
-        rank: the rank whose part is wanted.
-        size: ranks that share it now.
-        cut: dimension they share; None if each holds the whole.
+        num_parts: parts that were saved: one for each tensor-parallel rank, and each part of the vocabulary.
+        rank: number of the part that is wanted.
+        size: parts that ranks hold now.
+        cut: dimension that is cut; None if each rank holds the whole.
     """
 
     num_parts: int
@@ -95,14 +102,24 @@ class _Share:
         return 0 if self.cut is None else None
 
 
+def _saved_state(
+    optimizer: SavedOptimizer, info: CheckpointInfo, name: str, layer: int, part: int, elements: range
+) -> ParameterState:
+    """Return the saved state of some elements of a part of a parameter."""
+    saved_layer, tensor_parallel_rank = info.place(layer, part)
+    first, _, rest = name.partition(".")
+    saved_name = f"{saved_layer}.{rest}" if first.isdecimal() else name
+    return optimizer.of(saved_name, tensor_parallel_rank, elements)
+
+
 def _state(
-    optimizer: SavedOptimizer, name: str, share: _Share, part: Callable[[int], Tensor], elements: range
+    saved: Callable[[int, range], ParameterState], share: _Share, part: Callable[[int], Tensor], elements: range
 ) -> ParameterState:
     """Return the saved state of some elements of this rank's part of a parameter."""
     if share.source is not None:
-        return optimizer.of(name, share.source, elements)
+        return saved(share.source, elements)
     parts = [part(each) for each in range(share.num_parts)]
-    states = [optimizer.of(name, number, range(each.numel())) for number, each in enumerate(parts)]
+    states = [saved(number, range(each.numel())) for number, each in enumerate(parts)]
 
     def reshared(flat: Callable[[ParameterState], Tensor]) -> Tensor:
         whole = share.of(lambda each: flat(states[each]).view(parts[each].shape))

@@ -35,6 +35,7 @@ def check_run(found: Mapping[str, Any]) -> None:
     samples = _whole(found, "consumed_samples", iteration, iteration * MOST_SAMPLES_OF_AN_ITERATION)
     _whole(found, "skipped_iterations", 0, iteration)
     _whole(found, "skipped_samples", 0, samples)
+    _whole(found, "vocabulary_parts", 1, MOST_RANKS)
     for name in ("partitioned", "has_manifest"):
         if not isinstance(found[name], bool):
             raise _wrong(name, found[name], "true or false")

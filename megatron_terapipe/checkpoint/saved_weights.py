@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
 from deepspeed_ext.runtime.topology import layer_file
+from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.errors import CheckpointError
 
 
@@ -17,21 +18,24 @@ class SavedWeights:
 
     Args:
         directory: directory of the checkpoint.
-        tensor_parallel_size: ranks that each layer was saved by.
+        info: facts of its run.
     """
 
-    def __init__(self, directory: Path, tensor_parallel_size: int) -> None:
-        self._directory, self.tensor_parallel_size = directory, tensor_parallel_size
+    def __init__(self, directory: Path, info: CheckpointInfo) -> None:
+        self._directory, self._info = directory, info
         # The layers of a stage come one after the other, and tied weights from the first of all.
-        self.layer = lru_cache(maxsize=2 * tensor_parallel_size)(self._layer)
+        self.layer = lru_cache(maxsize=2 * info.tensor_parallel_size)(self._layer)
 
-    def _layer(self, index: int, tensor_parallel_rank: int = 0) -> Mapping[str, Tensor]:
-        """Weights of a layer by their names in it, as one tensor-parallel rank saved them; mapped, not yet read.
+    def _path(self, index: int, part: int = 0) -> Path:
+        return self._directory / layer_file(*self._info.place(index, part))
+
+    def _layer(self, index: int, part: int = 0) -> Mapping[str, Tensor]:
+        """Weights of a layer by their names in it, a part that was saved by itself; mapped, not yet read.
 
         Raises:
             CheckpointError: if the file cannot be read.
         """
-        path = self._directory / layer_file(index, tensor_parallel_rank)
+        path = self._path(index, part)
         try:
             layer: Mapping[str, Tensor] = load_saved(path)
             return layer
@@ -42,25 +46,24 @@ class SavedWeights:
                 f"cannot load layer {index} from {path} ({first_line(error)}): save it again"
             ) from None
 
-    def weight(self, index: int, name: str, tensor_parallel_rank: int = 0) -> Tensor:
-        """Return one weight [...] of a layer, as one tensor-parallel rank saved it.
+    def weight(self, index: int, name: str, part: int = 0) -> Tensor:
+        """Return one weight [...] of a layer, or the part of it that was saved by itself.
 
         Args:
             index: number of the layer.
             name: name of the weight.
-            tensor_parallel_rank: the rank.
+            part: number of the part.
 
         Raises:
             CheckpointError: if the file cannot be read, or lacks it.
         """
-        layer = self.layer(index, tensor_parallel_rank)
+        layer = self.layer(index, part)
         if name not in layer:
-            path = self._directory / layer_file(index, tensor_parallel_rank)
-            raise CheckpointError(f"{path} lacks {name}: load a checkpoint of the same model")
+            raise CheckpointError(f"{self._path(index, part)} lacks {name}: load a checkpoint of the same model")
         return layer[name]
 
     def whole(self, index: int, layer: nn.Module) -> dict[str, Tensor]:
-        """Return the whole weights [...] of a layer by name, put together from all tensor-parallel ranks.
+        """Return the whole weights [...] of a layer by name, put together from all parts.
 
         Args:
             index: number of the layer.
@@ -69,7 +72,7 @@ class SavedWeights:
         Raises:
             CheckpointError: if a file cannot be read, or holds another layer.
         """
-        parts = [self.layer(index, rank) for rank in range(self.tensor_parallel_size)]
+        parts = [self.layer(index, part) for part in range(self._info.num_parts(index))]
         expected = layer.state_dict()
         cuts = {name: cut_dimension(parameter) for name, parameter in layer.named_parameters()}
         try:
@@ -79,9 +82,8 @@ class SavedWeights:
             if shapes != wanted:
                 raise ValueError(f"it has weights of shapes {_in_words(shapes)}, and not {_in_words(wanted)}")
         except Exception as error:
-            path = self._directory / layer_file(index)
             raise CheckpointError(
-                f"cannot load layer {index} from {path} ({first_line(error)}): save it again"
+                f"cannot load layer {index} from {self._path(index)} ({first_line(error)}): save it again"
             ) from None
         return whole
 

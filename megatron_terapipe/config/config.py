@@ -53,6 +53,7 @@ class Config:
         self._check_stages()
         self._check_tensor_parallel()
         self._check_sequence_parallel()
+        self._check_vocabulary_stages()
         if self.parallel.token_slices != AUTO:
             self.token_slices()
         self._check_document_cuts()
@@ -182,6 +183,36 @@ class Config:
                     f"--ds-sequence-parallel-size {size} neither by whole heads nor by whole ranks: give a multiple or "
                     f"a divisor of {size}"
                 )
+
+    def _check_vocabulary_stages(self) -> None:
+        parallel, model = self.parallel, self.model
+        if not parallel.vocabulary_stages:
+            return
+        if not model.untie_embeddings_and_output_weights:
+            raise ConfigError(
+                "--vocabulary-stages cuts the weight of the output layer, which is that of the embedding here: add "
+                "--untie-embeddings-and-output-weights, or drop it"
+            )
+        if parallel.stage_partition in ("parameters", AUTO):
+            raise ConfigError(
+                "--vocabulary-stages deals out the output layer itself, and --stage-partition "
+                f"{parallel.stage_partition} weighs it: use uniform, or a list of transformer layers"
+            )
+        if parallel.token_slices == BY_DOCUMENTS:
+            raise ConfigError(
+                f"--vocabulary-stages passes messages whose shapes stay the same, and --token-slices {BY_DOCUMENTS} "
+                "changes them from one micro-batch to the next: drop one of them"
+            )
+        parts = parallel.vocabulary_parts * parallel.tensor_model_parallel_size
+        name, rows = "--vocab-rows", model.vocab_rows
+        if rows is None:
+            name, rows = "--make-vocab-size-divisible-by", model.make_vocab_size_divisible_by
+        if rows % parts:
+            raise ConfigError(
+                f"--vocabulary-stages deals the rows of the output layer to {parallel.vocabulary_parts} pipeline x "
+                f"{parallel.tensor_model_parallel_size} tensor-parallel ranks, and {name} {rows} is not a multiple of "
+                f"{parts}: change it"
+            )
 
     def _check_precision(self) -> None:
         precision, zero_stage = self.precision, self.optimizer.zero_stage

@@ -1,7 +1,6 @@
 """The section that says how the work is laid out: over ranks, and over time."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from deepspeed_ext.plan.errors import PlanError
@@ -10,6 +9,7 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config.named_schedule import check_schedule
 from megatron_terapipe.config.options import check_bounds, check_choices, one_of, option, resolve
 from megatron_terapipe.config.stage_layers import check_ends, listed_stages, uniform_stages, weighed_stages
 from megatron_terapipe.errors import ConfigError
@@ -67,6 +67,10 @@ class ParallelConfig:
     data_parallel_size: int | None = option(None, least=1, most=MOST_RANKS)
     """Ranks that share the batch. They follow from the world size. If given, the number is checked against it."""
 
+    vocabulary_stages: bool = False
+    """Give each pipeline rank one more stage, with its part of the output layer's vocabulary, and not the last rank the
+    whole of it (arXiv 2411.05288). The weights of embedding and output layer must be untied."""
+
     no_overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks after the last op, instead of layer by layer while it runs."""
 
@@ -94,7 +98,7 @@ class ParallelConfig:
     possible."""
 
     pipeline_schedule: str = option(
-        derived="interleaved with model chunks, else 1f1b",
+        derived="optimised with vocabulary stages, interleaved with model chunks, else 1f1b",
         metavar="SCHEDULE",
         shorthands={"--enable-zbh1-pipeline": "zero-bubble"},
     )
@@ -166,6 +170,9 @@ class ParallelConfig:
         """Fill in the number of token slices, then check."""
         check_choices(self)
         check_bounds(self)
+        if self.vocabulary_stages and self.pipeline_model_parallel_size == 1:
+            # On one rank there is nothing to share.
+            object.__setattr__(self, "vocabulary_stages", False)
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             # Scripts set it whatever the size; on one rank there is nothing to share.
             object.__setattr__(self, "sequence_parallel", False)
@@ -222,16 +229,21 @@ class ParallelConfig:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline: as many as ranks, unless each owns several."""
+        """Stages with transformer layers: as many as pipeline ranks, unless each owns several."""
         return self.pipeline_model_parallel_size * self.num_model_chunks
+
+    @property
+    def vocabulary_parts(self) -> int:
+        """Pipeline layers that share the output layer: one, or with vocabulary stages one for each pipeline rank."""
+        return self.pipeline_model_parallel_size if self.vocabulary_stages else 1
 
     def pipeline(self, num_micro_batches: int = 1) -> PipelineShape:
         """Extent of the pipeline, with so many micro-batches."""
         return PipelineShape(
-            self.num_stages,
+            self.num_stages + self.vocabulary_stages * self.vocabulary_parts,
             num_micro_batches,
             self.num_token_slices or 1,
-            self.num_model_chunks,
+            self.num_model_chunks + self.vocabulary_stages,
             Placement(self.model_chunk_placement),
         )
 
@@ -263,33 +275,14 @@ class ParallelConfig:
         )
 
     def _resolve_schedule(self) -> None:
-        resolve(self, "pipeline_schedule", "interleaved" if self.num_model_chunks > 1 else "1f1b")
+        usual = "interleaved" if self.num_model_chunks > 1 else "1f1b"
+        resolve(self, "pipeline_schedule", OPTIMISED if self.vocabulary_stages else usual)
         name = self.pipeline_schedule
         if self.model_chunk_placement == "v" and self.num_model_chunks == 1:
             raise ConfigError(
                 "--model-chunk-placement v deals several stages to each rank: add --num-model-chunks 2, or drop it"
             )
-        if self.schedule_memory_limit is not None and self.schedule_memory_limit < 1:
-            raise ConfigError(
-                f"--schedule-memory-limit {self.schedule_memory_limit} is less than one micro-batch, which has to go "
-                "forward before it can go backward: give 1 or more"
-            )
-        if self.schedule_memory_limit is not None and name != OPTIMISED:
-            raise ConfigError(
-                f"--schedule-memory-limit {self.schedule_memory_limit} goes with --pipeline-schedule {OPTIMISED}, not "
-                f"with {name}: drop it"
-            )
-        if name in SCHEDULES:
-            try:
-                # A schedule says itself which pipelines it is for.
-                next(SCHEDULES[name](self.pipeline(), 0), None)
-            except PlanError as error:
-                raise ConfigError(f"--pipeline-schedule {name}: {error}") from None
-        elif name != OPTIMISED and not Path(name).is_file():
-            raise ConfigError(
-                f"--pipeline-schedule {name} is neither a schedule nor a file of one: choose "
-                f"{one_of([*SCHEDULES, OPTIMISED])}, or name a file"
-            )
+        check_schedule(name, self.pipeline(), self.schedule_memory_limit)
 
     def _resolve_token_slices(self) -> None:
         if self.token_slices == AUTO:

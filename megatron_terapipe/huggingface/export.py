@@ -55,7 +55,7 @@ def export_checkpoint(
     verify_weights(directory, info, model)
     wanted = None if dtype is None else DTYPES[dtype]
     output.mkdir(parents=True, exist_ok=True)
-    tensors = _tensors(chosen, model, SavedWeights(directory, info.tensor_parallel_size), wanted)
+    tensors = _tensors(chosen, model, SavedWeights(directory, info), wanted)
     first_name, first = next(tensors)
 
     def all_tensors() -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from deepspeed_ext.runtime.stages import takes_past
+from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.gpt import Logits, gpt_layers
@@ -67,17 +68,17 @@ class WholeModel(nn.Module):
                 hidden = function(hidden)
         return hidden
 
-    def load(self, directory: Path, tensor_parallel_size: int = 1) -> "WholeModel":
+    def load(self, directory: Path, info: CheckpointInfo | None = None) -> "WholeModel":
         """Load the weights of a checkpoint, whatever ranks it was saved by.
 
         Args:
             directory: directory of one checkpoint, such as `CHECKPOINTS/global_step100`.
-            tensor_parallel_size: ranks that shared each layer when it was saved.
+            info: facts of the run that saved it; None to read them there.
 
         Raises:
             CheckpointError: if a layer's file is missing or broken.
         """
-        return self.take(SavedWeights(directory, tensor_parallel_size).whole)
+        return self.take(SavedWeights(directory, info or CheckpointInfo.read(directory)).whole)
 
     def take(self, weights: Callable[[int, nn.Module], Mapping[str, Tensor]]) -> "WholeModel":
         """Take the weights of all layers.

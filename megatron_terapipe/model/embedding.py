@@ -28,7 +28,7 @@ class WordEmbedding(nn.Module):
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
-        self.ranks, self.multiplier, self.head = ranks, model.embedding_multiplier, _Head(model)
+        self.ranks, self.multiplier, self.head = ranks, model.embedding_multiplier, Head(model)
         rows = model.padded_vocab_size(ranks.size)
         first = normal(model.embedding_init_method_std)
         self.weight = ranks.parameter(rows, model.hidden_size, cut=0, initialize=first)
@@ -79,7 +79,7 @@ class PositionEmbedding(nn.Module):
         return residual_dropout(hidden, self.dropout if self.training else 0.0, DropoutSite.EMBEDDING, past, self.ranks)
 
 
-class _Head:
+class Head:
     """Settings of the logits, beside their weight.
 
     Args:
@@ -90,11 +90,20 @@ class _Head:
         self._live = LiveLogits(LOGITS_AT_ONCE)
         self._multiplier, self._softcap, self._words = model.logit_multiplier, model.logit_softcap, model.vocab_size
 
-    def logits(self, hidden: Tensor, weight: Tensor, ranks: TensorParallelRanks) -> Logits:
-        """Logits of the tokens of [B, n, hidden]."""
+    def logits(self, hidden: Tensor, weight: Tensor, ranks: TensorParallelRanks, *, first_part: int = 0) -> Logits:
+        """Return the logits of tokens.
+
+        Args:
+            hidden: [B, n, hidden].
+            weight: rows of this rank, [rows, hidden].
+            ranks: ranks that share the vocabulary, or a part of it.
+            first_part: parts of the vocabulary before those of these ranks.
+        """
         # A factor of the hidden state is one of the logits, of which there are many more.
         scaled = hidden if self._multiplier == 1 else hidden * self._multiplier
-        return Logits(scaled, weight, ranks, self._live, words=self._words, softcap=self._softcap)
+        return Logits(
+            scaled, weight, ranks, self._live, words=self._words, softcap=self._softcap, first_part=first_part
+        )
 
 
 def tied_logits(embedding: WordEmbedding, hidden: Tensor) -> Logits:
@@ -117,7 +126,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, model: ModelConfig, ranks: TensorParallelRanks) -> None:
         super().__init__()
-        self.head = _Head(model)
+        self.head = Head(model)
         self.linear = ColumnParallelLinear(
             model.hidden_size,
             model.padded_vocab_size(ranks.size),

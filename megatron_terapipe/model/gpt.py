@@ -5,22 +5,23 @@ from torch import Tensor
 
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.pipeline_layers import LAYERS_BEFORE_BLOCKS, output_layer
 from megatron_terapipe.config.rotation import rotation_of
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
 from megatron_terapipe.model.norm import NORMS
 from megatron_terapipe.model.rotary import RotaryTable
+from megatron_terapipe.model.vocabulary_stages import FirstVocabularyPart, VocabularyPart, VocabularySums
 from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
-LAYERS_BEFORE_BLOCKS = 2
-"""The word and the position embedding."""
-LAYERS_AFTER_BLOCKS = 2
-"""The final norm and the output layer."""
-
 
 def gpt_layers(
-    model: ModelConfig, ranks: TensorParallelRanks | None = None, *, recompute_cheap: bool = False
+    model: ModelConfig,
+    ranks: TensorParallelRanks | None = None,
+    *,
+    recompute_cheap: bool = False,
+    vocabulary_parts: int = 1,
 ) -> list[LayerSpec]:
     """Return the layers of the model, first to last: embeddings, transformer layers, final norm, output layer.
 
@@ -28,6 +29,7 @@ def gpt_layers(
         model: the model section, with its vocabulary size known.
         ranks: ranks that share the matrices of each layer; None for one rank alone.
         recompute_cheap: compute the outputs of norms and activations again in the backward instead of keeping them.
+        vocabulary_parts: layers that share the rows of the output layer; more than 1 only where its weight is untied.
     """
     ranks = ranks or TensorParallelRanks()
     rotations = {block: rotation_of(model, block) for block in model.blocks}
@@ -50,25 +52,42 @@ def gpt_layers(
         for block in model.blocks
     ]
     final_norm = LayerSpec(NORMS[model.normalization], model, ranks)
-    return [embedding, LayerSpec(PositionEmbedding, model, ranks), *blocks, final_norm, output]
+    outputs = [output] if vocabulary_parts == 1 else _vocabulary_parts(model, ranks, vocabulary_parts)
+    return [embedding, LayerSpec(PositionEmbedding, model, ranks), *blocks, final_norm, *outputs]
+
+
+def _vocabulary_parts(model: ModelConfig, ranks: TensorParallelRanks, count: int) -> list[LayerSpec]:
+    assert model.untie_embeddings_and_output_weights, "the configuration cuts a weight of its own only"
+    kinds = (FirstVocabularyPart, *[VocabularyPart] * (count - 1))
+    return [LayerSpec(kind, model, ranks, number, count) for number, kind in enumerate(kinds)]
 
 
 def layers_with_weights(model: ModelConfig) -> range:
-    """Indices of the pipeline layers that own weights: all but an output layer that is tied to the word embedding."""
+    """Indices of the pipeline layers that own weights: all but an output layer that is tied to the word embedding.
+
+    An output layer that several pipeline layers share counts as one, as a model on one rank has it.
+    """
     tied = not model.untie_embeddings_and_output_weights
-    return range(LAYERS_BEFORE_BLOCKS + model.num_layers + LAYERS_AFTER_BLOCKS - tied)
+    return range(output_layer(model.num_layers) + 1 - tied)
 
 
-def pipeline_partition(blocks: StagePartition) -> StagePartition:
-    """The partition of all pipeline layers, from one of the transformer layers alone.
+def pipeline_partition(blocks: StagePartition, vocabulary_parts: int = 1) -> StagePartition:
+    """Return the partition of all pipeline layers, from one of the transformer layers alone.
 
-    The embeddings go with the first transformer layer, the final norm and the output layer with the last.
+    The embeddings go with the first transformer layer, the final norm with the last, and the output layer, too, unless
+    its parts are stages of their own.
+
+    Args:
+        blocks: the transformer layers of each stage.
+        vocabulary_parts: layers that share the output layer.
     """
     inner = (bound + LAYERS_BEFORE_BLOCKS for bound in blocks.bounds[1:-1])
-    return StagePartition((0, *inner, blocks.num_layers + LAYERS_BEFORE_BLOCKS + LAYERS_AFTER_BLOCKS))
+    output = output_layer(blocks.num_layers)
+    ends = range(output, output + vocabulary_parts) if vocabulary_parts > 1 else ()
+    return StagePartition((0, *inner, *ends, output + vocabulary_parts))
 
 
-def gpt_loss(logits: Logits, labels: tuple[Tensor, Tensor]) -> Tensor:
+def gpt_loss(logits: Logits | VocabularySums, labels: tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy of the tokens that bear loss; 0 if none does.
 
     Args:

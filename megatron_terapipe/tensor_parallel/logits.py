@@ -13,7 +13,9 @@ that are alive, with those of the tile that is being computed, are no more than 
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,6 +96,7 @@ class Logits:
         words: entries of the vocabulary of all ranks; rows of the weight behind them are padding, which no token can
             be. None = all rows.
         softcap: c, where the logit of a product x is c tanh(x / c).
+        first_part: parts of the vocabulary before those of these ranks, where pipeline stages share it, too.
     """
 
     hidden: Tensor
@@ -102,6 +105,7 @@ class Logits:
     live: LiveLogits
     words: int | None = None
     softcap: float | None = None
+    first_part: int = 0
 
     def compute(self) -> Tensor:
         """This rank's logits of all tokens, [B, N, V / size]; those of padding are minus infinity."""
@@ -117,14 +121,33 @@ class Logits:
         Args:
             targets: token ids [B, N], of the whole vocabulary.
         """
-        rule = _Rule(self._own_words, self.softcap)
-        return _CrossEntropy.apply(self.hidden, self.weight, targets, self.ranks, self.live, rule)
+        return _CrossEntropy.apply(self.hidden, self.weight, targets, self.ranks, self.live, self._rule)
+
+    def sums(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return two sums over the rows of these ranks, each [B, N] in at least fp32, the same on each of them.
+
+        Args:
+            targets: token ids [B, N], of the whole vocabulary.
+
+        Returns:
+            The logarithm of the sum of exponentials of the logits; and the target's logit, 0 where it is another row.
+        """
+        return _PartSums.apply(self.hidden, self.weight, targets, self.ranks, self.live, self._rule)
+
+    @property
+    def _rule(self) -> "_Rule":
+        return _Rule(self._own_words, self.softcap, self._first_row)
+
+    @property
+    def _first_row(self) -> int:
+        """Row of the whole weight with which this rank's part begins."""
+        return (self.first_part + self.ranks.rank) * len(self.weight)
 
     @property
     def _own_words(self) -> int:
         """Rows of this rank's part of the weight that are words."""
         rows = len(self.weight)
-        return rows if self.words is None else min(max(self.words - self.ranks.rank * rows, 0), rows)
+        return rows if self.words is None else min(max(self.words - self._first_row, 0), rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +157,12 @@ class _Rule:
     Attributes:
         words: columns that are words; those behind them are padding.
         softcap: limit of the logits; None for none.
+        first_row: row of the whole weight that the first column is of.
     """
 
     words: int
     softcap: float | None
+    first_row: int = 0
 
     def logits(self, products: Tensor) -> Tensor:
         """The logits [tokens, V / size] of products, which they take the place of."""
@@ -171,15 +196,7 @@ class _CrossEntropy(torch.autograd.Function):
         own = targets.flatten() - ranks.rank * len(weight) if ranks.size > 1 else targets.flatten()
         elsewhere = (own < 0) | (own >= len(weight)) if ranks.size > 1 else None
         own = (own if elsewhere is None else own.masked_fill(elsewhere, 0)).unsqueeze(-1)
-        found, ctx.kept = [], []
-        ctx.tiles = live.tiles(len(rows), len(weight))
-        for tile in ctx.tiles:
-            live.make_room((tile.stop - tile.start) * len(weight))
-            logits = rule.logits(F.linear(rows[tile], weight))
-            found.append(_sums(logits, own[tile]) if ranks.size > 1 else (_losses(logits, own[tile]),))
-            ctx.kept.append(live.keep(logits) if any(ctx.needs_input_grad) else None)
-            del logits
-        parts = [each[0] if len(found) == 1 else torch.cat(each) for each in zip(*found, strict=True)]
+        parts = _tiled(ctx, rows, weight, own, live, rule, _sums if ranks.size > 1 else _losses)
         losses, share = (parts[0], None) if ranks.size == 1 else _over_ranks(*parts, elsewhere, ranks)
         ctx.save_for_backward(hidden, weight, own, elsewhere, share)
         ctx.parameter, ctx.ranks, ctx.live, ctx.rule = weight, ranks, live, rule
@@ -188,45 +205,118 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, output_gradient):
         hidden, weight, own, elsewhere, share = ctx.saved_tensors
-        ranks: TensorParallelRanks = ctx.ranks
-        rows = (ranks.start_gather(hidden)() if ranks.sequence_parallel else hidden).flatten(0, -2)
         above = output_gradient.flatten().unsqueeze(-1)
         of_each = above if share is None else above * share
         of_target = above.neg() if elsewhere is None else above.masked_fill(elsewhere.unsqueeze(-1), 0).neg_()
-        of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        of_hidden = of_weight = None
-        for tile, kept in reversed(list(zip(ctx.tiles, ctx.kept, strict=True))):
-            logits = kept.take()
-            if logits is None:
-                ctx.live.make_room((tile.stop - tile.start) * len(weight))
-                logits = ctx.rule.logits(F.linear(rows[tile], weight))
-            gradient = torch.softmax(logits, -1, dtype=above.dtype)
-            slope = ctx.rule.slope(logits, gradient.dtype)
-            del logits
-            gradient.mul_(of_each[tile]).scatter_add_(-1, own[tile], of_target[tile])
-            if slope is not None:
-                gradient.mul_(slope)
-                del slope
-            gradient[:, ctx.rule.words :] = 0
-            gradient = gradient.to(weight.dtype)
-            if of_rows is not None:
-                torch.mm(gradient, weight, out=of_rows[tile])
-                if tile.start == 0:
-                    # The first tile comes last: the sum over ranks goes on under its other product.
-                    of_hidden = ranks.start_complete(of_rows.view(len(hidden), -1, hidden.shape[-1]))
-            if ctx.needs_input_grad[1]:
-                of_weight = products.accumulate(ctx.parameter, gradient, rows[tile], of_weight)
-            del gradient
-        return None if of_hidden is None else of_hidden(), of_weight, None, None, None, None
+        return *_of_products(ctx, hidden, weight, own, of_each, of_target), None, None, None, None
+
+
+class _PartSums(torch.autograd.Function):
+    """The output layer's product with some rows of its weight, and two sums over them, in one.
+
+    The logarithm of the sum of exponentials of the logits, and the target's logit, which is 0 where the target is
+    another row. Sums of several parts of a vocabulary give the loss: a stage adds its own to those of the stages before
+    (arXiv 2411.05288).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, ranks: TensorParallelRanks, live: LiveLogits, rule: _Rule):
+        rows = (ranks.start_gather(hidden)() if ranks.sequence_parallel else hidden).flatten(0, -2)
+        own = targets.flatten() - rule.first_row
+        elsewhere = (own < 0) | (own >= len(weight))
+        own = own.masked_fill(elsewhere, 0).unsqueeze(-1)
+        largest, log_sum, of_target = _tiled(ctx, rows, weight, own, live, rule, _sums)
+        of_target = of_target.masked_fill(elsewhere, 0)
+        log_sum, share = largest + log_sum, None
+        if ranks.size > 1:
+            own_sum = log_sum
+            log_sum = _log_sum_over_ranks(own_sum, ranks)
+            share = (own_sum - log_sum).exp_().unsqueeze(-1)
+            dist.all_reduce(of_target, group=ranks.group)
+        ctx.save_for_backward(hidden, weight, own, elsewhere, share)
+        ctx.parameter, ctx.ranks, ctx.live, ctx.rule = weight, ranks, live, rule
+        return log_sum.view_as(targets), of_target.view_as(targets)
+
+    @staticmethod
+    def backward(ctx, of_log_sum, of_target):
+        hidden, weight, own, elsewhere, share = ctx.saved_tensors
+        of_each = of_log_sum.flatten().unsqueeze(-1)
+        of_target = of_target.flatten().masked_fill(elsewhere, 0).unsqueeze(-1)
+        if share is not None:
+            of_each = of_each * share
+        return *_of_products(ctx, hidden, weight, own, of_each, of_target), None, None, None, None
+
+
+def _tiled(
+    ctx: Any,
+    rows: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    live: LiveLogits,
+    rule: _Rule,
+    compute: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+) -> list[Tensor]:
+    """What is computed from the logits of all tokens, each [tokens]; tiles are kept for the backward."""
+    found, ctx.kept = [], []
+    ctx.tiles = live.tiles(len(rows), len(weight))
+    for tile in ctx.tiles:
+        live.make_room((tile.stop - tile.start) * len(weight))
+        logits = rule.logits(F.linear(rows[tile], weight))
+        found.append(compute(logits, targets[tile]))
+        ctx.kept.append(live.keep(logits) if any(ctx.needs_input_grad) else None)
+        del logits
+    return [each[0] if len(found) == 1 else torch.cat(each) for each in zip(*found, strict=True)]
+
+
+def _of_products(
+    ctx: Any, hidden: Tensor, weight: Tensor, own: Tensor, of_each: Tensor, of_target: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden state and weight.
+
+    Args:
+        ctx: of a forward that called `_tiled`.
+        hidden: [B, n, hidden].
+        weight: [rows, hidden] of this rank.
+        own: [tokens, 1], row of the target.
+        of_each: [tokens, 1], gradient of a logit over its probability among those of this rank.
+        of_target: [tokens, 1], what the gradient of the target's logit is more than that.
+    """
+    ranks: TensorParallelRanks = ctx.ranks
+    rows = (ranks.start_gather(hidden)() if ranks.sequence_parallel else hidden).flatten(0, -2)
+    of_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+    of_hidden = of_weight = None
+    for tile, kept in reversed(list(zip(ctx.tiles, ctx.kept, strict=True))):
+        logits = kept.take()
+        if logits is None:
+            ctx.live.make_room((tile.stop - tile.start) * len(weight))
+            logits = ctx.rule.logits(F.linear(rows[tile], weight))
+        gradient = torch.softmax(logits, -1, dtype=of_each.dtype)
+        slope = ctx.rule.slope(logits, gradient.dtype)
+        del logits
+        gradient.mul_(of_each[tile]).scatter_add_(-1, own[tile], of_target[tile])
+        if slope is not None:
+            gradient.mul_(slope)
+            del slope
+        gradient[:, ctx.rule.words :] = 0
+        gradient = gradient.to(weight.dtype)
+        if of_rows is not None:
+            torch.mm(gradient, weight, out=of_rows[tile])
+            if tile.start == 0:
+                # The first tile comes last: the sum over ranks goes on under its other product.
+                of_hidden = ranks.start_complete(of_rows.view(len(hidden), -1, hidden.shape[-1]))
+        if ctx.needs_input_grad[1]:
+            of_weight = products.accumulate(ctx.parameter, gradient, rows[tile], of_weight)
+        del gradient
+    return None if of_hidden is None else of_hidden(), of_weight
 
 
 def _at_least_fp32(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor]:
     """Cross-entropy [tokens] of one rank that has the whole vocabulary; targets are [tokens, 1]."""
-    return F.log_softmax(logits, -1, dtype=_at_least_fp32(logits)).gather(-1, targets).squeeze(-1).neg_()
+    return (F.log_softmax(logits, -1, dtype=_at_least_fp32(logits)).gather(-1, targets).squeeze(-1).neg_(),)
 
 
 def _sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,6 +327,15 @@ def _sums(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     log_sum = log_probabilities.gather(-1, where).neg_()
     columns = (largest.to(log_sum.dtype), log_sum, logits.gather(-1, targets).to(log_sum.dtype))
     return tuple(column.squeeze(-1) for column in columns)
+
+
+def _log_sum_over_ranks(own: Tensor, ranks: TensorParallelRanks) -> Tensor:
+    """Logarithm [tokens] of the sum of exponentials over all ranks, from that of each."""
+    of_all = own.clone()
+    dist.all_reduce(of_all, dist.ReduceOp.MAX, group=ranks.group)
+    total = (own - of_all).exp_()
+    dist.all_reduce(total, group=ranks.group)
+    return total.log_().add_(of_all)
 
 
 def _over_ranks(

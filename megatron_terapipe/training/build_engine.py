@@ -34,8 +34,9 @@ from deepspeed_ext.runtime.topology import own_group
 from megatron_terapipe.checkpoint.index import saved_run
 from megatron_terapipe.checkpoint.load import load_checkpoint
 from megatron_terapipe.config import Config
+from megatron_terapipe.config.pipeline_layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import ConfigError, NumbersError
-from megatron_terapipe.model.gpt import LAYERS_BEFORE_BLOCKS, gpt_layers, gpt_loss, pipeline_partition
+from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
@@ -44,7 +45,12 @@ from megatron_terapipe.training.guards.states import refuse_bad_states
 from megatron_terapipe.training.lost_ranks import LostRank, is_of_communication, keep_traceback, remedy
 from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.run import Run, reading_ranks
-from megatron_terapipe.training.token_slice_batch import documents_reader, loss_tokens, split_batch
+from megatron_terapipe.training.token_slice_batch import (
+    documents_reader,
+    loss_tokens,
+    split_batch,
+    split_batch_with_labels,
+)
 
 LAUNCHER_NOTICES_S = 5
 """Seconds in which a launcher surely sees that a rank has ended; DeepSpeed's looks every second."""
@@ -222,22 +228,24 @@ def _new_engine(run: Run, watch: StallWatch | None) -> TokenSlicePipelineEngine:
 
     # Weights are drawn where they will live. DeepSpeed prints its topology and every layer.
     device = torch.device(get_accelerator().current_device_name())
+    vocabulary_stages, parts = config.parallel.vocabulary_stages, config.parallel.vocabulary_parts
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         with device:
             module = TokenSlicePipelineModule(
-                gpt_layers(config.model, ranks, recompute_cheap=recompute == "selective"),
+                gpt_layers(config.model, ranks, recompute_cheap=recompute == "selective", vocabulary_parts=parts),
                 layout=layout,
                 token_slices=config.token_slices(),
                 loss_fn=gpt_loss,
-                output_fn=Logits.compute,
+                output_fn=None if vocabulary_stages else Logits.compute,
                 partition=_partition(run),
-                num_model_chunks=config.parallel.num_model_chunks,
+                num_model_chunks=config.parallel.pipeline().num_model_chunks,
                 placement=config.parallel.pipeline().placement,
-                split_batch=split_batch,
+                split_batch=split_batch_with_labels if vocabulary_stages else split_batch,
                 loss_tokens=loss_tokens if config.training.calculate_per_token_loss else None,
                 documents=documents_reader(config.data),
                 cut_by_documents=cuts and (lambda documents: cuts.cut(documents.starts)),
-                activation_spec=hidden_state,
+                # Stages of the vocabulary pass more than hidden states on.
+                activation_spec=None if vocabulary_stages else hidden_state,
                 **_recomputation(config),
                 # Masks of dropout are a function of the place (docs/adr/0012): no layer draws from a generator.
                 preserve_rng_state=False,
@@ -292,7 +300,7 @@ def _partition(run: Run) -> StagePartition | str:
     if parallel.stage_partition == "parameters":
         return "parameters"
     blocks = parallel.stage_bounds() or parallel.uniform_stages(num_layers)
-    return pipeline_partition(blocks)
+    return pipeline_partition(blocks, parallel.vocabulary_parts)
 
 
 def _timeout(run: Run) -> timedelta:

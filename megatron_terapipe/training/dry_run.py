@@ -62,4 +62,5 @@ def _stages(run: Run) -> str:
     else:
         bounds = parallel.stage_bounds() or parallel.uniform_stages(num_layers)
         dealt = f"transformer layers {bounds}"
-    return f"{parallel.num_stages}{several}: {dealt}"
+    vocabulary = f", and {parallel.vocabulary_parts} with a part of the vocabulary each" * parallel.vocabulary_stages
+    return f"{parallel.num_stages}{several}: {dealt}{vocabulary}"

@@ -118,6 +118,7 @@ class Run:
             partitioned=self.config.optimizer.zero_stage > 0 or self.config.precision.bf16,
             tokenizer=asdict(self.tokenizer_settings),
             family=None if self.checkpoint is None else self.checkpoint[1].family,
+            vocabulary_parts=self.config.parallel.vocabulary_parts,
         )
 
 
@@ -253,9 +254,13 @@ def _train_iters(config: Config, sizes: BatchSizes) -> int:
 
 
 def reading_ranks(config: Config) -> set[int]:
-    """Return the pipeline ranks that read data: those of both ends, and all where attention keeps documents apart."""
+    """Return the pipeline ranks that read data: those of both ends, and all where attention keeps documents apart.
+
+    The stage behind the last transformer layers is the last one, or the first with a part of the vocabulary.
+    """
     pipeline = config.parallel.pipeline()
-    every = range(pipeline.num_stages) if config.data.separates_documents else (0, pipeline.last_stage)
+    ends = {0, config.parallel.num_stages, pipeline.last_stage} - {pipeline.num_stages}
+    every = range(pipeline.num_stages) if config.data.separates_documents else ends
     return {pipeline.rank_of(stage) for stage in every}
 
 

@@ -1,6 +1,7 @@
 """Cuts a micro-batch of the data loader into what each token slice reads."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -33,6 +34,17 @@ def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch
         )
         for count, (start, end) in zip(counts, token_slices.bounds(), strict=True)
     ]
+
+
+def split_batch_with_labels(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch]:
+    """Split a batch as `split_batch` does, with labels as an entry of the data, too: vocabulary stages read them.
+
+    Args:
+        batch: one micro-batch.
+        token_slices: lengths of the token slices.
+    """
+    parts = split_batch(batch, token_slices)
+    return [replace(part, inputs={"tokens": part.inputs, "labels": part.labels[0]}) for part in parts]
 
 
 def loss_tokens(batch: Batch) -> float:

@@ -106,6 +106,7 @@ def info_of(run: Run) -> CheckpointInfo:
         optimizer=config.optimizer.optimizer,
         partitioned=config.optimizer.zero_stage > 0 or config.precision.bf16,
         tokenizer={},
+        vocabulary_parts=config.parallel.vocabulary_parts,
     )
 
 

@@ -41,6 +41,14 @@ MODEL_CHUNKS = Way(
 MODEL_CHUNKS_ZERO_1 = Way("pp2, v2, ZeRO 1", 2, f"{_FOUR} --num-model-chunks 2 --stage-partition parameters")
 FOUR_ZERO_1 = Way("pp2, zero bubble, ZeRO 1", 2, f"{_FOUR} --pipeline-schedule zero-bubble --num-token-slices 4")
 FOUR_DATA = Way("dp2, four layers", 2, "--num-layers 4 --zero-stage 0")
+_UNTIED = "--untie-embeddings-and-output-weights"
+VOCABULARY_STAGES = Way(
+    "pp2, vocabulary stages", 2, f"{_UNTIED} --pipeline-model-parallel-size 2 --vocabulary-stages --num-token-slices 2"
+)
+UNTIED_TENSOR = Way("tp2, untied", 2, f"{_UNTIED} --tensor-model-parallel-size 2")
+EVERYTHING_IN_PARTS = Way(
+    "tp2, pp2, vocabulary stages", 4, f"{EVERYTHING.flags} {_UNTIED} --vocabulary-stages --pipeline-schedule gpipe"
+)
 
 PAIRS = [
     (ONE, PIPELINE),
@@ -73,6 +81,8 @@ PAIRS = [
     (MODEL_CHUNKS_ZERO_1, MODEL_CHUNKS),
     (FOUR_DATA, MODEL_CHUNKS),
     (DECOUPLED_PIPELINE, DECOUPLED_DATA),
+    (VOCABULARY_STAGES, UNTIED_TENSOR),
+    (UNTIED_TENSOR, EVERYTHING_IN_PARTS),
 ]
 SAME = [
     MODEL_CHUNKS,
@@ -117,7 +127,14 @@ def axes_of(pair: Pair) -> Axes:
 
 def _cut(way: Way) -> tuple[str, ...]:
     """Axes of parallelism of a way."""
-    axes = {"tp": "--tensor-model", "pp": "--pipeline-model-parallel", "v": "chunk", "dp": "dp", "sp": "context"}
+    axes = {
+        "tp": "--tensor-model",
+        "pp": "--pipeline-model-parallel",
+        "v": "chunk",
+        "dp": "dp",
+        "sp": "context",
+        "vs": "vocabulary",
+    }
     return tuple(name for name, sign in axes.items() if sign in f"{way.name} {way.flags}")
 
 

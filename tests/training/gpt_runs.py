@@ -11,16 +11,17 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config.pipeline_layers import output_layer
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.planning.pipeline_plan import with_found_token_slices
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.run import Run
 from tests.training.prepared import prepared_run
 
-SEQ, VOCAB = 32, 257
+SEQ, VOCAB, NUM_LAYERS = 32, 257, 4
 # Weights large enough that attention is not uniform; larger ones, and fp32 itself rounds a gradient's 6th digit away.
 FLAGS = (
-    f"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ} --vocab-size {VOCAB}"
+    f"--num-layers {NUM_LAYERS} --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ} --vocab-size {VOCAB}"
     " --init-method-std 0.05 --zero-stage 0 --micro-batch-size 2 --train-iters 10 --lr 1e-2 --clip-grad 0"
     " --data-path unread"
 )
@@ -61,7 +62,7 @@ LONG_STEP = 2.0**20
 
 
 Key = tuple[str, int, int | None]
-"""Name of a parameter in `WholeModel`; this rank among those that share it; the dimension they share, if any."""
+"""Name of a parameter in `WholeModel`; number of this rank's part of it; the dimension that is cut, if any."""
 
 Step = tuple[float, float, dict[Key, np.ndarray]]
 """Loss, norm of the gradient over the whole model, and gradients."""
@@ -182,6 +183,9 @@ def _weights(engine: Any) -> dict[Key, np.ndarray]:
 
 
 def _key(engine: Any, name: str, parameter: torch.nn.Parameter) -> Key:
-    name = "layers." + name.replace("tied_modules.embedding", "0")
+    number, _, rest = name.replace("tied_modules.embedding", "0").partition(".")
     cut = getattr(parameter, "partition_dim", None)
-    return name, engine.grid.get_slice_parallel_rank(), cut
+    rank, size = engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size()
+    # Stages may have a part each of the output layer.
+    layer = min(int(number), output_layer(NUM_LAYERS))
+    return f"layers.{layer}.{rest}", (int(number) - layer) * size + rank, cut

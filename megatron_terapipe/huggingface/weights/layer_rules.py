@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.pipeline_layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.huggingface.families.tensor_names import TensorNames
 from megatron_terapipe.huggingface.weights.rules import (
     Heads,
@@ -21,7 +22,6 @@ from megatron_terapipe.huggingface.weights.rules import (
     turned,
     vocabulary,
 )
-from megatron_terapipe.model.gpt import LAYERS_BEFORE_BLOCKS
 
 Named = Callable[[str, str], WeightRule]
 """A function from the name of a parameter here, and `weight` or `bias`, to its rule."""

@@ -234,6 +234,7 @@ class CostModel:
                 self.workload.partition(strategy.stage_partition, num_stages),
                 strategy.pipeline_parallel_size,
                 strategy.tensor_parallel_size,
+                vocabulary_stages=strategy.vocabulary_stages,
             ),
             shares=np.array([*accumulate(lengths, initial=0)], dtype=float) / self.workload.seq_length,
         )
@@ -388,10 +389,10 @@ class CostModel:
 def pipeline_shape(strategy: Strategy) -> PipelineShape:
     """Extent of a strategy's pipeline."""
     return PipelineShape(
-        strategy.pipeline_parallel_size * strategy.num_model_chunks,
+        strategy.pipeline_parallel_size * strategy.stages_of_a_rank,
         strategy.num_micro_batches,
         strategy.num_token_slices,
-        strategy.num_model_chunks,
+        strategy.stages_of_a_rank,
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.partition import StagePartition
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.inputs.workload import Workload
 
@@ -65,17 +66,31 @@ class LayerCounter:
                 self._shared.setdefault(layer.shared_weight, []).append(index)
         self._parameters: dict[int, Floats] = {}
 
-    def count(self, partition: StagePartition, num_ranks: int, tensor_parallel_size: int) -> LayerCounts:
+    def count(
+        self,
+        partition: StagePartition,
+        num_ranks: int,
+        tensor_parallel_size: int,
+        *,
+        vocabulary_stages: bool = False,
+    ) -> LayerCounts:
         """Return the counts of a stage partition.
 
         Args:
             partition: the layers of each stage.
             num_ranks: pipeline ranks.
             tensor_parallel_size: ranks that share a layer.
+            vocabulary_stages: whether each rank has one more stage, with its part of the head.
+
+        Raises:
+            ConfigError: if the head cannot be cut so.
         """
         bounds = np.array(partition.bounds) + self._workload.first_dealt
         bounds[0], bounds[-1] = 0, len(self._workload.layers)
         per_stage = np.diff(self._before[bounds], axis=0)
+        if vocabulary_stages:
+            per_stage = self._with_vocabulary_stages(per_stage, num_ranks)
+            bounds = np.append(bounds[:-1], [bounds[-1] - 1] * num_ranks + [bounds[-1]])
         if tensor_parallel_size not in self._parameters:
             each = [layer.parameters_per_rank(tensor_parallel_size) for layer in self.kinds]
             self._parameters[tensor_parallel_size] = np.array(each)
@@ -93,3 +108,18 @@ class LayerCounter:
                 for rank, weight in weights.items():
                     shared[rank] += weight
         return LayerCounts(per_stage, per_rank, shared, bounds[1:-1] - 1)
+
+    def _with_vocabulary_stages(self, per_stage: Floats, num_ranks: int) -> Floats:
+        """[stages + ranks, K] layers of each kind, the head in equal parts on the last stage of each rank."""
+        layers = self._workload.layers
+        if layers[-1].kind != "head" or layers[-1].shared_weight is not None:
+            raise ConfigError(
+                "strategy: vocabulary_stages cuts the head of a model, and the last layer of this one is no head with "
+                "a weight of its own: leave vocabulary_stages false"
+            )
+        head = self.kind_of_layer[-1]
+        parts = np.zeros((num_ranks, per_stage.shape[1]))
+        parts[:, head] = 1 / num_ranks
+        per_stage = per_stage.copy()
+        per_stage[-1, head] -= 1
+        return np.concatenate([per_stage, parts])

@@ -86,7 +86,7 @@ class MemoryModel:
         """
         ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
         partition = self.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
-        counts = self.counter.count(partition, ranks, tensor)
+        counts = self.counter.count(partition, ranks, tensor, vocabulary_stages=strategy.vocabulary_stages)
         longest = max(strategy.cut(self.workload.seq_length).lengths) / self.workload.seq_length
         own = tensor if strategy.sequence_parallel else 1
         states = self.states(
@@ -181,7 +181,7 @@ class MemoryModel:
         of_stage = self._stage_bytes(strategy, counts)
         lengths = strategy.cut(self.workload.seq_length).lengths
         ranks, token_slices = strategy.pipeline_parallel_size, strategy.num_token_slices
-        model_chunks, schedule = strategy.num_model_chunks, strategy.schedule
+        model_chunks, schedule = strategy.stages_of_a_rank, strategy.schedule
         if schedule == OPTIMISED:
             # It keeps within what 1F1B needs, unless told another limit (docs/schedules.md).
             schedule, limit = ("1f1b" if model_chunks == 1 else "interleaved"), limit or 1.0

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.layer_counts import LayerCounter
 from megatron_terapipe.search.inputs.workload import Workload
 from tests.search.cost.machines import GPT
@@ -53,3 +54,22 @@ def test_layers_are_counted_by_kind() -> None:
         assert counts.per_stage[stage].tolist() == expected
         if stage < 7:
             assert counts.last_layers[stage] == layers[-1]
+
+
+def test_vocabulary_stages_have_equal_parts_of_the_head() -> None:
+    untied = tuple(replace(layer, shared_weight=None, shared_parameters=0) for layer in GPT.layers)
+    workload = replace(GPT, layers=untied)
+    counter, partition = LayerCounter(workload), workload.partition("uniform", 2)
+    whole, cut = (counter.count(partition, 2, 1, vocabulary_stages=stages) for stages in (False, True))
+    head = [layer.kind for layer in counter.kinds].index("head")
+    assert cut.per_stage[:, head].tolist() == [0, 0, 0.5, 0.5]
+    assert cut.per_stage.sum(axis=0).tolist() == whole.per_stage.sum(axis=0).tolist()
+    half = untied[-1].parameters / 2
+    assert (cut.parameters - whole.parameters).tolist() == [half, -half]
+    # Behind the last transformer layer every stage receives what the final norm gives.
+    assert cut.last_layers.tolist()[1:] == [len(untied) - 2] * 2
+
+
+def test_a_tied_head_cannot_be_cut() -> None:
+    with pytest.raises(ConfigError, match="leave vocabulary_stages false"):
+        LayerCounter(GPT).count(GPT.partition("uniform", 2), 2, 1, vocabulary_stages=True)
