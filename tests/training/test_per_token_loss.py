@@ -73,8 +73,8 @@ WINDOWS = "--sliding-window 9 --window-attn-skip-freq 2"
 
 @pytest.mark.parametrize(
     "flags",
-    ["", "--pipeline-model-parallel-size 2", f"--pipeline-model-parallel-size 2 {WINDOWS}"],
-    ids=["two_replicas", "two_stages", "windows"],
+    ["", "--pipeline-model-parallel-size 2", f"--context-parallel-size 2 {WINDOWS}"],
+    ids=["two_replicas", "two_stages", "two_sequence_parallel_ranks_with_windows"],
 )
 def test_an_evaluation_is_the_mean_over_all_its_tokens(flags: str) -> None:
     setups = [
