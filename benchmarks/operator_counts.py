@@ -22,7 +22,8 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention_kernels import CudaFlash
 from deepspeed_ext.runtime.gradients import accumulated_gradients
 from deepspeed_ext.runtime.gradients.accumulated_gradients import AccumulatedGradient
-from deepspeed_ext.runtime.sequence import sequence_state
+from deepspeed_ext.runtime.sequence import head_exchange, sequence_state
+from deepspeed_ext.runtime.sequence.sequence_ranks import SequenceParallelRanks
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.model.activation import Activation
@@ -109,6 +110,7 @@ def operators() -> dict[str, Both]:
         "rotary": _per(of_queries + of_keys, rotary),
         "head_norm": _per(of_queries + of_keys, head_norm),
         "heads": _per(2 * (of_queries + of_keys), (forward, backward - _of_prefix(plain))),
+        "exchange": _per(2 * (of_queries + of_keys), _exchanges(model)),
         "loss": _loss(model, ranks),
         "embedding": _per(states, _embedding(model, ranks)),
     }
@@ -214,6 +216,27 @@ def _attention(model: ModelConfig) -> tuple[Both, Both]:
                 parameter.grad = None
             backwards.insert(0, _backward(output))
     return (forwards[1], backwards[1]), (forwards[2], backwards[2])
+
+
+def _exchanges(model: ModelConfig) -> Both:
+    """The mean of the two head exchanges of one of two sequence-parallel ranks, without the messages themselves."""
+    ranks, heads, of_keys = (
+        SequenceParallelRanks(size=2),
+        model.num_attention_heads,
+        model.blocks[0].num_key_value_heads,
+    )
+    parts = [_numbers(ROWS, TOKENS, count, model.kv_channels) for count in (heads, of_keys, of_keys)]
+    with patch.object(head_exchange.dist, "all_to_all_single"), counting(compiled=True) as forward:
+        there = head_exchange.to_all_tokens(*parts, ranks)
+        back = head_exchange.to_all_heads(_numbers(ROWS, 2 * TOKENS, heads // 2, model.kv_channels), ranks)
+    outputs = (*there, back)
+    with patch.object(head_exchange.dist, "all_to_all_single"), counting(compiled=True) as backward:
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+    first, second = (
+        Counted(each.kernels / 2, each.numbers, each.other_bytes)
+        for each in (Counted.of(forward), Counted.of(backward))
+    )
+    return first, second
 
 
 def _loss(model: ModelConfig, ranks: TensorParallelRanks) -> Both:

@@ -20,6 +20,8 @@ class Tried(Enum):
     DIVISORS_OF_DEVICES = auto()
     DIVISORS_OF_BATCH = auto()
     COUNTS_OF_TOKEN_SLICES = auto()
+    SHARES_OF_HEADS = auto()
+    """Divisors of the devices that divide the attention heads, where sequences are long; else 1."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class Dimension:
         trained: values that the trainer supports; empty = all.
         priced: values that the search can price, and flags may ask for; empty = all.
         tried: values that the search tries where no flag says otherwise; None = not searched.
+        tried_if_long: values that it tries beside those where sequences are long.
         ranks: whether it multiplies the number of ranks.
         axis: axis of `StrategyGrid` that it is on; empty = all strategies of a grid have the same value.
         flag_help: place and help of the search's flag that constrains it; None = no flag.
@@ -157,6 +160,7 @@ class Dimension:
     trained: tuple[Any, ...] = ()
     priced: tuple[Any, ...] = ()
     tried: tuple[Any, ...] | Tried | None = None
+    tried_if_long: tuple[Any, ...] = ()
     ranks: bool = False
     axis: str = ""
     flag_help: Placed | None = None

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any, get_type_hints
 
 from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config import (
@@ -59,6 +60,16 @@ class Strategy(StrategyFields):
     def world_size(self) -> int:
         """Number of ranks."""
         return prod(getattr(self, each.name) for each in DIMENSIONS if each.ranks)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """How its ranks are laid out, whatever they are told of token slices."""
+        return ParallelLayout(
+            data_parallel_size=self.data_parallel_size,
+            sequence_parallel_size=self.sequence_parallel_size,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+        )
 
     @property
     def num_micro_batches(self) -> int:

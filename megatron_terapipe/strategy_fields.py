@@ -9,10 +9,8 @@ from megatron_terapipe.dimensions import Tried, dimension, switch, whole, whole_
 SOLVED = "solved"
 """The stage partition that balances the predicted time of stages; in a strategy it is a list of bounds."""
 
-RECOMPUTE = ("none", "selective", "full", "stage")
-WHOLE_LAYERS = RECOMPUTE[:3]
-"""Modes that decide layer by layer; `stage` computes all layers of a stage again at once."""
-
+WHOLE_LAYERS = ("none", "selective", "full")
+RECOMPUTE = (*WHOLE_LAYERS, "stage")
 ZERO_STAGES = (0, 1)
 
 MODEL_CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
@@ -44,9 +42,7 @@ class StrategyFields:
         1,
         kind=whole(),
         setting="ds_sequence_parallel_size",
-        trained=(1,),
-        priced=(1,),
-        tried=(1,),
+        tried=Tried.SHARES_OF_HEADS,
         ranks=True,
         flag_help=(2, "sequence-parallel sizes"),
         label=(2, "sequence-parallel size"),
@@ -179,10 +175,11 @@ class StrategyFields:
         kind=word(),
         setting="recompute_granularity",
         trained=RECOMPUTE,
-        priced=WHOLE_LAYERS,
+        priced=RECOMPUTE,
         tried=WHOLE_LAYERS,
+        tried_if_long=("stage",),
         axis="recompute",
-        flag_help=(10, f"recomputation among {', '.join(WHOLE_LAYERS)}"),
+        flag_help=(10, f"recomputation among {', '.join(RECOMPUTE)}"),
         label=(11, "recomputation"),
         column=(9, "recompute"),
         dropped=6,
@@ -190,7 +187,7 @@ class StrategyFields:
         tie=8,
         tie_key=lambda mode: RECOMPUTE.index(mode) if mode in RECOMPUTE else len(RECOMPUTE),
     )
-    """Activations recomputed in the backward: none, selective or full."""
+    """Activations recomputed in the backward: none, selective, full, or those of a whole stage at once."""
 
     offload: bool = dimension(
         False,

@@ -16,6 +16,7 @@ from megatron_terapipe.arguments.idle_flags import IDLE_FLAGS
 from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
 from megatron_terapipe.arguments.parser import spellings
 from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
+from megatron_terapipe.strategy import DIMENSIONS
 from tests.architecture.sources import BESIDE, CODE, ROOT, documents, python_files, tree_of, where
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
@@ -36,6 +37,7 @@ def known_flags() -> set[str]:
     """Every flag of a command of ours, of benchmarks among them."""
     known = {spelling for each in flags() for names, _ in spellings(each) for spelling in names}
     known |= {*ACCEPTED_FLAGS, *NEUTRAL_FLAGS, *IDLE_FLAGS}
+    known |= {each.flag for each in DIMENSIONS if each.flag_help is not None}
     for path in python_files(*CODE, *BESIDE):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":

@@ -1,4 +1,4 @@
-"""Bytes that a layer keeps of a token from its forward to its backward, on one tensor-parallel rank.
+"""Bytes that a layer keeps of a token from its forward to its backward, on one rank of those that share the layer.
 
 Korthikanti et al. (arXiv 2205.05198), s tokens, b sequences, h wide, a heads, t tensor-parallel ranks, 2-byte numbers:
 
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.attention_tiles import SCORES_AT_ONCE, longest_in_window
 from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
-from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.inputs.layer import Attention, Layer
+from megatron_terapipe.search.op_times.layer_times import key_heads
 from megatron_terapipe.search.software.description import Software
 
 ScalarOrArray = NDArray[np.float64] | float
@@ -44,6 +45,7 @@ class TokenMemory(NamedTuple):
             in two parts: the inputs of products, and the gradients of their outputs (docs/adr/0017). Below zero where
             that is more.
         scores: what the backward holds more of attention that is written out, `SCORE_LIMIT` at most.
+        recomputed: what the backward computes again of all layers of the stage at once, and holds while it runs.
         window_gradients: of a sequence, not of a token: sums of the gradients of keys and values in the reach of a
             sliding window, where a sequence has several token slices. Its keys and values are among `activations`: each
             token slice's are freed by its own backward (docs/adr/0035).
@@ -57,6 +59,20 @@ class TokenMemory(NamedTuple):
     freed_by_input_gradient: ScalarOrArray
     scores: ScalarOrArray = 0.0
     window_gradients: ScalarOrArray = 0.0
+    recomputed: ScalarOrArray = 0.0
+
+    def at_once(self, still_kept: ScalarOrArray = 0.0) -> "TokenMemory":
+        """Return the bytes of a layer whose stage is computed again; here nothing was.
+
+        Args:
+            still_kept: of `activations`, what is kept all the same; an array as they are [...].
+        """
+        waiting = self.activations - self.freed_by_input_gradient
+        return self._replace(
+            activations=still_kept,
+            recomputed=self.activations - still_kept,
+            freed_by_input_gradient=still_kept - waiting,
+        )
 
 
 SCORE_BYTES = 16
@@ -75,17 +91,21 @@ def token_memory(
     tensor_parallel_size: ScalarOrArray,
     recompute: str,
     sequence_parallel: bool,
+    sequence_parallel_size: ScalarOrArray = 1.0,
     activation_is_read_off_output: bool = False,
 ) -> TokenMemory:
     """Bytes that a layer keeps of a token, an array as `tensor_parallel_size` [...] is.
+
+    Sequence-parallel ranks share tokens, or heads of all tokens, which is as much; here is what they do not share.
 
     Args:
         layer: the layer.
         software: the trainer.
         element_bytes: bytes of an activation.
         tensor_parallel_size: ranks that share the layer.
-        recompute: `none`, `selective` or `full`.
+        recompute: `none`, `selective`, `full` or `stage`.
         sequence_parallel: whether tensor-parallel ranks share tokens where each would hold them all.
+        sequence_parallel_size: ranks that share the tokens of a token slice.
         activation_is_read_off_output: whether the gradient of the activation function needs its output only (ReLU).
     """
     size = np.asarray(tensor_parallel_size, dtype=float)
@@ -95,10 +115,12 @@ def token_memory(
     nothing = np.zeros_like(size)
     if layer.kind == "embedding":
         masks = layer.hidden_size * whole if software.residual_dropout else nothing
-        return TokenMemory(masks, nothing, nothing, nothing, nothing, nothing)
-    kept = _Kept(layer, software, element_bytes, size, whole, activation_is_read_off_output)
+        memory = TokenMemory(masks, nothing, nothing, nothing, nothing, nothing)
+        return memory.at_once() if recompute == "stage" else memory
+    kept = _Kept(layer, software, element_bytes, size, whole, sequence_parallel_size, activation_is_read_off_output)
     if layer.kind == "norm":
-        return TokenMemory(kept.norm(1), nothing, nothing, nothing, nothing, kept.norm(1))
+        memory = TokenMemory(kept.norm(1), nothing, nothing, nothing, nothing, kept.norm(1))
+        return memory.at_once() if recompute == "stage" else memory
     if layer.kind == "head":
         logits = sum(product.outputs for product in layer.products) / size
         inputs = element_bytes * layer.hidden_size * whole
@@ -109,7 +131,10 @@ def token_memory(
         elif software.loss_in_place:
             kept_bytes, working_bytes = element_bytes, 0
         freed = inputs if limited else -element_bytes * logits
-        return TokenMemory(inputs, nothing, nothing, kept_bytes * logits, working_bytes * logits, freed)
+        memory = TokenMemory(inputs, nothing, nothing, kept_bytes * logits, working_bytes * logits, freed)
+        return memory.at_once() if recompute == "stage" else memory
+    if recompute == "stage":
+        return kept.block("none").at_once(kept.keys_of_window())
     return kept.block(recompute)
 
 
@@ -150,11 +175,24 @@ class _Kept:
         element_bytes: int,
         size: ScalarOrArray,
         whole: ScalarOrArray,
+        sharing: ScalarOrArray,
         reads_output: bool,
     ) -> None:
         self.layer, self.software, self.element_bytes = layer, software, element_bytes
-        self.size, self.whole = size, whole
+        self.size, self.whole, self.sharing = size, whole, sharing
         self.reads_output = reads_output
+
+    def keys_and_values(self, attention: Attention) -> ScalarOrArray:
+        """Keys and values."""
+        heads = key_heads(attention, self.size * self.sharing)
+        return 2 * self.element_bytes * heads * attention.head_size / self.size
+
+    def keys_of_window(self) -> ScalarOrArray:
+        """Keys and values that each token slice keeps of itself, in a layer with a sliding window."""
+        attention = self.layer.attention
+        if attention is None or attention.sliding_window is None or not self.software.attention.keeps_keys:
+            return 0.0 * self.size
+        return self.keys_and_values(attention)
 
     def norm(self, count: int) -> ScalarOrArray:
         """Inputs of norms."""
@@ -166,11 +204,13 @@ class _Kept:
         hidden = element * layer.hidden_size * whole
         attention = layer.attention
         mlp_width = element * layer.activation_width / size
-        query = key_value = scores = log_sums = normed_heads = tile_scores = 0.0 * size
+        query = exchanged = key_value = scores = log_sums = normed_heads = tile_scores = 0.0 * size
         window = None
         if attention is not None:
             query = element * attention.query_heads * attention.head_size / size
-            key_value = 2 * element * attention.key_value_heads * attention.head_size / size
+            # A head exchange leaves the output of attention in parts of tokens, beside that in parts of heads.
+            exchanged = query * np.greater(self.sharing, 1)
+            key_value = self.keys_and_values(attention)
             log_sums = LOG_SUM_EXP_BYTES * attention.query_heads / size
             normed_heads = element * attention.normed_channels / size
             positions = attention.most_positions(layer.tokens)
@@ -196,6 +236,7 @@ class _Kept:
             + inputs
             + normed_heads
             + 2 * query
+            + exchanged
             + core
             + widths
             + activated

@@ -94,6 +94,29 @@ def all_reduce_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: 
     return np.where(np.greater(topology.size, 1), 2 * round_s + efficiency.collective_s, 0.0)
 
 
+def all_to_all_s(num_bytes: ScalarOrArray, topology: GroupTopology, efficiency: HardwareEfficiency) -> ScalarOrArray:
+    """Seconds until each rank has a part of the numbers of every other; arguments broadcast.
+
+    Of the n parts of its bytes a rank keeps one, sends those for its own node over the link inside, and the others over
+    the network cards, which carry those of all its ranks. All messages are posted at once, so their latencies do not
+    add up.
+
+    Args:
+        num_bytes: bytes of one rank, its own part among them.
+        topology: ranks of the group, and their links.
+        efficiency: constants of the hardware.
+    """
+    size = np.maximum(topology.size, 1)
+    in_a_node = size / topology.num_nodes
+    part = num_bytes / size
+    inside = (in_a_node - 1) * part / (topology.inside_bandwidth * efficiency.inside_efficiency)
+    leaving = in_a_node * (size - in_a_node) * part
+    network = leaving / (topology.network_bandwidth * efficiency.network_efficiency)
+    inside_s = np.where(in_a_node > 1, inside + topology.inside_latency_s, 0.0)
+    network_s = np.where(np.greater(topology.num_nodes, 1), network + topology.network_latency_s, 0.0)
+    return np.where(np.greater(size, 1), np.maximum(inside_s, network_s) + efficiency.collective_s, 0.0)
+
+
 def transfer_bandwidth(
     bandwidth: ScalarOrArray, crosses_nodes: ScalarOrArray | Flags, efficiency: HardwareEfficiency
 ) -> ScalarOrArray:

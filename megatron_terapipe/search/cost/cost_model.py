@@ -13,7 +13,7 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from megatron_terapipe.search.cost.cluster_table import ClusterTable
 from megatron_terapipe.search.cost.collectives import Messages, sending_s, transfer_bandwidth
 from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
-from megatron_terapipe.search.cost.rank_groups import GroupTopology, RankGroups
+from megatron_terapipe.search.cost.rank_groups import LayerLinks, RankGroups
 from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator, closed_form_of
 from megatron_terapipe.search.cost.stage_ops import (
     BACKWARD,
@@ -68,6 +68,12 @@ class PlacedStrategy:
     counts: LayerCounts
     shares: Floats
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What the times of layers depend on, beside token slices, devices and links."""
+        one = self.strategy
+        return one.micro_batch_size, one.sequence_parallel_size, one.recompute, one.sequence_parallel
+
     def sizes(self, start: Floats, end: Floats) -> OpSizes:
         """Return what the ops of token slices depend on.
 
@@ -77,6 +83,7 @@ class PlacedStrategy:
         """
         return OpSizes(
             tensor_parallel_size=float(self.strategy.tensor_parallel_size),
+            sequence_parallel_size=float(self.strategy.sequence_parallel_size),
             micro_batch_size=float(self.strategy.micro_batch_size),
             start=start,
             end=end,
@@ -124,7 +131,7 @@ class CostModel:
             self.op_times,
             self.efficiency,
             self.element_bytes,
-            software.communication.tensor_parallel_overlap,
+            software.communication,
         )
         """Prices the kinds of layers."""
         self._known_ops: dict[tuple[object, ...], Floats] = {}
@@ -241,12 +248,7 @@ class CostModel:
 
     def groups(self, strategy: Strategy) -> RankGroups:
         """Links of the groups of a strategy."""
-        layout = ParallelLayout(
-            data_parallel_size=strategy.data_parallel_size,
-            tensor_parallel_size=strategy.tensor_parallel_size,
-            pipeline_parallel_size=strategy.pipeline_parallel_size,
-        )
-        return self.groups_of(layout, strategy.placement)
+        return self.groups_of(strategy.layout, strategy.placement)
 
     def groups_of(self, layout: ParallelLayout, placement: tuple[int, ...] | None = None) -> RankGroups:
         """Links of the groups of a layout; those of ranks in the order of the hostfile are kept.
@@ -262,11 +264,10 @@ class CostModel:
         return self._known_groups[layout]
 
     def stage_ops(self, placed: PlacedStrategy) -> Floats:
-        """Return the seconds of the ops of one micro-batch, without messages: [5 parts of `StageOps`, stages, S]."""
-        strategy, shares = placed.strategy, placed.shares
+        """Return the seconds of the ops of one micro-batch, without messages: [6 parts of `StageOps`, stages, S]."""
+        shares = placed.shares
         sizes = placed.sizes(shares[:-1], shares[1:])
-        key = strategy.micro_batch_size, strategy.recompute, strategy.sequence_parallel, shares.tobytes()
-        return self.priced_stages(placed, sizes, key=key)
+        return self.priced_stages(placed, sizes, key=(*placed.key, shares.tobytes()))
 
     def priced_stages(
         self,
@@ -277,7 +278,7 @@ class CostModel:
         whole: int | None = None,
         key: tuple[object, ...] | None = None,
     ) -> Floats:
-        """Return the seconds of the ops of stages for T token slices: [5 parts of `StageOps`, stages, T].
+        """Return the seconds of the ops of stages for T token slices: [6 parts of `StageOps`, stages, T].
 
         Args:
             placed: the strategy.
@@ -292,20 +293,18 @@ class CostModel:
         out = np.empty((len(StageOps._fields), len(counts), len(np.atleast_1d(sizes.start))))
         for kind in placed.groups.kinds:
             rows = np.flatnonzero(np.isin(ranks, kind.ranks))
-            per_device = [
-                stage_ops(counts[rows], self._ops(device, kind.topology, sizes, key)) for device in kind.devices
-            ]
+            per_device = [stage_ops(counts[rows], self._ops(device, kind.links, sizes, key)) for device in kind.devices]
             forward_backward = [ops[FORWARD] + ops[BACKWARD] for ops in per_device]
             whole_s = [each.sum(axis=-1) if whole is None else each[:, whole] for each in forward_backward]
             out[:, rows] = on_slowest_device(per_device, [each[:, None] for each in whole_s])
         return out
 
-    def _ops(self, device: Device, topology: GroupTopology, sizes: OpSizes, key: tuple[object, ...] | None) -> Floats:
+    def _ops(self, device: Device, links: LayerLinks, sizes: OpSizes, key: tuple[object, ...] | None) -> Floats:
         if key is None:
-            return self.prices.ops(device, topology, sizes)
-        known = self._known_ops.get((device, topology, *key))
+            return self.prices.ops(device, links, sizes)
+        known = self._known_ops.get((device, links, *key))
         if known is None:
-            known = self._known_ops[device, topology, *key] = self.prices.ops(device, topology, sizes)
+            known = self._known_ops[device, links, *key] = self.prices.ops(device, links, sizes)
         return known
 
     def messages(self, placed: PlacedStrategy) -> Messages:
@@ -313,7 +312,7 @@ class CostModel:
         strategy, links = placed.strategy, placed.groups.pipe
         last = [self.workload.layers[index] for index in placed.counts.last_layers]
         outputs = np.array([layer.output_elements for layer in last], dtype=float)[:, None] * np.diff(placed.shares)
-        outputs *= strategy.micro_batch_size
+        outputs *= strategy.micro_batch_size / strategy.sequence_parallel_size
         extra = np.array([layer.extra_output_elements for layer in last], dtype=float)[:, None]
         index = np.arange(len(last)) % strategy.pipeline_parallel_size
         if strategy.sequence_parallel:

@@ -36,6 +36,8 @@ class StageBytes(NamedTuple):
             windows, where sequences have several token slices.
         head_working: `working` of the head, which is separate because it has a limit.
         limits: of logits and of `head_working` on a rank, in bytes.
+        recomputed: held by a backward while it runs, of all layers of its stage.
+        is_recomputed: whether stages are computed again: logits are there in the backward alone.
     """
 
     activations: Numbers
@@ -48,6 +50,8 @@ class StageBytes(NamedTuple):
     window_gradients: Numbers | float = 0.0
     head_working: Numbers | float = 0.0
     limits: LogitLimits = LogitLimits(inf, inf)
+    recomputed: Numbers | float = 0.0
+    is_recomputed: bool = False
 
 
 class Held(NamedTuple):
@@ -137,7 +141,9 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) ->
     goes = np.where(is_forward, 0.0, np.where(is_last, activations - np.where(is_turn, 0.0, freed), freed))
     held_activations = _during(comes, goes)
     logits = own * of_stage.logits[order.stage]
-    held_logits = _during(np.where(is_forward, logits, 0.0), np.where(is_turn, logits, 0.0))
+    held_logits = np.where(is_turn, logits, 0.0)
+    if not of_stage.is_recomputed:
+        held_logits = _during(np.where(is_forward, logits, 0.0), held_logits)
     held_logits = np.minimum(held_logits, of_stage.limits.kept)
     first, last = order.token_slice == 0, order.token_slice == len(lengths) - 1
     sequence = tokens.sum() * of_stage.key_values[order.stage]
@@ -148,12 +154,13 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) ->
     # The backward of a token slice frees the gradients of its own keys and values; the first that runs has none yet.
     goes = np.where(is_turn & ~last, own * of_token, 0.0) + np.where(is_turn & first, sequence + in_reach, 0.0)
     held_key_values = _during(comes, goes)
-    of_head, of_scores = (
-        np.broadcast_to(each, of_stage.working.shape)[order.stage] for each in (of_stage.head_working, of_stage.scores)
+    of_head, of_scores, recomputed = (
+        np.broadcast_to(each, of_stage.working.shape)[order.stage]
+        for each in (of_stage.head_working, of_stage.scores, of_stage.recomputed)
     )
     of_blocks = own * of_stage.working[order.stage] + np.minimum(own * of_scores, SCORE_LIMIT)
     working = np.maximum(of_blocks, np.minimum(own * of_head, of_stage.limits.working))
-    working = np.where(is_turn, working, 0.0)
+    working = np.where(is_turn, working + own * recomputed, 0.0)
     at = np.argmax(held_activations + held_logits + held_key_values + working, axis=-1, keepdims=True)
     parts = held_activations, held_key_values, held_logits, working
     return Held(*(np.take_along_axis(part, at, axis=-1)[..., 0] for part in parts))

@@ -132,7 +132,7 @@ class MeasuredLayers:
                 f"profile of {device.name}: layer {layer.name!r} was not measured with tensor-parallel size "
                 f"{missing[0]:g}: choose among {', '.join(map(str, known.scale))}"
             )
-        times = self._device_times(measured, layer, sizes, query.micro_batch_size, query.start, query.end)
+        times = self._device_times(measured, layer, sizes, query.sequences, query.start, query.end)
         of_products = _at({size: scale.products for size, scale in known.scale.items()}, sizes)
         of_moving = _at({size: scale.moving for size, scale in known.scale.items()}, sizes)
         launch = _at(known.launch_s, sizes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.simulate.wiring import OpColumns
@@ -55,7 +56,7 @@ class MemoryModel:
     overheads: MemoryOverheads = field(default=None)  # type: ignore[assignment]
     counter: LayerCounter = field(init=False, repr=False)
     _orders: dict[tuple[str, PipelineShape], list[OpColumns]] = field(default_factory=dict, repr=False)
-    _tokens: dict[tuple[int, str, bool], Floats] = field(default_factory=dict, repr=False)
+    _tokens: dict[tuple[object, ...], Floats] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Fill in the defaults."""
@@ -88,12 +89,10 @@ class MemoryModel:
         partition = self.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
         counts = self.counter.count(partition, ranks, tensor, vocabulary_stages=strategy.vocabulary_stages)
         longest = max(strategy.cut(self.workload.seq_length).lengths) / self.workload.seq_length
-        own = tensor if strategy.sequence_parallel else 1
+        own = strategy.granularity
         states = self.states(
             counts.parameters,
-            data_parallel_size=strategy.data_parallel_size,
-            tensor_parallel_size=tensor,
-            pipeline_parallel_size=ranks,
+            layout=strategy.layout,
             zero_stage=strategy.zero_stage,
         )
         messages = self.message_bytes(ranks, strategy.micro_batch_size * longest / own)
@@ -101,34 +100,24 @@ class MemoryModel:
         columns = (np.broadcast_to(np.asarray(part, dtype=float), ranks).tolist() for part in all_ranks)
         return [Counted(*rank) for rank in zip(*columns, strict=True)]
 
-    def states(
-        self,
-        parameters: Floats,
-        *,
-        data_parallel_size: int,
-        tensor_parallel_size: int,
-        pipeline_parallel_size: int,
-        zero_stage: int,
-    ) -> Counted:
+    def states(self, parameters: Floats, *, layout: ParallelLayout, zero_stage: int) -> Counted:
         """Count what ranks hold whatever they compute: weights, gradients, optimizer state, buckets, communicators.
 
         Args:
             parameters: [...] parameters of each rank.
-            data_parallel_size: ranks that share the batch.
-            tensor_parallel_size: ranks that share each layer.
-            pipeline_parallel_size: pipeline ranks.
+            layout: how the ranks are laid out.
             zero_stage: 0 or 1.
         """
-        each = state_bytes(self.software, self.precision, zero_stage=zero_stage, data_parallel_size=data_parallel_size)
+        copies = layout.num_weight_copies
+        each = state_bytes(self.software, self.precision, zero_stage=zero_stage, data_parallel_size=copies)
+        groups = copies, layout.sequence_parallel_size, layout.tensor_parallel_size, layout.pipeline_parallel_size
         return Counted(
             weights=parameters * each.weights,
             gradients=parameters * each.gradients,
             optimizer=parameters * float(each.optimizer),
             step=parameters * float(each.step),
             buffers=bucket_bytes(self.software, self.precision, parameters, zero_stage),
-            communicators=float(
-                sum(size > 1 for size in (data_parallel_size, tensor_parallel_size, pipeline_parallel_size))
-            ),
+            communicators=float(sum(size > 1 for size in groups)),
         )
 
     def message_bytes(self, pipeline_parallel_size: int, sequences: ScalarOrArray) -> ScalarOrArray:
@@ -136,22 +125,23 @@ class MemoryModel:
 
         Args:
             pipeline_parallel_size: pipeline ranks.
-            sequences: [...] sequences of one message on one tensor-parallel rank, less than 1 for a token slice.
+            sequences: [...] sequences of one message on one of the ranks that share it, less than 1 for a token slice.
         """
         if pipeline_parallel_size == 1:
             return 0.0 * sequences
         elements = max(layer.output_elements for layer in self.workload.layers)
         return TRANSFERS * ELEMENT_BYTES[self.precision] * elements * sequences
 
-    def token_bytes(self, tensor_parallel_size: int, recompute: str, sequence_parallel: bool) -> Floats:
+    def token_bytes(self, layout: ParallelLayout, recompute: str, sequence_parallel: bool) -> Floats:
         """Return the bytes of one token of one sequence in each kind of layer: [fields of `TokenMemory`, K].
 
         Args:
-            tensor_parallel_size: ranks that share a layer.
-            recompute: `none`, `selective` or `full`.
+            layout: how the ranks are laid out.
+            recompute: `none`, `selective`, `full` or `stage`.
             sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
         """
-        key = tensor_parallel_size, recompute, sequence_parallel
+        sizes = layout.tensor_parallel_size, layout.sequence_parallel_size
+        key = *sizes, recompute, sequence_parallel
         if key not in self._tokens:
             config = self.workload.config
             rows = [
@@ -159,7 +149,8 @@ class MemoryModel:
                     layer,
                     self.software,
                     element_bytes=ELEMENT_BYTES[self.precision],
-                    tensor_parallel_size=tensor_parallel_size,
+                    tensor_parallel_size=sizes[0],
+                    sequence_parallel_size=sizes[1],
                     recompute=recompute,
                     sequence_parallel=sequence_parallel,
                     activation_is_read_off_output=config is not None and config.activation == "relu",
@@ -205,21 +196,34 @@ class MemoryModel:
             self._orders[key] = orders_of_ranks(schedule, shape)
         return self._orders[key]
 
+    def input_bytes(self, counts: LayerCounts) -> Floats:
+        """Return the bytes of one token in the input of each stage, before ranks share it: [stages].
+
+        Args:
+            counts: layers of each stage; the first one reads tokens.
+        """
+        before = [self.workload.layers[index].output_elements for index in counts.last_layers]
+        return ELEMENT_BYTES[self.precision] * np.array([0.0, *before]) / self.workload.seq_length
+
     def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:
         """Bytes of a token of a micro-batch on each stage."""
-        of_kind = self.token_bytes(strategy.tensor_parallel_size, strategy.recompute, strategy.sequence_parallel)
-        sequences = float(strategy.micro_batch_size)
+        of_kind = self.token_bytes(strategy.layout, strategy.recompute, strategy.sequence_parallel)
+        sequences = strategy.micro_batch_size / strategy.sequence_parallel_size
         stages = dict(zip(TokenMemory._fields, sequences * (of_kind @ counts.per_stage.T), strict=True))
         is_head = np.array([layer.kind == "head" for layer in self.counter.kinds], dtype=bool)
         # Of what layers hold while they run, only the most counts: they run one after the other.
         present, scores = (np.where(counts.per_stage > 0, of_kind[each], 0.0) for each in (WORKING, SCORES))
+        is_recomputed = strategy.recompute == "stage"
+        inputs = self.input_bytes(counts) * (strategy.micro_batch_size / strategy.granularity) * is_recomputed
         return StageBytes(
-            activations=stages["activations"],
+            activations=stages["activations"] + inputs,
             key_values=stages["key_values"],
             key_value_gradients=stages["key_value_gradients"],
             logits=stages["logits"],
             working=sequences * present[:, ~is_head].max(axis=1, initial=0.0),
-            freed=stages["freed_by_input_gradient"],
+            freed=stages["freed_by_input_gradient"] + inputs,
+            recomputed=stages["recomputed"],
+            is_recomputed=is_recomputed,
             scores=sequences * scores.max(axis=1, initial=0.0),
             window_gradients=stages["window_gradients"],
             head_working=sequences * present[:, is_head].max(axis=1, initial=0.0),

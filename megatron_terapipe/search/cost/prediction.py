@@ -9,8 +9,9 @@ class TimeBreakdown:
     """Seconds of one iteration on the busiest pipeline rank; they add up to the iteration.
 
     Attributes:
-        compute_s: its ops, without what tensor-parallel ranks tell each other.
+        compute_s: its ops, without what ranks that share its layers tell each other.
         tensor_parallel_s: collectives between tensor-parallel ranks, inside its ops.
+        head_exchange_s: head exchanges between sequence-parallel ranks, inside its ops.
         bubble_s: waiting for other pipeline ranks; transfers that no op hides are in `transfer_s`.
         transfer_s: messages between stages that no op hides.
         gradient_reduction_s: data-parallel reductions (ZeRO: reduce-scatter and all-gather) that no op hides.
@@ -21,6 +22,7 @@ class TimeBreakdown:
 
     compute_s: float
     tensor_parallel_s: float
+    head_exchange_s: float = 0.0
     bubble_s: float
     transfer_s: float
     gradient_reduction_s: float
@@ -36,7 +38,7 @@ class TimeBreakdown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Peak bytes of one pipeline rank (its largest tensor- and data-parallel peer) by what they are.
+    """Peak bytes of one pipeline rank (its largest tensor-, sequence- and data-parallel peer) by what they are.
 
     Attributes:
         weights: parameters as products read them.

@@ -1,7 +1,7 @@
 """Which links the groups of a layout really cross, and who shares them.
 
-Ranks run over tensor fastest, then data, then pipe, and fill nodes in the order of the hostfile, or stand where a
-placement puts them. A node's network cards carry the traffic of every group that leaves it at the same time.
+Ranks run over tensor fastest, then sequence, data and pipe, and fill nodes in the order of the hostfile, or stand where
+a placement puts them. A node's network cards carry the traffic of every group that leaves it at the same time.
 
 On a mixed cluster the replicas of a pipeline may stand on unlike nodes. Within an iteration none waits for another:
 `by_replica` looks at those of one kind at a time.
@@ -49,6 +49,22 @@ class GroupTopology(NamedTuple):
         return GroupTopology(*(part if np.ndim(part) == 0 else np.asarray(part)[index] for part in self))
 
 
+ALONE = GroupTopology(1, 1.0, 1.0, 0.0, 1.0, 0.0)
+"""A rank that has no others in its group: it sends nothing."""
+
+
+class LayerLinks(NamedTuple):
+    """Links between the ranks that share a layer.
+
+    Attributes:
+        tensor: those between tensor-parallel ranks.
+        sequence: those between sequence-parallel ranks.
+    """
+
+    tensor: GroupTopology
+    sequence: GroupTopology = ALONE
+
+
 @dataclass(frozen=True, slots=True)
 class GroupLinks:
     """Links of the groups of one axis, per pipeline rank; the slowest group's.
@@ -90,12 +106,12 @@ class RankKind(NamedTuple):
     Attributes:
         ranks: [n] which they are.
         devices: their different devices.
-        topology: links between their tensor-parallel ranks.
+        links: links between the ranks that share their layers.
     """
 
     ranks: Whole
     devices: tuple[Device, ...]
-    topology: GroupTopology
+    links: LayerLinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +154,8 @@ class RankGroups:
         world, devices = self.layout.world_size, self.cluster.num_devices
         if world > devices:
             raise ConfigError(
-                f"strategy: data x tensor x pipeline parallel size is {world}, and the cluster has {devices} devices: "
-                "make one of them smaller"
+                f"strategy: data x sequence x tensor x pipeline parallel size is {world}, and the cluster has "
+                f"{devices} devices: make one of them smaller"
             )
         if self.placement is not None:
             places = set(self.placement)
@@ -151,11 +167,12 @@ class RankGroups:
 
     @cached_property
     def nodes(self) -> Whole:
-        """[P, D, T] node of each rank."""
+        """[P, D, R, T] node of each rank, R those that share the tokens of a token slice."""
         of_device = self.cluster.node_of_device
         placed = of_device[: self.layout.world_size] if self.placement is None else of_device[list(self.placement)]
         layout = self.layout
-        return placed.reshape(layout.pipeline_parallel_size, layout.data_parallel_size, layout.tensor_parallel_size)
+        of_replica = layout.sequence_parallel_size, layout.tensor_parallel_size
+        return placed.reshape(layout.pipeline_parallel_size, layout.data_parallel_size, *of_replica)
 
     @cached_property
     def by_replica(self) -> "tuple[RankGroups, ...]":
@@ -193,26 +210,41 @@ class RankGroups:
     @cached_property
     def kinds(self) -> tuple[RankKind, ...]:
         """Pipeline ranks by what they compute with; those of a kind share the times of their layers."""
-        found: dict[tuple[tuple[Device, ...], GroupTopology], list[int]] = {}
+        found: dict[tuple[tuple[Device, ...], LayerLinks], list[int]] = {}
         for rank, devices in enumerate(self.devices):
-            found.setdefault((devices, self.tensor.at(rank)), []).append(rank)
+            found.setdefault((devices, self.layer_links(rank)), []).append(rank)
         return tuple(RankKind(np.array(ranks), *key) for key, ranks in found.items())
 
     @cached_property
     def tensor(self) -> GroupLinks:
         """Tensor-parallel groups."""
-        layout = self.layout
-        counted = None
-        if self.replicas is not None:
-            counted = np.zeros((layout.pipeline_parallel_size, layout.data_parallel_size), dtype=bool)
-            counted[:, self.replicas] = True
-        return self._links(self.nodes.reshape(-1, layout.tensor_parallel_size), counted=counted)
+        size = self.layout.tensor_parallel_size
+        return self._links(self.nodes.reshape(-1, size), counted=self._counted(self.layout.sequence_parallel_size))
+
+    @cached_property
+    def sequence(self) -> GroupLinks:
+        """Groups of sequence-parallel ranks."""
+        groups = np.swapaxes(self.nodes, 2, 3).reshape(-1, self.layout.sequence_parallel_size)
+        return self._links(groups, counted=self._counted(self.layout.tensor_parallel_size))
+
+    def layer_links(self, rank: int) -> LayerLinks:
+        """Links between the ranks that share the layers of a pipeline rank."""
+        alone = self.layout.sequence_parallel_size == 1
+        return LayerLinks(self.tensor.at(rank), ALONE if alone else self.sequence.at(rank))
 
     @cached_property
     def data(self) -> GroupLinks:
-        """Data-parallel groups."""
-        size = self.layout.data_parallel_size
-        return self._links(np.swapaxes(self.nodes, 1, 2).reshape(-1, size))
+        """Groups of ranks with the same weights, over which gradients are reduced: data- and sequence-parallel ones."""
+        return self._links(np.moveaxis(self.nodes, 3, 1).reshape(-1, self.layout.num_weight_copies))
+
+    def _counted(self, groups_of_replica: int) -> NDArray[np.bool_] | None:
+        """[groups] which groups are of the replicas that count, of so many in each stage of a replica; None = all."""
+        if self.replicas is None:
+            return None
+        sizes = self.layout.pipeline_parallel_size, self.layout.data_parallel_size, groups_of_replica
+        counted = np.zeros(sizes, dtype=bool)
+        counted[:, self.replicas] = True
+        return counted
 
     @cached_property
     def ends(self) -> GroupLinks:

@@ -14,12 +14,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from megatron_terapipe.search.cost.rank_groups import GroupTopology
+from megatron_terapipe.search.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
+from megatron_terapipe.search.cost.rank_groups import GroupTopology, LayerLinks
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.op_times.layer_times import LayerQuery, OpTimes, ScalarOrArray
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, OpTimes, ScalarOrArray, key_heads
+from megatron_terapipe.search.software.description import Communication
 
 Floats = NDArray[np.float64]
 
@@ -33,6 +34,7 @@ class StageOps(NamedTuple):
         input_gradient: BI alone.
         weight_gradient: BW alone.
         tensor_parallel: how much of F and the whole backward is collectives between tensor-parallel ranks.
+        head_exchange: how much of them is head exchanges between sequence-parallel ranks.
     """
 
     forward: ScalarOrArray
@@ -40,9 +42,10 @@ class StageOps(NamedTuple):
     input_gradient: ScalarOrArray
     weight_gradient: ScalarOrArray
     tensor_parallel: ScalarOrArray = 0.0
+    head_exchange: ScalarOrArray = 0.0
 
 
-FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL = range(5)
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, TENSOR_PARALLEL, HEAD_EXCHANGE = range(6)
 """Rows of the first axis of arrays of ops, in the order of `StageOps`."""
 
 
@@ -52,14 +55,16 @@ class OpSizes:
 
     Attributes:
         tensor_parallel_size: ranks that share each layer.
+        sequence_parallel_size: ranks that share the tokens of each token slice.
         micro_batch_size: sequences.
         start: begin of the token slice, as a share of the sequence.
         end: end of the token slice, as a share of the sequence.
-        recompute: `none`, `selective` or `full`.
+        recompute: `none`, `selective`, `full` or `stage`.
         sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
     """
 
     tensor_parallel_size: ScalarOrArray
+    sequence_parallel_size: ScalarOrArray
     micro_batch_size: ScalarOrArray
     start: ScalarOrArray
     end: ScalarOrArray
@@ -76,7 +81,7 @@ class LayerPrices:
         op_times: OpTimes,
         efficiency: HardwareEfficiency,
         element_bytes: int,
-        tensor_parallel_overlap: float = 0.0,
+        communication: Communication,
     ) -> None:
         """Prepare.
 
@@ -85,18 +90,18 @@ class LayerPrices:
             op_times: times of layers.
             efficiency: constants of collectives and launches.
             element_bytes: bytes of an activation.
-            tensor_parallel_overlap: share of the collectives between tensor-parallel ranks that products hide.
+            communication: which share of the messages between ranks that share a layer products hide.
         """
         self._kinds, self._op_times = kinds, op_times
         self._efficiency, self._element_bytes = efficiency, element_bytes
-        self._shown = 1 - tensor_parallel_overlap
+        self._communication = communication
 
-    def ops(self, device: Device, topology: GroupTopology, sizes: OpSizes) -> Floats:
-        """Return the seconds of the ops of each kind of layer: [5 parts of `StageOps`, K, *shape of the sizes].
+    def ops(self, device: Device, links: LayerLinks, sizes: OpSizes) -> Floats:
+        """Return the seconds of the ops of each kind of layer: [6 parts of `StageOps`, K, *shape of the sizes].
 
         Args:
             device: the device that computes.
-            topology: links between its tensor-parallel ranks.
+            links: links between the ranks that share its layers.
             sizes: what the ops are computed for.
         """
         rows = []
@@ -105,15 +110,23 @@ class LayerPrices:
                 layer,
                 device,
                 tensor_parallel_size=sizes.tensor_parallel_size,
+                sequence_parallel_size=sizes.sequence_parallel_size,
                 micro_batch_size=sizes.micro_batch_size,
                 start=sizes.start * layer.tokens,
                 end=sizes.end * layer.tokens,
                 recompute=sizes.recompute,
                 sequence_parallel=sizes.sequence_parallel,
             )
-            ops = layer_ops(query, self._op_times, self._efficiency, topology, self._element_bytes, self._shown)
-            rows.append(ops)
-        each = (sizes.tensor_parallel_size, sizes.micro_batch_size, sizes.start, sizes.end)
+            rows.append(
+                layer_ops(query, self._op_times, self._efficiency, links, self._communication, self._element_bytes)
+            )
+        each = (
+            sizes.tensor_parallel_size,
+            sizes.sequence_parallel_size,
+            sizes.micro_batch_size,
+            sizes.start,
+            sizes.end,
+        )
         shape = np.broadcast_shapes(*map(np.shape, each))
         out = np.empty((len(StageOps._fields), len(rows), *shape))
         for kind, parts in enumerate(rows):
@@ -158,49 +171,106 @@ def layer_ops(
     query: LayerQuery,
     op_times: OpTimes,
     efficiency: HardwareEfficiency,
-    topology: GroupTopology,
-    element_bytes: int = 2,
-    shown: float = 1.0,
+    links: LayerLinks,
+    communication: Communication,
+    element_bytes: int,
 ) -> StageOps:
-    """Return the seconds of the ops of one layer: kernels, launches, and reductions of tensor-parallel ranks.
+    """Return the seconds of the ops of one layer: kernels, launches, and messages of the ranks that share it.
 
     Args:
         query: the layer, and what its times depend on.
         op_times: times of its kernels.
         efficiency: constants of collectives and launches.
-        topology: links between its tensor-parallel ranks.
+        links: links between these ranks.
+        communication: which share of their messages products hide.
         element_bytes: bytes of an activation.
-        shown: share of those reductions that products do not hide.
     """
-    layer = query.layer
     kernels = op_times(query)
     forward_reduction: ScalarOrArray = 0.0
     backward_reduction: ScalarOrArray = 0.0
+    again = _whole_forward_again(query)
     if not op_times.includes_collectives:
-        one = shown * _reduction_s(
-            element_bytes * query.rows * layer.hidden_size, topology, efficiency, query.sequence_parallel
+        one = (1 - communication.tensor_parallel_overlap) * _reduction_s(
+            element_bytes * query.rows * query.layer.hidden_size, links.tensor, efficiency, query.sequence_parallel
         )
-        entering, leaving = reductions(layer)
-        forward_reduction = leaving * one
-        repeated = leaving if query.recompute == "full" and layer.kind in ("block", "other") else 0
-        backward_reduction = (entering + repeated) * one
+        entering, leaving = reductions(query.layer)
+        forward_reduction, backward_reduction = leaving * one, (entering + again * leaving) * one
+    exchange = head_exchange_s(query, links.sequence, efficiency, element_bytes)
+    exchange = (1 - communication.head_exchange_overlap) * exchange
+    if query.recompute == "stage":
+        kernels = _ops_of_recomputed_stage(query.layer, kernels)
     # Ranks that reduce together wait for the host that is late; the more there are, the later it is.
-    jitter = 1 + efficiency.launch_jitter * np.log2(query.tensor_parallel_size)
+    jitter = 1 + efficiency.launch_jitter * np.log2(query.tensor_parallel_size * query.sequence_parallel_size)
     launch_forward = kernels.launch_forward * jitter
     launch_input, launch_weight = kernels.launch_input_gradient * jitter, kernels.launch_weight_gradient * jitter
     launch_backward = launch_input + launch_weight
     backward = kernels.input_gradient + kernels.weight_gradient
     exposed = efficiency.launch_exposed
-    whole_forward = launched(kernels.forward + forward_reduction, launch_forward, exposed)
-    whole_backward = launched(backward + backward_reduction, launch_backward, exposed)
-    alone = launched(kernels.forward, launch_forward, exposed) + launched(backward, launch_backward, exposed)
+
+    def both(forward_s: ScalarOrArray, backward_s: ScalarOrArray) -> tuple[ScalarOrArray, ScalarOrArray]:
+        """Forward and backward with some seconds of messages."""
+        return (
+            launched(kernels.forward + forward_s, launch_forward, exposed),
+            launched(backward + backward_s, launch_backward, exposed),
+        )
+
+    forward_messages = forward_reduction + exchange
+    backward_messages = backward_reduction + (1 + again) * exchange
+    whole_forward, whole_backward = both(forward_messages, backward_messages)
+    reducing, alone = sum(both(forward_reduction, backward_reduction)), sum(both(0.0, 0.0))
     return StageOps(
         whole_forward,
         whole_backward,
-        launched(kernels.input_gradient + backward_reduction, launch_input, exposed),
+        launched(kernels.input_gradient + backward_messages, launch_input, exposed),
         launched(kernels.weight_gradient, launch_weight, exposed),
-        np.maximum(whole_forward + whole_backward - alone, 0.0),
+        np.maximum(reducing - alone, 0.0),
+        np.maximum(whole_forward + whole_backward - reducing, 0.0),
     )
+
+
+def _whole_forward_again(query: LayerQuery) -> bool:
+    """Whether the backward of a layer runs its whole forward again, with its messages."""
+    if query.recompute == "stage":
+        return True
+    return query.recompute == "full" and query.layer.kind in ("block", "other")
+
+
+def _ops_of_recomputed_stage(layer: Layer, kernels: LayerTimes) -> LayerTimes:
+    """Kernels of a layer whose stage is computed again: a forward more in the backward.
+
+    What comes behind the last attention runs in the backward alone (ADR 49): no later token slice reads of it.
+    """
+    is_behind = layer.kind in ("norm", "head")
+    return kernels._replace(
+        forward=0.0 * kernels.forward if is_behind else kernels.forward,
+        launch_forward=0.0 * kernels.launch_forward if is_behind else kernels.launch_forward,
+        input_gradient=kernels.input_gradient + kernels.forward,
+        launch_input_gradient=kernels.launch_input_gradient + kernels.launch_forward,
+    )
+
+
+def head_exchange_s(
+    query: LayerQuery, topology: GroupTopology, efficiency: HardwareEfficiency, element_bytes: int
+) -> ScalarOrArray:
+    """Seconds [...] of the two head exchanges of a forward, as many as of a backward (arXiv 2309.14509, section 3).
+
+    Before attention each rank has all heads of its part of the tokens, and sends queries, keys and values in one
+    message to each other rank; behind it each rank has some heads of all tokens, and sends its output back. A head of
+    key and value goes to every rank that needs it.
+
+    Args:
+        query: the layer, and what its times depend on.
+        topology: links between its sequence-parallel ranks.
+        efficiency: constants of collectives.
+        element_bytes: bytes of an activation.
+    """
+    attention = query.layer.attention
+    if attention is None or not np.any(np.greater(topology.size, 1)):
+        return 0.0
+    of_keys = key_heads(attention, query.tensor_parallel_size * query.sequence_parallel_size)
+    head_bytes = element_bytes * query.rows * attention.head_size / query.tensor_parallel_size
+    there = all_to_all_s(head_bytes * (attention.query_heads + 2 * of_keys), topology, efficiency)
+    return there + all_to_all_s(head_bytes * attention.query_heads, topology, efficiency)
 
 
 def reductions(layer: Layer) -> tuple[int, int]:

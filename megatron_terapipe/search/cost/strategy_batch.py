@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_terapipe.search.cost.closed_form import of_slowest_and_others, pipeline_time
 from megatron_terapipe.search.cost.collectives import Messages, sending_s
 from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel, PlacedStrategy
-from megatron_terapipe.search.cost.rank_groups import GroupTopology, RankKind
+from megatron_terapipe.search.cost.rank_groups import GroupTopology, LayerLinks, RankKind
 from megatron_terapipe.search.cost.stage_ops import (
     BACKWARD,
     FORWARD,
@@ -36,6 +36,7 @@ Floats = NDArray[np.float64]
 
 NUMBERS = (
     "tensor_parallel_size",
+    "sequence_parallel_size",
     "micro_batch_size",
     "num_micro_batches",
     "num_token_slices",
@@ -56,8 +57,7 @@ def batch_key(model: CostModel, strategy: Strategy) -> tuple[object, ...]:
     groups = model.groups(strategy)
     kinds, layout = groups.kinds, None
     if len(kinds) > 1 or len(groups.by_replica) > 1:
-        sizes = strategy.data_parallel_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size
-        layout = *sizes, strategy.placement, id(model.cluster)
+        layout = strategy.layout, strategy.placement, id(model.cluster)
     return (
         id(model.workload),
         tuple(kind.devices for kind in kinds),
@@ -76,7 +76,7 @@ class Replicas(NamedTuple):
     """What the replicas of one kind stand on.
 
     Attributes:
-        kinds: ranks that compute alike; the links of their tensor-parallel ranks broadcast with [n].
+        kinds: ranks that compute alike; the links between those that share a layer broadcast with [n].
         tensor: links of tensor-parallel ranks, arrays of [P, n].
         bandwidth: [stages, n] bytes per second of the link from a stage to the next.
         latency: [stages, n] seconds.
@@ -100,8 +100,9 @@ class Replicas(NamedTuple):
         ranks = [each.strategy.pipeline_parallel_size for each in placed]
         kinds = placed[0].groups.kinds
         if len(kinds) == 1:
-            topology = _columns([each.groups.tensor.at(0) for each in placed])
-            kinds = (RankKind(np.arange(max(ranks)), kinds[0].devices, topology),)
+            tensor, sequence = zip(*(each.groups.layer_links(0) for each in placed), strict=True)
+            links_of_layers = LayerLinks(_columns(tensor), _columns(sequence))
+            kinds = (RankKind(np.arange(max(ranks)), kinds[0].devices, links_of_layers),)
         links = [model.messages(each) for model, each in zip(models, placed, strict=True)]
         return cls(
             kinds,
@@ -209,7 +210,7 @@ class StrategyBatch:
         return np.asarray(makespan + self._step_s(efficiency, covering) + efficiency.iteration_s, dtype=float)
 
     def _rank_ops(self, replicas: Replicas, efficiency: HardwareEfficiency) -> tuple[Floats, Floats]:
-        """[5, P, n] seconds of the ops of a whole micro-batch, and of its first token slice in the first stage."""
+        """[6, P, n] seconds of the ops of a whole micro-batch, and of its first token slice in the first stage."""
         model, strategy = self.model, self.strategy
         op_times = model.op_times
         if isinstance(op_times, Roofline):
@@ -219,12 +220,13 @@ class StrategyBatch:
             op_times,
             efficiency,
             model.element_bytes,
-            model.software.communication.tensor_parallel_overlap,
+            model.software.communication,
         )
         lengths = strategy.cut(model.workload.seq_length).lengths
         bounds = np.cumsum([0, *lengths])[:, None] / model.workload.seq_length
         sizes = OpSizes(
             tensor_parallel_size=self.numbers["tensor_parallel_size"],
+            sequence_parallel_size=self.numbers["sequence_parallel_size"],
             micro_batch_size=self.numbers["micro_batch_size"],
             start=bounds[:-1],
             end=bounds[1:],
@@ -235,7 +237,7 @@ class StrategyBatch:
         first_token_slice = np.zeros_like(whole_micro_batch)
         for kind in replicas.kinds:
             rows = kind.ranks
-            tables = [prices.ops(device, kind.topology, sizes) for device in kind.devices]
+            tables = [prices.ops(device, kind.links, sizes) for device in kind.devices]
             whole = [stage_ops(self.per_rank[rows], table.sum(axis=2)) for table in tables]
             first = [stage_ops(self.first_stage[rows], table[:, :, 0]) for table in tables]
             whole_s = [ops[FORWARD] + ops[BACKWARD] for ops in whole]
@@ -244,7 +246,7 @@ class StrategyBatch:
         return whole_micro_batch, first_token_slice
 
     def _with_messages(self, ops: Floats, replicas: Replicas, efficiency: HardwareEfficiency) -> Floats:
-        """[5, P, n] ops of a whole micro-batch, with the messages that block them."""
+        """[6, P, n] ops of a whole micro-batch, with the messages that block them."""
         model = self.model
         if model.software.communication.overlaps_transfers or not self.message.any():
             return ops

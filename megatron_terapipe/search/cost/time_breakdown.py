@@ -12,6 +12,7 @@ from megatron_terapipe.search.cost.simulated_time import SimulatedTime
 from megatron_terapipe.search.cost.stage_ops import (
     BACKWARD,
     FORWARD,
+    HEAD_EXCHANGE,
     INPUT_GRADIENT,
     TENSOR_PARALLEL,
     WEIGHT_GRADIENT,
@@ -55,7 +56,7 @@ def time_prediction(
 
     Args:
         shape: of the pipeline.
-        stages: [5 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
+        stages: [6 parts of `StageOps`, stages, S] seconds of the ops of one micro-batch, without messages.
         costs: the same with messages that block; with weight gradients apart if the schedule computes them so.
         simulated: how long all of them take.
         step: the end of the iteration, arrays of [P] seconds.
@@ -73,7 +74,7 @@ def time_prediction(
     backward = stages[INPUT_GRADIENT] + stages[WEIGHT_GRADIENT] if split else stages[BACKWARD]
     op_s = (2 + split) * efficiency.op_s * shape.num_token_slices * shape.num_model_chunks
     computing = by_rank(stages[FORWARD] + backward) + op_s
-    reducing = by_rank(stages[TENSOR_PARALLEL])
+    reducing, exchanging = by_rank(stages[TENSOR_PARALLEL]), by_rank(stages[HEAD_EXCHANGE])
     tables = [costs.forward, costs.backward, *([] if costs.weight_gradient is None else [costs.weight_gradient])]
     busy = by_rank(np.sum(tables, axis=0))
     busiest = int(np.argmax(busy))
@@ -89,8 +90,9 @@ def time_prediction(
     waiting = max(simulated.makespan - micro_batches * float(busy[busiest]), 0.0)
     exposed = min(max(simulated.makespan - simulated.makespan_without_transfers, 0.0), waiting)
     breakdown = TimeBreakdown(
-        compute_s=micro_batches * float(computing[busiest] - reducing[busiest]),
+        compute_s=micro_batches * float(computing[busiest] - reducing[busiest] - exchanging[busiest]),
         tensor_parallel_s=micro_batches * float(reducing[busiest]),
+        head_exchange_s=micro_batches * float(exchanging[busiest]),
         bubble_s=waiting - exposed,
         transfer_s=blocked + exposed,
         gradient_reduction_s=float(np.max(reduction)),

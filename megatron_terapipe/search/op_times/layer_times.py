@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.inputs.cluster import Device
-from megatron_terapipe.search.inputs.layer import Layer
+from megatron_terapipe.search.inputs.layer import Attention, Layer
 
 Numbers = NDArray[np.float64]
 ScalarOrArray = Numbers | float
@@ -44,9 +44,10 @@ class LayerQuery:
         device: the device that computes.
         tensor_parallel_size: ranks that share the layer.
         micro_batch_size: sequences.
+        sequence_parallel_size: ranks that share the tokens of its matrices, and the heads of its attention.
         start: first token of the token slice.
         end: token behind its last one.
-        recompute: `none`, `selective` or `full`.
+        recompute: `none`, `selective`, `full` or `stage`.
         sequence_parallel: whether tensor-parallel ranks share the tokens between the matrices, too.
     """
 
@@ -57,13 +58,33 @@ class LayerQuery:
     micro_batch_size: ScalarOrArray
     start: ScalarOrArray
     end: ScalarOrArray
+    sequence_parallel_size: ScalarOrArray = 1.0
     recompute: str = "none"
     sequence_parallel: bool = False
 
     @property
+    def sequences(self) -> ScalarOrArray:
+        """Sequences [...] that are as much work as one rank's part of the micro-batch.
+
+        A matrix has as many rows, whether sequence-parallel ranks share the tokens or the sequences; and attention
+        computes as much for a part of the heads of all sequences as for all heads of a part of the sequences.
+        """
+        return self.micro_batch_size / self.sequence_parallel_size
+
+    @property
     def rows(self) -> ScalarOrArray:
-        """Rows [...] of the layer's matrices: tokens of all sequences of the token slice."""
-        return self.micro_batch_size * (self.end - self.start)
+        """Rows [...] of the layer's matrices: tokens of the token slice on one rank, those of all sequences."""
+        return self.sequences * (self.end - self.start)
+
+
+def key_heads(attention: Attention, ranks: ScalarOrArray) -> ScalarOrArray:
+    """Heads of key and value [...] that ranks hold together: more than there are, where more ranks share the heads.
+
+    Args:
+        attention: the attention.
+        ranks: [...] ranks that share its heads, tensor-parallel times sequence-parallel.
+    """
+    return np.maximum(attention.key_value_heads, ranks)
 
 
 class OpTimes(Protocol):

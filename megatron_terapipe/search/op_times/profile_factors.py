@@ -94,7 +94,7 @@ class RememberedTimes:
 
     def __call__(self, query: LayerQuery) -> LayerTimes:
         """Times of one layer; see `OpTimes`."""
-        sizes = query.tensor_parallel_size, query.micro_batch_size, query.start, query.end
+        sizes = query.tensor_parallel_size, query.micro_batch_size, query.start, query.end, query.sequence_parallel_size
         grids = [np.asarray(each, dtype=float) for each in sizes]
         key = (
             id(query.layer),

@@ -64,7 +64,7 @@ class MeasuredProfile:
         if layer.attention is None:
             # Where a token slice begins means nothing to the layer: it was measured at the start of sequences.
             start, end = 0.0, np.subtract(end, start)
-        sizes = query.tensor_parallel_size, query.micro_batch_size, start, end
+        sizes = query.tensor_parallel_size, query.sequences, start, end
         tensor, size, begin, stop = np.broadcast_arrays(*(np.asarray(each, float) for each in sizes))
         forward, of_input, of_weight = (np.empty(tensor.shape) for _ in range(3))
         for each in np.unique(tensor):

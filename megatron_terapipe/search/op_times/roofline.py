@@ -13,7 +13,7 @@ from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
 from megatron_terapipe.search.op_times.attention_kernels import fused_attention
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth, relative_efficiency
-from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, ScalarOrArray
+from megatron_terapipe.search.op_times.layer_times import LayerQuery, LayerTimes, ScalarOrArray, key_heads
 from megatron_terapipe.search.software.description import ELEMENT_BYTES, Operator, Software
 
 WRITTEN_OUT_BYTES = (12, 2)
@@ -52,10 +52,10 @@ class _Part(NamedTuple):
     input_gradient: ScalarOrArray = 0.0
     weight_gradient: ScalarOrArray = 0.0
     selective: ScalarOrArray = 0.0
-    forward_kernels: float = 0.0
-    input_kernels: float = 0.0
-    weight_kernels: float = 0.0
-    selective_kernels: float = 0.0
+    forward_kernels: ScalarOrArray = 0.0
+    input_kernels: ScalarOrArray = 0.0
+    weight_kernels: ScalarOrArray = 0.0
+    selective_kernels: ScalarOrArray = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,15 @@ class Roofline:
         parts = [self._product(product, device, tp, rows) for product in layer.products]
         if layer.attention is not None:
             parts.append(self._attention(query, layer.attention))
-        parts += self._element_wise(layer, device, tp, rows, query.sequence_parallel)
+        parts += self._element_wise(query)
         if layer.kind == "head":
             parts.append(self._loss(layer, device, tp, rows))
             if self.software.logits_at_once is not None:
-                again = self._logits_again(layer, tp, query.micro_batch_size)
+                twice = self._logits_again(layer, tp, query.sequences)
                 # What is not kept cannot wait: the gradients of the head's weight are computed with those of its input.
                 parts = [
                     part._replace(
-                        input_gradient=part.input_gradient + part.weight_gradient + again * part.forward,
+                        input_gradient=part.input_gradient + part.weight_gradient + twice * part.forward,
                         weight_gradient=0.0,
                     )
                     for part in parts
@@ -113,7 +113,8 @@ class Roofline:
         if layer.kind == "embedding":
             parts.append(self._embedding(layer, device, tp, rows))
         whole = _Part(*(sum(each) for each in zip(*parts, strict=True)))
-        again, kernels_again = 0.0 * whole.forward, 0.0
+        again: ScalarOrArray = 0.0 * whole.forward
+        kernels_again: ScalarOrArray = 0.0
         # Megatron recomputes transformer layers; embedding, last norm and head stay as they are.
         if layer.kind in ("block", "other"):
             if query.recompute == "full":
@@ -188,36 +189,38 @@ class Roofline:
     def _attention(self, query: LayerQuery, attention: Attention) -> _Part:
         core, device, tp = self.software.attention, query.device, query.tensor_parallel_size
         in_reach = positions_in_reach(query.start, query.end, attention.sliding_window)
-        tokens, sequences = query.end - query.start, query.micro_batch_size
+        tokens, sequences = query.end - query.start, query.sequences
         if core.writes_scores:
             forward, back = self._scores(query, attention)
         elif attention.written_out:
             forward, back = self._written_out(query, attention)
         else:
             forward, back = self._fused(query, attention, in_reach)
-        heads = attention.query_heads + attention.key_value_heads
+        of_keys = key_heads(attention, tp * query.sequence_parallel_size)
+        heads = attention.query_heads + of_keys
         elements = tokens * heads + in_reach * heads
         if not core.writes_scores and attention.sliding_window is not None:
             # Keys and values of the token slices in reach are put together: read, and written.
-            elements = elements + 2 * 2 * in_reach * attention.key_value_heads
+            elements = elements + 2 * 2 * in_reach * of_keys
         kept = self._moving_s(device, self._element_bytes * attention.head_size * sequences * elements / tp)
         forward = forward + kept
         again = self.software.selective_recomputes == "attention"
-        before = 2 * attention.key_value_heads * attention.head_size / tp * sequences * (in_reach - tokens)
+        before = 2 * of_keys * attention.head_size / tp * sequences * (in_reach - tokens)
         adding = self._moving_s(device, core.prefix.bytes_backward(self._element_bytes) * before)
         return _Part(
             forward,
             back + BACKWARD_MOVES * kept + adding,
             selective=forward if again else 0.0,
             forward_kernels=core.forward_kernels,
-            input_kernels=core.backward_kernels,
+            # Token slices before it are about as long as this one.
+            input_kernels=core.backward_kernels + core.prefix.backward_kernels * ((in_reach - tokens) / tokens),
             selective_kernels=core.forward_kernels if again else 0.0,
         )
 
     def _pairs(self, query: LayerQuery, attention: Attention) -> ScalarOrArray:
         """Pairs of a token and a position whose score is computed."""
         if self.software.attention.skips_masked or not attention.causal:
-            return query.micro_batch_size * attention.positions(query.start, query.end, query.layer.tokens)  # type: ignore[arg-type,operator]
+            return query.sequences * attention.positions(query.start, query.end, query.layer.tokens)  # type: ignore[arg-type,operator]
         return query.rows * query.end
 
     def _flops_per_pair(self, query: LayerQuery, attention: Attention) -> ScalarOrArray:
@@ -244,7 +247,7 @@ class Roofline:
             self._pairs(query, attention),
             query.rows,
             query.end - query.start,
-            query.micro_batch_size * attention.query_heads / query.tensor_parallel_size,
+            query.sequences * attention.query_heads / query.tensor_parallel_size,
             in_reach,
         )
         flops = self._flops_per_pair(query, attention)
@@ -278,18 +281,17 @@ class Roofline:
         moving_back = self._moving_s(device, WRITTEN_OUT_BACKWARD_BYTES * scores)
         return in_fp32 + in_precision + moving, 5 * in_fp32 + moving_back
 
-    def _element_wise(
-        self, layer: Layer, device: Device, tp: ScalarOrArray, rows: ScalarOrArray, sequence_parallel: bool
-    ) -> list[_Part]:
+    def _element_wise(self, query: LayerQuery) -> list[_Part]:
         """Norms, residuals, activation function, biases, rotation, and copies of heads into their places."""
-        operators, attention = self.software.operators, layer.attention
-        shared = tp if sequence_parallel else 1.0
+        operators, layer, tp = self.software.operators, query.layer, query.tensor_parallel_size
+        attention = layer.attention
+        shared = tp if query.sequence_parallel else 1.0
         hidden = layer.hidden_size / shared
         norm = operators.rmsnorm if layer.normalization == "rmsnorm" else operators.layernorm
         activation = operators.gated_activation if layer.gated else operators.activation
         residuals = sum(product.parallel == "row" for product in layer.products)
         # Operator, how many of it, numbers that each puts out, and whether selective recomputation repeats it.
-        work = [
+        work: list[tuple[Operator, ScalarOrArray, ScalarOrArray, bool]] = [
             (norm, layer.num_norms, hidden, True),
             (operators.residual, residuals, hidden, False),
             (activation, bool(layer.activation_width), layer.activation_width / tp, True),
@@ -303,15 +305,25 @@ class Roofline:
                 (operators.rotary, bool(layer.rotary_channels), layer.rotary_channels / tp, False),
                 (operators.head_norm, 2 * attention.normed, attention.normed_channels / 2 / tp, False),
             ]
+            exchanging = np.greater(query.sequence_parallel_size, 1).astype(float)
+            if np.any(exchanging):
+                # Each of the two head exchanges packs a message, and takes one apart.
+                there = attention.query_heads + key_heads(attention, tp * query.sequence_parallel_size)
+                work.append((operators.exchange, 2 * exchanging, there * channels, False))
         norms_again = self.software.selective_recomputes == "norms"
         return [
-            self._operator(operator, device, rows * numbers, count, repeated and norms_again)
+            self._operator(operator, query.device, query.rows * numbers, count, repeated and norms_again)
             for operator, count, numbers, repeated in work
-            if count
+            if np.any(count)
         ]
 
     def _operator(
-        self, operator: Operator, device: Device, numbers: ScalarOrArray, count: int = 1, repeated: bool = False
+        self,
+        operator: Operator,
+        device: Device,
+        numbers: ScalarOrArray,
+        count: ScalarOrArray = 1,
+        repeated: bool = False,
     ) -> _Part:
         """Element-wise work: `count` operators that put out so many numbers each."""
         size = self._element_bytes

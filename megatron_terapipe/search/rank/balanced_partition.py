@@ -34,7 +34,7 @@ def layer_times(counter: LayerCounter, grid: StrategyGrid, groups: RankGroups, t
     """
     times = np.empty((len(groups.devices), len(counter.kind_of_layer)))
     for kind in groups.kinds:
-        whole = [tables.table(grid, device, kind.topology).whole[..., 0, 0, 0, 0] for device in kind.devices]
+        whole = [tables.table(grid, device, kind.links).whole[..., 0, 0, 0, 0] for device in kind.devices]
         slowest = np.maximum.reduce([ops[FORWARD] + ops[BACKWARD] for ops in whole])
         times[kind.ranks] = slowest[counter.kind_of_layer]
     return times

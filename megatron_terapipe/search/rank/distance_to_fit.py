@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.search.cost.prediction import RankMemory
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster, Device
@@ -158,13 +157,7 @@ def _leanest(choices: Choices, constraints: Mapping[str, tuple[Any, ...]]) -> Ch
 def _least_full(found: LegalGrid, problem: SearchProblem, pricing: Pricing) -> list[tuple[float, Strategy]]:
     """Return the strategies of a grid whose bound of memory is lowest, with its share of what may be used."""
     grid, model = found.grid, pricing.cost_model
-    groups = model.groups_of(
-        ParallelLayout(
-            data_parallel_size=grid.data_parallel_size,
-            tensor_parallel_size=grid.tensor_parallel_size,
-            pipeline_parallel_size=grid.pipeline_parallel_size,
-        )
-    )
+    groups = model.groups_of(grid.layout)
     legal = np.asarray(found.legal.any(axis=(2, 3, 4, 5, 6)))
     counts = {
         (model_chunks, place): model.counter.count(

@@ -48,23 +48,30 @@ class GridMemory:
         self._num_token_slices = np.array(grid.token_slices, dtype=float)[None, :]
         """[1, S]"""
         sizes = np.array(grid.micro_batch, dtype=float)[:, None]
-        self._sequence = model.workload.seq_length * sizes
-        """[B, 1] tokens of a micro-batch."""
+        self._sequence = model.workload.seq_length * sizes / grid.sequence_parallel_size
+        """[B, 1] tokens of a micro-batch that are as much as the part of one sequence-parallel rank."""
         self._token_slice = self._sequence / self._num_token_slices
         """[B, S] tokens of a token slice."""
         tables = [
-            [model.token_bytes(grid.tensor_parallel_size, recompute, parallel) for parallel in grid.sequence_parallel]
+            [model.token_bytes(grid.layout, recompute, parallel) for parallel in grid.sequence_parallel]
             for recompute, _ in grid.recompute
         ]
         each = TokenMemory(*np.moveaxis(np.array(tables), (0, 1), (2, 3)))
-        self._kept, self._logits = np.asarray(each.activations + each.key_values), np.asarray(each.logits)
-        """Each [K, R, Q] bytes of a token of one sequence: kept, logits."""
+        self._kept, logits = np.asarray(each.activations + each.key_values), np.asarray(each.logits)
+        self._recomputed = np.asarray(each.recomputed)
+        """Each [K, R, Q] bytes of a token of one sequence: kept; computed again with the whole stage."""
+        self._of_stages = np.array([recompute == "stage" for recompute, _ in grid.recompute])[:, None]
+        """[R, 1] whether stages are computed again."""
+        self._logits = np.where(self._of_stages, 0.0, logits)
+        """[K, R, Q] bytes of logits of a token of one sequence that wait for the backward."""
         self._gradients, self._window_gradients = (
             np.asarray(each.key_value_gradients),
             np.asarray(each.window_gradients),
         )
         """Each [K, R, Q] bytes of gradients of keys and values: of a token, and of a sequence in a sliding window."""
-        own = np.array([1 / grid.tensor_parallel_size if parallel else 1.0 for parallel in grid.sequence_parallel])
+        own = np.array([1 / grid.granularity(parallel) for parallel in grid.sequence_parallel])
+        self._shared_by = own * grid.sequence_parallel_size
+        """[Q] part of a rank's tokens that it has of a stage input."""
         sequences = (sizes / self._num_token_slices)[:, :, None, None] * own
         self._messages = np.asarray(model.message_bytes(grid.pipeline_parallel_size, sequences))
         """[B, S, 1, Q] bytes."""
@@ -72,8 +79,10 @@ class GridMemory:
         tokens = self._token_slice[:, :, None, None]
         working, scores = (tokens * np.asarray(part)[:, None, None] for part in (each.working, each.scores))
         working += np.minimum(scores, SCORE_LIMIT)
-        is_head = np.any(self._logits, axis=(1, 2))
-        working[is_head] = np.minimum(working[is_head], self._limits.working)
+        is_head = np.any(logits, axis=(1, 2))
+        # Logits that are computed in the backward alone are held by it, too.
+        held = np.where(self._of_stages, tokens * logits[is_head][:, None, None], 0.0)
+        working[is_head] = np.minimum(working[is_head], self._limits.working) + np.minimum(held, self._limits.kept)
         self._working = working
         """[K, B, S, R, Q] bytes that the backward of each kind of layer holds while it runs."""
 
@@ -134,9 +143,7 @@ class GridMemory:
         grid = self._grid
         return self._model.states(
             counts.parameters[ranks],
-            data_parallel_size=grid.data_parallel_size,
-            tensor_parallel_size=grid.tensor_parallel_size,
-            pipeline_parallel_size=grid.pipeline_parallel_size,
+            layout=grid.layout,
             zero_stage=zero_stage,
         )
 
@@ -163,20 +170,25 @@ class GridMemory:
             of_stage = (stages @ each.reshape(kinds, -1))[:, None]
             return np.asarray((tokens @ of_stage).reshape(*tokens.shape[:3], *each.shape[1:]))
 
+        inputs = self._model.input_bytes(counts).reshape(-1, num_ranks)[:, ranks].T
+        of_inputs = np.einsum("rbsv,rv->rbs", tokens, inputs)[..., None, None] * self._shared_by * self._of_stages
         last = stages[:, -1]
         gradients, of_windows = (
             (last @ each.reshape(kinds, -1)).reshape(len(ranks), 1, 1, *each.shape[1:])
             for each in (self._gradients, self._window_gradients)
+        )
+        again = self._token_slice[:, :, None, None] * (last @ self._recomputed.reshape(kinds, -1)).reshape(
+            len(ranks), 1, 1, *self._recomputed.shape[1:]
         )
         # The first backward is one of the last stage of the rank.
         before = self._sequence - self._token_slice
         sequences = np.where(before > 0, self._sequence / self._model.workload.seq_length, 0.0)
         waiting = before[:, :, None, None] * gradients + sequences[:, :, None, None] * of_windows
         return Held(
-            activations=on_all_stages(self._kept),
+            activations=on_all_stages(self._kept) + of_inputs,
             key_values=waiting,
             logits=np.minimum(on_all_stages(self._logits), self._limits.kept),
-            working=np.array([self._working[row > 0].max(axis=0) for row in last]),
+            working=np.array([self._working[row > 0].max(axis=0) for row in last]) + again,
         )
 
     def _live_tokens(self, schedule: str, num_ranks: int, model_chunks: int, ranks: tuple[int, ...]) -> Floats:

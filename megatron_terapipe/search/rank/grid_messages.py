@@ -56,7 +56,7 @@ def message_times(
     outputs = _column(np.array([layer.output_elements for layer in layers], dtype=float))
     extra = _column(np.array([layer.extra_output_elements for layer in layers], dtype=float))
     sizes = np.array(grid.micro_batch, dtype=float).reshape(-1, 1, 1, 1)
-    own = np.array([1 / grid.tensor_parallel_size if parallel else 1.0 for parallel in grid.sequence_parallel])
+    own = np.array([1 / grid.granularity(parallel) for parallel in grid.sequence_parallel])
     token_slices = np.array(grid.token_slices, dtype=float).reshape(1, -1, 1, 1)
     whole = outputs * sizes * own + token_slices * extra
     """[boundaries, B, S, 1, Q] elements of a micro-batch."""

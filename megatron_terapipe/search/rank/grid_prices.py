@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.search.cost.layer_counts import LayerCounter
 from megatron_terapipe.search.cost.rank_groups import RankGroups
@@ -151,12 +150,7 @@ def _price(
     """Return the strategies of a grid that fit; [grid] which differ, which of those fit, which fit with headroom."""
     grid = found.grid
     cost_model = pricing.cost_model
-    layout = ParallelLayout(
-        data_parallel_size=grid.data_parallel_size,
-        tensor_parallel_size=grid.tensor_parallel_size,
-        pipeline_parallel_size=grid.pipeline_parallel_size,
-    )
-    groups = cost_model.groups_of(layout)
+    groups = cost_model.groups_of(grid.layout)
     partitions = _partitions(problem, found, groups, tables, cost_model.counter)
     counts = {
         key: cost_model.counter.count(partition, grid.pipeline_parallel_size, grid.tensor_parallel_size)

@@ -92,7 +92,7 @@ def _of_replicas(
     """Price a grid with the devices and links of one kind of replica; all of them end the iteration together."""
     estimate = np.full(grid.shape, np.inf)
     bound = np.full(grid.shape, np.inf)
-    of_kind = [[tables.table(grid, device, kind.topology) for device in kind.devices] for kind in alike.kinds]
+    of_kind = [[tables.table(grid, device, kind.links) for device in kind.devices] for kind in alike.kinds]
     for (model_chunks, place), found in counts.items():
         orders = [row for row, order in enumerate(grid.order) if order[1] == model_chunks and wanted[row, place]]
         if not orders:

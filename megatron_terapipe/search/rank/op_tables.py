@@ -1,6 +1,6 @@
 """Seconds of the ops of each kind of layer on the small grid of what they depend on.
 
-An op depends on the layout only by its tensor-parallel size and the links between those ranks, and on the rest of a
+An op depends on the layout only by the ranks that share its layer and the links between them, and on the rest of a
 strategy by micro-batch size, token slices, recomputation and sequence parallelism. Layouts share tables.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.rank_groups import GroupTopology
+from megatron_terapipe.search.cost.rank_groups import ALONE, GroupTopology, LayerLinks
 from megatron_terapipe.search.cost.stage_ops import TENSOR_PARALLEL, OpSizes
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid
@@ -57,20 +57,21 @@ class OpTables:
         self._splits: dict[tuple[object, ...], Splits] = {}
         self._tables: dict[tuple[object, ...], OpTable] = {}
 
-    def table(self, grid: StrategyGrid, device: Device, topology: GroupTopology) -> OpTable:
+    def table(self, grid: StrategyGrid, device: Device, links: LayerLinks) -> OpTable:
         """Return the table of op times [...] that a grid of strategies needs.
 
         Args:
             grid: its axes.
             device: the device that computes.
-            topology: links between its tensor-parallel ranks.
+            links: links between the ranks that share its layers.
         """
         splits = self.splits(grid)
-        topology = _relevant(topology)
-        key = device, topology, grid.tensor_parallel_size, splits, grid.recompute, grid.sequence_parallel
+        links = LayerLinks(*map(_relevant, links))
+        sizes = grid.tensor_parallel_size, grid.sequence_parallel_size
+        key = device, links, *sizes, splits, grid.recompute, grid.sequence_parallel
         known = self._tables.get(key)
         if known is None:
-            known = self._tables[key] = self._compute(grid, device, topology, splits)
+            known = self._tables[key] = self._compute(grid, device, links, splits)
         if grid.micro_batch == self._sizes:
             return known
         rows = [self._sizes.index(size) for size in grid.micro_batch]
@@ -78,7 +79,8 @@ class OpTables:
 
     def splits(self, grid: StrategyGrid) -> Splits:
         """Return the lengths of the token slices of a grid's strategies."""
-        key = grid.tensor_parallel_size, grid.sequence_parallel, grid.token_slices, grid.lengths
+        sizes = grid.tensor_parallel_size, grid.sequence_parallel_size
+        key = *sizes, grid.sequence_parallel, grid.token_slices, grid.lengths
         if key not in self._splits:
             self._splits[key] = tuple(
                 tuple(self._split(grid, count, parallel) for count in grid.token_slices)
@@ -92,7 +94,7 @@ class OpTables:
             return (seq_length,)  # no strategy has it: another rule says so
         return grid.cut(count, sequence_parallel, seq_length) or (seq_length,)
 
-    def _compute(self, grid: StrategyGrid, device: Device, topology: GroupTopology, splits: Splits) -> OpTable:
+    def _compute(self, grid: StrategyGrid, device: Device, links: LayerLinks, splits: Splits) -> OpTable:
         axes = len(self._sizes), len(grid.token_slices), len(grid.recompute), len(grid.sequence_parallel)
         shape = (TENSOR_PARALLEL, len(self._model.counter.kinds), *axes)
         table = OpTable(*(np.empty(shape) for _ in range(4)))
@@ -101,13 +103,14 @@ class OpTables:
             for mode, (recompute, _) in enumerate(grid.recompute):
                 sizes = OpSizes(
                     tensor_parallel_size=float(grid.tensor_parallel_size),
+                    sequence_parallel_size=float(grid.sequence_parallel_size),
                     micro_batch_size=np.array(self._sizes, dtype=float)[:, None],
                     start=starts,
                     end=ends,
                     recompute=recompute,
                     sequence_parallel=on,
                 )
-                ops = self._model.prices.ops(device, topology, sizes)[:TENSOR_PARALLEL]
+                ops = self._model.prices.ops(device, links, sizes)[:TENSOR_PARALLEL]
                 table.whole[..., mode, parallel] = np.add.reduceat(ops, begins, axis=-1)
                 table.first[..., mode, parallel] = ops[..., begins]
                 table.last[..., mode, parallel] = ops[..., np.append(begins[1:], ops.shape[-1]) - 1]
@@ -118,7 +121,7 @@ class OpTables:
 def _relevant(topology: GroupTopology) -> GroupTopology:
     """Return the links without what nothing crosses, so that topologies that cost as much are equal."""
     if topology.size == 1:
-        return GroupTopology(1, 1.0, 1.0, 0.0, 1.0, 0.0)
+        return ALONE
     if topology.num_nodes == 1:
         return topology._replace(network_bandwidth=1.0, network_latency_s=0.0)
     return topology

@@ -228,7 +228,7 @@ class _Contest:
         Args:
             best_s: seconds of the winner.
         """
-        known = {_layout(entry.strategy) for entry in self.ranked}
+        known = {entry.strategy.layout for entry in self.ranked}
         lowest = []
         for grid, first in zip(self._grids, self._first, strict=False):
             places = np.flatnonzero(grid.roomy)
@@ -239,7 +239,7 @@ class _Contest:
         for estimate, indices in sorted(lowest):
             if len(found) >= MOST_LAYOUTS or estimate > CONTENDS * best_s:
                 break
-            layout = _layout(self._at(indices[0])[0])
+            layout = self._at(indices[0])[0].layout
             if layout not in known:
                 known.add(layout)
                 found += ranked_in_order(filter(None, map(self._roomy_entry, indices)))[:1]
@@ -299,11 +299,6 @@ class _Contest:
         insort(self._times_s, prediction.iteration_time_s)
         if len(self._times_s) >= self._top:
             self._to_beat_s = self._times_s[self._top - 1]
-
-
-def _layout(strategy: Strategy) -> tuple[int, int, int]:
-    """Return the parallel sizes."""
-    return strategy.data_parallel_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size
 
 
 def _joined(grids: list[PricedGrid], name: str, dtype: type) -> NDArray[Any]:

@@ -92,8 +92,7 @@ def contenders_of(ranked: Sequence[Ranked]) -> list[Ranked]:
     found: dict[object, Ranked] = {}
     for entry in ranked:
         one = entry.strategy
-        sizes = one.data_parallel_size, one.tensor_parallel_size, one.pipeline_parallel_size
-        found.setdefault((sizes, one.schedule, one.recompute), entry)
+        found.setdefault((one.layout, one.schedule, one.recompute), entry)
     return list(found.values())[:MOST_CONTENDERS]
 
 

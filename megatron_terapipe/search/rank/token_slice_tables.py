@@ -76,8 +76,7 @@ class TabulatedCosts:
         whole = int(np.flatnonzero((first == 0) & (last == len(points) - 1))[0])
         stages, kind_of_stage = _different_stages(placed)
         # Times of layers are kept, for the same strategy with other layers on its stages.
-        key = strategy.micro_batch_size, strategy.recompute, strategy.sequence_parallel, grid
-        ops = cost_model.priced_stages(placed, sizes, stages=stages, whole=whole, key=key)
+        ops = cost_model.priced_stages(placed, sizes, stages=stages, whole=whole, key=(*placed.key, grid))
         if strategy.schedule in SPLIT_SCHEDULES:
             times = ops[[FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT]]
         else:

@@ -12,6 +12,7 @@ from megatron_terapipe.strategy import DIMENSIONS
 TIME_NAMES = {
     "compute_s": "compute",
     "tensor_parallel_s": "tensor-parallel collectives",
+    "head_exchange_s": "head exchanges",
     "bubble_s": "bubbles",
     "transfer_s": "transfers between stages",
     "gradient_reduction_s": "gradient reduction",

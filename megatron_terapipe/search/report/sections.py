@@ -242,7 +242,7 @@ def _smallest_device(cluster: Cluster, strategy: Strategy, pipeline_rank: int) -
     """Return the device with the least memory among those of a pipeline rank."""
     devices = [node.device for node in cluster.nodes for _ in range(node.num_devices)]
     places = strategy.placement or tuple(range(strategy.world_size))
-    peers = strategy.data_parallel_size * strategy.tensor_parallel_size
+    peers = strategy.world_size // strategy.pipeline_parallel_size
     return min(
         (devices[place] for place in places[pipeline_rank * peers :][:peers]), key=lambda each: each.memory_bytes
     )

@@ -13,13 +13,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from megatron_terapipe.search.cost.collectives import all_to_all_s
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.rank_groups import GroupTopology, RankGroups
+from megatron_terapipe.search.cost.rank_groups import ALONE, LayerLinks, RankGroups
 from megatron_terapipe.search.cost.stage_ops import layer_ops
 from megatron_terapipe.search.cost.step_costs import CoveringOps, shown_reduction_s, step_costs
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer
-from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth
 from megatron_terapipe.search.op_times.layer_times import LayerQuery
 from megatron_terapipe.search.op_times.roofline import Roofline
@@ -168,7 +168,7 @@ class RivalTimes:
             start=0.0,
             end=float(layer.tokens),
         )
-        ops = layer_ops(query, self._op_times, self._efficiency, ALONE)
+        ops = layer_ops(query, self._op_times, self._efficiency, LayerLinks(ALONE), ALST.communication, NUMBER)
         return float(ops.forward), float(ops.backward)
 
     def _exchange_s(self, share: float, groups: RankGroups) -> float:
@@ -182,7 +182,7 @@ class RivalTimes:
             copies = max(float(topology.size) / layer.attention.key_value_heads, 1.0)
             queries, keys = numbers * layer.attention.query_heads, numbers * layer.attention.key_value_heads * copies
             for num_bytes in (queries, keys, keys, queries):
-                seconds += 3 * all_to_all_s(num_bytes, topology, self._efficiency)
+                seconds += 3 * float(all_to_all_s(num_bytes, topology, self._efficiency))
         return seconds
 
     def _checkpoint_bytes(self, share: float) -> float:
@@ -193,10 +193,6 @@ class RivalTimes:
     def _host_bandwidth(self, groups: RankGroups) -> float:
         """Bytes per second of the slowest link between a device and its host."""
         return min(self._model.cluster.nodes[node].host.bandwidth for node in set(groups.nodes.reshape(-1).tolist()))
-
-
-ALONE = GroupTopology(1.0, 1.0, 1.0, 0.0, 1.0, 0.0)
-"""A rank that shares no layer."""
 
 
 def layout(*, data: int, sequence: int = 1) -> ParallelLayout:
@@ -219,19 +215,3 @@ def parts(layer: Layer) -> tuple[Layer, Layer | None]:
         layer, products=layer.products[of_attention:], attention=None, num_norms=0, num_biases=0, rotary_channels=0
     )
     return rest, mlp
-
-
-def all_to_all_s(num_bytes: float, topology: GroupTopology, efficiency: HardwareEfficiency) -> float:
-    """Return the seconds until each rank of a group has sent an equal part of its bytes to each other rank.
-
-    Args:
-        num_bytes: bytes of each rank, its own part among them.
-        topology: ranks of the group, and their links.
-        efficiency: constants of the hardware.
-    """
-    size, of_node = float(topology.size), float(topology.size) / float(topology.num_nodes)
-    inside = num_bytes * (of_node - 1) / size / (float(topology.inside_bandwidth) * efficiency.inside_efficiency)
-    leaving = num_bytes * (size - of_node) / size * of_node
-    network = leaving / (float(topology.network_bandwidth) * efficiency.network_efficiency)
-    latency_s = float(topology.network_latency_s if size > of_node else topology.inside_latency_s)
-    return max(inside, network) + latency_s + efficiency.collective_s

@@ -91,6 +91,7 @@ class Operators:
         head_norm: norm of queries and keys [channel of a query or key].
         heads: copies of queries, keys and values to where attention reads them, and of its output [channel of a query,
             key, value or output].
+        exchange: messages of a head exchange packed, and taken apart [channel of a query, key, value or output].
         loss: cross-entropy, all of it behind the product [logit].
         embedding: rows looked up, and the gradient of the table [hidden state].
     """
@@ -106,6 +107,7 @@ class Operators:
     heads: Operator
     loss: Operator
     embedding: Operator
+    exchange: Operator = Operator(forward=4, backward=4, forward_kernels=2, backward_kernels=2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +145,7 @@ class AttentionCore:
             the values reads it (2).
         keeps_dropped: whether scores that are written out are kept a second time, with the mask of dropout.
         prefix: gradients of keys and values before the token slice that its backward adds to those of later ones
-            [channel of a key or value].
+            [channel of a key or value]; its kernels are those for each token slice before.
     """
 
     kernel: AttentionKernel = "flash-attention-2"
@@ -176,6 +178,7 @@ class Communication:
         overlaps_gradient_reduction: whether data-parallel reductions travel under the last backward, layer by layer.
         overlaps_weight_gather: whether stepped weights are gathered under the next forward.
         tensor_parallel_overlap: share of the collectives between tensor-parallel ranks that products hide.
+        head_exchange_overlap: share of the head exchanges between sequence-parallel ranks that products hide.
         reduction_bytes: bytes of an entry in data-parallel reductions; None = as DeepSpeed's optimizers do it by
             precision and ZeRO stage (`cost.step_costs`).
         shards_weights: whether data-parallel ranks keep a part of each weight alone, gather it for the forward and
@@ -188,6 +191,7 @@ class Communication:
     overlaps_gradient_reduction: bool = False
     overlaps_weight_gather: bool = False
     tensor_parallel_overlap: float = 0.0
+    head_exchange_overlap: float = 0.0
     reduction_bytes: int | None = None
     shards_weights: bool = False
 

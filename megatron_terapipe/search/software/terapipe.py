@@ -39,8 +39,11 @@ OPERATORS = Operators(
         forward=2.4, backward=5, forward_bytes=0.1, backward_bytes=0.1, forward_kernels=1.5, backward_kernels=2
     ),
     # Queries out of the product, keys and values into their buffers. Back: gradients put together (1 kernel), and those
-    # of keys and values with what later token slices found for them (2) and for those before (2).
-    heads=Operator(forward=1.2, backward=1.6, backward_bytes=0.8, forward_kernels=3, backward_kernels=5),
+    # of keys and values with what later token slices found for them (2).
+    heads=Operator(forward=1.2, backward=1.6, backward_bytes=0.8, forward_kernels=3, backward_kernels=3),
+    # Put together in the order of the message, and out of what has come: two copies. Queries, keys and values are taken
+    # out one by one, the output at once.
+    exchange=Operator(forward=4, backward=4, forward_kernels=3, backward_kernels=3),
     # Log-softmax reads half precision and writes fp32 (2 + 4). Back: softmax of the logits (2 + 4), scaled in place
     # (8), cast (4 + 2); the other kernels touch a number of each token.
     loss=Operator(forward=1, backward=2, forward_bytes=4, backward_bytes=16, forward_kernels=10, backward_kernels=9),
@@ -62,8 +65,8 @@ TERAPIPE = Software(
         forward_kernels=1,
         backward_kernels=1,
         keeps_keys=True,
-        # Sums in fp32, read and written, and the gradients that this token slice found.
-        prefix=Operator(backward=1, backward_bytes=8, forward_kernels=0, backward_kernels=0),
+        # Sums in fp32, read and written, and the gradients that this token slice found; keys and values apart.
+        prefix=Operator(backward=1, backward_bytes=8, forward_kernels=0, backward_kernels=2),
     ),
     communication=Communication(overlaps_transfers=True, overlaps_gradient_reduction=True),
     selective_recomputes="norms",

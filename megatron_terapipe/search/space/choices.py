@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from megatron_terapipe.dimensions import Dimension, Tried
@@ -14,6 +14,10 @@ from megatron_terapipe.strategy import DIMENSIONS
 
 NUMBERS_OF_TOKEN_SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of token slices that are tried."""
+
+LONG_SEQUENCE = 16_384
+"""Tokens from which on what is for long sequences is tried. In shorter ones other strategies fit the memory, and a part
+of a token slice has too few rows to fill a device."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,21 @@ def _tried(dimension: Dimension, problem: SearchProblem) -> tuple[Any, ...] | No
             if not workload.can_cut_tokens:
                 return (1,)
             return tuple(count for count in NUMBERS_OF_TOKEN_SLICES if count <= workload.seq_length)
+        case Tried.SHARES_OF_HEADS:
+            return _shares_of_heads(problem)
         case values:
-            return values
+            is_long = problem.workload.seq_length >= LONG_SEQUENCE
+            return values if values is None or not is_long else (*values, *dimension.tried_if_long)
+
+
+def _shares_of_heads(problem: SearchProblem) -> tuple[int, ...]:
+    """Sizes with which ranks can share the heads of every attention, and all devices are used."""
+    workload = problem.workload
+    heads = [each.attention.query_heads for each in workload.layers if each.attention is not None]
+    if not heads or workload.seq_length < LONG_SEQUENCE or not workload.can_cut_tokens:
+        return (1,)
+    most = gcd(*heads)
+    return tuple(size for size in _divisors(problem.cluster.num_devices) if most % size == 0)
 
 
 def _divisors(number: int) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ def _devices(grid: StrategyGrid, problem: SearchProblem) -> str | None:
     if grid.world_size <= problem.cluster.num_devices:
         return None
     return (
-        f"data x tensor x pipeline parallel size = {grid.world_size} ranks, but the cluster has "
+        f"data x sequence x tensor x pipeline parallel size = {grid.world_size} ranks, but the cluster has "
         f"{problem.cluster.num_devices} devices"
     )
 
@@ -94,6 +94,23 @@ def _tensor_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
             if number % size:
                 words = f"{number} {name}" if name != "columns" else f"a matrix of {number} columns"
                 return f"{words} cannot be shared by {size} tensor-parallel ranks"
+    return None
+
+
+def _sequence_shares(grid: StrategyGrid, problem: SearchProblem) -> str | None:
+    size, tensor = grid.sequence_parallel_size, grid.tensor_parallel_size
+    if size == 1:
+        return None
+    for layer in {id(each): each for each in problem.workload.layers}.values():
+        if layer.attention is None:
+            continue
+        if layer.attention.separate_window is not None:
+            return "sequence-parallel ranks cannot share attention in separate windows"
+        heads, keys = layer.attention.query_heads // tensor, layer.attention.key_value_heads // tensor
+        if heads % size:
+            return f"{heads} attention heads cannot be shared by {size} sequence-parallel ranks"
+        if keys % size and size % keys:
+            return f"{keys} key and value heads are neither a multiple nor a divisor of {size} sequence-parallel ranks"
     return None
 
 
@@ -145,12 +162,12 @@ def _can_cut(grid: StrategyGrid, problem: SearchProblem, count: int) -> str | No
 def _token_slices(grid: StrategyGrid, problem: SearchProblem, count: int, sequence_parallel: bool) -> str | None:
     seq_length, size = problem.workload.seq_length, grid.granularity(sequence_parallel)
     if count * size > seq_length:
-        each = f" of at least {size} tokens, one for each tensor-parallel rank," if size > 1 else ""
+        each = f" of at least {size} tokens, one for each rank that shares them," if size > 1 else ""
         return f"{count} token slices{each} are too many for {seq_length} tokens"
     if grid.lengths is not None and sum(grid.lengths) != seq_length:
         return f"token slices of {sum(grid.lengths)} tokens do not cover sequences of {seq_length}"
     if any(length % size for length in grid.lengths or (seq_length,)):
-        return f"sequence parallelism deals each token slice to {size} ranks, and one is no multiple of {size} tokens"
+        return f"each token slice is dealt to {size} ranks, and one is no multiple of {size} tokens"
     return None
 
 
@@ -226,6 +243,7 @@ def _runs(names: tuple[str, ...], axes: tuple[Axis, ...]) -> TrainerRule:
 TRAINER_RULES = (
     TrainerRule("ranks fit the devices", _devices),
     TrainerRule("tensor-parallel ranks share heads and widths evenly", _tensor_shares),
+    TrainerRule("sequence-parallel ranks share heads evenly", _sequence_shares),
     TrainerRule("layers were measured with this tensor-parallel size", _measured),
     _runs(("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"), ()),
     *(_runs(ON_AXIS[axis], (axis,)) for axis in AXES),

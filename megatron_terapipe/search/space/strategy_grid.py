@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.search.space.choices import Choices
@@ -124,6 +125,16 @@ class StrategyGrid:
         """Lengths of the token slices that all strategies have, in tokens; None = they follow from the number."""
         lengths: tuple[int, ...] | None = self.shared["token_slices"]
         return lengths
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """How the ranks are laid out."""
+        return ParallelLayout(
+            data_parallel_size=self.data_parallel_size,
+            sequence_parallel_size=self.sequence_parallel_size,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+        )
 
     @property
     def world_size(self) -> int:

@@ -1,6 +1,6 @@
 """Which links groups cross, and who shares them."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -46,6 +46,18 @@ def test_a_rank_alone_in_its_node_drives_one_card() -> None:
 def test_a_tensor_group_over_two_nodes() -> None:
     tensor = groups(2, dp=1, tp=16, pp=1).tensor
     assert (tensor.num_nodes.tolist(), tensor.network_bandwidth.tolist()) == ([2], [4 * 25e9])
+
+
+def test_sequence_parallel_ranks_stand_between_tensor_and_data_parallel_ones() -> None:
+    # Nodes of 8: each holds four tensor-parallel groups of one replica, and each sequence-parallel group of it.
+    layout = ParallelLayout(data_parallel_size=2, sequence_parallel_size=4, tensor_parallel_size=2)
+    found = RankGroups(ClusterTable.of(nodes(2)), layout)
+    assert found.nodes.tolist() == [[[[0, 0]] * 4, [[1, 1]] * 4]]
+    assert (found.sequence.size, found.sequence.num_nodes.tolist()) == (4, [1])
+    assert (found.data.size, found.data.num_nodes.tolist()) == (8, [2])
+    # Over two nodes two groups of eight have four ranks each on a node, and half of its four cards.
+    wide = RankGroups(ClusterTable.of(nodes(2)), ParallelLayout(sequence_parallel_size=8, tensor_parallel_size=2))
+    assert (wide.sequence.num_nodes.tolist(), wide.sequence.network_bandwidth.tolist()) == ([2], [2 * 25e9])
 
 
 def test_stages_in_one_node_and_across() -> None:
@@ -108,8 +120,13 @@ def placed_ranks(draw: st.DrawFn) -> tuple[Cluster, ParallelLayout, tuple[int, .
     cluster = Cluster(nodes=tuple(draw(st.lists(each, min_size=1, max_size=6))))
     tensor = draw(st.integers(1, cluster.num_devices))
     pipeline = draw(st.integers(1, cluster.num_devices // tensor))
-    data = cluster.num_devices // (tensor * pipeline)
-    layout = ParallelLayout(data_parallel_size=data, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+    sequence = draw(st.integers(1, cluster.num_devices // (tensor * pipeline)))
+    layout = ParallelLayout(
+        data_parallel_size=cluster.num_devices // (tensor * pipeline * sequence),
+        sequence_parallel_size=sequence,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+    )
     devices = draw(st.permutations(range(cluster.num_devices)))
     return cluster, layout, draw(st.sampled_from([None, tuple(devices[: layout.world_size])]))
 
@@ -120,10 +137,24 @@ def test_links_are_those_of_each_group_alone(case: tuple[Cluster, ParallelLayout
     """Links of all groups at once are the slowest of those that each group, looked at by itself, has."""
     cluster, layout, placement = case
     found = RankGroups(ClusterTable.of(cluster), layout, placement)
-    ranks = found.nodes.tolist()
-    tensor = [[Counter(replica) for replica in stage] for stage in ranks]
-    data = [[Counter(column) for column in zip(*stage, strict=True)] for stage in ranks]
-    for links, stages in ((found.tensor, tensor), (found.data, data)):
+    node_of_rank = found.nodes.reshape(-1)
+
+    def by_stage(groups: list[list[int]]) -> list[list[Counter[int]]]:
+        """Nodes of the members of each group, stage by stage."""
+        of_stages: list[list[Counter[int]]] = [[] for _ in range(layout.pipeline_parallel_size)]
+        for group in groups:
+            of_stages[layout.coordinate(group[0]).pipe].append(Counter(node_of_rank[group].tolist()))
+        return of_stages
+
+    copies: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, place in enumerate(layout.coordinates()):
+        copies[place.pipe, place.tensor].append(rank)
+    for links, groups in (
+        (found.tensor, layout.groups("tensor")),
+        (found.sequence, layout.groups("sequence")),
+        (found.data, list(copies.values())),
+    ):
+        stages = by_stage(groups)
         leaving = Counter(node for stage in stages for group in stage if len(group) > 1 for node in group)
         for stage, groups_of_stage in enumerate(stages):
             parts = [(cluster.nodes[node], node, count) for group in groups_of_stage for node, count in group.items()]
@@ -132,7 +163,7 @@ def test_links_are_those_of_each_group_alone(case: tuple[Cluster, ParallelLayout
                 for node, index, count in parts
             ]
             assert links.at(stage) == (
-                layout.tensor_parallel_size if links is found.tensor else layout.data_parallel_size,
+                len(groups[0]),
                 max(map(len, groups_of_stage)),
                 min(node.inside.bandwidth for node, _, _ in parts),
                 max(node.inside.latency_s for node, _, _ in parts),

@@ -24,12 +24,17 @@ CLUSTERS = {
 }
 
 
-def coarse(problem: SearchProblem) -> Choices:
+LONG = {"sequence_parallel_size": (1, 4), "recompute": ("none", "stage"), "micro_batch_size": (1, 2)}
+"""What is there for long sequences."""
+
+
+def coarse(problem: SearchProblem, **others: Any) -> Choices:
     return all_choices(problem).constrained(
         {
             "num_token_slices": (1, 2, 3, 8),
             "micro_batch_size": (1, 2, 4),
             "num_model_chunks": (1, 2, 3),
+            **others,
         }
     )
 
@@ -38,14 +43,22 @@ FEATURES = {"sliding_window": 100, "window_attn_skip_freq": "2", "attention_soft
 """Layers of two kinds, and attention that is written out."""
 
 
-@pytest.mark.parametrize(("name", "features"), [*((name, {}) for name in CLUSTERS), ("uniform", FEATURES)])
-def test_bounds_of_time(name: str, features: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "features", "others"),
+    [
+        *((name, {}, {}) for name in CLUSTERS),
+        ("uniform", FEATURES, {}),
+        ("mixed", {}, LONG),
+        ("uniform", FEATURES, LONG),
+    ],
+)
+def test_bounds_of_time(name: str, features: dict[str, Any], others: dict[str, Any]) -> None:
     problem = small_problem(CLUSTERS[name], global_batch_size=16, num_layers=13, **features)
     efficiency = HardwareEfficiency(op_s=1e-4)
     pricings = [Pricing(problem.workload, order, efficiency=efficiency) for order in node_orders(problem.cluster)]
     rng = np.random.default_rng(0)
     ratios, estimates = [], []
-    for grid in price_space(problem, coarse(problem), pricings, SearchCounts()):
+    for grid in price_space(problem, coarse(problem, **others), pricings, SearchCounts()):
         for index in rng.choice(len(grid.places), size=min(6, len(grid.places)), replace=False).tolist():
             strategy = grid.strategy(index, problem)
             simulated = pricings[grid.node_order].predict(strategy).iteration_time_s
@@ -57,15 +70,17 @@ def test_bounds_of_time(name: str, features: dict[str, Any]) -> None:
     assert 0.9 < np.median(estimates) < 1.1
 
 
-@pytest.mark.parametrize("features", [{}, FEATURES], ids=["plain", "windows"])
-def test_what_is_rejected_for_its_memory_does_not_fit(features: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("features", "others"), [({}, {}), (FEATURES, {}), (FEATURES, LONG)], ids=["plain", "windows", "long"]
+)
+def test_what_is_rejected_for_its_memory_does_not_fit(features: dict[str, Any], others: dict[str, Any]) -> None:
     cluster = small_cluster(num_nodes=1, num_devices=4)
     (node,) = cluster.nodes
     small = replace(node, device=replace(node.device, memory_bytes=5.2e9))
     problem = small_problem(Cluster(nodes=(small,)), global_batch_size=16, num_layers=13, seq_length=1024, **features)
     pricing = Pricing(problem.workload, problem.cluster)
     roomy = Pricing(problem.workload, cluster)
-    choices = coarse(problem)
+    choices = coarse(problem, **others)
     fitting = {
         grid.strategy(index, problem)
         for grid in price_space(problem, choices, [pricing], SearchCounts())

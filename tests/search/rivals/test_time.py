@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_terapipe.search.cost.collectives import all_to_all_s
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.layer_times import LayerQuery
 from megatron_terapipe.search.op_times.roofline import Roofline
 from megatron_terapipe.search.rivals.settings import RivalSettings
-from megatron_terapipe.search.rivals.time import RivalTimes, all_to_all_s, layout, parts
+from megatron_terapipe.search.rivals.time import RivalTimes, layout, parts
 from megatron_terapipe.search.software.alst import ALST
 from tests.search.problems import small_cluster, small_problem
 

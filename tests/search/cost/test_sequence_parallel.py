@@ -1,0 +1,188 @@
+"""Sequence-parallel ranks: what they share, what they send each other, and what they keep."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.search.cost.collectives import all_to_all_s
+from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.cost.memory_model import MemoryModel
+from megatron_terapipe.search.cost.rank_groups import GroupTopology
+from megatron_terapipe.search.cost.stage_ops import BACKWARD, FORWARD, head_exchange_s
+from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
+from megatron_terapipe.search.inputs.cluster import Cluster
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
+from megatron_terapipe.search.op_times.layer_times import LayerQuery
+from megatron_terapipe.search.software.terapipe import TERAPIPE
+from megatron_terapipe.strategy import Strategy
+from tests.search.cost.machines import A100, nodes
+
+TOKENS, HEADS, KEYS, HEAD_SIZE = 8192, 16, 4, 128
+GROUPED = gpt_workload(
+    ModelConfig(
+        num_layers=4,
+        hidden_size=HEADS * HEAD_SIZE,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEYS,
+        seq_length=TOKENS,
+        vocab_size=1024,
+    )
+)
+BLOCK = GROUPED.layers[1]
+FAST_HOST = HardwareEfficiency(launch_s=1e-9)
+"""No op waits for its launches, which are as many however few rows there are."""
+PERFECT = HardwareEfficiency(inside_efficiency=1.0, network_efficiency=1.0, collective_s=0.0)
+INSIDE = GroupTopology(8, 1, 300e9, 0.0, 1.0, 0.0)
+
+
+def query(sequence: int, tensor: int = 1, recompute: str = "none") -> LayerQuery:
+    return LayerQuery(
+        BLOCK,
+        A100,
+        tensor_parallel_size=tensor,
+        sequence_parallel_size=sequence,
+        micro_batch_size=2,
+        start=0.0,
+        end=float(TOKENS),
+        recompute=recompute,
+    )
+
+
+def test_an_all_to_all_keeps_its_own_part_at_home() -> None:
+    assert all_to_all_s(3e9, INSIDE, PERFECT) == pytest.approx(7 / 8 * 3e9 / 300e9)
+    assert all_to_all_s(3e9, INSIDE._replace(size=1), HardwareEfficiency()) == 0
+
+
+def test_an_all_to_all_over_nodes_shares_their_cards() -> None:
+    # Two nodes of four: each rank sends 3 parts of 8 inside, 4 over the network, whose cards carry those of four ranks.
+    across = GroupTopology(8, 2, 300e9, 0.0, 100e9, 0.0)
+    assert all_to_all_s(8e9, across, PERFECT) == pytest.approx(4 * 4e9 / 100e9)
+    slow_inside = across._replace(inside_bandwidth=10e9)
+    assert all_to_all_s(8e9, slow_inside, PERFECT) == pytest.approx(3e9 / 10e9)
+    # All messages are posted at once.
+    late = across._replace(inside_latency_s=1e-6, network_latency_s=1e-3)
+    assert all_to_all_s(0.0, late, PERFECT) == pytest.approx(1e-3)
+
+
+def test_the_bytes_of_head_exchanges() -> None:
+    """Two sequences of 8,192 tokens on 8 ranks: queries, keys and values of 1,024 tokens each go out, outputs back."""
+    numbers_of_token = HEADS + 2 * 8 + HEADS  # four heads of keys are on two ranks each
+    num_bytes = 2 * (2 * TOKENS / 8) * numbers_of_token * HEAD_SIZE
+    assert num_bytes == 2 * 2048 * 48 * 128
+    assert head_exchange_s(query(8), INSIDE, PERFECT, 2) == pytest.approx(7 / 8 * num_bytes / 300e9)
+    # With two tensor-parallel ranks each has half of the heads, and no head of keys is copied among four ranks.
+    halves = 2 * (2 * TOKENS / 4) * (HEADS + 2 * 4 + HEADS) / 2 * HEAD_SIZE
+    four = INSIDE._replace(size=4)
+    keys_fit = LayerQuery(
+        BLOCK, A100, tensor_parallel_size=2, micro_batch_size=2, start=0.0, end=float(TOKENS), sequence_parallel_size=2
+    )
+    assert head_exchange_s(keys_fit, four._replace(size=2), PERFECT, 2) == pytest.approx(halves / 300e9)
+    assert head_exchange_s(query(1), INSIDE._replace(size=1), PERFECT, 2) == 0
+
+
+def strategy(**changes: object) -> Strategy:
+    values = {"sequence_parallel_size": 8, "num_token_slices": 4, "global_batch_size": 1} | changes
+    return Strategy(**values)  # type: ignore[arg-type]
+
+
+def test_exchanges_are_repeated_with_the_forward() -> None:
+    model = CostModel(GROUPED, nodes(1), efficiency=FAST_HOST)
+    exchanged = {}
+    for mode in ("none", "selective", "full", "stage"):
+        exchanged[mode] = model.predict_time(strategy(recompute=mode)).breakdown.head_exchange_s
+    assert exchanged["none"] == pytest.approx(exchanged["selective"])
+    assert exchanged["full"] == pytest.approx(1.5 * exchanged["none"], rel=0.02)
+    assert exchanged["stage"] == pytest.approx(exchanged["full"])
+    assert model.predict_time(strategy(sequence_parallel_size=1)).breakdown.head_exchange_s == 0
+    hidden = replace(TERAPIPE, communication=replace(TERAPIPE.communication, head_exchange_overlap=1.0))
+    assert CostModel(GROUPED, nodes(1), software=hidden).predict_time(strategy()).breakdown.head_exchange_s == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    tensor=st.sampled_from([1, 2]),
+    token_slices=st.sampled_from([1, 2, 8]),
+    recompute=st.sampled_from(["none", "selective", "full", "stage"]),
+    schedule=st.sampled_from(["1f1b", "zero-bubble"]),
+)
+def test_more_ranks_take_less_time_and_memory(tensor: int, token_slices: int, recompute: str, schedule: str) -> None:
+    model, memory = CostModel(GROUPED, nodes(4), efficiency=FAST_HOST), MemoryModel(workload=GROUPED, cluster=nodes(4))
+    times, kept = [], []
+    for size in (1, 2, 4, 8):
+        one = strategy(
+            sequence_parallel_size=size,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=2,
+            num_token_slices=token_slices,
+            recompute=recompute,
+            schedule=schedule,
+            global_batch_size=4,
+        )
+        time = model.predict_time(one).breakdown
+        times.append(time.compute_s)
+        held = memory.count(one)
+        kept.append([each.activations + each.key_values + each.working for each in held])
+    assert np.all(np.diff(times) < 0)
+    assert np.all(np.diff(kept, axis=0) < 0)
+
+
+def test_ranks_share_activations_but_copy_heads_of_keys() -> None:
+    memory = MemoryModel(workload=GROUPED, cluster=nodes(1))
+
+    def held(size: int) -> tuple[float, float, float]:
+        (rank,) = memory.count(strategy(sequence_parallel_size=size, recompute="full"))
+        return float(rank.activations), float(rank.key_values), float(rank.optimizer)
+
+    one, four, eight = held(1), held(4), held(8)
+    assert (four[0], eight[0]) == pytest.approx((one[0] / 4, one[0] / 8))
+    assert (four[1], eight[1]) == pytest.approx((one[1] / 4, one[1] / 4))
+    # Sequence-parallel ranks have the same weights: ZeRO 1 divides the optimizer among them.
+    assert eight[2] == pytest.approx(one[2] / 8)
+
+
+def test_what_is_sent_to_the_next_stage_is_a_part_of_the_token_slice() -> None:
+    model = CostModel(GROUPED, nodes(2))
+    whole, part = (
+        model.messages(model.placed(strategy(sequence_parallel_size=size, pipeline_parallel_size=2))).num_bytes
+        for size in (1, 4)
+    )
+    assert part == pytest.approx(whole / 4)
+
+
+def test_gradients_are_reduced_over_them() -> None:
+    model = CostModel(GROUPED, nodes(2))
+    both = strategy(sequence_parallel_size=8, data_parallel_size=2, global_batch_size=2)
+    alone = strategy(sequence_parallel_size=1, data_parallel_size=16, global_batch_size=16)
+    steps = [model.step((placed := model.placed(each)).counts, placed.groups, 1) for each in (both, alone)]
+    assert steps[0] == steps[1]
+
+
+def test_a_batch_of_strategies_is_priced_as_each_alone() -> None:
+    cluster: Cluster = nodes(2)
+    model = CostModel(GROUPED, cluster)
+    for recompute in ("full", "stage"):
+        several = [strategy(sequence_parallel_size=size, recompute=recompute, num_token_slices=1) for size in (2, 4, 8)]
+        assert len({batch_key(model, each) for each in several}) == 1
+        together = StrategyBatch.of([model] * 3, several).times(model.efficiency)
+        alone = [model.predict_time(each).iteration_time_s for each in several]
+        assert together == pytest.approx(alone, rel=1e-9)
+
+
+def test_the_head_runs_in_the_backward_of_a_recomputed_stage() -> None:
+    model = CostModel(GROUPED, nodes(1))
+
+    def ops(recompute: str) -> np.ndarray:
+        placed = model.placed(strategy(recompute=recompute, sequence_parallel_size=1, pipeline_parallel_size=2))
+        return model.stage_ops(placed)[:, :, 0]
+
+    none, full, stage = ops("none"), ops("full"), ops("stage")
+    assert stage[FORWARD, 0] == pytest.approx(none[FORWARD, 0])
+    assert stage[FORWARD, 1] < none[FORWARD, 1]
+    # All of the forward once more, but for the head's.
+    assert (stage - none)[[FORWARD, BACKWARD]].sum(axis=0)[0] == pytest.approx(none[FORWARD, 0], rel=0.02)
+    assert (stage - full)[[FORWARD, BACKWARD]].sum() == pytest.approx(0, abs=0.02 * none[FORWARD].sum())
