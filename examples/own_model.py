@@ -2,6 +2,7 @@
 
     deepspeed --num_accelerators 2 examples/own_model.py
 
+The model has two stages. With four ranks, the two of a stage share the tokens of every token slice.
 A layer sees one token slice of every sequence. What it needs of the tokens before, it asks of its argument `past`.
 """
 
@@ -43,13 +44,15 @@ def counting():
 init_distributed()
 model = TokenSlicePipelineModule(
     [LayerSpec(nn.Embedding, VOCAB, HIDDEN), *[LayerSpec(Block)] * 4, LayerSpec(nn.Linear, HIDDEN, VOCAB)],
-    layout=ParallelLayout(pipeline_parallel_size=2, num_token_slices=4),
-    token_slices=TokenSlices((20, 16, 15, 13)),
+    layout=ParallelLayout(
+        pipeline_parallel_size=2, sequence_parallel_size=deepspeed.comm.get_world_size() // 2, num_token_slices=4
+    ),
+    token_slices=TokenSlices((20, 16, 14, 14)),
     loss_fn=lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
 )
 config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "steps_per_print": 10**9}
 engine, *_ = initialize(model, config, optimizer=torch.optim.Adam(model.parameters(), lr=3e-3))
-torch.manual_seed(0)  # first and last stage must read the same data
+torch.manual_seed(0)  # all ranks must read the same data
 data = counting()
 for step in range(30):
     loss = engine.train_batch(data)

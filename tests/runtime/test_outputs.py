@@ -20,7 +20,9 @@ from tests.runtime.training import ROWS, Setup, as_numpy, batches_of, build, fee
 
 CUT = (9, 1, 8, 6)
 CLOSE = 1e-6
-SHORT, SAME_COUNT, OTHER_ROWS, OTHER_COUNT = (3, 7, 2), (8, 8, 8), 5, 3
+SHARED = (8, 2, 8, 6)
+"""Lengths that two ranks can share."""
+SHORT, SAME_COUNT, OTHER_ROWS, OTHER_COUNT = (4, 6, 2), (8, 8, 8), 5, 3
 """Cuts, of sequences of another length and of the same, and sizes of a batch, for evaluation alone."""
 
 
@@ -57,7 +59,7 @@ SETUPS = {
         Setup(pp=2, cut=CUT, micro_batches=3, schedule="interleaved", model_chunks=2),
         Setup(pp=2, cut=CUT, micro_batches=3, schedule="gpipe", model_chunks=2, placement=Placement.V),
     ],
-    4: [Setup(pp=2, dp=2, cut=CUT, micro_batches=3)],
+    4: [Setup(pp=2, dp=2, cut=CUT, micro_batches=3), Setup(pp=2, sp=2, cut=SHARED, micro_batches=3)],
 }
 
 
@@ -80,7 +82,7 @@ def _results(setups: list[Setup]) -> list[dict[str, Any]]:
                 name: (loss.item(), *(each if each is None else as_numpy(each) for each in rest))
                 for name, (loss, *rest) in results.items()
             }
-            | {"alone": plain.item(), "data rank": engine.grid.get_data_parallel_rank()}
+            | {"alone": plain.item(), "data rank": engine.replica}
         )
     return found
 
@@ -108,7 +110,7 @@ def test_outputs_and_labels_are_those_of_the_whole_batch(world_size: int) -> Non
                 assert outputs.shape == expected.shape
                 assert np.linalg.norm(outputs - expected) <= CLOSE * np.linalg.norm(expected), f"{name} of {setup}"
                 np.testing.assert_array_equal(labels, expected_labels)
-        assert complete == 5 * setup.dp, "on the ranks of the last stage, and on no others"
+        assert complete == 5 * setup.dp * setup.sp, "on the ranks of the last stage, and on no others"
 
 
 def _undisturbed(evaluate: bool, known_shapes: bool) -> tuple[list[float], dict[str, np.ndarray], list[int]]:

@@ -1,0 +1,166 @@
+"""An engine whose ranks share the tokens of every token slice: what it computes, counts, reads, sends and refuses."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.runtime.batches.batch import TokenSliceBatch, split_along_sequence
+from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
+from deepspeed_ext.runtime.sequence.documents import Documents
+from deepspeed_ext.runtime.sequence.sequence_state import Past
+from tests.distributed import run_distributed
+from tests.runtime import models
+from tests.runtime.reference import relative_error
+from tests.runtime.training import ROWS, Setup, as_numpy, build, feed
+
+CUT = (12, 2, 4, 6)
+STARTS = ((0, 5, 13), (0, 10))
+IGNORED = 7
+ALONE, SHARED = Setup(cut=CUT, dtype="fp64"), Setup(pp=2, sp=2, cut=CUT, dtype="fp64", recompute=1)
+
+
+class Embedding(models.Embedding):
+    """Positions restart with documents, and elements are dropped by their place."""
+
+    def forward(self, tokens: Tensor, past: Past) -> Tensor:
+        positions = past.positions(tokens.shape[1])
+        hidden = F.embedding(tokens, self.weight) + self.position[positions]
+        return past.dropout(hidden, 0.2, site=1)
+
+
+class Block(models.Block):
+    """Attention in a window, with dropout, of a number of key heads."""
+
+    def __init__(self, window: int | None, groups: int) -> None:
+        super().__init__()
+        self.groups, self.window = groups, window
+        self.qkv = nn.Linear(models.HIDDEN, models.HIDDEN + 2 * groups * (models.HIDDEN // models.HEADS))
+
+    def forward(self, hidden: Tensor, past: Past) -> Tensor:
+        heads = self.qkv(self.norm(hidden)).unflatten(-1, (-1, models.HIDDEN // models.HEADS))
+        parts = heads.split([models.HEADS, self.groups, self.groups], dim=2)
+        attended = past.attend(*parts, window=self.window, dropout=0.1).flatten(2)
+        hidden = hidden + past.dropout(self.out(attended), 0.2, site=1)
+        return hidden + self.mlp(hidden)
+
+
+def layers() -> list[LayerSpec]:
+    kinds = ((None, 1), (5, 2), (None, 4))
+    return [
+        LayerSpec(Embedding),
+        *(LayerSpec(Block, *each) for each in kinds),
+        LayerSpec(nn.Linear, models.HIDDEN, models.VOCAB),
+    ]
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def num_labelled(batch: Any) -> int:
+    return int((batch[1] != IGNORED).sum())
+
+
+def split(batch: Any, token_slices: Any) -> list[TokenSliceBatch]:
+    return [
+        TokenSliceBatch(part.inputs, part.labels, 1 / num_labelled(batch))
+        for part in split_along_sequence(batch, token_slices)
+    ]
+
+
+def engine_of(setup: Setup, **keywords: Any) -> TokenSlicePipelineEngine:
+    keywords |= {"loss_fn": summed_loss, "split_batch": split, "documents": lambda batch: Documents(STARTS)}
+    return build(setup, layers=layers(), **keywords)
+
+
+def _gradients(setup: Setup, counts: bool) -> tuple[float, float, dict[str, np.ndarray]]:
+    engine = engine_of(setup, loss_tokens=num_labelled if counts else None)
+    loss = engine.train_batch(feed(engine, setup)).item()
+    seen = engine.optimizer.seen
+    tokens = engine.num_loss_tokens()
+    return loss, tokens, {name: as_numpy(seen[p]) for name, p in engine.module.named_parameters() if p in seen}
+
+
+@pytest.mark.parametrize("counts", [False, True], ids=["mean of micro-batches", "mean of tokens"])
+def test_dropout_documents_windows_and_weights_of_the_loss_are_those_of_one_rank(counts: bool) -> None:
+    ((expected_loss, expected_tokens, expected),) = run_distributed(_gradients, 1, ALONE, counts)
+    found: dict[str, np.ndarray] = {}
+    for loss, tokens, of_rank in run_distributed(_gradients, 4, SHARED, counts):
+        assert loss == pytest.approx(expected_loss, rel=1e-12)
+        assert tokens == expected_tokens
+        found |= of_rank
+    assert found.keys() == expected.keys()
+    assert max(relative_error(found[name], expected[name]) for name in expected) <= 1e-12
+
+
+FACTS = Setup(dp=2, sp=2, cut=CUT, micro_batches=3)
+
+
+def _facts() -> dict[str, Any]:
+    """What an engine counts, reads and sends, and what it does with token slices that ranks cannot share."""
+    dataset = TensorDataset(torch.arange(24))
+    sizes = {"train_batch_size": ROWS * 3 * FACTS.dp}
+    engine = build(FACTS, config=sizes)
+    found: dict[str, Any] = {"sizes": [engine.train_batch_size()]}
+
+    def exchanges() -> int:
+        counts = engine.ledger.collectives.counts()
+        return next(count for group, count in counts.items() if group.startswith("sequence-parallel ranks#"))
+
+    with pytest.raises(PlanError) as refused:
+        engine.train_batch(feed(engine, FACTS), token_slices=(11, 13))
+    before, _ = exchanges(), engine.train_batch(feed(engine, FACTS))
+    found |= {"refused": str(refused.value), "exchanges": exchanges() - before, "samples": engine.global_samples}
+    losses = engine.eval_batch(feed(engine, FACTS), reduce_output=None)
+    found["losses"] = [loss.item() for loss in losses]
+    found["mean"] = engine.eval_batch(feed(engine, FACTS)).item()
+    for change, size in ((engine.set_train_batch_size, ROWS * 5 * FACTS.dp), (engine.set_train_micro_batch_size, 3)):
+        change(size)
+        found["sizes"].append(engine.train_batch_size())
+    found["micro-batches"] = engine.micro_batches
+    found["read"] = [list(engine.deepspeed_io(dataset, route=route).data_sampler) for route in ("train", "eval")]
+    found["replica"] = engine.replica
+    return found
+
+
+@pytest.fixture(scope="module")
+def facts() -> list[dict[str, Any]]:
+    return run_distributed(_facts, FACTS.world_size)
+
+
+def test_batch_sizes_count_every_sequence_once(facts: list[dict[str, Any]]) -> None:
+    for found in facts:
+        assert found["sizes"] == [ROWS * 3 * 2, ROWS * 5 * 2, 3 * 5 * 2]
+        assert found["samples"] == ROWS * 3 * 2
+        assert found["micro-batches"] == 5
+
+
+def test_ranks_of_a_replica_read_the_same_samples_and_replicas_read_others(facts: list[dict[str, Any]]) -> None:
+    for first, same, other, same_as_other in zip(*(found["read"] for found in facts), strict=True):
+        assert (first, other) == (same, same_as_other)
+        assert sorted(first + other) == list(range(24))
+    assert [found["replica"] for found in facts] == [0, 0, 1, 1]
+
+
+def test_losses_of_micro_batches_are_those_of_whole_sequences(facts: list[dict[str, Any]]) -> None:
+    for replica in (facts[:2], facts[2:]):
+        assert replica[0]["losses"] == replica[1]["losses"]
+    mean = np.mean([facts[rank]["losses"] for rank in (0, 2)])
+    assert [found["mean"] for found in facts] == pytest.approx([mean] * 4, rel=1e-6)
+
+
+def test_the_ledger_counts_head_exchanges_so_that_who_is_missing_shows(facts: list[dict[str, Any]]) -> None:
+    """One there and one back, forward and backward, of each layer, token slice and micro-batch."""
+    assert [found["exchanges"] for found in facts] == [4 * FACTS.num_blocks * len(CUT) * FACTS.micro_batches] * 4
+
+
+def test_lengths_that_ranks_cannot_share_are_refused_before_anything_runs(facts: list[dict[str, Any]]) -> None:
+    line = "token slice 0 of 11,13 has 11 tokens, which 2 sequence-parallel ranks cannot share evenly"
+    assert all(found["refused"].startswith(line) for found in facts)
