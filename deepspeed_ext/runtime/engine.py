@@ -112,7 +112,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
             loss_scale=self._loss_scale,
             reductions=self._reductions,
             gathers=self._gathers,
-            checks=check_token_slices and len(self.module.token_slices) > 1,
+            checks=check_token_slices and (len(self.module.token_slices) > 1 or self.module.sequence_ranks.size > 1),
             key_value_gradients=key_value_gradients,
             keys_apart=host_copies is not None,
         )

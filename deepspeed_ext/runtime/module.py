@@ -18,6 +18,7 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.plan.token_slice_parts import parts_of_rank
 from deepspeed_ext.runtime.batches.batch import SplitBatch, split_along_sequence
 from deepspeed_ext.runtime.batches.batch_loss import CountLossTokens
 from deepspeed_ext.runtime.batches.cuts import CutByDocuments
@@ -46,7 +47,7 @@ class TokenSlicePipelineModule(PipelineModule):
     Args:
         layers: layers, `LayerSpec`s, `TiedLayerSpec`s or functions, first to last.
         layout: the parallel layout; its world size is that of the process group.
-        token_slices: lengths of the token slices of every sequence.
+        token_slices: lengths of the token slices of every sequence; multiples of the sequence-parallel size.
         loss_fn: called with the last layer's output and the labels of a token slice, by name if they are a dict;
             returns the mean over its tokens. None if the last layer returns that.
         output_fn: makes of the last layer's output what is given to those who ask for outputs, such as tensors of
@@ -54,7 +55,8 @@ class TokenSlicePipelineModule(PipelineModule):
         partition: `parameters`, `uniform`, bounds such as `0,5,12`, a JSON file of them, or a `StagePartition`.
         num_model_chunks: stages that each pipeline rank owns.
         placement: which stages a rank owns.
-        split_batch: cuts what the data iterator yields for one micro-batch.
+        split_batch: cuts what the data iterator yields for one micro-batch. Sequence-parallel ranks read the same
+            micro-batches, and each hands its parts of the token slices over as if they were token slices.
         loss_tokens: counts the tokens of a micro-batch that bear loss. Given, the loss of a batch is the mean over all
             of them on all replicas; else that of the micro-batches' losses.
         data_entries: names of the entries, where the data is a dict. Only needed where a layer takes one by an argument
@@ -76,7 +78,8 @@ class TokenSlicePipelineModule(PipelineModule):
         tensor_parallel_group: group of the ranks that share this rank's layers, if it is there already.
 
     Raises:
-        PlanError: if the partition does not fit the layers and stages.
+        PlanError: if the partition does not fit the layers and stages, or sequence-parallel ranks cannot share a token
+            slice evenly.
         UserError: if layout and token slices disagree, a rank would have nothing to train, the data's entries do not
             fit the layers, or cuts by documents have no documents.
     """
@@ -113,6 +116,8 @@ class TokenSlicePipelineModule(PipelineModule):
             )
         if cut_by_documents is not None and documents is None:
             raise UserError("cut_by_documents is called with documents, and none are told apart: give documents, too")
+        # Lengths that ranks cannot share are refused here, before any rank waits for another.
+        parts_of_rank(token_slices, 0, layout.sequence_parallel_size)
         layers = list(layers)
         self.pipeline = PipelineShape(
             num_stages=layout.pipeline_parallel_size * num_model_chunks,

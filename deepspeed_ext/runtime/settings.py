@@ -63,6 +63,11 @@ def read_settings(config: Mapping[str, Any] | str | Path | None, keywords: Mappi
             f"the DeepSpeed configuration has the value 'auto' for {', '.join(open_keys)}, which only Hugging Face's "
             "Trainer fills in: give numbers"
         )
+    if (shared := settings.get("sequence_parallel_size", 1)) != 1:
+        raise UserError(
+            f"the DeepSpeed configuration has sequence_parallel_size {shared}, by which its own engines share "
+            "sequences: give the module layout=ParallelLayout(sequence_parallel_size=...) instead"
+        )
     for section, remedy in REFUSED.items():
         found = _at(settings, section)
         if isinstance(found, Mapping) and found.get("enabled"):

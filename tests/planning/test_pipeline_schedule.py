@@ -193,7 +193,7 @@ def test_a_schedule_too_large_to_play_on_a_model_of_the_device_needs_a_queue_for
     if hardware_queues == 32:
         check_schedule(SCHEDULES["1f1b"], config, [256], hardware_queues=32)
         return
-    with pytest.raises(ConfigError, match=r"32,768 ops are too many to prove .* 5 streams share 1 hardware queue: set"):
+    with pytest.raises(ConfigError, match=r"32,768 ops are too many to prove .* 6 streams share 1 hardware queue: set"):
         check_schedule(SCHEDULES["1f1b"], config, [256], hardware_queues=hardware_queues)
 
 

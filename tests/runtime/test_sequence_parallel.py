@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.runtime.batches.batch import TokenSliceBatch, split_along_sequence
+from deepspeed_ext.runtime.batches.batch_sizes import for_deepspeed
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.sequence.documents import Documents
 from deepspeed_ext.runtime.sequence.sequence_state import Past
@@ -133,6 +134,11 @@ def _facts() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def facts() -> list[dict[str, Any]]:
     return run_distributed(_facts, FACTS.world_size)
+
+
+def test_deepspeed_is_told_sizes_as_it_counts_them() -> None:
+    assert for_deepspeed({"train_batch_size": 6, "bf16": {}}, 4) == {"train_batch_size": 24, "bf16": {}}
+    assert for_deepspeed({"train_micro_batch_size_per_gpu": 6}, 4) == {"train_micro_batch_size_per_gpu": 6}
 
 
 def test_batch_sizes_count_every_sequence_once(facts: list[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.settings import read_settings, settings_without_effect
+from deepspeed_ext.runtime.settings import read_settings, settings_without_effect, without_settings
 
 
 def test_it_is_a_dict_a_file_or_in_the_keywords(tmp_path: Path) -> None:
@@ -35,6 +35,7 @@ def test_it_is_a_dict_a_file_or_in_the_keywords(tmp_path: Path) -> None:
             "enables data_efficiency.data_routing.random_ltd",
         ),
         ({"progressive_layer_drop": {"enabled": True}}, "enables progressive_layer_drop"),
+        ({"sequence_parallel_size": 2}, "ParallelLayout(sequence_parallel_size=...)"),
     ],
 )
 def test_what_is_not_done_here_is_refused_in_one_line(settings: Any, said: str) -> None:
@@ -42,6 +43,13 @@ def test_what_is_not_done_here_is_refused_in_one_line(settings: Any, said: str) 
         read_settings(settings, {})
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_keywords_bring_no_second_configuration() -> None:
+    brought = SimpleNamespace(deepspeed_config="settings.json", seed=1)
+    left = without_settings({"args": brought, "config_params": {}, "lr_scheduler": None})
+    assert left == {"args": SimpleNamespace(deepspeed_config=None, seed=1), "lr_scheduler": None}
+    assert brought.deepspeed_config == "settings.json"
 
 
 def test_what_is_switched_off_may_stand_there() -> None:

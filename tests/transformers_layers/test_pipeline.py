@@ -23,6 +23,7 @@ from tests.transformers_layers import models
 CUT = (9, 1, 6, 8)
 WHOLE = Setup(cut=(models.SEQ,), dtype="fp64")
 SLICED = Setup(pp=2, cut=CUT, dtype="fp64")
+SHARED = Setup(sp=2, cut=(10, 2, 4, 8), dtype="fp64")
 RECOMPUTED = Setup(pp=2, cut=CUT, dtype="fp64", recompute=1, schedule="zero-bubble")
 
 
@@ -43,6 +44,7 @@ def gradients(setup: Setup, kind: str, settings: dict[str, Any]) -> tuple[float,
         ("llama", SLICED),
         ("qwen2", SLICED),
         ("gpt2", SLICED),
+        ("gpt2", SHARED),
         ("llama", RECOMPUTED),
         ("gpt2", RECOMPUTED),
         ("mistral", SLICED),

@@ -95,8 +95,8 @@ class Device:
 
 
 def num_streams(shape: PipelineShape) -> int:
-    """Streams of a rank: for computing, gradient reductions, tensor-parallel collectives, and for each communicator."""
-    return 3 + len(set(communicators(shape).values()))
+    """Streams of a rank: for computing, reductions, head exchanges, tensor parallelism, and for each communicator."""
+    return 4 + len(set(communicators(shape).values()))
 
 
 def check_programs(programs: Sequence[Program], shape: PipelineShape, device: Device | None = None) -> None:

@@ -34,7 +34,9 @@ class TokenSliceBatch:
 
 
 SplitBatch = Callable[[Any, TokenSlices], list[TokenSliceBatch]]
-"""Cuts what the data iterator yields for one micro-batch."""
+"""Cuts what the data iterator yields for one micro-batch, by the bounds of token slices or of one rank's parts of them.
+
+Weights of the loss are shares of the whole micro-batch, whoever else has the rest."""
 
 
 def split_along_sequence(batch: Any, token_slices: TokenSlices) -> list[TokenSliceBatch]:

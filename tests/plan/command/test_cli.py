@@ -65,7 +65,7 @@ def test_a_schedule_that_shared_hardware_queues_lock_is_not_free_of_deadlock(cap
     assert main([*words.split(), "32"]) == 0
     assert capsys.readouterr().out.endswith("deadlock free            yes\n")
     assert main([*words.split(), "1"]) == 1
-    assert capsys.readouterr().out.endswith("7 streams share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32\n")
+    assert capsys.readouterr().out.endswith("8 streams share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32\n")
     assert "--hardware-queues 0 is not a positive whole number: give 1 or more" in refused(capsys, *words.split(), "0")
 
 

@@ -110,7 +110,7 @@ def test_one_hardware_queue_locks_what_several_do_not():
     shape = PipelineShape(num_stages=4, num_micro_batches=2, num_token_slices=4, num_model_chunks=2)
     programs = lower(SCHEDULES["interleaved"], shape)
     check_programs(programs, shape, Device(hardware_queues=num_streams(shape)))
-    with pytest.raises(ScheduleDeadlock, match="7 streams share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32"):
+    with pytest.raises(ScheduleDeadlock, match="8 streams share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32"):
         check_programs(programs, shape, Device(hardware_queues=1))
 
 
