@@ -148,6 +148,8 @@ def check(words: list[str]) -> None:
             assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in targets)
         case ["deepspeed", *_] if "--module" in words:
             check_flags(["-m", *words[words.index("--module") + 1 :]])
+        case ["deepspeed", "--num_accelerators", _, script] if script.startswith("examples/"):
+            assert Path(script).exists()  # `tests/examples` runs them.
         case ["deepspeed" | "torchrun", *_]:
             dry_run(words[words.index("pretrain_gpt.py") + 1 :])
         case ["bash", _, *_]:

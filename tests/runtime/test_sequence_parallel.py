@@ -81,24 +81,23 @@ def engine_of(setup: Setup, **keywords: Any) -> TokenSlicePipelineEngine:
     return build(setup, layers=layers(), **keywords)
 
 
-def _gradients(setup: Setup, counts: bool) -> tuple[float, float, dict[str, np.ndarray]]:
-    engine = engine_of(setup, loss_tokens=num_labelled if counts else None)
+Step = tuple[float, float, dict[str, np.ndarray]]
+"""Loss, tokens that bore it, and gradients."""
+Found = list[tuple[dict[str, Any], list[Step]]]
+"""By rank."""
+
+
+def _gradients(setup: Setup, loss_tokens: Any) -> Step:
+    engine = engine_of(setup, loss_tokens=loss_tokens)
     loss = engine.train_batch(feed(engine, setup)).item()
     seen = engine.optimizer.seen
     tokens = engine.num_loss_tokens()
     return loss, tokens, {name: as_numpy(seen[p]) for name, p in engine.module.named_parameters() if p in seen}
 
 
-@pytest.mark.parametrize("counts", [False, True], ids=["mean of micro-batches", "mean of tokens"])
-def test_dropout_documents_windows_and_weights_of_the_loss_are_those_of_one_rank(counts: bool) -> None:
-    ((expected_loss, expected_tokens, expected),) = run_distributed(_gradients, 1, ALONE, counts)
-    found: dict[str, np.ndarray] = {}
-    for loss, tokens, of_rank in run_distributed(_gradients, 4, SHARED, counts):
-        assert loss == pytest.approx(expected_loss, rel=1e-12)
-        assert tokens == expected_tokens
-        found |= of_rank
-    assert found.keys() == expected.keys()
-    assert max(relative_error(found[name], expected[name]) for name in expected) <= 1e-12
+def _both_gradients(setup: Setup) -> list[Step]:
+    """Those of the mean over micro-batches, and of the mean over tokens."""
+    return [_gradients(setup, loss_tokens) for loss_tokens in (None, num_labelled)]
 
 
 FACTS = Setup(dp=2, sp=2, cut=CUT, micro_batches=3)
@@ -131,9 +130,31 @@ def _facts() -> dict[str, Any]:
     return found
 
 
+def _everything() -> tuple[dict[str, Any], list[Step]]:
+    return _facts(), _both_gradients(SHARED)
+
+
 @pytest.fixture(scope="module")
-def facts() -> list[dict[str, Any]]:
-    return run_distributed(_facts, FACTS.world_size)
+def found_by_rank() -> Found:
+    return run_distributed(_everything, 4)
+
+
+@pytest.fixture(scope="module")
+def facts(found_by_rank: Found) -> list[dict[str, Any]]:
+    return [facts for facts, _ in found_by_rank]
+
+
+def test_dropout_documents_windows_and_weights_of_the_loss_are_those_of_one_rank(found_by_rank: Found) -> None:
+    (alone,) = run_distributed(_both_gradients, 1, ALONE)
+    for kind, (expected_loss, expected_tokens, expected) in enumerate(alone):
+        found: dict[str, np.ndarray] = {}
+        for _, gradients in found_by_rank:
+            loss, tokens, of_rank = gradients[kind]
+            assert loss == pytest.approx(expected_loss, rel=1e-12)
+            assert tokens == expected_tokens
+            found |= of_rank
+        assert found.keys() == expected.keys()
+        assert max(relative_error(found[name], expected[name]) for name in expected) <= 1e-12
 
 
 def test_deepspeed_is_told_sizes_as_it_counts_them() -> None:
