@@ -10,7 +10,6 @@ from torch import Tensor
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.token_slice_parts import parts_of_rank
 from deepspeed_ext.runtime.attention_kernels import (
     AttentionDropout,
     AttentionKernel,
@@ -65,7 +64,7 @@ class SequenceState:
         self.attended: Counter[tuple[int, int]] = Counter()
         """Calls of attention, by layer and first position of this rank's part of the token slice."""
         self.ranks = ranks or SequenceParallelRanks()
-        self.parts = parts_of_rank(token_slices, self.ranks.rank, self.ranks.size)
+        self.parts = self.ranks.parts(token_slices)
         """This rank's parts of the token slices."""
         starts = (start for start, _ in self.parts.bounds())
         self.bounds = dict(zip(starts, token_slices.bounds(), strict=True))
