@@ -7,10 +7,11 @@ from pathlib import Path
 
 from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.render import render_comparison
 from deepspeed_ext.plan.schedule_file import read_schedule
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
-from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
 
@@ -29,6 +30,7 @@ def played(
     micro_batches: int = 4,
     model_chunks: int = 1,
     reductions: Sequence[float] = (),
+    copying: float | None = None,
 ) -> Timeline:
     """Simulate a schedule.
 
@@ -40,12 +42,21 @@ def played(
         micro_batches: micro-batches of a step.
         model_chunks: stages of each rank.
         reductions: times of each stage's reductions, by piece.
+        copying: time to copy the keys and values of a whole micro-batch on a stage to the host, and as long back;
+            a stage input takes half of it. None for no copies.
     """
     shape = PipelineShape(ranks * model_chunks, micro_batches, len(lengths), model_chunks)
     costs = attention_costs(shape, lengths, attention_share)
     if reductions:
         costs = replace(costs, reductions=(tuple(reductions),) * shape.num_stages)
-    return simulate(rank_orders(schedule_named(name), shape), shape, costs)
+    orders = rank_orders(schedule_named(name), shape)
+    if copying is None:
+        return simulate(orders, shape, costs)
+    # A token slice has as many tokens as there are token slices, so that lengths are whole numbers.
+    each = copying / len(lengths) ** 2
+    inputs = (0.0, *(each / 2,) * shape.last_stage)
+    settings = HostCopySettings((len(lengths),) * len(lengths), inputs, (each,) * shape.num_stages, 1.0, 1.0)
+    return simulate_with_host_copies(orders, shape, costs, settings)
 
 
 def found() -> Timeline:
@@ -69,6 +80,12 @@ def pictures() -> dict[str, list[tuple[str, Timeline]]]:
             ("interleaved, 2 model chunks, 4 token slices", played("interleaved", model_chunks=2)),
         ],
         "zero-bubble": [("1f1b", played("1f1b", whole)), ("zero-bubble", played("zero-bubble", whole))],
+        "host-copies": [
+            (
+                "breadth-first, 4 model chunks, one micro-batch",
+                played("breadth-first", ranks=2, micro_batches=1, model_chunks=4, copying=0.25),
+            )
+        ],
         "reductions": [
             ("1f1b, each rank reduces its gradients after its last op", played("1f1b", whole, reductions=(3.0,))),
             ("1f1b, reduced layer by layer as they are complete", played("1f1b", whole, reductions=(0.375,) * 8)),

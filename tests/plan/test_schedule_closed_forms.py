@@ -11,10 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.memory import peak_activation
+from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak, peak_activation
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.schedules import KEEPING_ALL, gpipe, rank_orders, schedule_named, zero_bubble
-from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from tests.strategies import WITH_MODEL_CHUNKS, pipelines, shapes, times
 
@@ -134,3 +135,16 @@ def test_zero_bubble_of_published_size():
     simulated = compiled.simulate(OpCosts.uniform(compiled.shape, weight_gradient=1.0))
     assert simulated.bubble_ratio == pytest.approx(3 / 99, abs=1e-9)
     assert compiled.peak_activation() == (7 / 4,) * 4
+
+
+@given(st.integers(1, 4), st.integers(2, 4), st.integers(1, 6), st.sampled_from(["breadth-first", "interleaved"]))
+def test_with_one_micro_batch_a_rank_holds_the_keys_and_values_of_one_stage_and_a_token_slice(
+    ranks, model_chunks, token_slices, name
+):
+    shape = PipelineShape(ranks * model_chunks, 1, token_slices, model_chunks)
+    each, nothing = (1.0,) * shape.num_stages, (0.0,) * shape.num_stages
+    settings = HostCopySettings((1,) * token_slices, nothing, each)
+    orders = rank_orders(schedule_named(name), shape)
+    timeline = simulate_with_host_copies(orders, shape, OpCosts.uniform(shape, backward=2.0), settings)
+    curves = memory_over_time(timeline, (1,) * token_slices, TokenBytes(nothing, each, nothing))
+    assert [peak(curve) for curve in curves] == [token_slices + 1] * ranks

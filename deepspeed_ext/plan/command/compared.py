@@ -51,6 +51,7 @@ def _refuse_others(options: argparse.Namespace) -> None:
     only_simulated = (
         *("schedule", "stages", "model_chunks", "placement", "micro_batches", "token_slices", "costs"),
         *("attention_share", "head_share", "solve_slices", "memory_limit", "seq_length", "min_token_slice", "effort"),
+        *("offload", "host_bandwidth", "host_bytes"),
     )
     for name in only_simulated:
         if getattr(options, name) not in (None, False):

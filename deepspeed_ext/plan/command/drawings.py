@@ -26,7 +26,7 @@ def write_drawings(
     if svg is not None:
         write_text(svg, render_svg(timeline, title) if len(panels) == 1 else render_comparison(panels))
     if options.trace is not None:
-        write_text(options.trace, render_chrome_trace(timeline, memory.curves(timeline)))
+        write_text(options.trace, render_chrome_trace(timeline, memory.curves(timeline), memory.host_curves(timeline)))
     if options.html is not None:
-        pages = [Panel(name, each, memory.curves(each), memory.unit) for name, each in panels]
+        pages = [Panel(name, each, memory.curves(each), memory.unit, memory.host_curves(each)) for name, each in panels]
         write_text(options.html, render_html(pages, title))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from deepspeed_ext.plan.closed_forms import closed_form
@@ -46,6 +47,11 @@ def summary(timeline: Timeline, request: Request, memory: Memory) -> str:
     if memory.token_bytes is not None:
         peaks = " ".join(f"{peak(curve) / 2**20:.4g}" for curve in memory.curves(timeline))
         rows.append(("peak memory", f"{peaks}  {by}, in MiB"))
+        if timeline.host_copies:
+            without = " ".join(f"{peak(curve) / 2**20:.4g}" for curve in memory.curves(without_host_copies(timeline)))
+            on_host = " ".join(f"{peak(curve) / 2**20:.4g}" for curve in memory.host_curves(timeline))
+            rows.append(("without copies to hosts", f"{without}  {by}, in MiB"))
+            rows.append(("peak on the hosts", f"{on_host}  {by}, in MiB"))
     if request.lower_bound is not None:
         above = max(timeline.makespan / request.lower_bound - 1, 0.0) if request.lower_bound else 0.0  # rounding
         rows.insert(1, ("lower bound", f"{request.lower_bound:.6g} (the makespan is {above:.2%} above it)"))
@@ -97,7 +103,16 @@ def memory_figures(timeline: Timeline, memory: Memory) -> dict[str, Any]:
     if memory.token_bytes is None:
         return {}
     curves = memory.curves(timeline)
-    return {"peak_memory_bytes": [peak(curve) for curve in curves], "memory_bytes": curves}
+    found: dict[str, Any] = {"peak_memory_bytes": [peak(curve) for curve in curves], "memory_bytes": curves}
+    if timeline.host_copies:
+        on_host = memory.host_curves(timeline)
+        found |= {"peak_host_memory_bytes": [peak(curve) for curve in on_host], "host_memory_bytes": on_host}
+    return found
+
+
+def without_host_copies(timeline: Timeline) -> Timeline:
+    """The same timeline with everything on its device all the time."""
+    return replace(timeline, host_copies=())
 
 
 def activation(timeline: Timeline, lengths: Sequence[float]) -> list[float]:

@@ -36,11 +36,12 @@ costs.json
 
 token_bytes.json
   {"activation": 81920, "key_value": 8192, "key_value_gradient": 16384, "logits": 200000,
-   "freed_by_input_gradient": 0.3, "logits_limit": 500000000}
+   "freed_by_input_gradient": 0.3, "logits_limit": 500000000, "stage_input": 8192}
   The first four are the bytes that one token of a micro-batch keeps on a stage: for its backward, as keys and values,
   as their gradients, and as logits on the last stage. Then come the share of the activation that a BI frees, and the
-  largest number of bytes of logits that a rank keeps. The first three may be lists with one number for each stage. All
-  but the first may be left out.
+  largest number of bytes of logits that a rank keeps. With stage_input stages are recomputed: a forward keeps their
+  input, and the activation is there during the backward alone; one number is for all stages but the first, which reads
+  tokens. This and the first three may be lists with one number for each stage. All but the first may be left out.
 
 examples
   python -m deepspeed_ext.plan --schedule 1f1b --stages 4 --micro-batches 4 --token-slices 4
@@ -48,6 +49,8 @@ examples
   python -m deepspeed_ext.plan --schedule optimised --stages 8 --micro-batches 8 --token-slices 8 \\
       --attention-share 0.6 --solve-slices --memory-limit 1.875 --write-schedule best.txt
   python -m deepspeed_ext.plan --schedule best.txt --costs costs.json --json
+  python -m deepspeed_ext.plan --schedule breadth-first --stages 4 --model-chunks 4 --micro-batches 1 \\
+      --token-slices 32 --seq-length 131072 --token-bytes token_bytes.json --offload --html offload.html
   python -m deepspeed_ext.plan --timeline measured/ --html measured.html
 
 exit code: 0, or 1 if the schedule deadlocks, or 2 for bad input."""
@@ -147,6 +150,25 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="count memory in bytes: file of the bytes that a token keeps, in the format below",
+    )
+    host = parser.add_argument_group("what may wait on the host")
+    host.add_argument(
+        "--offload",
+        action="store_true",
+        help="with --token-bytes: keys, values and stage inputs that are not read for long wait on the host, and are "
+        "back in time",
+    )
+    host.add_argument(
+        "--host-bandwidth",
+        metavar="B[,B]",
+        help="with --offload: bytes per time from a device to its host, and back if that differs (default: copies take "
+        "no time)",
+    )
+    host.add_argument(
+        "--host-bytes",
+        type=float,
+        metavar="N",
+        help="with --offload: bytes that a rank may use on its host (default: no limit)",
     )
     find = parser.add_argument_group("what to find")
     find.add_argument(

@@ -6,6 +6,7 @@ from math import isfinite
 
 from deepspeed_ext.plan.command.drawings import write_drawings
 from deepspeed_ext.plan.command.figures import activation, figures, order_texts, summary
+from deepspeed_ext.plan.command.host_copies import host_copies_of
 from deepspeed_ext.plan.command.request import Request, request_of
 from deepspeed_ext.plan.command.sizes import memory_of
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
@@ -14,7 +15,7 @@ from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, fixed
-from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
 from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 
@@ -31,9 +32,20 @@ def show_simulated(options: argparse.Namespace) -> int:
     request: Request | None = None
     try:
         request = request_of(options)
-        timeline = simulate(request.orders, request.shape, request.costs)
+        memory = memory_of(options, request.shape, request.lengths)
+        copies = host_copies_of(options, request.shape, memory)
+        if copies is None:
+            timeline = simulate(request.orders, request.shape, request.costs)
+        else:
+            timeline = simulate_with_host_copies(request.orders, request.shape, request.costs, copies)
         # The order may be sound, and its transfers still lock.
-        lower(fixed(request.orders), request.shape, device=Device(hardware_queues=options.hardware_queues))
+        lower(
+            fixed(request.orders),
+            request.shape,
+            costs=None if copies is None else request.costs,
+            device=Device(hardware_queues=options.hardware_queues),
+            host_copies=copies,
+        )
     except ScheduleDeadlock as deadlock:
         _show_deadlock(options, deadlock, request)
         return 1
@@ -43,7 +55,6 @@ def show_simulated(options: argparse.Namespace) -> int:
         _check_memory(timeline, request, options.memory_limit)
     if options.write_schedule is not None:
         write_text(options.write_schedule, write_schedule(request.orders))
-    memory = memory_of(options, request.shape, request.lengths)
     write_drawings(options, [(request.schedule, timeline)], memory, request.schedule)
     if options.json:
         print(json.dumps(figures(timeline, request, memory)))

@@ -8,13 +8,19 @@ from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.json_text import parse_json
-from deepspeed_ext.plan.memory import StepFunction, TokenBytes, activation_over_time, memory_over_time
+from deepspeed_ext.plan.memory import (
+    StepFunction,
+    TokenBytes,
+    activation_over_time,
+    host_memory_over_time,
+    memory_over_time,
+)
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.text_files import read_text
 from deepspeed_ext.plan.timeline import Timeline
 
 _BY_STAGE = ("activation", "key_value", "key_value_gradient")
-_WHOLE = ("logits", "freed_by_input_gradient", "logits_limit")
+_WHOLE = ("logits", "freed_by_input_gradient", "logits_limit", "stage_input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,12 @@ class Memory:
         if self.token_bytes is None:
             return activation_over_time(timeline, self.lengths or None)
         return memory_over_time(timeline, self.lengths, self.token_bytes)
+
+    def host_curves(self, timeline: Timeline) -> list[StepFunction]:
+        """Per rank, what waits on its host over time; empty where nothing does."""
+        if self.token_bytes is None or not timeline.host_copies:
+            return []
+        return host_memory_over_time(timeline, self.lengths, self.token_bytes)
 
 
 def memory_of(options: argparse.Namespace, shape: PipelineShape, lengths: Sequence[float]) -> Memory:
@@ -67,7 +79,8 @@ def memory_of(options: argparse.Namespace, shape: PipelineShape, lengths: Sequen
 def parse_token_bytes(text: str, shape: PipelineShape) -> TokenBytes:
     """Read `{"activation": x, ...}`: the fields of `TokenBytes`, of which all but the first may be left out.
 
-    The first three are numbers, or lists with one for each stage.
+    The first three are numbers, or lists with one for each stage; so is `stage_input`, where one number stands for all
+    stages but the first.
 
     Args:
         text: JSON.
@@ -89,7 +102,16 @@ def parse_token_bytes(text: str, shape: PipelineShape) -> TokenBytes:
     limit = _size(fields["logits_limit"], "logits_limit") if "logits_limit" in fields else inf
     if freed > 1:
         raise PlanError(f"sizes['freed_by_input_gradient'] is {freed:g}, which is no share: give 0 to 1")
-    return TokenBytes(activation, key_value, key_value_gradient, logits, freed, limit)
+    return TokenBytes(
+        activation, key_value, key_value_gradient, logits, freed, limit, _stage_input(fields, shape.num_stages)
+    )
+
+
+def _stage_input(fields: Mapping[str, Any], num_stages: int) -> tuple[float, ...] | None:
+    if "stage_input" not in fields:
+        return None
+    sizes = _by_stage(fields, "stage_input", num_stages)
+    return sizes if isinstance(fields["stage_input"], list) else (0.0, *sizes[1:])
 
 
 def _by_stage(fields: Mapping[str, Any], name: str, num_stages: int) -> tuple[float, ...]:

@@ -22,9 +22,11 @@ backward. A rank only decides from which of its queues the next op comes, 3 queu
 5.  `bound` says what no order can beat, so that one knows when to stop.
 
 The fixed schedules that keep the limit compete, so the result is never worse than the best of them. It depends on the
-arguments alone, not on the clock. `problem` holds everything as arrays, `replay` simulates orders as `simulate` does,
-`kernel` compiles. Other ways to the same end: zero-bubble's automatic scheduler (arXiv 2401.10241 section 3.1), which
-is a greedy pass without token slices; integer programs (OptPipe, arXiv 2510.05186), which are exact for tens of ops.
+arguments alone, not on the clock. Copies to the host are no part of it: costs and memory limit know none, and they are
+planned on what it finds (`programs.host_copies`). `problem` holds everything as arrays, `replay` simulates orders as
+`simulate` does, `kernel` compiles. Other ways to the same end: zero-bubble's automatic scheduler (arXiv 2401.10241
+section 3.1), which is a greedy pass without token slices; integer programs (OptPipe, arXiv 2510.05186), which are exact
+for tens of ops.
 """
 
 from deepspeed_ext.plan.optimise.search import OptimisedSchedule, optimise

@@ -85,7 +85,7 @@ def optimise(
     """Find op orders with a short makespan, never worse than a fixed schedule that keeps the limit.
 
     The result depends on the arguments alone, not on the clock. Its orders do not deadlock and keep the order of
-    micro-batches that all schedules have (ADR 0005).
+    micro-batches that all schedules have (ADR 0005). It ignores host copies: costs and memory are those without any.
 
     Args:
         shape: of the pipeline; any number and placement of model chunks.

@@ -2,15 +2,17 @@
 
 Each pipeline rank is a process, with a thread for each of its stages. Arrows join an op to the op on another rank
 that reads its result. Transfers that take time have tracks of their own, and so have reductions over data-parallel
-ranks. Curves of memory become counters.
+ranks and copies to the host and back. Curves of memory become counters.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deepspeed_ext.plan.dependencies import received, result
+from deepspeed_ext.plan.memory import StepFunction
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.render.copies import LANES, copies_of
 from deepspeed_ext.plan.render.labels import KIND_NAMES, rank_name
 from deepspeed_ext.plan.timeline import Span, Timeline
 
@@ -18,7 +20,9 @@ _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0}
 _Event = dict[str, Any]
 
 
-def render_chrome_trace(timeline: Timeline, memory: Sequence[Sequence[tuple[float, float]]] = ()) -> str:
+def render_chrome_trace(
+    timeline: Timeline, memory: Sequence[StepFunction] = (), host_memory: Sequence[StepFunction] = ()
+) -> str:
     """Write a timeline as Chrome trace JSON.
 
     Trace times are microseconds from the first op. A timeline without a unit counts each unit as one microsecond.
@@ -26,11 +30,13 @@ def render_chrome_trace(timeline: Timeline, memory: Sequence[Sequence[tuple[floa
     Args:
         timeline: what to write.
         memory: per rank, times of the timeline and what is held from each of them on; may be left out.
+        host_memory: the same of what waits on the host.
     """
-    return json.dumps({"traceEvents": list(_events(timeline, memory)), "displayTimeUnit": "ms"})
+    counters = {"memory": memory, "host memory": host_memory}
+    return json.dumps({"traceEvents": list(_events(timeline, counters)), "displayTimeUnit": "ms"})
 
 
-def _events(timeline: Timeline, memory: Sequence[Sequence[tuple[float, float]]]) -> Iterator[_Event]:
+def _events(timeline: Timeline, counters: Mapping[str, Sequence[StepFunction]]) -> Iterator[_Event]:
     scale = _MICROSECONDS.get(timeline.unit, 1.0)
 
     def time(value: float) -> float:
@@ -51,9 +57,11 @@ def _events(timeline: Timeline, memory: Sequence[Sequence[tuple[float, float]]])
             }
     yield from _transfers(timeline, time)
     yield from _reductions(timeline, time)
-    for rank, curve in enumerate(memory):
-        for start, held in curve:
-            yield {"ph": "C", "name": "memory", "pid": rank, "ts": time(start), "args": {"held": held}}
+    yield from _copies(timeline, time)
+    for name, curves in counters.items():
+        for rank, curve in enumerate(curves):
+            for start, held in curve:
+                yield {"ph": "C", "name": name, "pid": rank, "ts": time(start), "args": {"held": held}}
     ran = {result(span.op): span for spans in timeline.spans for span in spans}
     for number, reader in enumerate(ran.values()):
         needed = received(reader.op, shape)
@@ -84,6 +92,18 @@ def _reductions(timeline: Timeline, time: Callable[[float], float]) -> Iterator[
     for stage, piece, start, end in timeline.reductions:
         name = {"ph": "X", "name": f"stage {stage}, piece {piece}", "cat": "reduction"}
         yield {**name, "pid": shape.rank_of(stage), "tid": thread, "ts": time(start), "dur": time(end) - time(start)}
+
+
+def _copies(timeline: Timeline, time: Callable[[float], float]) -> Iterator[_Event]:
+    """Copies to the host and back, on two threads of their rank behind that of its reductions."""
+    for rank in range(timeline.shape.num_ranks if timeline.host_copies else 0):
+        for lane, copies in enumerate(copies_of(timeline, rank)):
+            place = {"pid": rank, "tid": timeline.shape.num_model_chunks + 1 + lane}
+            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": f"copies {LANES[lane]}"}}
+            for drawn in copies:
+                times = {"ts": time(drawn.start), "dur": time(drawn.end) - time(drawn.start)}
+                name = {"name": drawn.label(timeline.shape), "cat": "host copy", "args": {"what": drawn.words(lane)}}
+                yield {"ph": "X", **name, **place, **times}
 
 
 def _names(shape: PipelineShape, rank: int) -> Iterator[_Event]:

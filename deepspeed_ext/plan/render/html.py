@@ -19,6 +19,7 @@ from deepspeed_ext.plan.dependencies import prerequisites, result
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.memory import StepFunction
 from deepspeed_ext.plan.ops import OpKind
+from deepspeed_ext.plan.render.copies import copies_of
 from deepspeed_ext.plan.render.labels import extents, rank_name, with_unit
 from deepspeed_ext.plan.render.palette import op_colour
 from deepspeed_ext.plan.timeline import Timeline
@@ -38,12 +39,14 @@ class Panel:
         timeline: what to draw.
         memory: per rank, what it holds over the time of the timeline; may be left out.
         memory_unit: what that counts.
+        host_memory: per rank, what waits on its host; may be left out.
     """
 
     title: str
     timeline: Timeline
     memory: Sequence[StepFunction] = ()
     memory_unit: str = "activations, in micro-batches on one rank"
+    host_memory: Sequence[StepFunction] = ()
 
 
 def render_html(panels: Sequence[Panel], title: str) -> str:
@@ -115,6 +118,14 @@ def _columns(panel: Panel) -> dict[str, Any]:
                 "token_slice": [span.op.token_slice for span in row],
                 # When a result is on the rank of the stage that reads it, where it takes time to get there.
                 "arrival": [arrivals.get(result(span.op)) for span in row] if arrivals else [],
+                "copies": [
+                    {
+                        "name": [drawn.words(lane) for drawn in copies],
+                        "start": [_rounded(drawn.start - timeline.start) for drawn in copies],
+                        "end": [_rounded(drawn.end - timeline.start) for drawn in copies],
+                    }
+                    for lane, copies in enumerate(copies_of(timeline, rank) if timeline.host_copies else ())
+                ],
                 "slack": [_rounded(path.slack[span.op]) for span in row],
                 "needs": [
                     [number[needed] for needed in prerequisites(span.op, shape) if needed in number] for span in row
@@ -122,14 +133,16 @@ def _columns(panel: Panel) -> dict[str, Any]:
             }
             for rank, row in enumerate(timeline.spans)
         ],
-        "memory": [
-            {
-                "time": [_rounded(time - timeline.start) for time, _ in curve],
-                "value": [_rounded(value) for _, value in curve],
-            }
-            for curve in panel.memory
-        ],
+        "memory": [_curve(curve, timeline) for curve in panel.memory],
         "memory_unit": panel.memory_unit,
+        "host_memory": [_curve(curve, timeline) for curve in panel.host_memory if any(panel.host_memory)],
+    }
+
+
+def _curve(curve: StepFunction, timeline: Timeline) -> dict[str, list[float]]:
+    return {
+        "time": [_rounded(time - timeline.start) for time, _ in curve],
+        "value": [_rounded(value) for _, value in curve],
     }
 
 
@@ -145,6 +158,9 @@ def _figures(panel: Panel) -> list[tuple[str, str]]:
     if any(panel.memory):
         highest = max(value for curve in panel.memory for _, value in curve)
         found.insert(3, ("peak memory", f"{highest:.4g}"))
+    if any(panel.host_memory):
+        highest = max(value for curve in panel.host_memory for _, value in curve)
+        found.insert(4, ("peak on a host", f"{highest:.4g}"))
     return found
 
 

@@ -8,7 +8,7 @@ stage 1       [F0.0][F0.1][B0.1]      hatching: backward     bare track: idle
 from collections.abc import Iterator, Sequence
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.ops import OpKind
+from deepspeed_ext.plan.ops import OpKind, PipelineShape
 from deepspeed_ext.plan.render.labels import extents, op_label, with_unit
 from deepspeed_ext.plan.render.svg_axis import PLOT_LEFT, Scale, axis, grid
 from deepspeed_ext.plan.render.svg_elements import (
@@ -20,7 +20,7 @@ from deepspeed_ext.plan.render.svg_elements import (
     text,
     text_width,
 )
-from deepspeed_ext.plan.render.svg_legend import facts, legend
+from deepspeed_ext.plan.render.svg_legend import Legend, facts, legend
 from deepspeed_ext.plan.render.svg_rows import peaks, row_height, rows, rows_height
 from deepspeed_ext.plan.timeline import Timeline
 
@@ -51,8 +51,7 @@ def render_svg(timeline: Timeline, title: str) -> str:
     ]
     if timeline.reductions:
         figures.insert(2, ("reductions end", with_unit(timeline.duration, timeline.unit)))
-    reduces = bool(timeline.reductions)
-    explained = legend(timeline.shape, _kinds([timeline]), scale.width, bottom + 62, reduces=reduces)
+    explained = _legend([timeline], timeline.shape, scale.width, bottom + 62)
     body = [
         text(MARGIN, 40, title, f'{INK} font-size="19" font-weight="600"'),
         text(MARGIN, 62, " · ".join(extents(timeline.shape)), f'{SOFT} font-size="13"'),
@@ -107,8 +106,7 @@ def render_comparison(panels: Sequence[tuple[str, Timeline]]) -> str:
     # The one with most to explain: all micro-batches, token slices and model chunks that any of them has.
     shape = max((each.shape for each in timelines), key=lambda each: (each.num_token_slices, each.num_model_chunks))
     body += axis(scale, units.pop(), bottom)
-    reduces = any(each.reductions for each in timelines)
-    explained = legend(shape, _kinds(timelines), scale.width, bottom + 62, reduces=reduces)
+    explained = _legend(timelines, shape, scale.width, bottom + 62)
     body += explained.body
     name = " / ".join(title for title, _ in panels)
     description = " ".join(_description(title, timeline) for title, timeline in panels)
@@ -128,6 +126,13 @@ def _width(timelines: Sequence[Timeline]) -> float:
     wanted = [margins + ops * pixels for pixels in (_LABELLED * label + 5, _THIN)]
     fitting = [width for width in wanted if width <= _WIDEST]
     return float(round(max(fitting[0] if fitting else _WIDEST, _WIDTH)))
+
+
+def _legend(timelines: Sequence[Timeline], shape: PipelineShape, width: float, y: float) -> Legend:
+    """The meaning of all that the timelines show."""
+    reduces = any(timeline.reductions for timeline in timelines)
+    copies = any(timeline.host_copies for timeline in timelines)
+    return legend(shape, _kinds(timelines), width, y, reduces=reduces, copies=copies)
 
 
 def _kinds(timelines: Sequence[Timeline]) -> list[OpKind]:

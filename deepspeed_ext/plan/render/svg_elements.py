@@ -12,6 +12,7 @@ MARGIN = 28
 INK, SOFT = 'class="ink" fill="#1f2328"', 'class="soft" fill="#636c76"'
 TRACK, GRID = 'class="track" fill="#eef0f3"', 'class="grid" stroke="#d8dde3"'
 REDUCTION = 'fill="#8250df" fill-opacity="0.75"'
+OFFLOAD, FETCH = 'fill="#bc4c00" fill-opacity="0.75"', 'fill="#1b7c83" fill-opacity="0.75"'
 LABEL = 'fill="#1f2328"'  # on an op, which keeps its colour in the dark
 MIDDLE = 'dominant-baseline="central"'
 CENTRED = f'text-anchor="middle" {MIDDLE}'

@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 from deepspeed_ext.plan.ops import OpKind, PipelineShape
+from deepspeed_ext.plan.render.copies import LANES
 from deepspeed_ext.plan.render.labels import KIND_NAMES
 from deepspeed_ext.plan.render.palette import op_colour
 from deepspeed_ext.plan.render.svg_axis import PLOT_LEFT
@@ -14,13 +15,15 @@ from deepspeed_ext.plan.render.svg_elements import (
     LABEL,
     MARGIN,
     MIDDLE,
+    REDUCTION,
     SOFT,
     TRACK,
     rect,
     text,
     text_width,
 )
-from deepspeed_ext.plan.render.svg_rows import reduction_bar, stripe, swatch
+from deepspeed_ext.plan.render.svg_lanes import COPY_FILLS, bar
+from deepspeed_ext.plan.render.svg_rows import stripe, swatch
 
 _MAX_MICRO_BATCHES = 8
 _CHIP, _SWATCH, _LINE, _GAP = 18, 30, 28, 18
@@ -48,7 +51,15 @@ class _Entry(NamedTuple):
     """Called with the left edge and the middle."""
 
 
-def legend(shape: PipelineShape, kinds: Sequence[OpKind], width: float, y: float, *, reduces: bool = False) -> Legend:
+def legend(
+    shape: PipelineShape,
+    kinds: Sequence[OpKind],
+    width: float,
+    y: float,
+    *,
+    reduces: bool = False,
+    copies: bool = False,
+) -> Legend:
     """Return the meaning of hue, lightness, height and textures, on as many lines as the width needs.
 
     Args:
@@ -57,11 +68,12 @@ def legend(shape: PipelineShape, kinds: Sequence[OpKind], width: float, y: float
         width: in pixels.
         y: base line of the first line.
         reduces: whether the picture shows reductions.
+        copies: whether it shows copies to the host and back.
     """
     body: list[str] = []
     x: float = PLOT_LEFT
     first = y
-    for entry in _entries(shape, kinds, reduces):
+    for entry in _entries(shape, kinds, reduces, copies):
         if x > PLOT_LEFT and x + entry.width > width - MARGIN:
             x, y = PLOT_LEFT, y + _LINE
         body += entry.draw(x, y)
@@ -69,7 +81,7 @@ def legend(shape: PipelineShape, kinds: Sequence[OpKind], width: float, y: float
     return Legend(body, y - first)
 
 
-def _entries(shape: PipelineShape, kinds: Sequence[OpKind], reduces: bool) -> Iterator[_Entry]:
+def _entries(shape: PipelineShape, kinds: Sequence[OpKind], reduces: bool, copies: bool) -> Iterator[_Entry]:
     shown = min(shape.num_micro_batches, _MAX_MICRO_BATCHES)
     chips = [(op_colour(micro_batch, 0, 1), str(micro_batch)) for micro_batch in range(shown)]
     yield _chips("micro-batch", chips, goes_on=shown < shape.num_micro_batches)
@@ -81,8 +93,11 @@ def _entries(shape: PipelineShape, kinds: Sequence[OpKind], reduces: bool) -> It
     if shape.num_model_chunks > 1:
         last = shape.num_model_chunks - 1
         yield _swatch(f"model chunk {last}", partial(_striped, neutral, last))
+    if copies:
+        for lane, fill in zip(LANES, COPY_FILLS, strict=True):
+            yield _swatch(f"copy {lane}", partial(_bar, fill))
     if reduces:
-        yield _swatch("gradient reduction", lambda x, y: iter([reduction_bar(x, y + _CHIP / 2 - 3, _SWATCH)]))
+        yield _swatch("gradient reduction", partial(_bar, REDUCTION))
     yield _swatch("idle", lambda x, y: iter([rect(x, y, _SWATCH, _CHIP, f'rx="3" {TRACK}')]))
 
 
@@ -114,6 +129,10 @@ def _swatch(name: str, mark: Callable[[float, float], Iterator[str]]) -> _Entry:
 
 def _op(kind: OpKind, fill: str, x: float, y: float) -> Iterator[str]:
     return swatch(kind, x, y, _SWATCH, _CHIP, fill)
+
+
+def _bar(fill: str, x: float, y: float) -> Iterator[str]:
+    yield bar(x, y + _CHIP / 2 - 3, _SWATCH, fill)
 
 
 def _striped(fill: str, last: int, x: float, y: float) -> Iterator[str]:

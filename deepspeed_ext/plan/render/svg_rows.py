@@ -7,7 +7,7 @@ What an op is can be read without its label, which thin ops have no room for:
     low, dotted  weight gradient
     upper edge   model chunk: none on the first, thicker on each after it
 
-Below a track runs what its rank sends over the data-parallel links, where it sends anything: a bar for each reduction.
+Below a track are the lanes of its rank, where it has any: `svg_lanes`.
 """
 
 from collections.abc import Iterator
@@ -25,19 +25,17 @@ from deepspeed_ext.plan.render.svg_elements import (
     INK,
     LABEL,
     MIDDLE,
-    REDUCTION,
     SOFT,
     TRACK,
     rect,
     text,
     text_width,
 )
+from deepspeed_ext.plan.render.svg_lanes import lanes, lanes_height
 from deepspeed_ext.plan.timeline import Timeline
 
 _GAP = 4
 _SMALLEST_LABEL = 8.0  # below it, colour and hatching speak for the op
-_LANE = 7
-"""Height of the lane of reductions below a track."""
 _LOW = 0.62
 """Height of a weight gradient, in rows."""
 _TEXTURES = {
@@ -65,7 +63,7 @@ def rows_height(timeline: Timeline, height: float) -> float:
 
 def _pitch(timeline: Timeline, height: float) -> float:
     """From the top of one row to that of the next."""
-    return height + _GAP + (_LANE if timeline.reductions else 0)
+    return height + _GAP + lanes_height(timeline)
 
 
 def rows(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterator[str]:
@@ -87,31 +85,7 @@ def rows(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterato
             x, width = scale.x(start - timeline.start), scale.x(end - timeline.start) - scale.x(start - timeline.start)
             tooltip = f"{op}: {start - timeline.start:.6g} to {with_unit(end - timeline.start, timeline.unit)}"
             yield from _block(op, timeline.shape, (x, y, width, height), tooltip)
-    yield from _reductions(timeline, scale, top, height)
-
-
-def _reductions(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterator[str]:
-    for stage, piece, start, end in timeline.reductions:
-        y = top + timeline.shape.rank_of(stage) * _pitch(timeline, height) + height + 1
-        x = scale.x(start - timeline.start)
-        width = scale.x(end - timeline.start) - x
-        tooltip = (
-            f"reduction {piece} of stage {stage}: {start - timeline.start:.6g} to "
-            f"{with_unit(end - timeline.start, timeline.unit)}"
-        )
-        bar = reduction_bar(x + min(0.75, width * 0.08), y, max(width - 1.5, width * 0.84))
-        yield f"<g><title>{escape(tooltip)}</title>{bar}</g>"
-
-
-def reduction_bar(x: float, y: float, width: float) -> str:
-    """Return the mark of a reduction.
-
-    Args:
-        x: left edge.
-        y: upper edge.
-        width: in pixels.
-    """
-    return rect(x, y, width, _LANE - 2, f'rx="1.5" {REDUCTION}')
+        yield from lanes(timeline, rank, scale, y + height + 1)
 
 
 def peaks(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterator[str]:

@@ -6,9 +6,14 @@
 F0.1 is the forward of token slice 1 of micro-batch 0, a dot is idle time. Equal costs give one column per op. With
 uneven costs the shortest op is one column wide, and a longer one is drawn out with dashes: `B0.1----- `. A timeline
 too long for one line goes on below, as a score does. Where ranks own several stages, ops say of which they are: 2F0.1.
+
+Where anything waits on the host, lanes below each rank show the copies: K0.1 of keys and values, I0.1 of a stage input.
 """
 
+from collections.abc import Iterator
+
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.render.copies import LANES, copies_of
 from deepspeed_ext.plan.render.labels import rank_name
 from deepspeed_ext.plan.timeline import Timeline
 
@@ -31,11 +36,14 @@ def render_text(timeline: Timeline, width: int = 120, max_bands: int = _MAX_BAND
     names = [rank_name(shape, rank).split() for rank in range(shape.num_ranks)]
     gutters = [f"{noun} {number:>{len(str(shape.num_ranks - 1))}} | " for noun, number in names]
     column = 1 + max(len(_label(span.op, shape)) for spans in timeline.spans for span in spans)
+    if timeline.host_copies:
+        width_of_names = max(len(gutters[0]) - 3, *map(len, LANES))
+        gutters = [f"{name:<{width_of_names}} | " for gutter in gutters for name in (gutter[:-3], *LANES)]
     # Bands hold whole columns, so that with equal costs no op is torn across two of them.
     band = max((width - len(gutters[0])) // column, 1) * column
     scale = _characters_per_time(timeline, column, max_bands * band)
     length = max(round(timeline.makespan * scale), 1)
-    rows = [_row(timeline, rank, scale, length, column) for rank in range(shape.num_ranks)]
+    rows = [row for rank in range(shape.num_ranks) for row in _rows(timeline, rank, scale, length, column)]
     if length <= band:
         return "\n".join(_line(gutter, row) for gutter, row in zip(gutters, rows, strict=True))
     bands = []
@@ -54,25 +62,31 @@ def _characters_per_time(timeline: Timeline, column: int, max_length: int) -> fl
     return min(column / min(durations), max_length / timeline.makespan)
 
 
-def _row(timeline: Timeline, rank: int, scale: float, length: int, column: int) -> str:
-    """Draw one rank: dots on the column grid, and its ops over them."""
-    row = [" " if position % column != 1 else "." for position in range(length)]
-    for op, start, end in timeline.spans[rank]:
-        first = round((start - timeline.start) * scale)
-        last = max(round((end - timeline.start) * scale), first + 1)
-        row[first:last] = _block(op, timeline.shape, last - first, column)
-    return "".join(row[:length])
+def _rows(timeline: Timeline, rank: int, scale: float, length: int, column: int) -> Iterator[str]:
+    """Draw one rank: its ops, and below them the copies to the host and back where the timeline has any."""
+    ops = [(_label(op, timeline.shape), _letter(op), start, end) for op, start, end in timeline.spans[rank]]
+    lanes = copies_of(timeline, rank) if timeline.host_copies else ()
+    copies = [[(each.label(timeline.shape), each.letter, each.start, each.end) for each in lane] for lane in lanes]
+    for blocks in (ops, *copies):
+        row = [" " if position % column != 1 else "." for position in range(length)]
+        for label, letter, start, end in blocks:
+            first = round((start - timeline.start) * scale)
+            last = max(round((end - timeline.start) * scale), first + 1)
+            row[first:last] = _block(label, letter, last - first, column)
+        yield "".join(row[:length])
 
 
-def _block(op: Op, shape: PipelineShape, width: int, column: int) -> str:
-    label = _label(op, shape)
+def _block(label: str, letter: str, width: int, column: int) -> str:
     if width < len(label):
-        # Of the two parts of a backward, W is the one for weights.
-        letter = "W" if op.kind is OpKind.WEIGHT_GRADIENT else op.kind.value[0]
         return letter.ljust(width, "-")
     if width <= column:
         return label.ljust(width)
     return label.ljust(width - 1, "-") + " "
+
+
+def _letter(op: Op) -> str:
+    """Of the two parts of a backward, W is the one for weights."""
+    return "W" if op.kind is OpKind.WEIGHT_GRADIENT else op.kind.value[0]
 
 
 def _label(op: Op, shape: PipelineShape) -> str:

@@ -55,8 +55,8 @@ def test_the_command_refuses_bad_input_in_one_line():
     done = command("--schedule", "2f2b", "--stages", "2", "--micro-batches", "2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: schedule '2f2b' is not known: choose one of gpipe, 1f1b, interleaved, zero-bubble, optimised, or the "
-        "path of a schedule file\n"
+        "error: schedule '2f2b' is not known: choose one of gpipe, 1f1b, interleaved, zero-bubble, breadth-first, "
+        "optimised, or the path of a schedule file\n"
     )
 
 
@@ -184,7 +184,7 @@ def test_the_example_in_the_help_is_a_costs_file(capsys, tmp_path):
     for flag in (
         *("--schedule", "--stages", "--model-chunks", "--placement", "--micro-batches", "--token-slices", "--timeline"),
         *("--costs", "--attention-share", "--head-share", "--solve-slices", "--seq-length", "--min-token-slice"),
-        *("--memory-limit", "--effort", "--token-bytes"),
+        *("--memory-limit", "--effort", "--token-bytes", "--offload", "--host-bandwidth", "--host-bytes"),
         *("--json", "--svg", "--html", "--trace", "--write-schedule"),
     ):
         assert flag in text
@@ -266,6 +266,30 @@ def test_memory_is_counted_in_bytes_if_sizes_are_given(capsys, tmp_path):
         f"peak memory              {first / 2**20:.4g} {last / 2**20:.4g}  (by stage), in MiB"
         in capsys.readouterr().out
     )
+
+
+def test_what_waits_on_the_host_is_not_in_the_memory_of_the_device(capsys, tmp_path):
+    sizes, trace = tmp_path / "sizes.json", tmp_path / "t.json"
+    sizes.write_text(json.dumps({"activation": 1, "key_value": 2**20, "stage_input": 2**18}))
+    words = ["--schedule", "breadth-first", "--stages", "2", "--model-chunks", "3", "--micro-batches", "1"]
+    words += ["--token-slices", "4", "--seq-length", "64", "--token-bytes", str(sizes), "--trace", str(trace)]
+    without = figures_of(capsys, *words)
+    figures = figures_of(capsys, *words, "--offload", "--host-bandwidth", f"{2**25},{2**26}")
+    assert figures["makespan"] == without["makespan"]
+    assert max(figures["peak_memory_bytes"]) < 0.7 * max(without["peak_memory_bytes"])
+    assert "host_copies" not in without and Timeline.from_json(json.dumps(figures)).host_copies
+    assert '"host memory"' in trace.read_text()
+    little = figures_of(capsys, *words, "--offload", "--host-bytes", str(2**26))
+    assert max(little["peak_host_memory_bytes"]) <= 2**26 < max(figures["peak_host_memory_bytes"])
+    assert main([*words, "--offload"]) == 0
+    assert "without copies to hosts  " in (shown := capsys.readouterr().out) and "peak on the hosts        " in shown
+    # The first stage reads tokens, and stays.
+    inputs = {copy.stage for copy in Timeline.from_json(json.dumps(figures)).host_copies if copy.content == "input"}
+    assert 0 not in inputs and inputs
+    message = "--host-bytes 0 leaves no room for any copy: give more than 0"
+    assert message in refused(capsys, *words, "--offload", "--host-bytes", "0")
+    message = "--host-bandwidth 1,x is no speed: give bytes per time above 0"
+    assert message in refused(capsys, *words, "--offload", "--host-bandwidth", "1,x")
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,11 @@ def test_a_timeline_contradicts_a_schedule(capsys):
         ([*PIPELINE, "--seq-length", "1"], "2 token slices of 1 tokens: give between 1 and 1 token slices"),
         ([*PIPELINE[:-1], "3,4", "--seq-length", "8"], "token slices 3,4 sum to 7, but the sequence has 8 tokens"),
         ([*PIPELINE, "--token-bytes", "b.json"], "--token-bytes needs the tokens of a sequence: add --seq-length"),
+        (
+            [*PIPELINE, "--offload"],
+            "--offload needs the bytes of keys and values, or of stage inputs: add --token-bytes",
+        ),
+        ([*PIPELINE, "--host-bytes", "9"], "--host-bytes is for copies to the host: add --offload, or drop it"),
         ([*PIPELINE, "--effort", "2"], "--effort 2 is for what is searched: add --solve-slices, or drop it"),
         ([*PIPELINE, "--effort", "0"], "--effort 0 is out of range: give more than 0"),
         ([*PIPELINE, "--min-token-slice", "0"], "--min-token-slice 0 is not a positive whole number"),

@@ -3,7 +3,8 @@
 // Only what is in view is drawn, and of ops thinner than a pixel one for each pixel, so that long timelines stay fast.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const LEFT = 84, RIGHT = 14, GAP = 3, AXIS = 24, MEMORY = 120, MEMORY_GAP = 14;
+const LEFT = 84, RIGHT = 14, GAP = 3, AXIS = 24, MEMORY = 120, MEMORY_GAP = 14, LANE = 6;
+const COPY_COLOURS = ["rgb(188 76 0 / 0.75)", "rgb(27 124 131 / 0.75)"];
 const longest = Math.max(...data.panels.map((panel) => panel.makespan)) || 1;
 const view = { from: 0, to: longest };
 const state = { panel: null, rank: -1, op: -1, time: null };

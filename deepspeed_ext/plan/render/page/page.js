@@ -43,6 +43,14 @@ function legend() {
   for (const each of data.panels) for (const ops of each.ranks) for (const kind of ops.kind) there.add(kind);
   [...there].sort().forEach((kind) => entry(sample(kind, false), ` ${KINDS[kind].name}`));
   if (panel.num_model_chunks > 1) entry(sample(0, true), ` model chunk ${panel.num_model_chunks - 1}`);
+  if (data.panels.some((each) => each.ranks.some((ops) => ops.copies.length))) {
+    ["to host", "from host"].forEach((way, lane) => {
+      const canvas = element("canvas", { width: 30, height: LANE }), pen = canvas.getContext("2d");
+      pen.fillStyle = COPY_COLOURS[lane];
+      pen.fillRect(0, 0, 30, LANE);
+      entry(canvas, ` copy ${way}`);
+    });
+  }
   document.getElementById("legend").append(...entries);
 }
 

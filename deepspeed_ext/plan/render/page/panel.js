@@ -7,10 +7,12 @@ class View {
     for (const ops of panel.ranks) { ops.first = first; first += ops.start.length; }
     this.critical = new Set(panel.critical);
     this.rowHeight = Math.max(9, Math.min(30, Math.floor(520 / panel.ranks.length)));
-    this.rowsHeight = panel.ranks.length * (this.rowHeight + GAP);
+    this.lanes = Math.max(...panel.ranks.map((ops) => ops.copies.length));
+    this.pitch = this.rowHeight + this.lanes * LANE + GAP;
+    this.rowsHeight = panel.ranks.length * this.pitch;
     this.hasMemory = panel.memory.some((curve) => curve.time.length);
     this.height = this.rowsHeight + AXIS + (this.hasMemory ? MEMORY_GAP + MEMORY : 0);
-    this.peak = Math.max(1e-30, ...panel.memory.map((curve) => curve.value.reduce((most, one) => Math.max(most, one), 0)));
+    this.peak = Math.max(1e-30, ...[...panel.memory, ...panel.host_memory].map((curve) => curve.value.reduce((most, one) => Math.max(most, one), 0)));
     this.canvas = element("canvas");
     const figures = panel.figures.map(([name, value]) => element("div", {}, element("b", { textContent: value }), element("span", { textContent: name })));
     document.getElementById("panels").append(element("section", { className: "panel" },
@@ -23,7 +25,7 @@ class View {
 
   x(time) { return LEFT + (time - view.from) / (view.to - view.from) * (this.width - LEFT - RIGHT); }
   timeAt(x) { return view.from + (x - LEFT) / (this.width - LEFT - RIGHT) * (view.to - view.from); }
-  rowTop(rank) { return rank * (this.rowHeight + GAP); }
+  rowTop(rank) { return rank * this.pitch; }
 
   draw() {
     const ratio = window.devicePixelRatio || 1;
@@ -41,7 +43,7 @@ class View {
     pen.beginPath();
     pen.rect(LEFT, 0, this.width - LEFT - RIGHT, this.height);
     pen.clip();
-    this.panel.ranks.forEach((ops, rank) => this.drawRank(ops, rank));
+    this.panel.ranks.forEach((ops, rank) => { this.drawRank(ops, rank); this.drawCopies(ops, rank); });
     if (document.getElementById("critical").checked) this.drawCriticalPath();
     if (state.panel === this && state.op >= 0) this.drawNeeds();
     if (this.hasMemory) this.drawMemory();
@@ -96,6 +98,19 @@ class View {
       if (width >= 18) this.drawLabel(label(panel, ops, index), x, y + low + stripe, width, rowHeight - low - stripe);
     }
     pen.globalAlpha = 1;
+  }
+
+  // Copies to the host, and below them those back.
+  drawCopies(ops, rank) {
+    const { pen } = this;
+    ops.copies.forEach((copies, lane) => {
+      const y = this.rowTop(rank) + this.rowHeight + lane * LANE + 1;
+      pen.fillStyle = COPY_COLOURS[lane];
+      for (let index = firstEndingAfter(copies.end, view.from); index < copies.start.length && copies.start[index] <= view.to; index++) {
+        const x = this.x(copies.start[index]), width = this.x(copies.end[index]) - x;
+        pen.fillRect(x + Math.min(0.5, width * 0.1), y, Math.max(width - 1, width * 0.8), LANE - 2);
+      }
+    });
   }
 
   drawLabel(text, x, y, width, height) {
@@ -168,8 +183,11 @@ class View {
     const ranks = panel.memory.map((_, rank) => rank);
     const chosen = state.panel === this ? state.rank : -1;
     if (chosen >= 0) ranks.push(ranks.splice(chosen, 1)[0]);
-    for (const rank of ranks) {
-      const curve = panel.memory[rank], points = curve.time.length;
+    const curves = ranks.map((rank) => [rank, panel.memory[rank], []]);
+    if (panel.host_memory.length) curves.push(...ranks.map((rank) => [rank, panel.host_memory[rank], [5, 3]]));
+    for (const [rank, curve, dashes] of curves) {
+      const points = curve.time.length;
+      pen.setLineDash(dashes);
       let index = Math.max(0, firstEndingAfter(curve.time, view.from) - 1), covered = -1;
       pen.strokeStyle = this.rankColour(rank);
       pen.globalAlpha = chosen < 0 || chosen === rank ? 1 : 0.25;
@@ -189,6 +207,7 @@ class View {
       pen.lineTo(this.x(Math.min(view.to, panel.makespan)), y(level));
       pen.stroke();
     }
+    pen.setLineDash([]);
     pen.globalAlpha = 1;
     this.memoryY = y;
   }
@@ -227,7 +246,8 @@ class View {
       pen.fillText(String(Number((this.peak * share).toPrecision(3))), LEFT - 10, this.memoryY(this.peak * share));
     }
     pen.textAlign = "left";
-    pen.fillText(panel.memory_unit, LEFT + 4, this.rowsHeight + AXIS + 4);
+    const dashed = panel.host_memory.length ? "; dashed: on the host" : "";
+    pen.fillText(panel.memory_unit + dashed, LEFT + 4, this.rowsHeight + AXIS + 4);
   }
 
   listen() {
@@ -263,15 +283,16 @@ class View {
 
   point(event) {
     const { panel } = this, time = this.timeAt(event.offsetX);
-    const row = Math.floor(event.offsetY / (this.rowHeight + GAP));
+    const row = Math.floor(event.offsetY / this.pitch);
     const rank = row < panel.ranks.length ? row : -1;
     let op = -1;
-    if (rank >= 0) {
+    const lane = Math.floor((event.offsetY - this.rowTop(row) - this.rowHeight) / LANE);
+    if (rank >= 0 && lane < 0) {
       const ops = panel.ranks[rank], index = firstEndingAfter(ops.end, time);
       if (index < ops.start.length && ops.start[index] <= time) op = index;
     }
     Object.assign(state, { panel: this, rank, op, time });
-    const text = op >= 0 ? this.describe(rank, op) : this.describeTime(rank, time);
+    const text = op >= 0 ? this.describe(rank, op) : this.describeCopy(rank, lane, time) || this.describeTime(rank, time);
     const tooltip = document.getElementById("tooltip");
     tooltip.textContent = text;
     tooltip.hidden = !text;
@@ -302,7 +323,16 @@ class View {
     else if (ops.slack[index] > panel.makespan * 1e-9) lines.push(`could end ${time(ops.slack[index])} later without delay of the whole`);
     else lines.push("a later end would delay the whole");
     if (this.hasMemory) lines.push(`memory of ${ops.name}: ${Number(valueAt(panel.memory[rank], state.time).toPrecision(4))}`);
+    if (panel.host_memory.length) lines.push(`on its host: ${Number(valueAt(panel.host_memory[rank], state.time).toPrecision(4))}`);
     return lines.join("\n");
+  }
+
+  describeCopy(rank, lane, time) {
+    const copies = rank >= 0 ? this.panel.ranks[rank].copies[lane] : undefined;
+    if (!copies) return "";
+    const index = firstEndingAfter(copies.end, time), at = (value) => shown(value, this.panel.unit);
+    if (index >= copies.start.length || copies.start[index] > time) return "";
+    return `${copies.name[index]}\n${at(copies.start[index])} to ${at(copies.end[index])}, takes ${at(copies.end[index] - copies.start[index])}`;
   }
 
   describeTime(rank, time) {
