@@ -2,16 +2,19 @@
 
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.costs.attention_costs import attention_costs
-from deepspeed_ext.plan.memory import peak_activation
+from deepspeed_ext.plan.memory import TokenBytes, host_memory_over_time, memory_over_time, peak, peak_activation
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.render import render_comparison
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
-from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
 from deepspeed_ext.plan.slicing import TokenSlices
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +38,29 @@ def test_the_schedule_shown_keeps_its_memory_limit_and_has_the_bubble_that_is_sa
     timeline = drawing["found"]()
     assert max(peak_activation(timeline, drawing["FOUND_CUT"])) <= 1.75
     assert timeline.bubble_ratio < 0.06
+
+
+def test_the_table_of_what_waits_on_the_host() -> None:
+    header = "| schedule | V | M | S | without copies | on the device | on the host |"
+    rows = CHAPTER.split(header)[1].split("\n\n")[0].splitlines()[2:]
+    assert len(rows) == 6
+    for name, model_chunks, micro_batches, token_slices, *said in (
+        [*map(str.strip, row.split("|"))][1:8] for row in rows
+    ):
+        shape = PipelineShape(4 * int(model_chunks), int(micro_batches), int(token_slices), int(model_chunks))
+        lengths = (1,) * shape.num_token_slices
+        each = (1 / (shape.num_token_slices * shape.num_model_chunks),) * shape.num_stages
+        nothing = (0.0,) * shape.num_stages
+        orders, costs = rank_orders(schedule_named(name), shape), OpCosts.uniform(shape, backward=2.0)
+        timeline = simulate_with_host_copies(orders, shape, costs, HostCopySettings(lengths, nothing, each))
+        sizes = TokenBytes(nothing, each, nothing)
+        curves = (
+            memory_over_time(replace(timeline, host_copies=()), lengths, sizes),
+            memory_over_time(timeline, lengths, sizes),
+            host_memory_over_time(timeline, lengths, sizes),
+        )
+        found = [max(map(peak, of_ranks)) for of_ranks in curves]
+        assert [float(cell) for cell in said] == pytest.approx(found, abs=0.0051)
 
 
 @pytest.mark.parametrize("attention_share", [0.3, 0.6])

@@ -2,7 +2,7 @@
 
 The forward of a token slice leaves two things on its stage for the backward: the stage's input, from which the stage
 is recomputed, and keys and values. Between the last forward that reads one and the first backward that does lies a
-gap, in which the rank may run whole other stages. A gap that is longer than a copy to the host and one back is used:
+pause, in which the rank may run whole other stages. A pause is used if it is longer than a copy to the host and one back:
 
     rank     | [0F0.0][0F0.1]         other stages          [0B0.1][0B0.0]
     to host  |        [offload 0.0][0.1]                                        copies of one direction go one after
@@ -14,8 +14,8 @@ gap, in which the rank may run whole other stages. A gap that is longer than a c
     drop       behind the last forward that reads them, and the end of the copy: the device lets go
     fetch      posted as late as it may be and still arrive in time; the op that reads waits for its end
 
-Copies change the order of no op. Each thing goes to the host and back at most once. Who reads what, which gaps are used
-and where the instructions stand is stated here once, for the lowering, the simulators and the memory curves.
+Copies change the order of no op. Each thing goes to the host and back at most once. Who reads what, which pauses are
+used and where the instructions stand is stated here once, for the lowering, the simulators and the memory curves.
 """
 
 from bisect import bisect_left, bisect_right
@@ -50,7 +50,7 @@ class HostCopySettings:
         key_value_bytes: per stage, bytes of the keys and values of all its layers for one token of a micro-batch.
         to_host: bytes per time from the device to the host, in the unit of the timeline that copies are planned on.
         from_host: bytes per time back.
-        least_gap: time below which a gap is not used, however short the copies are.
+        least_pause: time below which a pause is not used, however short the copies are.
         host_bytes: most bytes of the host that a rank uses at a time.
         windows: per stage, its widest sliding window in tokens; None where a layer attends to all tokens before.
             Empty where no stage has one.
@@ -66,7 +66,7 @@ class HostCopySettings:
     key_value_bytes: tuple[float, ...]
     to_host: float = inf
     from_host: float = inf
-    least_gap: float = 0.0
+    least_pause: float = 0.0
     host_bytes: float = inf
     windows: tuple[int | None, ...] = ()
     ahead: int = 1
@@ -76,7 +76,7 @@ class HostCopySettings:
         for name in ("to_host", "from_host"):
             if not getattr(self, name) > 0:
                 raise PlanError(f"{name}={getattr(self, name)!r} bytes per time would never end: give more than 0")
-        for name in ("least_gap", "host_bytes", "ahead"):
+        for name in ("least_pause", "host_bytes", "ahead"):
             if not getattr(self, name) >= 0:
                 raise PlanError(f"{name}={getattr(self, name)!r} cannot be: give 0 or more")
         for name in ("input_bytes", "key_value_bytes"):
@@ -158,7 +158,7 @@ class HostCopy(NamedTuple):
         return Op(OpKind.FORWARD, self.stage, self.micro_batch, self.token_slice)
 
 
-class _Gap(NamedTuple):
+class _Pause(NamedTuple):
     """Something that is not read for some time."""
 
     content: Content
@@ -184,18 +184,18 @@ def plan_host_copies(spans: Sequence[Timed], shape: PipelineShape, settings: Hos
         PlanError: if the settings are for another number of stages.
     """
     settings = settings.fitting(shape)
-    gaps = _within_host_bytes(list(_long_gaps(spans, settings)), settings.host_bytes)
-    fetches = _place_fetches(gaps, spans, settings)
+    pauses = _within_host_bytes(list(_long_pauses(spans, settings)), settings.host_bytes)
+    fetches = _place_fetches(pauses, spans, settings)
     # Without those that would not be back in time, the others are on the host sooner, if anything.
     drops = _place_drops(fetches, spans, settings)
     return [
-        HostCopy(gap.content, *gap.unit, gap.size, gap.written + 1, drops[gap], fetch, gap.after)
-        for gap, fetch in fetches.items()
+        HostCopy(pause.content, *pause.unit, pause.size, pause.written + 1, drops[pause], fetch, pause.after)
+        for pause, fetch in fetches.items()
     ]
 
 
-def _long_gaps(spans: Sequence[Timed], settings: HostCopySettings) -> Iterator[_Gap]:
-    """Gaps that are longer than a copy to the host and one back, by the op before them."""
+def _long_pauses(spans: Sequence[Timed], settings: HostCopySettings) -> Iterator[_Pause]:
+    """Pauses that are longer than a copy to the host and one back, by the op before them."""
     forwards: dict[tuple[int, int, int], int] = {}
     backwards: dict[tuple[int, int, int], int] = {}
     for number, (op, *_) in enumerate(spans):
@@ -211,52 +211,52 @@ def _long_gaps(spans: Sequence[Timed], settings: HostCopySettings) -> Iterator[_
                 continue
             before, after = forwards[last], backwards[last]
             time = spans[after][1] - spans[before][2]
-            if time >= settings.least_gap and time > size / settings.to_host + size / settings.from_host:
-                yield _Gap(content, (stage, micro_batch, token_slice), size, written, before, after)
+            if time >= settings.least_pause and time > size / settings.to_host + size / settings.from_host:
+                yield _Pause(content, (stage, micro_batch, token_slice), size, written, before, after)
 
 
-def _within_host_bytes(gaps: Sequence[_Gap], most: float) -> list[_Gap]:
+def _within_host_bytes(pauses: Sequence[_Pause], most: float) -> list[_Pause]:
     """Leave out what the host has no room for: of all that would be there at a time, what is read again first."""
-    chosen = set(gaps)
-    on_host: list[tuple[int, int, _Gap]] = []
+    chosen = set(pauses)
+    on_host: list[tuple[int, int, _Pause]] = []
     held = 0.0
-    for number, gap in enumerate(sorted(gaps, key=lambda gap: gap.written)):
-        while on_host and on_host[0][0] <= gap.written:
+    for number, pause in enumerate(sorted(pauses, key=lambda pause: pause.written)):
+        while on_host and on_host[0][0] <= pause.written:
             held -= heappop(on_host)[2].size
-        heappush(on_host, (gap.after, number, gap))
-        held += gap.size
+        heappush(on_host, (pause.after, number, pause))
+        held += pause.size
         while held > most:
             left_out = heappop(on_host)[2]
             held -= left_out.size
             chosen.remove(left_out)
-    return [gap for gap in gaps if gap in chosen]
+    return [pause for pause in pauses if pause in chosen]
 
 
-def _place_drops(gaps: Iterable[_Gap], spans: Sequence[Timed], settings: HostCopySettings) -> dict[_Gap, int]:
-    """The first place of each gap at which the rank need not wait for its copy: it ends before the next op starts."""
+def _place_drops(pauses: Iterable[_Pause], spans: Sequence[Timed], settings: HostCopySettings) -> dict[_Pause, int]:
+    """The first place of each pause at which the rank need not wait for its copy: it ends before the next op starts."""
     starts, ends = [start for _, start, _ in spans], [end for _, _, end in spans]
     free = -inf
     drops = {}
-    for gap in sorted(gaps, key=lambda gap: (gap.written, gap.content)):
-        free = max(free, ends[gap.written]) + gap.size / settings.to_host
-        drops[gap] = max(gap.before + 1, bisect_left(starts, free))
+    for pause in sorted(pauses, key=lambda pause: (pause.written, pause.content)):
+        free = max(free, ends[pause.written]) + pause.size / settings.to_host
+        drops[pause] = max(pause.before + 1, bisect_left(starts, free))
     return drops
 
 
-def _place_fetches(gaps: Iterable[_Gap], spans: Sequence[Timed], settings: HostCopySettings) -> dict[_Gap, int]:
-    """The last place of each gap from which its copy back is in time; without those for which there is none.
+def _place_fetches(pauses: Iterable[_Pause], spans: Sequence[Timed], settings: HostCopySettings) -> dict[_Pause, int]:
+    """The last place of each pause from which its copy back is in time; without those for which there is none.
 
     Placed from the last to the first: each must end before its reader starts, and before the next copy does.
     """
     ends = [end for _, _, end in spans]
-    drops = _place_drops(gaps, spans, settings)
+    drops = _place_drops(pauses, spans, settings)
     next_start = inf
-    placed: list[tuple[_Gap, int]] = []
-    for gap in sorted(drops, key=lambda gap: (gap.after, gap.written), reverse=True):
-        start = min(next_start, spans[gap.after][1]) - gap.size / settings.from_host
-        place = min(bisect_right(ends, start), gap.after - settings.ahead)
-        if place > drops[gap]:
-            placed.append((gap, place))
+    placed: list[tuple[_Pause, int]] = []
+    for pause in sorted(drops, key=lambda pause: (pause.after, pause.written), reverse=True):
+        start = min(next_start, spans[pause.after][1]) - pause.size / settings.from_host
+        place = min(bisect_right(ends, start), pause.after - settings.ahead)
+        if place > drops[pause]:
+            placed.append((pause, place))
             next_start = start
     return dict(reversed(placed))
 

@@ -103,7 +103,7 @@ def texts(settings: HostCopySettings) -> list[str]:
 
 
 def test_by_hand():
-    # The stages that turn round have no gap: their backwards follow at once.
+    # The stages that turn round have no pause: their backwards follow at once.
     assert texts(SETTINGS) == [
         "forward 0F0.0 @0",
         "offload keys and values 0F0.0",
@@ -134,8 +134,8 @@ def test_what_the_host_has_no_room_for_stays():
     assert copied == ["fetch keys and values 0F0.1"]
 
 
-@pytest.mark.parametrize("slow", [{"to_host": 0.1}, {"from_host": 0.1}, {"least_gap": 20.0}])
-def test_gaps_that_are_too_short_are_not_used(slow):
+@pytest.mark.parametrize("slow", [{"to_host": 0.1}, {"from_host": 0.1}, {"least_pause": 20.0}])
+def test_pauses_that_are_too_short_are_not_used(slow):
     assert not any("fetch" in text for text in texts(replace(SETTINGS, **slow)))
 
 
@@ -148,7 +148,7 @@ def test_evaluation_copies_nothing():
     ("wrong", "message"),
     [
         ({"to_host": 0.0}, "to_host=0.0 bytes per time would never end: give more than 0"),
-        ({"least_gap": -1.0}, "least_gap=-1.0 cannot be: give 0 or more"),
+        ({"least_pause": -1.0}, "least_pause=-1.0 cannot be: give 0 or more"),
         ({"input_bytes": (float("nan"),)}, r"input_bytes \[nan\] cannot be: give finite numbers of bytes >= 0"),
         ({"input_bytes": (1,)}, "1 input_bytes for 4 stages: give one for each stage"),
         ({"windows": (1,)}, "1 windows for 4 stages: give one for each stage"),
