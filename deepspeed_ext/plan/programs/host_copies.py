@@ -2,7 +2,7 @@
 
 The forward of a token slice leaves two things on its stage for the backward: the stage's input, from which the stage
 is recomputed, and keys and values. Between the last forward that reads one and the first backward that does lies a
-pause, in which the rank may run whole other stages. A pause is used if it is longer than a copy to the host and one back:
+pause, in which the rank may run whole other stages. A pause longer than a copy to the host and one back is used:
 
     rank     | [0F0.0][0F0.1]         other stages          [0B0.1][0B0.0]
     to host  |        [offload 0.0][0.1]                                        copies of one direction go one after
