@@ -107,8 +107,8 @@ def initialize(
             "recompute_stages=True"
         )
     settings = read_settings(config, keywords)
-    if (sharing := model.sequence_ranks.size) > 1:
-        config, keywords = for_deepspeed(settings, sharing), without_settings(keywords)
+    if model.sequence_ranks.size > 1:
+        config, keywords = for_deepspeed(settings, model.topology().layout), without_settings(keywords)
     for line in (settings_without_effect(settings), _in_place_of(schedule, model)):
         if line is not None:
             log_dist(line, ranks=[0], level=logging.WARNING)

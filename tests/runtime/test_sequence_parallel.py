@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.batches.batch import TokenSliceBatch, split_along_sequence
 from deepspeed_ext.runtime.batches.batch_sizes import for_deepspeed
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
@@ -157,9 +158,27 @@ def test_dropout_documents_windows_and_weights_of_the_loss_are_those_of_one_rank
         assert max(relative_error(found[name], expected[name]) for name in expected) <= 1e-12
 
 
-def test_deepspeed_is_told_sizes_as_it_counts_them() -> None:
-    assert for_deepspeed({"train_batch_size": 6, "bf16": {}}, 4) == {"train_batch_size": 24, "bf16": {}}
-    assert for_deepspeed({"train_micro_batch_size_per_gpu": 6}, 4) == {"train_micro_batch_size_per_gpu": 6}
+MICRO, COUNT = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+LAYOUT = ParallelLayout(data_parallel_size=3, sequence_parallel_size=4)
+
+
+@pytest.mark.parametrize("given", [{}, {MICRO: 1}, {COUNT: 2}, {MICRO: 1, COUNT: 2}, {"bf16": {"enabled": True}}])
+def test_deepspeed_is_told_sizes_as_it_counts_them(given: dict[str, Any]) -> None:
+    assert for_deepspeed({"train_batch_size": 6, **given}, LAYOUT) == {"train_batch_size": 24, **given}
+    assert for_deepspeed(given, LAYOUT) == given
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "one sequence x data-parallel size 3 = 3"),
+        ({MICRO: 2}, f"{MICRO} 2 x data-parallel size 3 = 6"),
+        ({MICRO: 1, COUNT: 1}, f"{MICRO} 1 x {COUNT} 1 x data-parallel size 3 = 3"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused_as_the_user_counts(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"^train_batch_size 8 does not fit {said}: change one of them"):
+        for_deepspeed({"train_batch_size": 8, **given}, LAYOUT)
 
 
 def test_batch_sizes_count_every_sequence_once(facts: list[dict[str, Any]]) -> None:

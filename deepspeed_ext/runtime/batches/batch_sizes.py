@@ -7,6 +7,7 @@ on each sequence-parallel rank. A user's configuration, and all sizes that the e
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from deepspeed.runtime.constants import ROUTE_TRAIN
@@ -15,21 +16,36 @@ from deepspeed.utils import RepeatingLoader
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 
-TRAIN_BATCH_SIZE = "train_batch_size"
+_TRAIN, _MICRO, _COUNT = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-def for_deepspeed(settings: Mapping[str, Any], sequence_parallel_size: int) -> dict[str, Any]:
+def for_deepspeed(settings: Mapping[str, Any], layout: ParallelLayout) -> dict[str, Any]:
     """Return a DeepSpeed configuration whose global batch size counts sequences as DeepSpeed does.
 
     Args:
         settings: the user's configuration.
-        sequence_parallel_size: ranks that share each sequence.
+        layout: layout of the ranks.
+
+    Raises:
+        UserError: if the sizes contradict each other.
     """
-    size = settings.get(TRAIN_BATCH_SIZE)
-    counted = {TRAIN_BATCH_SIZE: size * sequence_parallel_size} if isinstance(size, int) else {}
-    return {**settings, **counted}
+    size, factors = settings.get(_TRAIN), [settings[name] for name in (_MICRO, _COUNT) if name in settings]
+    if not isinstance(size, int) or not all(isinstance(each, int) and each > 0 for each in factors):
+        return dict(settings)  # DeepSpeed says what is missing or wrong.
+    replicas = layout.data_parallel_size
+    least = prod(factors) * replicas
+    fits = size == least if len(factors) == 2 else not size % least
+    if not fits:
+        named = " x ".join(f"{name} {settings[name]}" for name in (_MICRO, _COUNT) if name in settings)
+        raise UserError(
+            f"{_TRAIN} {size} does not fit {named or 'one sequence'} x data-parallel size {replicas} = {least}: "
+            "change one of them; ranks that share a sequence do not count"
+        )
+    return {**settings, _TRAIN: size * layout.sequence_parallel_size}
 
 
 class BatchSizesEngine(PipelineEngine):

@@ -168,6 +168,9 @@ def test_the_stage_that_has_such_a_layer_names_it_in_the_first_batch() -> None:
     assert found[1].startswith("layer 4 (OwnAttention) computes something else in token slices")
     # Without token slices it may attend as it likes, and nobody looks.
     assert run_distributed(_first_batch, 1, Setup(tied=False), layers) == [""]
+    # Of one token slice that ranks share, each has a part.
+    for line in run_distributed(_first_batch, 2, Setup(sp=2, tied=False), layers):
+        assert line.startswith("layer 4 (OwnAttention) computes something else in token slices")
 
 
 class EntryBlock(models.Block):
