@@ -11,5 +11,13 @@ when a model is handed over.
 
 from deepspeed_ext.transformers_layers.batches import labelled_tokens, split_batch, summed_loss
 from deepspeed_ext.transformers_layers.pipeline import gathered_state_dict, pipeline_layers
+from deepspeed_ext.transformers_layers.tiled_logits import TiledLogits
 
-__all__ = ["gathered_state_dict", "labelled_tokens", "pipeline_layers", "split_batch", "summed_loss"]
+__all__ = [
+    "TiledLogits",
+    "gathered_state_dict",
+    "labelled_tokens",
+    "pipeline_layers",
+    "split_batch",
+    "summed_loss",
+]

@@ -3,16 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batches.batch import TokenSliceBatch, split_along_sequence
-
-IGNORED = -100
-"""Label of a token that does not count."""
+from deepspeed_ext.transformers_layers.tiled_logits import IGNORED, TiledLogits, summed_cross_entropy
 
 ENTRIES = ("input_ids", "labels", "attention_mask")
 
@@ -65,15 +62,16 @@ def _shifted(labels: Tensor) -> Tensor:
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def summed_loss(logits: Tensor | TiledLogits, labels: Tensor) -> Tensor:
     """Sum of the cross entropies of labelled tokens, in fp32 at least; `split_batch` makes the mean of it.
 
     Args:
-        logits: [B, N, V].
+        logits: [B, N, V], or what they are computed from, some tokens at a time.
         labels: [B, N]; -100 does not count.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    if isinstance(logits, TiledLogits):
+        return logits.summed_loss(labels)
+    return summed_cross_entropy(logits, labels)
 
 
 def _check_padding(mask: Tensor, labels: Tensor) -> None:

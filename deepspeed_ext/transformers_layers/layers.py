@@ -14,6 +14,7 @@ from torch.nn import functional
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.runtime.gradients.weight_gradients import linear
 from deepspeed_ext.runtime.sequence.sequence_state import Past
+from deepspeed_ext.transformers_layers.tiled_logits import TiledLogits
 
 
 @dataclass(slots=True)
@@ -160,15 +161,22 @@ class TiedWords(TiedLayerSpec):
         return self._words
 
 
-def tied_head(words: nn.Embedding, hidden: Tensor, softcap: float | None = None) -> Tensor:
+def tied_head(
+    words: nn.Embedding, hidden: Tensor, softcap: float | None = None, *, tiled: bool = False
+) -> Tensor | TiledLogits:
     """Logits [B, N, V] by the weight of the embedding.
 
     Args:
         words: embedding of tokens.
         hidden: [B, N, C].
         softcap: limit c of the logits: x becomes c tanh(x / c); None for none.
+        tiled: return what they are computed from, some tokens at a time.
     """
-    return _capped(linear(hidden, words.weight), softcap)
+
+    def project(hidden: Tensor) -> Tensor:
+        return _capped(linear(hidden, words.weight), softcap)
+
+    return TiledLogits(hidden, project, words.num_embeddings) if tiled else project(hidden)
 
 
 class Head(nn.Module):
@@ -177,14 +185,20 @@ class Head(nn.Module):
     Args:
         projection: the projection.
         softcap: limit of the logits, as in `tied_head`.
+        tiled: return what logits are computed from, some tokens at a time.
     """
 
-    def __init__(self, projection: nn.Linear, softcap: float | None) -> None:
+    def __init__(self, projection: nn.Linear, softcap: float | None, *, tiled: bool = False) -> None:
         super().__init__()
-        self.projection, self._softcap = projection, softcap
+        self.projection, self._softcap, self._tiled = projection, softcap, tiled
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor | TiledLogits:
         """Return logits [B, N, V] of hidden states [B, N, C]."""
+        if self._tiled:
+            return TiledLogits(hidden, self._project, self.projection.out_features)
+        return self._project(hidden)
+
+    def _project(self, hidden: Tensor) -> Tensor:
         return _capped(self.projection(hidden), self._softcap)
 
 

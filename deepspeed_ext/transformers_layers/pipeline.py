@@ -29,12 +29,18 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, to
 """Largest difference of a logit, to the largest logit, that is taken for rounding."""
 
 
-def pipeline_layers(model: "PreTrainedModel") -> list[Any]:
+def pipeline_layers(model: "PreTrainedModel", *, tiled_logits: bool = False) -> list[Any]:
     """Layers of a causal language model, as `TokenSlicePipelineModule` takes them.
 
     They are those of the model, which they train. A few tokens are sent through the model, and through the layers in
     token slices: where the logits differ, the model computes something that is not known here. From then on the
     attention of the model needs the pipeline; `model.set_attn_implementation("sdpa")` gives it back its own.
+
+    Args:
+        model: the model.
+        tiled_logits: let the last layer return `TiledLogits`, of which `summed_loss` computes the loss for some
+            tokens at a time, so that no row of logits is kept until the backward. A loss function or `output_fn` of
+            your own gets [B, N, V] from their `compute()`.
 
     Raises:
         UserError: if the model is no causal decoder, or one that these layers would compute differently.
@@ -52,6 +58,8 @@ def pipeline_layers(model: "PreTrainedModel") -> list[Any]:
             layers = _layers(parts)
             _check_logits(model, layers, tokens, expected)
             _check_random_numbers(model, layers, tokens)
+            if tiled_logits:
+                layers[-1] = _head(parts, tiled=True)
         except UserError:
             model.set_attn_implementation(own_attention)
             raise
@@ -82,9 +90,13 @@ def _layers(parts: Parts) -> list[Any]:
         layers.append(DecoderLayer(layer, parts.rotary, None if layer_types is None else layer_types[number]))
     if parts.norm is not None:
         layers.append(parts.norm)
+    return [*layers, _head(parts)]
+
+
+def _head(parts: Parts, *, tiled: bool = False) -> Any:
     if parts.tied:
-        return [*layers, TiedWords(parts.words, partial(tied_head, softcap=parts.softcap))]
-    return [*layers, Head(parts.head, parts.softcap)]
+        return TiedWords(parts.words, partial(tied_head, softcap=parts.softcap, tiled=tiled))
+    return Head(parts.head, parts.softcap, tiled=tiled)
 
 
 def _asks_for_type(rotary: nn.Module) -> bool:

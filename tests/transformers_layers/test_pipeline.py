@@ -27,12 +27,15 @@ SHARED = Setup(sp=2, cut=(10, 2, 4, 8), dtype="fp64")
 RECOMPUTED = Setup(pp=2, cut=CUT, dtype="fp64", recompute=1, schedule="zero-bubble")
 
 
+TILED = ("gpt2", "gemma2", "qwen3")
+"""Models whose logits are computed for some tokens at a time: with tied words, soft caps, and a head of its own."""
+
+
 def gradients(setup: Setup, kind: str, settings: dict[str, Any]) -> tuple[float, dict[str, np.ndarray]]:
     """Train one step: the loss, and the gradients of this rank's parameters by their names in the model."""
     model = models.model_of(kind, **settings)
-    engine = build(
-        setup, layers=pipeline_layers(model), loss_fn=summed_loss, split_batch=split_batch, activation_spec=None
-    )
+    layers = pipeline_layers(model, tiled_logits=kind in TILED)
+    engine = build(setup, layers=layers, loss_fn=summed_loss, split_batch=split_batch, activation_spec=None)
     loss = engine.train_batch(iter(models.batches())).item()
     seen = engine.optimizer.seen
     return loss, {name: as_numpy(seen[p]) for name, p in model.named_parameters() if p in seen}
