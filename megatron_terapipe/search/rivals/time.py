@@ -9,15 +9,15 @@ Copies of checkpoints to the host and back wait for each other and for the layer
 three times: the tiled backward repeats what the recomputation has just computed (DeepSpeed, `TiledMLP`).
 """
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from typing import NamedTuple
 
 from deepspeed_ext.plan.layout import ParallelLayout
-from megatron_terapipe.search.cost.collectives import all_to_all_s
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.rank_groups import ALONE, LayerLinks, RankGroups
+from megatron_terapipe.search.cost.rank_groups import ALONE, GroupTopology, LayerLinks, RankGroups
 from megatron_terapipe.search.cost.stage_ops import layer_ops
-from megatron_terapipe.search.cost.step_costs import CoveringOps, shown_reduction_s, step_costs
+from megatron_terapipe.search.cost.step_costs import CoveringOps, StepCosts, shown_reduction_s, step_costs
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth
@@ -61,8 +61,26 @@ class RivalTime:
         return float(sum(getattr(self, each.name) for each in fields(self)))
 
 
+class _Ops(NamedTuple):
+    """Seconds of layers on one rank.
+
+    Attributes:
+        forward: of a micro-batch.
+        backward: of a micro-batch, with what is computed again.
+        exchange: how much of both is head exchanges, a third of it in the forward.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    exchange: float = 0.0
+
+    def plus(self, other: "_Ops", times: float = 1.0) -> "_Ops":
+        """Return these and others, so many times."""
+        return _Ops(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+
+
 class RivalTimes:
-    """Prices ways to run one model on one cluster; what they have in common is computed once."""
+    """Prices ways to run one model on one cluster."""
 
     def __init__(self, cost_model: CostModel) -> None:
         """Prepare.
@@ -74,18 +92,47 @@ class RivalTimes:
         self._workload = cost_model.workload
         self._efficiency = cost_model.efficiency
         self._op_times = Roofline(cost_model.efficiency, ALST, cost_model.precision)
-        self.of_blocks = cache(self._of_blocks)
-        """Forward and backward seconds of a micro-batch, by tokens of a rank and their sequences' share."""
+        self._known_ops: dict[tuple[int, int, GroupTopology], _Ops] = {}
+        """By ranks of a sequence, sequences, and the links between these ranks."""
 
     def price(self, settings: RivalSettings) -> RivalTime:
         """Return the seconds of an iteration."""
-        efficiency, workload = self._efficiency, self._workload
-        sequence, micro_batches = settings.sequence_parallel_size, settings.num_micro_batches
-        share = settings.micro_batch_size / sequence
-        forward, backward = self.of_blocks(share)
-        ranks = self._model.groups_of(layout(data=settings.num_ranks))
-        step = step_costs(
-            float(workload.parameters),
+        micro_batches, efficiency = settings.num_micro_batches, self._efficiency
+        ops = self._of_micro_batch(settings)
+        ranks = self._model.groups_of(ParallelLayout(data_parallel_size=settings.num_ranks))
+        step = self._step(ranks)
+        nodes = [self._model.cluster.nodes[index] for index in set(ranks.nodes.reshape(-1).tolist())]
+        to_host = min(node.host.bandwidth for node in nodes) * efficiency.host_efficiency
+        part = NUMBER * self._workload.parameters / settings.num_ranks
+        if settings.offloads_weights:
+            # A rank's part of the weights comes from the host before it is gathered.
+            step = step._replace(weight_gather=step.weight_gather + part / to_host)
+        covering = CoveringOps(
+            completing=0.0,
+            forward=ops.forward - ops.exchange / 3,
+            backward=ops.backward - ops.exchange * 2 / 3,
+            layers=float(len(self._workload.layers)),
+            num_micro_batches=micro_batches,
+        )
+        copied = optimizer_s = 0.0
+        if settings.offloads_checkpoints:
+            copied = 2 * self._checkpoint_bytes(settings) / (to_host * PAGEABLE_SHARE)
+        if settings.offloads_optimizer:
+            # Gradients go to the host after each micro-batch, and weights come back.
+            stepping = self._workload.parameters / len(nodes) / HOST_STEP_PARAMETERS_PER_S
+            optimizer_s = stepping + (micro_batches + 1) * part / to_host
+        return RivalTime(
+            compute_s=micro_batches * (ops.forward + ops.backward - ops.exchange),
+            exchange_s=micro_batches * ops.exchange,
+            gather_s=float(shown_reduction_s(step, covering, ALST.communication, efficiency)),
+            copy_s=micro_batches * copied,
+            optimizer_s=optimizer_s or float(step.optimizer),
+            fixed_s=efficiency.iteration_s,
+        )
+
+    def _step(self, ranks: RankGroups) -> StepCosts:
+        return step_costs(
+            float(self._workload.parameters),
             0.0,
             ranks.data.at(0),
             ranks.ends.at(0),
@@ -93,124 +140,63 @@ class RivalTimes:
             zero_stage=1,
             precision=self._model.precision,
             software=ALST,
-            efficiency=efficiency,
-        )
-        part = NUMBER * workload.parameters / settings.num_ranks
-        locked = self._host_bandwidth(ranks) * efficiency.host_efficiency
-        if settings.offloads_weights:
-            # A rank's part of the weights comes from the host before it is gathered.
-            step = step._replace(weight_gather=step.weight_gather + part / locked)
-        covering = CoveringOps(
-            completing=0.0,
-            forward=forward,
-            backward=backward,
-            layers=float(len(workload.layers)),
-            num_micro_batches=micro_batches,
-        )
-        copied = 0.0
-        if settings.offloads_checkpoints:
-            copied = 2 * self._checkpoint_bytes(share) / (locked * PAGEABLE_SHARE)
-        optimizer_s = float(step.optimizer)
-        if settings.offloads_optimizer:
-            hosts = len(set(ranks.nodes.reshape(-1).tolist()))
-            # Gradients go to the host after each micro-batch, and weights come back.
-            optimizer_s = workload.parameters / hosts / HOST_STEP_PARAMETERS_PER_S + (micro_batches + 1) * part / locked
-        exchanges = self._exchange_s(
-            share, self._model.groups_of(layout(data=settings.data_parallel_size, sequence=sequence))
-        )
-        return RivalTime(
-            compute_s=micro_batches * (forward + backward),
-            exchange_s=micro_batches * exchanges,
-            gather_s=float(shown_reduction_s(step, covering, ALST.communication, efficiency)),
-            copy_s=micro_batches * copied,
-            optimizer_s=optimizer_s,
-            fixed_s=efficiency.iteration_s,
+            efficiency=self._efficiency,
         )
 
-    def _of_blocks(self, share: float) -> tuple[float, float]:
-        """Forward and backward seconds of all layers on the slowest device, for a share of a sequence."""
-        devices = {node.device for node in self._model.cluster.nodes}
-        return max((self._on(device, share) for device in devices), key=sum)
+    def _of_micro_batch(self, settings: RivalSettings) -> _Ops:
+        """Seconds of all layers on the slowest device."""
+        data, sequence = settings.data_parallel_size, settings.sequence_parallel_size
+        groups = self._model.groups_of(ParallelLayout(data_parallel_size=data, sequence_parallel_size=sequence))
+        key = sequence, settings.micro_batch_size, groups.sequence.at(0)
+        if key not in self._known_ops:
+            on_devices = (self._on(device, *key) for device in groups.devices[0])
+            self._known_ops[key] = max(on_devices, key=lambda ops: ops.forward + ops.backward)
+        return self._known_ops[key]
 
-    def _on(self, device: Device, share: float) -> tuple[float, float]:
-        forward = backward = 0.0
-        for layer, count in self._kinds().items():
-            there, back = self._layer(layer, device, share)
-            forward, backward = forward + count * there, backward + count * back
-        return forward, backward
+    def _on(self, device: Device, sequence: int, micro_batch: float, topology: GroupTopology) -> _Ops:
+        """Seconds of all layers on a device."""
 
-    def _kinds(self) -> dict[Layer, int]:
-        kinds: dict[Layer, int] = {}
-        for layer in self._workload.layers:
-            kinds[layer] = kinds.get(layer, 0) + 1
-        return kinds
+        def ops(layer: Layer, sequences: float) -> _Ops:
+            """Seconds of one layer; blocks are computed again in the backward, with their exchanges."""
+            query = LayerQuery(
+                layer,
+                device,
+                tensor_parallel_size=1.0,
+                sequence_parallel_size=float(sequence),
+                micro_batch_size=sequences,
+                start=0.0,
+                end=float(layer.tokens),
+                recompute="full",
+            )
+            found = layer_ops(
+                query, self._op_times, self._efficiency, LayerLinks(ALONE, topology), ALST.communication, NUMBER
+            )
+            return _Ops(float(found.forward), float(found.backward), float(found.head_exchange))
 
-    def _layer(self, layer: Layer, device: Device, share: float) -> tuple[float, float]:
-        """Forward and backward seconds of a layer for a share of a sequence, with what is computed again."""
-        if layer.kind != "block":
-            return self._ops(layer, device, share)
-        attention, mlp = parts(layer)
-        forward, backward = self._ops(attention, device, share)
-        if mlp is not None:
-            tokens = share * layer.tokens
-            tiles = max(tokens / layer.hidden_size, 1.0)
-            there, back = self._ops(mlp, device, share / tiles)
-            forward, backward = forward + tiles * there, backward + tiles * (back + there)
-        return forward, backward + forward
+        total = _Ops()
+        for layer, count in Counter(self._workload.layers).items():
+            rest, mlp = parts(layer)
+            total = total.plus(ops(rest, micro_batch), count)
+            if mlp is not None:
+                tiles = max(micro_batch * mlp.tokens / sequence / mlp.hidden_size, 1.0)
+                tile = ops(mlp, micro_batch / tiles)
+                # The tiled backward runs the forward once more.
+                total = total.plus(tile, count * tiles).plus(_Ops(backward=tile.forward), count * tiles)
+        return total
 
-    def _ops(self, layer: Layer, device: Device, share: float) -> tuple[float, float]:
-        """Seconds of forward and backward; a rank's part of a sequence is as much work as that share of sequences."""
-        query = LayerQuery(
-            layer,
-            device,
-            tensor_parallel_size=1.0,
-            micro_batch_size=share,
-            start=0.0,
-            end=float(layer.tokens),
-        )
-        ops = layer_ops(query, self._op_times, self._efficiency, LayerLinks(ALONE), ALST.communication, NUMBER)
-        return float(ops.forward), float(ops.backward)
-
-    def _exchange_s(self, share: float, groups: RankGroups) -> float:
-        """Seconds of all exchanges of a micro-batch: of the forward, once more, and of the gradients."""
-        topology = groups.tensor.at(0)
-        seconds = 0.0
-        for layer in self._workload.layers:
-            if layer.attention is None or topology.size == 1:
-                continue
-            numbers = NUMBER * share * layer.tokens * layer.attention.head_size
-            copies = max(float(topology.size) / layer.attention.key_value_heads, 1.0)
-            queries, keys = numbers * layer.attention.query_heads, numbers * layer.attention.key_value_heads * copies
-            for num_bytes in (queries, keys, keys, queries):
-                seconds += 3 * float(all_to_all_s(num_bytes, topology, self._efficiency))
-        return seconds
-
-    def _checkpoint_bytes(self, share: float) -> float:
+    def _checkpoint_bytes(self, settings: RivalSettings) -> float:
         """Bytes of the inputs of all blocks on a rank."""
+        sequences = settings.micro_batch_size / settings.sequence_parallel_size
         blocks = (layer for layer in self._workload.layers if layer.kind == "block")
-        return sum(NUMBER * share * layer.output_elements for layer in blocks)
-
-    def _host_bandwidth(self, groups: RankGroups) -> float:
-        """Bytes per second of the slowest link between a device and its host."""
-        return min(self._model.cluster.nodes[node].host.bandwidth for node in set(groups.nodes.reshape(-1).tolist()))
-
-
-def layout(*, data: int, sequence: int = 1) -> ParallelLayout:
-    """Return the layout of a rival, whose ranks of a sequence stand next to each other, as tensor-parallel ranks do.
-
-    Args:
-        data: groups of ranks that share a sequence.
-        sequence: ranks of a group.
-    """
-    return ParallelLayout(data_parallel_size=data, tensor_parallel_size=sequence)
+        return sum(NUMBER * sequences * layer.output_elements for layer in blocks)
 
 
 def parts(layer: Layer) -> tuple[Layer, Layer | None]:
-    """Return a block without its MLP, and the MLP alone; None if it has none."""
+    """Return a layer without its MLP, and the MLP alone; None if it has none."""
     if not layer.activation_width:
         return layer, None
     of_attention = 2 if layer.attention is not None else 0
-    rest = replace(layer, products=layer.products[:of_attention], activation_width=0, num_biases=0)
+    rest = replace(layer, products=layer.products[:of_attention], activation_width=0)
     mlp = replace(
         layer, products=layer.products[of_attention:], attention=None, num_norms=0, num_biases=0, rotary_channels=0
     )

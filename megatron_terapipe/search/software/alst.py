@@ -23,8 +23,8 @@ ALST = replace(
         gated_activation=Operator(forward=3, backward=5),
         # Queries and keys are turned in place.
         rotary=Operator(forward=2, backward=2),
-        # Queries, keys, values and outputs are copied before each exchange and behind it.
-        heads=Operator(forward=4, backward=4, forward_kernels=8, backward_kernels=8),
+        # Queries, keys, values and outputs travel one by one; each is copied before its exchange and behind it.
+        exchange=Operator(forward=4, backward=4, forward_kernels=4, backward_kernels=4),
         # The forward writes gradients over the logits, some tokens at a time.
         loss=Operator(forward=3, backward=0, forward_kernels=2, backward_kernels=0),
     ),

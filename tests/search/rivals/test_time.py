@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_terapipe.search.cost.collectives import all_to_all_s
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.op_times.layer_times import LayerQuery
 from megatron_terapipe.search.op_times.roofline import Roofline
 from megatron_terapipe.search.rivals.settings import RivalSettings
-from megatron_terapipe.search.rivals.time import RivalTimes, layout, parts
+from megatron_terapipe.search.rivals.time import RivalTimes, parts
 from megatron_terapipe.search.software.alst import ALST
 from tests.search.problems import small_cluster, small_problem
 
@@ -89,12 +88,9 @@ def test_what_goes_to_the_host_takes_time(model: CostModel) -> None:
     assert kept.compute_s == offloaded.compute_s
 
 
-def test_exchanges_over_the_network_are_bound_by_its_cards(model: CostModel) -> None:
-    inside = model.groups_of(layout(data=2, sequence=4)).tensor.at(0)
-    across = model.groups_of(layout(data=1, sequence=8)).tensor.at(0)
-    num_bytes, efficiency = 1e9, model.efficiency
-    here = all_to_all_s(num_bytes, inside, efficiency)
-    assert here == pytest.approx(num_bytes * 3 / 4 / (200e9 * efficiency.inside_efficiency), rel=0.01)
-    # Four ranks of a node send half of their bytes to the other node, over its only card.
-    there = all_to_all_s(num_bytes, across, efficiency)
-    assert there == pytest.approx(4 * num_bytes / 2 / (12e9 * efficiency.network_efficiency), rel=0.01)
+def test_exchanges_over_the_network_take_longer(model: CostModel) -> None:
+    times = RivalTimes(model)
+    inside = times.price(replace(ONE, sequence_parallel_size=4))
+    across = times.price(replace(ONE, sequence_parallel_size=8))
+    # Half of the bytes of four ranks leave over one card; inside, three quarters of those of one rank over its link.
+    assert across.exchange_s > 4 * inside.exchange_s
