@@ -41,6 +41,8 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks" / "long-sequences_2
 MODELS = ("llama3-8b", "llama3-70b")
 LENGTHS = tuple(1024 * thousands for thousands in (128, 512, 1024, 2048))
 DEVICES = (8, 32, 64, 256)
+USUAL = ("dp 1", "micro-batch 1", "ZeRO 1")
+"""Parts of a strategy that the table leaves out."""
 MOST_DOUBLINGS = 3
 """How often the sequences of a step are doubled until something fits."""
 
@@ -266,7 +268,7 @@ def _of_ours(row: Row) -> list[str]:
         return ["nothing fits", "", "", "", ""]
     ours = row.ours
     return [
-        ours.strategy,
+        " · ".join(part for part in ours.strategy.split(" · ") if part not in USUAL),
         time_text(ours.simulated_s),
         time_text(ours.closed_form_s),
         f"{ours.device_bytes / GIGABYTE:.0f} GB",
