@@ -215,7 +215,7 @@ class Events:
         return event
 
     def _add_copy(self, number: int, position: int, instruction: Instruction, rank: _Rank) -> int:
-        """A copy runs behind all that its rank has computed, on the last two of `num_streams` + 2; drops wait for it."""
+        """A copy runs behind all that its rank has computed, on a stream behind all others; drops wait for it."""
         if instruction.kind in DROPS:
             event = self._event(number, position, rank.host, rank.computed, rank.copies.get(instruction[1:4]))
             self._enqueue(event, COMPUTE_STREAM, rank)
