@@ -1,6 +1,7 @@
 """Counts the bytes of tensors that are alive, made by the code it watches; on any device, CPUs included."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +12,18 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Watches every operation, forward and backward, and follows each storage it makes until nobody holds it.
 
+    Args:
+        apart: bytes that are alive and not counted in the peak, such as those of buffers that stand for a host's.
+
     Attributes:
         now: bytes alive, of storages made since watching began.
         peak: the most there were at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Callable[[], int] = lambda: 0) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self._apart = apart
         self._followed: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
@@ -38,7 +43,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self._followed.add(key)
         self.now += size
-        self.peak = max(self.peak, self.now)
+        self.peak = max(self.peak, self.now - self._apart())
         weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:

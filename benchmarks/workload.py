@@ -155,6 +155,7 @@ def our_engine(
     placement: Placement = Placement.LOOPED,
     data_parallel_size: int = 1,
     overlap_grad_reduce: bool = True,
+    **more: Any,
 ) -> Any:
     """Return the token-slice engine.
 
@@ -173,6 +174,7 @@ def our_engine(
         placement: which stages a rank owns.
         data_parallel_size: number of replicas.
         overlap_grad_reduce: whether reductions overlap with the last backwards.
+        **more: other arguments of `initialize`.
     """
     layout = ParallelLayout(
         data_parallel_size=data_parallel_size,
@@ -191,6 +193,8 @@ def our_engine(
             split_batch=split_batch,
             activation_spec=lambda rows, length, dtype: (TensorSpec((rows, length, model.hidden_size), dtype, True),),
             activation_checkpoint_interval=1 if recompute == "full" else 0,
+            recompute_stages=recompute == "stage",
+            preserve_rng_state=False,
         )
         chosen = settings(num_micro_batches, micro_batch_size) | {"gradient_clipping": clip}
         if bf16:
@@ -202,6 +206,7 @@ def our_engine(
             schedule=schedule,
             optimizer=(optimizer or _sgd)(module),
             overlap_grad_reduce=overlap_grad_reduce,
+            **more,
         )
     return engine
 
