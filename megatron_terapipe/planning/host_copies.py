@@ -11,6 +11,9 @@ from megatron_terapipe.errors import ConfigError
 if TYPE_CHECKING:  # It loads numpy, and not every run copies anything.
     from megatron_terapipe.search.cost.cost_model import CostModel
 
+SUMS_BYTES = 4 + 4 + 8
+"""Of a token between two stages of the vocabulary: two sums in fp32, and the label."""
+
 SHARE_OF_HOST = 0.8
 """Of the memory of a host, for copies; the rest is for data, checkpoints on their way, and the system."""
 
@@ -37,18 +40,24 @@ def host_copies_of(config: Config, cost_model: "CostModel") -> HostCopySettings:
     sharing *= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     stage_input = rows * flops.stage_input_bytes_per_token(model, element) / sharing
     of_stages = [[model.blocks[layer] for layer in blocks.layers(stage)] for stage in range(blocks.num_stages)]
+    inputs = [0.0, *(stage_input for _ in of_stages[1:])]  # the first reads tokens
+    if parallel.vocabulary_stages:
+        later = stage_input + rows * SUMS_BYTES / parallel.ds_sequence_parallel_size
+        inputs += [stage_input, *(later for _ in range(1, parallel.vocabulary_parts))]
+        of_stages += [[] for _ in range(parallel.vocabulary_parts)]
     nodes, efficiency = cost_model.cluster.nodes, cost_model.efficiency.host_efficiency
     bandwidth = efficiency * min(node.host.bandwidth for node in nodes)
     return HostCopySettings(
         lengths=config.token_slices().lengths,
-        input_bytes=(0.0, *(stage_input for _ in of_stages[1:])),  # the first reads tokens
+        input_bytes=tuple(inputs),
         key_value_bytes=tuple(
             rows * sum(_key_value_bytes(config, block, element) for block in of_stage) for of_stage in of_stages
         ),
         to_host=bandwidth,
         from_host=bandwidth,
         host_bytes=SHARE_OF_HOST * min(node.host.memory_bytes / node.num_devices for node in nodes),
-        windows=tuple(_widest_window(of_stage) for of_stage in of_stages),
+        # How many token slices a window reaches depends on their lengths, which differ where documents cut them.
+        windows=() if config.document_cuts() else tuple(_widest_window(of_stage) for of_stage in of_stages),
     )
 
 

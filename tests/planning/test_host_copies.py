@@ -27,6 +27,12 @@ def config_of(flags: str) -> Config:
         # Four ranks for two key heads: two have each.
         (f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel", (0, 32), (32, 32), (None, None)),
         (f"{PP2} --context-parallel-size 4", (0, 16), (32, 32), (None, None)),
+        (
+            f"{PP2} --vocabulary-stages --untie-embeddings-and-output-weights",
+            (0, 64, 64, 64 + 8),
+            (2 * 32, 2 * 32, 0, 0),
+            (None,) * 4,
+        ),
         (f"{PP2} --sliding-window 9", (0, 64), (2 * 32, 2 * 32), (9, 9)),
         (f"{PP2} --num-model-chunks 2 --sliding-window 9 --window-attn-skip-freq 4", (0, 64, 64, 64), (32,) * 4, None),
     ],

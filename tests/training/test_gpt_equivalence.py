@@ -155,7 +155,7 @@ SETUPS = [
     Setup(1, f"{BY_DOCUMENTS} {LLAMA} {SELECTIVE}", fp64=True, micro_batches=3),
     Setup(2, f"{PP2} {BY_DOCUMENTS} {DROPOUT} {PER_TOKEN} {ZERO_BUBBLE}", fp64=True, micro_batches=5),
     Setup(4, f"{TP2} {PP2} {BY_DOCUMENTS} {SP} {LLAMA} {DROPOUT} {MODEL_CHUNKS}", fp64=True, micro_batches=3),
-    Setup(4, f"{SEQ2} {PP2} {BY_DOCUMENTS} {STAGE}", fp64=True, micro_batches=3),
+    Setup(4, f"{SEQ2} {PP2} {BY_DOCUMENTS} {OFFLOAD}", fp64=True, micro_batches=3),
     # Recomputation of the first layers of each stage.
     Setup(1, f"{UNEVEN} {FULL} --recompute-method block --recompute-num-layers 2 {DROPOUT} {PACKED}", fp64=True),
     Setup(2, f"{PP2} {UNEVEN} {FULL} --recompute-method block {MODEL_CHUNKS} {UNTIED}", fp64=True, micro_batches=3),
@@ -192,7 +192,7 @@ SETUPS = [
     Setup(2, f"{PP2} {UNEVEN} {VOCABULARY} {LLAMA} {DROPOUT} {PACKED} {SELECTIVE}", fp64=True, micro_batches=3),
     Setup(2, f"{PP2} {UNIFORM} {VOCABULARY} {UNTIED} {GPIPE} {FULL} {PER_TOKEN}", fp64=True),
     Setup(4, f"{PP4} {UNIFORM} {VOCABULARY} {UNTIED} --pipeline-schedule interleaved {ZERO}", micro_batches=3),
-    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {VOCABULARY}", fp64=True, family="gemma", micro_batches=3),
+    Setup(4, f"{TP2} {PP2} {EVEN} {SP} {VOCABULARY} {OFFLOAD}", fp64=True, family="gemma", micro_batches=3),
     Setup(4, f"{SEQ2} {PP2} {EVEN} {VOCABULARY} {LLAMA} {PACKED}", fp64=True, micro_batches=3),
 ]
 
