@@ -109,8 +109,9 @@ def closed_form(model: ModelConfig, way: Way) -> float | None:
     key_value, hidden = flops.key_value_bytes_per_token(model, block, FP32_BYTES), model.hidden_size * FP32_BYTES
     activations = flops.block_activation_bytes_per_token(model, block, FP32_BYTES) - key_value
     of_mlp = flops.block_activation_bytes_per_token(model, replace(block, num_key_value_heads=0), FP32_BYTES)
-    # Gradients of two hidden states and of the two wide products; or, once the MLP is done, of three hidden states.
-    in_mlp = 2 * hidden + 2 * block.ffn_hidden_size * FP32_BYTES
+    # Gradients of two hidden states, of the input of the last product, of the gate, and of the first product, twice as
+    # wide; or, once the MLP is done, of three hidden states.
+    in_mlp = 2 * hidden + 4 * block.ffn_hidden_size * FP32_BYTES
     in_attention = 3 * hidden - of_mlp
     if way.recompute == "full":
         # Inputs of all layers, keys and values, and one layer computed again.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deepspeed_ext.runtime.engine import _METHODS
+from deepspeed_ext.runtime.executor import METHODS
 from megatron_terapipe.training.build_engine import build_engine, process_group
 from tests.training.gpt_runs import Setup, batches, run_of
 
@@ -30,6 +30,9 @@ WINDOWS = "--sliding-window 9 --window-attn-skip-freq 2"
         f"{CUT} --bf16 {DROPOUT}",
         f"{CUT} --bf16 {LLAMA} {DROPOUT} --recompute-granularity full",
         f"{CUT} {LLAMA} --pipeline-schedule zero-bubble",
+        f"{CUT} --bf16 {LLAMA} {PACKED} --recompute-granularity stage --key-value-gradients bf16",
+        f"{CUT} --bf16 {LLAMA} --recompute-granularity stage --offload-token-slices --num-model-chunks 2"
+        " --pipeline-schedule breadth-first",
     ],
 )
 def test_every_op_of_a_step_goes_without_waiting(flags: str) -> None:
@@ -42,11 +45,11 @@ def test_every_op_of_a_step_goes_without_waiting(flags: str) -> None:
         engine.train_batch(iter(micro_batches))
         schedule = engine._programs.training(setup.micro_batches)
         engine.set_dataiterator(iter(micro_batches))
-        engine._begin(schedule, engine.module.token_slices, 2)
+        engine._begin(schedule, engine._cut(None), 2)
         torch.cuda.set_sync_debug_mode("error")
         try:
             for instruction in schedule.program.instructions:
-                _METHODS[instruction.kind](engine._executor, instruction)
+                METHODS[instruction.kind](engine._executor, instruction)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         losses = engine._executor.finish().losses.values()

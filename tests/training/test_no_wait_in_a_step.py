@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
 from deepspeed_ext.runtime.attention_kernels import AttentionKernel, CudaFlash, CudaFlashOfRuns, PlainAttention
-from deepspeed_ext.runtime.engine import _METHODS
+from deepspeed_ext.runtime.executor import METHODS
 from deepspeed_ext.runtime.sequence import sequence_state
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.training.build_engine import build_engine
@@ -43,6 +43,9 @@ SETUPS = {
     "llama, windows, packed": Setup(flags=f"{CUT} {LLAMA} {WINDOWS} {PACKED}"),
     "llama, windows, soft cap": Setup(flags=f"{CUT} {LLAMA} {WINDOWS} --attention-softcap 30"),
     "llama, dropout, layers recomputed": Setup(flags=f"{CUT} {LLAMA} {DROPOUT} --recompute-granularity full"),
+    "llama, packed, dropout, stages recomputed": Setup(
+        flags=f"{CUT} {LLAMA} {PACKED} {DROPOUT} --recompute-granularity stage"
+    ),
     "norms of heads, scaled rotations": Setup(flags=CUT, family="qwen"),
 }
 
@@ -110,12 +113,12 @@ def _kernel(query: Tensor, window: int | None, softcap: float | None) -> Attenti
 def crossings(setup: Setup) -> Counter[tuple[str, str]]:
     """Where host and device meet in a step of an engine: kind of instruction, and what it did."""
     engine = build_engine(run_of(setup))
-    schedule, token_slices = engine._programs.training(setup.micro_batches), engine.module.token_slices
+    schedule = engine._programs.training(setup.micro_batches)
     engine.module.to(DEVICE)
-    engine._executor._device = engine._links.device = DEVICE
+    engine._executor._device = engine._executor._ops._device = engine._links.device = DEVICE
     engine.set_dataiterator(iter(loaded(each) for each in batches(setup, 0)))
     engine.module.train()
-    engine._begin(schedule, token_slices, 2)
+    engine._begin(schedule, engine._cut(None), 2)
     found: Counter[tuple[str, str]] = Counter()
     at: list[Instruction] = []
 
@@ -130,7 +133,7 @@ def crossings(setup: Setup) -> Counter[tuple[str, str]]:
     with kernels, autocast, _Makers(seen), _Copies(seen):
         for instruction in schedule.program.instructions:
             at.append(instruction)
-            _METHODS[instruction.kind](engine._executor, instruction)
+            METHODS[instruction.kind](engine._executor, instruction)
     assert {loss.device for loss in engine._executor.live.losses.values()} == {DEVICE}
     assert all(each.grad.device == DEVICE for each in engine.module.parameters())
     return found
