@@ -1,4 +1,4 @@
-"""A small Llama trained on one long sequence: peak memory beside its closed form, and time with and without slices.
+"""A small Llama trained on one long sequence: peak memory beside its closed form, and the time of two stages.
 
     python -m benchmarks.long_sequences memory --tokens 131072 --token-slices 64
     python -m benchmarks.long_sequences memory --tokens 1048576 --token-slices 256 --window 4096 --only stage
@@ -138,18 +138,20 @@ def build_way(model: ModelConfig, way: Way) -> tuple[Any, Iterator[Any]]:
     join()
     cut = TokenSlices.uniform(model.seq_length, way.num_token_slices)
     more: dict[str, Any] = {"key_value_gradients": torch.bfloat16 if way.key_value_gradients == "bf16" else None}
-    chunks = 2 if way.offloads else 1
+    num_model_chunks = 2 if way.offloads else 1
     if way.offloads:
-        key_value = flops.key_value_bytes_per_token(model, model.blocks[0], FP32_BYTES) * model.num_layers / chunks
+        key_value = (
+            flops.key_value_bytes_per_token(model, model.blocks[0], FP32_BYTES) * model.num_layers / num_model_chunks
+        )
         inputs = (0.0, float(flops.stage_input_bytes_per_token(model, FP32_BYTES)))
-        more["host_copies"] = HostCopySettings(cut.lengths, inputs, (key_value,) * chunks)
+        more["host_copies"] = HostCopySettings(cut.lengths, inputs, (key_value,) * num_model_chunks)
     engine = our_engine(
         model,
         cut,
         1,
         num_stages=1,
         recompute=way.recompute,
-        num_model_chunks=chunks,
+        num_model_chunks=num_model_chunks,
         schedule="breadth-first" if way.offloads else "1f1b",
         **more,
     )
