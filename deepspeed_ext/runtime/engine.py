@@ -25,6 +25,7 @@ from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.batches.batch_loss import batch_loss
 from deepspeed_ext.runtime.batches.batch_plan import BatchPlan
 from deepspeed_ext.runtime.batches.cuts import Cuts
+from deepspeed_ext.runtime.batches.same_data import SameData
 from deepspeed_ext.runtime.channels import MessageSpec
 from deepspeed_ext.runtime.executor import METHODS, Executor
 from deepspeed_ext.runtime.gradients.accumulated_gradients import OptimizerGradients
@@ -104,7 +105,7 @@ class TokenSlicePipelineEngine(ReplayingEngine):
         self._name_groups()
         self._reductions = gradient_reductions(self) if overlap_grad_reduce else None
         self._gathers = parameter_gathers(self) if overlap_param_gather else None
-        self._loss = batch_loss(self)
+        self._loss, self._same_data = batch_loss(self), SameData(self.module.sequence_ranks)
         ops = StageOps(
             self.module,
             self.device,
@@ -304,6 +305,8 @@ class TokenSlicePipelineEngine(ReplayingEngine):
     def _exec_schedule(self, pipe_schedule: ProgramSchedule) -> None:
         count = self.module.loss_tokens if self._executor.plan.computes_loss else None
         self._loss.read_ahead(pipe_schedule.shape.num_micro_batches, self._next_batch, count)
+        if self.reads_data:
+            self._same_data.check(lambda: self._loss.first(self._next_batch), training=pipe_schedule.training)
         super()._exec_schedule(pipe_schedule)
 
     def _cut(self, token_slices: TokenSlices | Sequence[int] | None) -> Cuts:

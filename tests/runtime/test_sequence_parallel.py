@@ -20,7 +20,7 @@ from deepspeed_ext.runtime.sequence.sequence_state import Past
 from tests.distributed import run_distributed
 from tests.runtime import models
 from tests.runtime.reference import relative_error
-from tests.runtime.training import ROWS, Setup, as_numpy, build, feed
+from tests.runtime.training import ROWS, Setup, as_numpy, batches_of, build, feed
 
 CUT = (12, 2, 4, 6)
 STARTS = ((0, 5, 13), (0, 10))
@@ -115,6 +115,10 @@ def _facts() -> dict[str, Any]:
         counts = engine.ledger.collectives.counts()
         return next(count for group, count in counts.items() if group.startswith("sequence-parallel ranks#"))
 
+    by_data_parallel_rank = iter(batches_of(FACTS, engine.grid.get_data_parallel_rank()))
+    with pytest.raises(UserError) as other_data:
+        engine.train_batch(by_data_parallel_rank)
+    found["other data"] = str(other_data.value)
     with pytest.raises(PlanError) as refused:
         engine.train_batch(feed(engine, FACTS), token_slices=(11, 13))
     before, _ = exchanges(), engine.train_batch(feed(engine, FACTS))
@@ -193,6 +197,12 @@ def test_ranks_of_a_replica_read_the_same_samples_and_replicas_read_others(facts
         assert (first, other) == (same, same_as_other)
         assert sorted(first + other) == list(range(24))
     assert [found["replica"] for found in facts] == [0, 0, 1, 1]
+
+
+def test_other_data_on_ranks_that_share_sequences_is_refused(facts: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(facts):
+        members = "0, 1" if rank < 2 else "2, 3"
+        assert found["other data"].startswith(f"ranks {members} share every sequence and were given different micro-")
 
 
 def test_losses_of_micro_batches_are_those_of_whole_sequences(facts: list[dict[str, Any]]) -> None:

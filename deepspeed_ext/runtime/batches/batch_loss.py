@@ -11,6 +11,7 @@ them. These compute parts of one loss, so each part counts R times.
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -75,6 +76,13 @@ class BatchLoss:
         shares = torch.tensor(counts, dtype=torch.float64, device=self._weight.device) / num_tokens.clamp(min=1)
         self._weights = shares * (num_micro_batches * dist.get_world_size(self._copies))
         self._num_tokens = num_tokens
+
+    def first(self, next_batch: Callable[[], Any]) -> Any:
+        """Return the first micro-batch of a batch without taking it; None if there is none."""
+        if not self._ahead and self._weights is None:
+            with suppress(StopIteration):  # as above
+                self._ahead.append(next_batch())
+        return self._ahead[0] if self._ahead else None
 
     def take(self, next_batch: Callable[[], Any]) -> Any:
         """Return the next micro-batch: the first of those read ahead, else what `next_batch` gives."""
