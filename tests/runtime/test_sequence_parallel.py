@@ -213,8 +213,8 @@ def test_losses_of_micro_batches_are_those_of_whole_sequences(facts: list[dict[s
 
 
 def test_the_ledger_counts_head_exchanges_so_that_who_is_missing_shows(facts: list[dict[str, Any]]) -> None:
-    """One there and one back, forward and backward, of each layer, token slice and micro-batch."""
-    assert [found["exchanges"] for found in facts] == [4 * FACTS.num_blocks * len(CUT) * FACTS.micro_batches] * 4
+    """One there and one back, forward and backward, of each layer, token slice and micro-batch; and one of the data."""
+    assert [found["exchanges"] for found in facts] == [4 * FACTS.num_blocks * len(CUT) * FACTS.micro_batches + 1] * 4
 
 
 def test_lengths_that_ranks_cannot_share_are_refused_before_anything_runs(facts: list[dict[str, Any]]) -> None:
