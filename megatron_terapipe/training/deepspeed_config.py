@@ -27,17 +27,14 @@ def deepspeed_config(config: Config, layout: ParallelLayout) -> dict[str, Any]:
     """
     decided = _decided(config, layout)
     preferred = _preferred(config)
-    path = config.deepspeed.deepspeed_config
-    if path is None:
-        return _without_sequence_parallel_size(_merge(decided, preferred))
-    needs_zero = config.precision.needs_zero
-    file = read_deepspeed_file(path, decided, _optimizer(config.optimizer), needs_zero=needs_zero)
-    return _without_sequence_parallel_size(_merge(decided, _merge(file, preferred)))
-
-
-def _without_sequence_parallel_size(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings but for the one that the layout has, and that DeepSpeed would act upon itself."""
-    return {name: value for name, value in settings.items() if name != "sequence_parallel_size"}
+    file: dict[str, Any] = {}
+    if (path := config.deepspeed.deepspeed_config) is not None:
+        needs_zero = config.precision.needs_zero
+        file = read_deepspeed_file(path, decided, _optimizer(config.optimizer), needs_zero=needs_zero)
+    settings = _merge(decided, _merge(file, preferred))
+    # The layout has it. DeepSpeed would take it for sequence parallelism of its own.
+    del settings["sequence_parallel_size"]
+    return settings
 
 
 def _decided(config: Config, layout: ParallelLayout) -> dict[str, Any]:
