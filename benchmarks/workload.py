@@ -18,9 +18,11 @@ from deepspeed_ext.plan.ops import Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
+from deepspeed_ext.runtime.batches.cuts import CutByDocuments
 from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
+from deepspeed_ext.runtime.sequence.documents import Documents
 from deepspeed_ext.runtime.stages import takes_past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.data.batch import Batch
@@ -155,6 +157,8 @@ def our_engine(
     placement: Placement = Placement.LOOPED,
     data_parallel_size: int = 1,
     overlap_grad_reduce: bool = True,
+    documents: Callable[[Any], Documents] | None = None,
+    cut_by_documents: CutByDocuments | None = None,
     **more: Any,
 ) -> Any:
     """Return the token-slice engine.
@@ -174,6 +178,8 @@ def our_engine(
         placement: which stages a rank owns.
         data_parallel_size: number of replicas.
         overlap_grad_reduce: whether reductions overlap with the last backwards.
+        documents: reads off a micro-batch where its documents begin; None if it has one in each row.
+        cut_by_documents: gives each micro-batch its token slices; None for those of all.
         **more: other arguments of `initialize`.
     """
     layout = ParallelLayout(
@@ -195,6 +201,8 @@ def our_engine(
             activation_checkpoint_interval=1 if recompute == "full" else 0,
             recompute_stages=recompute == "stage",
             preserve_rng_state=False,
+            documents=documents,
+            cut_by_documents=cut_by_documents,
         )
         chosen = settings(num_micro_batches, micro_batch_size) | {"gradient_clipping": clip}
         if bf16:

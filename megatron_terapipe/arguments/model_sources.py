@@ -46,9 +46,19 @@ def take_model_from_checkpoint(given: dict[str, Any]) -> None:
     if given.get("tokenizer_type") == "NullTokenizer" and info.tokenizer.get("vocab_size"):
         # Of the model it counts the end of a document, too.
         given.setdefault("vocab_size", info.tokenizer["vocab_size"])
-    for name, value in info.model.items():
-        # A model that was imported has as many positions as it can process, and nobody chose to train on so many.
-        if name != "seq_length" or info.was_trained:
+    # A model that was imported has as many positions as it can process, and nobody chose to train on so many.
+    left_out = () if info.was_trained else ("seq_length",)
+    _fill_in(given, {name: value for name, value in info.model.items() if name not in left_out})
+
+
+def _fill_in(given: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Take settings of a model that no flag says; but for those that follow from a scaling of rotations by flags."""
+    scaled = given.keys() & {"rotary_scaling", "rotary_scaling_factor"}
+    follow = {"rotary_attention_factor"} if scaled else set()
+    if scaled and settings.get("rotary_scaling") == "none":
+        follow |= {"rotary_scaling", "rotary_scaling_factor"}
+    for name, value in settings.items():
+        if name not in follow:
             given.setdefault(name, value)
 
 
@@ -83,8 +93,7 @@ def take_model_folder(given: dict[str, Any]) -> None:
             )
     if save is not None and is_model_folder(save):
         raise ConfigError(f"--save {save} holds a model of Hugging Face: name another directory for checkpoints")
-    for name, value in read_fields(load, "--load").items():
-        given.setdefault(name, value)
+    _fill_in(given, read_fields(load, "--load"))
     if not any(given.get(name) for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")):
         _take_tokenizer(given, Path(load))
     given.pop("use_checkpoint_args", None)

@@ -44,7 +44,8 @@ def find_checkpoint(
             raise CheckpointError(f"--load {config.load} holds no checkpoint: give a directory that does")
         return None
     directory, info = found
-    info.check(model, layout, optimizer, weights_only=config.weights_only)
+    extends = config.extend_positions and config.weights_only
+    info.check(model, layout, optimizer, weights_only=config.weights_only, extends_positions=extends)
     # Of a damaged one that another may replace, all ranks learn at the same time, once they have met.
     if looks_at_files and not config.load_previous_if_damaged:
         check_files(directory, info, model, weights_only=config.weights_only)

@@ -9,6 +9,7 @@ CHECKPOINTS/global_step100/manifest.json size and hash of each of these files
 
 import json
 import re
+from collections.abc import Set
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ _MAY_CHANGE = {
     *("init_method_std", "output_layer_init_std", "embedding_init_method_std"),
 }
 """Settings of the model that change neither the shape of a weight nor what it means."""
+_ROTATIONS = {
+    *("rotary_base", "rotary_scaling", "rotary_scaling_factor", "rotary_original_length", "rotary_attention_factor"),
+    *("rotary_low_frequency_factor", "rotary_high_frequency_factor", "rotary_beta_slow", "rotary_beta_fast"),
+}
+"""Settings that change what weights mean, in a way that training on for longer sequences makes good."""
 _MOST_BYTES = 1 << 24
 """Size of the largest file that is read: one of a real run has some thousand bytes."""
 
@@ -142,7 +148,15 @@ class CheckpointInfo:
         """Ranks with the same weights that saved it: each has its part of the optimizer's state under ZeRO 1."""
         return self.layout["data_parallel_size"] * self.layout.get("sequence_parallel_size", 1)
 
-    def check(self, model: ModelConfig, layout: ParallelLayout, optimizer: str, *, weights_only: bool) -> None:
+    def check(
+        self,
+        model: ModelConfig,
+        layout: ParallelLayout,
+        optimizer: str,
+        *,
+        weights_only: bool,
+        extends_positions: bool = False,
+    ) -> None:
         """Hold a checkpoint against the run that wants to load it. How either lies on ranks does not matter.
 
         Args:
@@ -150,11 +164,12 @@ class CheckpointInfo:
             layout: the run's layout.
             optimizer: the run's rule of the update.
             weights_only: whether the state of the optimizer stays unread.
+            extends_positions: whether rotations may differ.
 
         Raises:
             CheckpointError: if a weight would have another shape or meaning, or the optimizer could not use the state.
         """
-        self._check_model(model)
+        self._check_model(model, _ROTATIONS if extends_positions else set())
         rows = model.padded_vocab_size(self.tensor_parallel_size), model.padded_vocab_size(layout.tensor_parallel_size)
         if rows[0] != rows[1]:
             raise CheckpointError(
@@ -175,12 +190,12 @@ class CheckpointInfo:
                 f"--optimizer {self.optimizer}, or load the weights alone with --no-load-optim"
             )
 
-    def _check_model(self, model: ModelConfig) -> None:
+    def _check_model(self, model: ModelConfig, extended: Set[str]) -> None:
         # A checkpoint of an older version does not name what models could not have then.
         known = {each.name for each in fields(ModelConfig)}
         before = ModelConfig(**{name: value for name, value in self.model.items() if name in known})
         ours, theirs_by_name = asdict(model), asdict(before) | self.model
-        may_change = set(_MAY_CHANGE)
+        may_change = _MAY_CHANGE | extended
         if model.position_embedding_type != "learned_absolute":
             may_change.add("max_position_embeddings")  # no weight has a row for each
         if model.rotary_scaling not in ("llama3", "yarn"):
@@ -188,9 +203,12 @@ class CheckpointInfo:
         for name, theirs in theirs_by_name.items():
             if name not in may_change and ours.get(name) != theirs:
                 flag = "--" + name.replace("_", "-")
+                otherwise = "load another checkpoint"
+                if name in _ROTATIONS:
+                    otherwise = "train on for longer sequences with --extend-positions --finetune"
                 raise CheckpointError(
                     f"the checkpoint has {flag} {theirs}, this run {ours.get(name)}: "
-                    f"set {flag} {theirs}, or load another checkpoint"
+                    f"set {flag} {theirs}, or {otherwise}"
                 )
 
 

@@ -60,6 +60,11 @@ class CheckpointConfig:
     finetune: bool = False
     """Load only the weights, and start at iteration 0."""
 
+    extend_positions: bool = False
+    """Let the flags of rotations (`--rotary-base`, `--rotary-scaling` and those with it) differ from the model of
+    `--load`, to train on with longer sequences. Only weights can be loaded so: with `--finetune`, or from a folder of
+    Hugging Face."""
+
     no_load_optim: bool = False
     """Do not load the optimizer state."""
 
@@ -100,7 +105,7 @@ class CheckpointConfig:
             )
         if self.load is None:
             needing = ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args", "load_tag", "ckpt_step")
-            for name in (*needing, "no_verify_checkpoint", "load_previous_if_damaged"):
+            for name in (*needing, "no_verify_checkpoint", "load_previous_if_damaged", "extend_positions"):
                 if getattr(self, name):
                     raise ConfigError(f"{flag(name)} has nothing to load: add --load, or drop it")
 

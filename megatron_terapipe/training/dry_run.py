@@ -28,10 +28,10 @@ def _lines(run: Run, unchecked: list[str]) -> list[str]:
     """Say how a prepared run is laid out over ranks and over time."""
     layout, parallel, pipeline = run.layout, run.config.parallel, run.pipeline
     batch, model = run.config.batch, run.config.model
-    lengths = ", ".join(map(str, run.config.token_slices().lengths))
+    lengths = ", ".join(map(str, run.config.token_slices().lengths)) + " tokens"
     cuts = run.config.document_cuts()
     if cuts is not None:
-        lengths = f"{cuts.lengths[0]} to {cuts.lengths[-1]}, by the documents of each micro-batch,"
+        lengths = f"{cuts.lengths[0]} to {cuts.lengths[-1]} tokens, by the documents of each micro-batch"
     found = f", found for {machine_in_words(run.config)}"
     sequence = f"{layout.sequence_parallel_size} sequence x " * (layout.sequence_parallel_size > 1)
     sequences = "sequence" if batch.micro_batch_size == 1 else "sequences"
@@ -42,7 +42,7 @@ def _lines(run: Run, unchecked: list[str]) -> list[str]:
         f"{layout.tensor_parallel_size} tensor x "
         f"{layout.pipeline_parallel_size} pipeline parallel" + (", sequence parallel" * parallel.sequence_parallel),
         "stages": _stages(run),
-        "token slices": f"{pipeline.num_token_slices} of {lengths} tokens{found * run.found_token_slices}",
+        "token slices": f"{pipeline.num_token_slices} of {lengths}{found * run.found_token_slices}",
         "schedule": f"{parallel.pipeline_schedule}, {pipeline.num_micro_batches} micro-batches of "
         f"{batch.micro_batch_size} {sequences} on each replica{found * (parallel.pipeline_schedule == OPTIMISED)}",
         "batch": f"{run.global_batch_size} sequences of {model.seq_length} tokens, {run.train_iters} iterations",

@@ -1,6 +1,7 @@
 """Models from a `config.json`, and runs that begin with a folder of Hugging Face."""
 
 import json
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ SETTINGS = {
     "num_key_value_heads": 2,
     "vocab_size": 300,
     "attention_dropout": 0.1,
+}
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 2048,
+    "attention_factor": 1.5,
 }
 
 
@@ -90,6 +99,28 @@ def test_a_run_begins_with_a_folder(folder: Path) -> None:
     assert (config.checkpoint.load, config.checkpoint.finetune) == (str(folder), True)
     assert config.data.tokenizer_type == "HuggingFaceTokenizer"
     assert config.data.tokenizer_model == str(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("of_folder", "flags", "expected"),
+    [
+        (None, "", ("none", 1.0, 1.0)),
+        (None, "--rotary-scaling yarn --rotary-scaling-factor 4", ("yarn", 4.0, 0.1 * log(4) + 1)),
+        (None, "--rotary-seq-len-interpolation-factor 8", ("linear", 8.0, 1.0)),
+        ({"rope_type": "linear", "factor": 2.0}, "", ("linear", 2.0, 1.0)),
+        ({"rope_type": "linear", "factor": 2.0}, "--rotary-scaling-factor 6", ("linear", 6.0, 1.0)),
+        (YARN, "", ("yarn", 4.0, 1.5)),
+        (YARN, "--rotary-scaling-factor 16", ("yarn", 16.0, 0.1 * log(16) + 1)),
+    ],
+)
+def test_flags_scale_the_rotations_of_a_folder(
+    folder: Path, of_folder: dict[str, Any] | None, flags: str, expected: tuple[str, float, float]
+) -> None:
+    (folder / "config.json").write_text(json.dumps(SETTINGS | {"rope_scaling": of_folder}))
+    words = ("--seq-length", 64, "--max-position-embeddings", 8192, "--extend-positions", *flags.split())
+    model = parsed("--mock-data", "--load", folder, *words).model
+    assert model.rotary_scaling == expected[0]
+    assert (model.rotary_scaling_factor, model.rotary_attention_factor) == pytest.approx(expected[1:])
 
 
 def test_a_tokenizer_may_be_another(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What a checkpoint says of its run, and which runs may go on from it."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -91,6 +91,27 @@ def test_what_shapes_no_weight_may_change(directory: Path) -> None:
     stds = {"init_method_std": 0.1, "output_layer_init_std": 0.2, "embedding_init_method_std": 0.3}
     model = replace(MODEL, seq_length=16, **stds)
     assert find_checkpoint(CheckpointConfig(load=str(directory.parent)), model, LAYOUT, "adam") is not None
+
+
+ROTATED = replace(MODEL, position_embedding_type="rope")
+EXTENDED = {"rotary_scaling": "yarn", "rotary_scaling_factor": 4.0, "rotary_attention_factor": 1.14}
+
+
+@pytest.mark.parametrize("change", [EXTENDED, {"rotary_base": 500_000.0}], ids=["yarn", "base"])
+def test_rotations_change_only_where_positions_are_extended(directory: Path, change: dict[str, Any]) -> None:
+    replace(checkpoint_info(), model=asdict(ROTATED)).write(directory)
+    model, load = replace(ROTATED, **change), {"load": str(directory.parent)}
+    name, value = next(iter(change.items()))
+    flag, theirs = "--" + name.replace("_", "-"), getattr(ROTATED, name)
+    for flags in ({}, {"finetune": True}, {"extend_positions": True}):
+        assert refusal(directory, model, **flags) == (
+            f"the checkpoint has {flag} {theirs}, this run {value}: set {flag} {theirs}, or train on for longer "
+            "sequences with --extend-positions --finetune"
+        )
+    extended = CheckpointConfig(**load, finetune=True, extend_positions=True)
+    assert find_checkpoint(extended, model, LAYOUT, "adam") is not None
+    wider = replace(model, hidden_size=64)
+    assert "--hidden-size 32" in refusal(directory, wider, finetune=True, extend_positions=True)
 
 
 def test_what_a_checkpoint_does_not_name_it_does_not_have(directory: Path) -> None:
