@@ -3,20 +3,20 @@
 import argparse
 from math import inf, isfinite
 
+from deepspeed_ext.plan.command.request import Request
 from deepspeed_ext.plan.command.sizes import Memory
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 
 _DEPENDENT = ("host_bandwidth", "host_bytes")
 
 
-def host_copies_of(options: argparse.Namespace, shape: PipelineShape, memory: Memory) -> HostCopySettings | None:
+def host_copies_of(options: argparse.Namespace, request: Request, memory: Memory) -> HostCopySettings | None:
     """Return what may wait on the host; None for nothing.
 
     Args:
         options: of the command.
-        shape: extent of the pipeline.
+        request: what is simulated.
         memory: bytes of a token.
 
     Raises:
@@ -29,12 +29,15 @@ def host_copies_of(options: argparse.Namespace, shape: PipelineShape, memory: Me
         return None
     if memory.token_bytes is None:
         raise UserError("--offload needs the bytes of keys and values, or of stage inputs: add --token-bytes")
+    instant = next((op for order in request.orders for op in order if not request.costs.duration(op)), None)
+    if instant is not None:
+        raise UserError(f"--offload plans copies by the times of ops, and {instant} takes none: give times above 0")
     to_host, from_host = _bandwidths(options.host_bandwidth)
     if options.host_bytes is not None and not options.host_bytes > 0:
         raise UserError(f"--host-bytes {options.host_bytes:g} leaves no room for any copy: give more than 0")
     return HostCopySettings(
         tuple(int(length) for length in memory.lengths),
-        memory.token_bytes.stage_input or (0.0,) * shape.num_stages,
+        memory.token_bytes.stage_input or (0.0,) * request.shape.num_stages,
         memory.token_bytes.key_value,
         to_host,
         from_host,

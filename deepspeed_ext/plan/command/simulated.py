@@ -33,7 +33,7 @@ def show_simulated(options: argparse.Namespace) -> int:
     try:
         request = request_of(options)
         memory = memory_of(options, request.shape, request.lengths)
-        copies = host_copies_of(options, request.shape, memory)
+        copies = host_copies_of(options, request, memory)
         if copies is None:
             timeline = simulate(request.orders, request.shape, request.costs)
         else:

@@ -17,7 +17,7 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import (
     HostCopy,
     HostCopySettings,
-    SpansOfRank,
+    TimedOpsOfRank,
     copies_by_place,
     plan_host_copies,
 )
@@ -53,7 +53,7 @@ class HostCopyPlan:
     from_host: float = inf
 
     @classmethod
-    def of(cls, spans: SpansOfRank, shape: PipelineShape, settings: HostCopySettings) -> "HostCopyPlan":
+    def of(cls, spans: TimedOpsOfRank, shape: PipelineShape, settings: HostCopySettings) -> "HostCopyPlan":
         """Plan the copies of all ranks.
 
         Args:

@@ -35,7 +35,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 Timed = tuple[Op, float, float]
 """An op with its start and end, as `timeline.Span` has them."""
 
-SpansOfRank = Callable[[int], Sequence[Timed]]
+TimedOpsOfRank = Callable[[int], Sequence[Timed]]
 """Called with a pipeline rank, returns its ops with their start and end."""
 
 

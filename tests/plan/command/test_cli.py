@@ -290,6 +290,10 @@ def test_what_waits_on_the_host_is_not_in_the_memory_of_the_device(capsys, tmp_p
     assert message in refused(capsys, *words, "--offload", "--host-bytes", "0")
     message = "--host-bandwidth 1,x is no speed: give bytes per time above 0"
     assert message in refused(capsys, *words, "--offload", "--host-bandwidth", "1,x")
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"forward": [[1, 1, 0, 1]] * 6, "backward": [[1] * 4] * 6}))
+    message = "--offload plans copies by the times of ops, and 0F0.2 takes none: give times above 0"
+    assert message in refused(capsys, *words, "--offload", "--costs", str(costs))
 
 
 @pytest.mark.parametrize(
