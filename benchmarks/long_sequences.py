@@ -27,12 +27,18 @@ from benchmarks.live_bytes import LiveBytes
 from benchmarks.report import Section, progress
 from benchmarks.workload import batches, join, our_engine
 from benchmarks.worlds import World
+from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
+from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.simulated_schedule import lowering_costs
+from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
+from deepspeed_ext.plan.simulate import simulate_with_host_copies
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config import ModelConfig, flops
 from megatron_terapipe.config.balance import balanced_token_slices
 
 FP32_BYTES = 4
+BREADTH_FIRST = "breadth-first"
 HIDDEN, HEADS, KEY_HEADS = 256, 8, 2
 
 
@@ -96,15 +102,26 @@ def step_flops(model: ModelConfig, *, recompute: bool) -> float:
     return blocks + 3 * model.seq_length * flops.logits_flops_per_token(model)
 
 
-def closed_form(model: ModelConfig, way: Way) -> float | None:
-    """Bytes of the peak of a step on one sequence and one stage, weights and their gradients aside; None with copies.
+def host_copies(model: ModelConfig, cut: TokenSlices) -> HostCopySettings:
+    """What may wait on the host, of two stages with half of the layers each.
+
+    Args:
+        model: the model section.
+        cut: lengths of the token slices.
+    """
+    key_value = flops.key_value_bytes_per_token(model, model.blocks[0], FP32_BYTES) * model.num_layers / 2
+    inputs = (0.0, float(flops.stage_input_bytes_per_token(model, FP32_BYTES)))
+    windows = (model.sliding_window,) * 2
+    return HostCopySettings(cut.lengths, inputs, (key_value,) * 2, windows=windows)
+
+
+def closed_form(model: ModelConfig, way: Way) -> float:
+    """Bytes of the peak of a step on one sequence and one rank, weights and their gradients aside.
 
     Args:
         model: the model section.
         way: how it is trained.
     """
-    if way.offloads:
-        return None
     block, tokens, layers = model.blocks[0], model.seq_length, model.num_layers
     key_value, hidden = flops.key_value_bytes_per_token(model, block, FP32_BYTES), model.hidden_size * FP32_BYTES
     activations = flops.block_activation_bytes_per_token(model, block, FP32_BYTES) - key_value
@@ -119,11 +136,24 @@ def closed_form(model: ModelConfig, way: Way) -> float | None:
     length = -(-tokens // way.num_token_slices)
     in_reach = min(tokens - length, (model.sliding_window or tokens + 1) - 1)
     gradients = in_reach * key_value * (0.5 if way.key_value_gradients == "bf16" else 1.0)
-    # A kernel finds gradients for all keys that it is given. With windows, these were put together for it, too.
+    # A kernel finds gradients for all keys that it is given. Where token slices keep theirs apart, these were put
+    # together for it, too.
     found = (min(tokens - length, in_reach + length)) * key_value
-    put_together = found if model.sliding_window is not None and in_reach < tokens - length else 0
-    held = layers * (tokens * key_value + gradients + length * activations)
-    return held + max(length * in_mlp, length * in_attention + found + put_together)
+    put_together = found if way.offloads or in_reach < tokens - length else 0
+    under_way = max(length * in_mlp, length * in_attention + found + put_together)
+    if not way.offloads:
+        return layers * (tokens * key_value + gradients + length * activations) + under_way
+    cut = TokenSlices.uniform(tokens, way.num_token_slices)
+    shape, copies = PipelineShape(2, 1, len(cut), 2), host_copies(model, cut)
+    orders, costs = rank_orders(SCHEDULES[BREADTH_FIRST], shape), lowering_costs(shape)
+    timeline = simulate_with_host_copies(orders, shape, costs, copies)
+    of_a_stage = (
+        tuple(each * layers / 2 for _ in range(2)) for each in (activations, key_value, gradients / (tokens - length))
+    )
+    token_bytes = TokenBytes(*of_a_stage, stage_input=copies.input_bytes)
+    # Once the second stage is done, the first has the gradients of all its outputs before it.
+    passed = (tokens - 2 * length) * hidden
+    return peak(memory_over_time(timeline, cut.lengths, token_bytes)[0]) + passed + under_way
 
 
 def build_way(model: ModelConfig, way: Way) -> tuple[Any, Iterator[Any]]:
@@ -138,21 +168,14 @@ def build_way(model: ModelConfig, way: Way) -> tuple[Any, Iterator[Any]]:
     join()
     cut = TokenSlices.uniform(model.seq_length, way.num_token_slices)
     more: dict[str, Any] = {"key_value_gradients": torch.bfloat16 if way.key_value_gradients == "bf16" else None}
-    num_model_chunks = 2 if way.offloads else 1
     if way.offloads:
-        key_value = (
-            flops.key_value_bytes_per_token(model, model.blocks[0], FP32_BYTES) * model.num_layers / num_model_chunks
-        )
-        inputs = (0.0, float(flops.stage_input_bytes_per_token(model, FP32_BYTES)))
-        more["host_copies"] = HostCopySettings(cut.lengths, inputs, (key_value,) * num_model_chunks)
+        more |= {"host_copies": host_copies(model, cut), "num_model_chunks": 2, "schedule": BREADTH_FIRST}
     engine = our_engine(
         model,
         cut,
         1,
         num_stages=1,
         recompute=way.recompute,
-        num_model_chunks=num_model_chunks,
-        schedule="breadth-first" if way.offloads else "1f1b",
         **more,
     )
     return engine, batches(model, for_deepspeed=False)
@@ -206,10 +229,7 @@ def memory(options: argparse.Namespace) -> Section:
             with World(1, build_way, model, way, variables=[{"OMP_NUM_THREADS": "1"}]) as world:
                 ((found, host, resident, seconds, loss),) = world.run(measured_peak)
             expected = closed_form(model, way)
-            compared = (
-                "" if expected is None else f"{expected / 1e6:,.0f}",
-                "" if expected is None else f"{expected / found - 1:+.1%}",
-            )
+            compared = f"{expected / 1e6:,.0f}", f"{expected / found - 1:+.1%}"
             others = (f"{host / 1e6:,.0f}", f"{resident / 1e6:,.0f}", f"{seconds:.1f}", f"{loss:.6f}")
             return (f"{found / 1e6:,.0f}", *compared, *others)
 
