@@ -124,11 +124,15 @@ class Injection:
         return loss + self._fault.value if self._is_here() else loss
 
     def _changed(self, output: Tensor) -> Tensor | None:
-        if self._op is None or self._op.kind is not OpKind.FORWARD or not self._is_here():
+        computes = self._op is not None and (
+            self._op.kind is OpKind.FORWARD or self._engine.module.recomputation.stages
+        )
+        if not computes or not self._is_here():
             return None
         if self._fault.kind == "output":
             return output * self._fault.value
-        output.register_hook(lambda gradient: gradient * self._fault.value)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * self._fault.value)
         return None
 
     def _state(self, kind: str) -> Tensor:

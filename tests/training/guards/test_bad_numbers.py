@@ -32,6 +32,14 @@ CASES: dict[str, dict[Fault, str]] = {
         Fault(kind="loss", rank=1, **HERE): f"{LOSS}{FIRST}the loss on rank 1, {AT}; the weights are those before it",
         Fault(kind="loss", rank=1, once=True, **HERE): f"{LOSS}; computed again it is a number",
     },
+    f"{PIPELINE} --recompute-granularity stage": {
+        Fault(kind="loss", rank=1, **HERE): f"{LOSS}{FIRST}the loss on rank 1, {AT}; the weights are those before it",
+        # Of the final norm, which runs in the backward alone.
+        Fault(kind="output", rank=1, name="6", **HERE): f"{LOSS}{FIRST}the output of layer 6 on rank 1, {AT}",
+        Fault(kind="gradient", rank=1, name="4", **HERE): (
+            f"{GRADIENT}{FIRST}the gradient of the output of layer 4 on rank 1, {AT}"
+        ),
+    },
     f"{PIPELINE} --bf16 --zero-stage 1": {
         Fault(kind="loss", value=float("inf"), rank=1, **HERE): (
             f"iteration 1: the loss is inf{FIRST}the loss on rank 1, {AT}"
