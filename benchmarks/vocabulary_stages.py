@@ -25,7 +25,8 @@ from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.presets import find_preset
-from megatron_terapipe.search.cost.cost_model import CostModel, pipeline_shape
+from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.strategy import Strategy

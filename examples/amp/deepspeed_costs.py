@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from examples.amp.published_profile import LayerSeconds
 from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_s
-from megatron_terapipe.search.cost.cost_model import CostModel, TimePrediction, pipeline_shape
+from megatron_terapipe.search.cost.cost_model import CostModel, TimePrediction
+from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
 from megatron_terapipe.search.cost.prediction import TimeBreakdown
 from megatron_terapipe.search.cost.rank_groups import RankGroups
 from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator

@@ -27,7 +27,6 @@ from megatron_terapipe.config.config import Config
 from megatron_terapipe.config.parallel import AUTO
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.cost_model import cost_model_of
-from megatron_terapipe.planning.host_copies import host_copies_of
 from megatron_terapipe.strategy import Strategy
 
 if TYPE_CHECKING:  # The solvers compile their kernels, and not every run needs one.
@@ -80,8 +79,16 @@ def host_copies(config: Config, data_parallel_size: int) -> HostCopySettings | N
     """
     if not config.training.offload_token_slices:
         return None
+    if config.parallel.stage_partition == "parameters":
+        raise ConfigError(
+            "--offload-token-slices plans copies by the layers of each stage, and --stage-partition parameters deals "
+            "them when the model is built: give a list, or uniform"
+        )
     strategy = Strategy.of_config(config, data_parallel_size)
-    return host_copies_of(config, cost_model_of(config, strategy.world_size))
+    model = cost_model_of(config, strategy.world_size)
+    settings = model.host_copy_settings(model.placed(strategy))
+    # How many token slices a window reaches depends on their lengths, which differ where documents cut them.
+    return replace(settings, windows=()) if config.document_cuts() else settings
 
 
 def check_schedule(

@@ -214,7 +214,7 @@ def _memory_notes(pricing: "Pricing", strategy: Strategy, solved: "SolvedCut") -
     from megatron_terapipe.search.space.problem import MEMORY_HEADROOM
 
     cut = replace(strategy, num_token_slices=len(solved.token_slices), token_slices=solved.token_slices)
-    memory = pricing.memory_model.predict(cut)
+    memory = pricing.memory(cut)
     for headroom in (0.0, MEMORY_HEADROOM):
         reason = pricing.why_it_does_not_fit(cut, memory, headroom)
         if reason is not None:

@@ -1,7 +1,7 @@
 """The time of one iteration: ops of each stage, simulated in the schedule's order, then the optimizer step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -9,10 +9,14 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from deepspeed_ext.plan.layout import ParallelLayout
-from deepspeed_ext.plan.ops import PipelineShape, Placement
+from deepspeed_ext.plan.ops import Placement
+from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from megatron_terapipe.search.cost.cluster_table import ClusterTable
 from megatron_terapipe.search.cost.collectives import Messages, sending_s, transfer_bandwidth
+from megatron_terapipe.search.cost.host_copies import host_copy_settings
 from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
+from megatron_terapipe.search.cost.placed_strategy import PlacedStrategy, pipeline_shape
 from megatron_terapipe.search.cost.rank_groups import LayerLinks, RankGroups
 from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator, closed_form_of
 from megatron_terapipe.search.cost.stage_ops import (
@@ -43,53 +47,12 @@ __all__ = [
     "SPLIT_SCHEDULES",
     "CostModel",
     "TimePrediction",
-    "pipeline_shape",
 ]
 
 Floats = NDArray[np.float64]
 
 SPLIT_SCHEDULES = ("zero-bubble", "optimised")
 """Schedules that compute the gradients of input and weights apart."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacedStrategy:
-    """A strategy with what its layout makes of the cluster and the model, looked up once.
-
-    Attributes:
-        strategy: the strategy.
-        groups: links and devices of its ranks.
-        counts: layers and parameters of its stages.
-        shares: [S + 1] bounds of its token slices, as shares of the sequence.
-    """
-
-    strategy: Strategy
-    groups: RankGroups
-    counts: LayerCounts
-    shares: Floats
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What the times of layers depend on, beside token slices, devices and links."""
-        one = self.strategy
-        return one.micro_batch_size, one.sequence_parallel_size, one.recompute, one.sequence_parallel
-
-    def sizes(self, start: Floats, end: Floats) -> OpSizes:
-        """Return what the ops of token slices depend on.
-
-        Args:
-            start: [T] where they begin, as shares of the sequence.
-            end: [T] where they end.
-        """
-        return OpSizes(
-            tensor_parallel_size=float(self.strategy.tensor_parallel_size),
-            sequence_parallel_size=float(self.strategy.sequence_parallel_size),
-            micro_batch_size=float(self.strategy.micro_batch_size),
-            start=start,
-            end=end,
-            recompute=self.strategy.recompute,
-            sequence_parallel=self.strategy.sequence_parallel,
-        )
 
 
 class CostModel:
@@ -203,7 +166,12 @@ class CostModel:
             if activation_limit is None or strategy.schedule != "zero-bubble":
                 cut = strategy.cut(self.workload.seq_length)
                 simulated = self._simulator.simulate(
-                    strategy.schedule, shape, costs, token_slices=cut, memory_limit=memory_limit
+                    strategy.schedule,
+                    shape,
+                    costs,
+                    token_slices=cut,
+                    memory_limit=memory_limit,
+                    host_copies=self.host_copy_settings(placed) if strategy.offload else None,
                 )
             else:
                 simulated = closed_form_of(shape, costs, activation_limit)
@@ -225,6 +193,29 @@ class CostModel:
         """Return the seconds of ops per stage and token slice, and of messages, as the plan reads them."""
         placed = self.placed(strategy)
         return self._costs(placed, self.stage_ops(placed))
+
+    def host_copy_settings(self, placed: PlacedStrategy) -> HostCopySettings:
+        """Return what of a strategy may wait on hosts, and how fast it is copied, for timelines in seconds."""
+        return host_copy_settings(
+            placed,
+            self.workload,
+            self.counter.kinds,
+            self.cluster,
+            element_bytes=self.element_bytes,
+            efficiency=self.efficiency,
+        )
+
+    def host_copies(self, strategy: Strategy, num_micro_batches: int) -> HostCopyPlan:
+        """Return the host copies of all ranks, planned as the trainer plans them: on the timeline without copies.
+
+        Args:
+            strategy: whose ops are priced.
+            num_micro_batches: micro-batches of the timeline.
+        """
+        placed = self.placed(strategy)
+        shape = replace(pipeline_shape(strategy), num_micro_batches=num_micro_batches)
+        simulated = self._simulator.orders(strategy.schedule, shape).simulate(self.pipeline_costs(strategy))
+        return HostCopyPlan.of(simulated.spans, shape, self.host_copy_settings(placed))
 
     def placed(self, strategy: Strategy) -> PlacedStrategy:
         """Look up what a strategy's layout makes of the cluster and the model.
@@ -383,16 +374,6 @@ class CostModel:
             software=self.software,
             efficiency=self.efficiency,
         )
-
-
-def pipeline_shape(strategy: Strategy) -> PipelineShape:
-    """Extent of a strategy's pipeline."""
-    return PipelineShape(
-        strategy.pipeline_parallel_size * strategy.stages_of_a_rank,
-        strategy.num_micro_batches,
-        strategy.num_token_slices,
-        strategy.stages_of_a_rank,
-    )
 
 
 def _table(times: Floats) -> tuple[tuple[float, ...], ...]:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.dependencies import result
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, OpKind, PipelineShape
+from deepspeed_ext.plan.programs.host_copies import HostCopy
+from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from deepspeed_ext.plan.simulate.wiring import KINDS, OpColumns
 from megatron_terapipe.search.cost.activation_memory import SCORE_LIMIT, LogitLimits, ScalarOrArray
@@ -121,13 +123,14 @@ def steady_micro_batches(schedule: str, num_ranks: int, num_token_slices: int, n
     return enough if enough < num_micro_batches and enough // least == 4 else num_micro_batches
 
 
-def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) -> Held:
+def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes, copies: Sequence[HostCopy] = ()) -> Held:
     """The most that ranks hold, by what it is: [...].
 
     Args:
         order: their ops, arrays of [..., ops].
         lengths: tokens of each token slice.
         of_stage: bytes of a token on each stage, micro-batch size included.
+        copies: what the device lets go of for some time, where the order is that of one rank.
     """
     tokens = np.asarray(lengths, dtype=float)
     own = tokens[order.token_slice]
@@ -139,7 +142,7 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) ->
     # the first has left.
     comes = np.where(is_forward, activations, 0.0)
     goes = np.where(is_forward, 0.0, np.where(is_last, activations - np.where(is_turn, 0.0, freed), freed))
-    held_activations = _during(comes, goes)
+    held_activations = _during(comes, goes) - _on_host(copies, Content.INPUT, len(own.T))
     logits = own * of_stage.logits[order.stage]
     held_logits = np.where(is_turn, logits, 0.0)
     if not of_stage.is_recomputed:
@@ -149,11 +152,15 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) ->
     sequence = tokens.sum() * of_stage.key_values[order.stage]
     of_token = of_stage.key_value_gradients[order.stage]
     in_reach = ((len(tokens) > 1) * of_stage.window_gradients * np.ones_like(of_stage.key_values))[order.stage]
-    comes = np.where(is_forward & first, sequence, 0.0)
+    comes, goes = np.where(is_forward & first, sequence, 0.0), np.where(is_turn & first, sequence, 0.0)
+    if any(copy.content is Content.KEYS_AND_VALUES for copy in copies):
+        # Those of each token slice are apart, so that each can go by itself.
+        of_own = own * of_stage.key_values[order.stage]
+        comes, goes = np.where(is_forward, of_own, 0.0), np.where(is_turn, of_own, 0.0)
     comes = comes + np.where(is_turn & last, tokens[:-1].sum() * of_token + in_reach, 0.0)
     # The backward of a token slice frees the gradients of its own keys and values; the first that runs has none yet.
-    goes = np.where(is_turn & ~last, own * of_token, 0.0) + np.where(is_turn & first, sequence + in_reach, 0.0)
-    held_key_values = _during(comes, goes)
+    goes = goes + np.where(is_turn & ~last, own * of_token, 0.0) + np.where(is_turn & first, in_reach, 0.0)
+    held_key_values = _during(comes, goes) - _on_host(copies, Content.KEYS_AND_VALUES, len(own.T))
     of_head, of_scores, recomputed = (
         np.broadcast_to(each, of_stage.working.shape)[order.stage]
         for each in (of_stage.head_working, of_stage.scores, of_stage.recomputed)
@@ -164,6 +171,16 @@ def peak_held(order: OpColumns, lengths: Sequence[int], of_stage: StageBytes) ->
     at = np.argmax(held_activations + held_logits + held_key_values + working, axis=-1, keepdims=True)
     parts = held_activations, held_key_values, held_logits, working
     return Held(*(np.take_along_axis(part, at, axis=-1)[..., 0] for part in parts))
+
+
+def _on_host(copies: Sequence[HostCopy], content: Content, num_ops: int) -> Numbers:
+    """[ops] bytes that are on the host alone while each op runs."""
+    changes = np.zeros(num_ops + 1)
+    for copy in copies:
+        if copy.content is content:
+            changes[copy.drop] += copy.size
+            changes[copy.fetch] -= copy.size
+    return np.cumsum(changes[:-1])
 
 
 def _during(comes: Numbers, goes: Numbers) -> Numbers:

@@ -8,15 +8,18 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.simulate.wiring import OpColumns
 from megatron_terapipe.search.cost.activation_memory import ScalarOrArray, TokenMemory, logit_limits, token_memory
+from megatron_terapipe.search.cost.host_copies import stage_input_elements
 from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
 from megatron_terapipe.search.cost.live_memory import (
     Held,
     StageBytes,
     orders_of_ranks,
     peak_held,
+    rank_order,
     steady_micro_batches,
 )
 from megatron_terapipe.search.cost.memory_overheads import Counted, MemoryOverheads, assemble, default_overheads
@@ -64,26 +67,32 @@ class MemoryModel:
             self.overheads = default_overheads(self.cluster, self.software)
         self.counter = LayerCounter(self.workload)
 
-    def predict(self, strategy: Strategy, *, activation_limit: float | None = None) -> tuple[RankMemory, ...]:
+    def predict(
+        self, strategy: Strategy, *, activation_limit: float | None = None, copies: HostCopyPlan | None = None
+    ) -> tuple[RankMemory, ...]:
         """Peak memory of every pipeline rank: of the moment in which it holds the most.
 
         Args:
             strategy: how it is trained.
             activation_limit: activations that the schedule may hold on each rank, as a multiple of 1F1B's peak on the
                 first; None = as the schedule does.
+            copies: what waits on hosts, of as many micro-batches as `micro_batches_of_peak`; None = nothing.
 
         Raises:
             ConfigError: if its stages or token slices do not fit the workload.
         """
-        counted = self.count(strategy, activation_limit=activation_limit)
+        counted = self.count(strategy, activation_limit=activation_limit, copies=copies)
         return tuple(assemble(rank, self.overheads) for rank in counted)
 
-    def count(self, strategy: Strategy, *, activation_limit: float | None = None) -> list[Counted]:
+    def count(
+        self, strategy: Strategy, *, activation_limit: float | None = None, copies: HostCopyPlan | None = None
+    ) -> list[Counted]:
         """Return the counted memory of each rank, before overheads are applied; errors are those of `predict`.
 
         Args:
             strategy: the strategy.
             activation_limit: largest activation memory of an `optimised` schedule; None = its default.
+            copies: what waits on hosts; None = nothing.
         """
         ranks, tensor = strategy.pipeline_parallel_size, strategy.tensor_parallel_size
         partition = self.workload.partition(strategy.stage_partition, ranks * strategy.num_model_chunks)
@@ -96,7 +105,7 @@ class MemoryModel:
             zero_stage=strategy.zero_stage,
         )
         messages = self.message_bytes(ranks, strategy.micro_batch_size * longest / own)
-        all_ranks = states.holding(self._held(strategy, counts, activation_limit), messages)
+        all_ranks = states.holding(self._held(strategy, counts, activation_limit, copies), messages)
         columns = (np.broadcast_to(np.asarray(part, dtype=float), ranks).tolist() for part in all_ranks)
         return [Counted(*rank) for rank in zip(*columns, strict=True)]
 
@@ -167,7 +176,16 @@ class MemoryModel:
         smallest = min(node.device.memory_bytes for node in self.cluster.nodes)
         return max(rank.total for rank in memory) <= smallest * self.overheads.usable_share
 
-    def _held(self, strategy: Strategy, counts: LayerCounts, limit: float | None) -> Held:
+    def micro_batches_of_peak(self, strategy: Strategy) -> int:
+        """Return the micro-batches with which every rank reaches its peak; more repeat the steady state."""
+        return steady_micro_batches(
+            strategy.schedule,
+            strategy.pipeline_parallel_size,
+            strategy.num_token_slices,
+            strategy.num_micro_batches,
+        )
+
+    def _held(self, strategy: Strategy, counts: LayerCounts, limit: float | None, copies: HostCopyPlan | None) -> Held:
         """[P] bytes that each rank holds at its peak."""
         of_stage = self._stage_bytes(strategy, counts)
         lengths = strategy.cut(self.workload.seq_length).lengths
@@ -178,8 +196,13 @@ class MemoryModel:
             schedule, limit = ("1f1b" if model_chunks == 1 else "interleaved"), limit or 1.0
         num_micro_batches = steady_micro_batches(schedule, ranks, token_slices, strategy.num_micro_batches)
         shape = PipelineShape(ranks * model_chunks, num_micro_batches, token_slices, model_chunks)
-        blocks = [peak_held(order, lengths, of_stage) for order in self._orders_of_ranks(schedule, shape)]
-        held = Held(*map(np.concatenate, zip(*blocks, strict=True)))
+        if copies is None:
+            blocks = [peak_held(order, lengths, of_stage) for order in self._orders_of_ranks(schedule, shape)]
+        else:
+            orders = (rank_order(schedule, shape, rank) for rank in range(ranks))
+            pairs = zip(orders, copies.ranks, strict=True)
+            blocks = [peak_held(order, lengths, of_stage, of_rank) for order, of_rank in pairs]
+        held = Held(*(np.concatenate([np.atleast_1d(each) for each in part]) for part in zip(*blocks, strict=True)))
         if limit is None:
             return held
         # Every rank may hold as many micro-batches, on all its stages, as the first one does under 1F1B.
@@ -196,15 +219,6 @@ class MemoryModel:
             self._orders[key] = orders_of_ranks(schedule, shape)
         return self._orders[key]
 
-    def input_bytes(self, counts: LayerCounts) -> Floats:
-        """Return the bytes of one token in the input of each stage, before ranks share it: [stages].
-
-        Args:
-            counts: layers of each stage; the first one reads tokens.
-        """
-        before = [self.workload.layers[index].output_elements for index in counts.last_layers]
-        return ELEMENT_BYTES[self.precision] * np.array([0.0, *before]) / self.workload.seq_length
-
     def _stage_bytes(self, strategy: Strategy, counts: LayerCounts) -> StageBytes:
         """Bytes of a token of a micro-batch on each stage."""
         of_kind = self.token_bytes(strategy.layout, strategy.recompute, strategy.sequence_parallel)
@@ -214,7 +228,8 @@ class MemoryModel:
         # Of what layers hold while they run, only the most counts: they run one after the other.
         present, scores = (np.where(counts.per_stage > 0, of_kind[each], 0.0) for each in (WORKING, SCORES))
         is_recomputed = strategy.recompute == "stage"
-        inputs = self.input_bytes(counts) * (strategy.micro_batch_size / strategy.granularity) * is_recomputed
+        inputs = ELEMENT_BYTES[self.precision] * stage_input_elements(self.workload, counts)
+        inputs = inputs * (strategy.micro_batch_size / strategy.granularity) * is_recomputed
         return StageBytes(
             activations=stages["activations"] + inputs,
             key_values=stages["key_values"],

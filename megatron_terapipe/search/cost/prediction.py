@@ -12,6 +12,7 @@ class TimeBreakdown:
         compute_s: its ops, without what ranks that share its layers tell each other.
         tensor_parallel_s: collectives between tensor-parallel ranks, inside its ops.
         head_exchange_s: head exchanges between sequence-parallel ranks, inside its ops.
+        host_copy_s: waiting for what comes back from hosts.
         bubble_s: waiting for other pipeline ranks; transfers that no op hides are in `transfer_s`.
         transfer_s: messages between stages that no op hides.
         gradient_reduction_s: data-parallel reductions (ZeRO: reduce-scatter and all-gather) that no op hides.
@@ -23,6 +24,7 @@ class TimeBreakdown:
     compute_s: float
     tensor_parallel_s: float
     head_exchange_s: float = 0.0
+    host_copy_s: float = 0.0
     bubble_s: float
     transfer_s: float
     gradient_reduction_s: float

@@ -1,5 +1,7 @@
 """The price of one strategy: its time on the real schedule, and its memory."""
 
+from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
+from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.cost.memory_model import MemoryModel
 from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads, default_overheads
@@ -76,9 +78,26 @@ class Pricing:
             iteration_time_s=time.iteration_time_s,
             bubble_ratio=time.bubble_ratio,
             breakdown=time.breakdown,
-            memory=memory or self.memory_model.predict(strategy),
+            memory=memory or self.memory(strategy),
             notes=time.notes,
         )
+
+    def memory(self, strategy: Strategy) -> tuple[RankMemory, ...]:
+        """Return the peak memory of each pipeline rank; what waits on hosts is not on its device meanwhile.
+
+        Raises:
+            ConfigError: if it does not fit the cluster or the model.
+        """
+        return self.memory_model.predict(strategy, copies=self.host_copies(strategy))
+
+    def host_copies(self, strategy: Strategy) -> HostCopyPlan | None:
+        """Return what waits on hosts until every rank has reached its peak; None where nothing does.
+
+        What an `optimised` order lets wait is not known before it is found.
+        """
+        if not strategy.offload or strategy.schedule == OPTIMISED:
+            return None
+        return self.cost_model.host_copies(strategy, self.memory_model.micro_batches_of_peak(strategy))
 
     def why_it_does_not_fit(
         self, strategy: Strategy, memory: tuple[RankMemory, ...], headroom: float = 0.0

@@ -7,6 +7,7 @@ import numpy as np
 from deepspeed_ext.plan.closed_forms import memory_of_1f1b
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.schedules import OPTIMISED, schedule_named
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -25,12 +26,14 @@ class SimulatedTime:
 
     Attributes:
         makespan: seconds.
-        makespan_without_transfers: seconds if messages took no time, ops being the same.
+        makespan_without_transfers: seconds if messages took no time, ops being the same, and nothing went to hosts.
+        host_copy_s: of the makespan, what ranks wait for copies from their hosts.
         notes: what was extrapolated.
     """
 
     makespan: float
     makespan_without_transfers: float
+    host_copy_s: float = 0.0
     notes: tuple[str, ...] = ()
 
 
@@ -49,6 +52,7 @@ class ScheduleSimulator:
         *,
         token_slices: TokenSlices | None = None,
         memory_limit: float | None = None,
+        host_copies: HostCopySettings | None = None,
     ) -> SimulatedTime:
         """Return the makespan of a schedule, in the seconds of its costs.
 
@@ -62,6 +66,7 @@ class ScheduleSimulator:
             token_slices: lengths of the token slices, which an optimised order keeps; None for equal ones.
             memory_limit: activations of one micro-batch that a rank may keep under an optimised order; None for those
                 that 1f1b keeps, as the trainer does.
+            host_copies: what may wait on hosts; None for nothing.
 
         Raises:
             PlanError: if there is no such schedule, or it does not take the shape.
@@ -78,7 +83,9 @@ class ScheduleSimulator:
         count = max(least, (MOST_OPS // ops_each - period) // period * period) + shape.num_micro_batches % period
         if shape.num_micro_batches <= count + period:
             makespan = self._makespan(schedule, shape, costs)
-            return SimulatedTime(makespan, makespan if free else self._makespan(schedule, shape, without))
+            copying = self._copying_s(schedule, shape, costs, host_copies)
+            within = makespan if free else self._makespan(schedule, shape, without)
+            return SimulatedTime(makespan + copying, within, copying)
         fewer = replace(shape, num_micro_batches=count)
         more = replace(shape, num_micro_batches=count + period)
         periods = (shape.num_micro_batches - count) / period
@@ -88,8 +95,19 @@ class ScheduleSimulator:
             return low + periods * (high - low)
 
         makespan = line(costs)
+        low, high = (self._copying_s(schedule, each, costs, host_copies) for each in (fewer, more))
+        copying = max(low + periods * (high - low), 0.0)
         note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
-        return SimulatedTime(makespan, makespan if free else line(without), (note,))
+        return SimulatedTime(makespan + copying, makespan if free else line(without), copying, (note,))
+
+    def _copying_s(
+        self, schedule: str, shape: PipelineShape, costs: OpCosts, host_copies: HostCopySettings | None
+    ) -> float:
+        """Seconds by which copies from hosts that come late make the makespan longer."""
+        if host_copies is None:
+            return 0.0
+        simulated = self.orders(schedule, shape).simulate(costs)
+        return max(simulated.with_host_copies(costs, host_copies).makespan - simulated.makespan, 0.0)
 
     def _optimised(
         self, shape: PipelineShape, costs: OpCosts, token_slices: TokenSlices, memory_limit: float
@@ -108,19 +126,31 @@ class ScheduleSimulator:
         periods = (shape.num_micro_batches - count) / period
         makespan = makespans[0] + periods * (makespans[1] - makespans[0])
         note = f"{shape.num_micro_batches} micro-batches extrapolated from {count} and {count + period}"
-        return SimulatedTime(makespan, makespan, (note,))
+        return SimulatedTime(makespan, makespan, notes=(note,))
 
     def _period(self, shape: PipelineShape) -> int:
         """Micro-batches after which the order of ops repeats itself: those that pass a model chunk together."""
         return max(-(-shape.num_ranks // shape.num_token_slices), 1)
 
     def _makespan(self, schedule: str, shape: PipelineShape, costs: OpCosts) -> float:
+        return self.orders(schedule, shape).simulate(costs).makespan
+
+    def orders(self, schedule: str, shape: PipelineShape) -> CompiledOrders:
+        """Return the orders of a schedule, compiled once.
+
+        Args:
+            schedule: its name.
+            shape: of the pipeline.
+
+        Raises:
+            PlanError: if there is no such schedule, or it does not take the shape.
+        """
         key = schedule, shape
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = CompiledOrders.of_schedule(schedule_named(schedule), shape)
             self._compiled[key] = compiled
-        return compiled.simulate(costs).makespan
+        return compiled
 
 
 def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float) -> SimulatedTime:
@@ -145,4 +175,4 @@ def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float
         others=others,
         activation_limit=activation_limit,
     )
-    return SimulatedTime(float(makespan), float(makespan), ("the order of ops is priced in closed form",))
+    return SimulatedTime(float(makespan), float(makespan), notes=("the order of ops is priced in closed form",))

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.closed_form import of_slowest_and_others, pipeline_time
 from megatron_terapipe.search.cost.collectives import Messages, sending_s
-from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel, PlacedStrategy
+from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel
+from megatron_terapipe.search.cost.placed_strategy import PlacedStrategy
 from megatron_terapipe.search.cost.rank_groups import GroupTopology, LayerLinks, RankKind
 from megatron_terapipe.search.cost.stage_ops import (
     BACKWARD,

@@ -88,12 +88,15 @@ def time_prediction(
     reduction = exposed_reduction_s(step, covering, software.communication, efficiency, drains=not split)
     blocked = max(micro_batches * float(busy[busiest] - computing[busiest]), 0.0)
     waiting = max(simulated.makespan - micro_batches * float(busy[busiest]), 0.0)
-    exposed = min(max(simulated.makespan - simulated.makespan_without_transfers, 0.0), waiting)
+    copying = min(simulated.host_copy_s, waiting)
+    sending = simulated.makespan - simulated.host_copy_s - simulated.makespan_without_transfers
+    exposed = min(max(sending, 0.0), waiting - copying)
     breakdown = TimeBreakdown(
         compute_s=micro_batches * float(computing[busiest] - reducing[busiest] - exchanging[busiest]),
         tensor_parallel_s=micro_batches * float(reducing[busiest]),
         head_exchange_s=micro_batches * float(exchanging[busiest]),
-        bubble_s=waiting - exposed,
+        bubble_s=waiting - exposed - copying,
+        host_copy_s=copying,
         transfer_s=blocked + exposed,
         gradient_reduction_s=float(np.max(reduction)),
         shared_weight_s=float(np.max(step.shared_weight)),

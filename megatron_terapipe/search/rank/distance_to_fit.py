@@ -177,7 +177,7 @@ def _least_full(found: LegalGrid, problem: SearchProblem, pricing: Pricing) -> l
 
 def _shortage(strategy: Strategy, problem: SearchProblem, pricing: Pricing) -> Shortage:
     usable_share = pricing.memory_model.overheads.usable_share * (1 - problem.memory_headroom)
-    memory = pricing.memory_model.predict(strategy)
+    memory = pricing.memory(strategy)
     ranks = []
     for rank, devices in enumerate(pricing.cost_model.groups(strategy).devices):
         smallest = min(devices, key=lambda device: device.memory_bytes)

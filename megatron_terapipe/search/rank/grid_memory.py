@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.schedules import KEEPING_ALL
 from megatron_terapipe.search.cost.activation_memory import SCORE_LIMIT, TokenMemory, logit_limits
+from megatron_terapipe.search.cost.host_copies import stage_input_elements
 from megatron_terapipe.search.cost.layer_counts import LayerCounts
 from megatron_terapipe.search.cost.live_memory import Held
 from megatron_terapipe.search.cost.memory_model import MemoryModel
@@ -57,6 +58,10 @@ class GridMemory:
             for recompute, _ in grid.recompute
         ]
         each = TokenMemory(*np.moveaxis(np.array(tables), (0, 1), (2, 3)))
+        self._key_values, self._activations = np.asarray(each.key_values), np.asarray(each.activations)
+        """Each [K, R, Q] bytes of a token of one sequence."""
+        self._offloads = np.array([offload for _, offload in grid.recompute])[:, None]
+        """[R, 1] whether token slices wait on hosts."""
         self._kept, logits = np.asarray(each.activations + each.key_values), np.asarray(each.logits)
         self._recomputed = np.asarray(each.recomputed)
         """Each [K, R, Q] bytes of a token of one sequence: kept; computed again with the whole stage."""
@@ -170,7 +175,8 @@ class GridMemory:
             of_stage = (stages @ each.reshape(kinds, -1))[:, None]
             return np.asarray((tokens @ of_stage).reshape(*tokens.shape[:3], *each.shape[1:]))
 
-        inputs = self._model.input_bytes(counts).reshape(-1, num_ranks)[:, ranks].T
+        element = ELEMENT_BYTES[self._model.precision]
+        inputs = element * stage_input_elements(self._model.workload, counts).reshape(-1, num_ranks)[:, ranks].T
         of_inputs = np.einsum("rbsv,rv->rbs", tokens, inputs)[..., None, None] * self._shared_by * self._of_stages
         last = stages[:, -1]
         gradients, of_windows = (
@@ -184,8 +190,17 @@ class GridMemory:
         before = self._sequence - self._token_slice
         sequences = np.where(before > 0, self._sequence / self._model.workload.seq_length, 0.0)
         waiting = before[:, :, None, None] * gradients + sequences[:, :, None, None] * of_windows
+        kept = on_all_stages(self._kept) + of_inputs
+        if self._offloads.any():
+            # All else may wait on the host: this backward reads the keys and values of the whole sequence.
+            read, own = (
+                (last @ part.reshape(kinds, -1)).reshape(len(ranks), 1, 1, *part.shape[1:])
+                for part in (self._key_values, self._activations)
+            )
+            least = self._sequence[:, :, None, None] * read + self._token_slice[:, :, None, None] * own
+            kept = np.where(self._offloads, least, kept)
         return Held(
-            activations=on_all_stages(self._kept) + of_inputs,
+            activations=kept,
             key_values=waiting,
             logits=np.minimum(on_all_stages(self._logits), self._limits.kept),
             working=np.array([self._working[row > 0].max(axis=0) for row in last]) + again,

@@ -1,6 +1,6 @@
 """Closed-form prices of a space: an estimate and a lower bound in seconds of every strategy that may fit."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.partition import StagePartition
-from megatron_terapipe.search.cost.layer_counts import LayerCounter
+from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
 from megatron_terapipe.search.cost.rank_groups import RankGroups
 from megatron_terapipe.search.rank.balanced_partition import balanced_partition, layer_times
 from megatron_terapipe.search.rank.grid_memory import GridMemory
@@ -36,6 +36,12 @@ HEADROOM = "memory kept free (--memory-headroom)"
 
 COARSE_SUMS = "bf16 gradients are added up in fp32 (ZeRO stage 1; fix stage 0 to have it)"
 """Name of the rejection of strategies that add gradients up with fewer digits; `--zero-stage 0` alone keeps them."""
+
+NEEDS_NO_HOSTS = "token slices wait on hosts only where devices are short of memory"
+"""Name of the rejection of strategies that copy what the same strategy without copies has room for."""
+
+EASILY = 0.9
+"""Share of the room for a strategy that its memory, by a bound, may take for copies to be of no use."""
 
 ProgressCallback = Callable[[int, int, str], None]
 """Called with steps done, steps in all, and what is being done."""
@@ -101,19 +107,22 @@ def price_space(
     for number, found in enumerate(legal_grids(problem, choices, counts)):
         if progress is not None:
             progress(number, total, "closed form")
-        different, fitting, roomy = (np.zeros(found.grid.shape, dtype=bool) for _ in range(3))
+        different, fitting, roomy, helped = (np.zeros(found.grid.shape, dtype=bool) for _ in range(4))
         memory = GridMemory(found.grid, pricings[0].memory_model)
         for order, (pricing, table) in enumerate(zip(pricings, tables, strict=True)):
-            priced, legal, fits, leaves_room = _price(problem, found, order, pricing, table, memory)
+            priced, legal, fits, leaves_room, helps = _price(problem, found, order, pricing, table, memory)
             different |= legal
             fitting |= fits
             roomy |= leaves_room
+            helped |= helps
             if len(priced.places):
                 yield priced
         counts.reject(SAME_STAGES, int((found.legal & ~different).sum()))
         counts.reject(FITS, int((different & ~fitting).sum()))
         counts.reject(HEADROOM, int((fitting & ~roomy).sum()))
-        counts.reject(COARSE_SUMS, int((roomy & ~keeps_digits(found.grid, problem.precision)).sum()))
+        fine = keeps_digits(found.grid, problem.precision)
+        counts.reject(COARSE_SUMS, int((roomy & ~fine).sum()))
+        counts.reject(NEEDS_NO_HOSTS, int((roomy & fine & ~helped).sum()))
         counts.priced += int(different.sum())
 
 
@@ -146,8 +155,8 @@ def _tables(pricings: "Sequence[Pricing]", choices: Choices) -> list[OpTables]:
 
 def _price(
     problem: SearchProblem, found: LegalGrid, order: int, pricing: "Pricing", tables: OpTables, memory: GridMemory
-) -> tuple[PricedGrid, Flags, Flags, Flags]:
-    """Return the strategies of a grid that fit; [grid] which differ, which of those fit, which fit with headroom."""
+) -> tuple[PricedGrid, Flags, Flags, Flags, Flags]:
+    """Return the strategies of a grid that fit; [grid] which differ, which fit, which with headroom, and `_helped`."""
     grid = found.grid
     cost_model = pricing.cost_model
     groups = cost_model.groups_of(grid.layout)
@@ -161,11 +170,36 @@ def _price(
     if not fits.any():
         nothing = np.zeros(0)
         none = nothing.astype(np.int64), nothing.astype(bool), nothing, nothing
-        return PricedGrid(grid, order, partitions, *none), legal, fits, roomy
+        return PricedGrid(grid, order, partitions, *none), legal, fits, roomy, fits
+    helped = _helped(grid, memory, groups, counts, problem.memory_headroom)
     times = grid_times(grid, groups, cost_model, tables, counts, wanted=_pairs(fits))
-    places = np.flatnonzero(fits & keeps_digits(grid, problem.precision))
+    places = np.flatnonzero(fits & helped & keeps_digits(grid, problem.precision))
     estimate, bound = times.estimate.ravel()[places], times.bound.ravel()[places]
-    return PricedGrid(grid, order, partitions, places, roomy.ravel()[places], estimate, bound), legal, fits, roomy
+    priced = PricedGrid(grid, order, partitions, places, roomy.ravel()[places], estimate, bound)
+    return priced, legal, fits, roomy, helped
+
+
+def _helped(
+    grid: StrategyGrid,
+    memory: GridMemory,
+    groups: RankGroups,
+    counts: Mapping[tuple[int, int], LayerCounts],
+    headroom: float,
+) -> Flags:
+    """[grid] which strategies copy nothing to hosts that the same strategy has easily room for on its devices.
+
+    Copies take no time off any op. A value that a flag asks for alone has no other to be compared with.
+    """
+    helped = np.ones(grid.shape, dtype=bool)
+    without = {mode: place for place, (mode, offload) in enumerate(grid.recompute) if not offload}
+    pairs = [
+        (place, without[mode]) for place, (mode, offload) in enumerate(grid.recompute) if offload and mode in without
+    ]
+    if pairs:
+        _, easily = memory.fits(groups, counts, 1 - EASILY * (1 - headroom))
+        for place, plain in pairs:
+            helped[:, :, :, :, place] = ~easily[:, :, :, :, plain]
+    return helped
 
 
 def _pairs(flags: Flags) -> Flags:

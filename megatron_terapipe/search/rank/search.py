@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.ops import PipelineShape
-from megatron_terapipe.search.cost.cost_model import pipeline_shape
+from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.finalists import refined
@@ -213,7 +213,7 @@ class _Contest:
                 continue
             strategy, pricing = self._at(index)
             simulated += 1
-            memory = pricing.memory_model.predict(strategy)
+            memory = pricing.memory(strategy)
             if pricing.why_it_does_not_fit(strategy, memory) is not None:
                 continue
             prediction = pricing.predict(strategy, memory)
@@ -248,7 +248,7 @@ class _Contest:
     def _roomy_entry(self, index: int) -> Ranked | None:
         """Return the strategy at a place with its price; None if it does not leave the headroom free."""
         strategy, pricing = self._at(index)
-        memory = pricing.memory_model.predict(strategy)
+        memory = pricing.memory(strategy)
         if pricing.why_it_does_not_fit(strategy, memory, self._problem.memory_headroom) is not None:
             return None
         prediction = pricing.predict(strategy, memory)
@@ -271,7 +271,7 @@ class _Contest:
 
     def _simulate(self, index: int) -> None:
         strategy, pricing = self._at(index)
-        memory = pricing.memory_model.predict(strategy)
+        memory = pricing.memory(strategy)
         reason = pricing.why_it_does_not_fit(strategy, memory)
         if reason is not None:
             self._counts.reject(FITS, 1)

@@ -234,7 +234,9 @@ def _nearest(contenders: Sequence[Ranked], moves: Sequence[Move], logs: Floats) 
 
 def _memory_changes(contenders: Sequence[Ranked], moves: Sequence[Move], pricing: Pricing) -> list[OtherWinner]:
     """Return the constants of the memory with which the winner needs more than the devices have."""
-    counted = [pricing.memory_model.count(entry.strategy) for entry in contenders]
+    counted = [
+        pricing.memory_model.count(entry.strategy, copies=pricing.host_copies(entry.strategy)) for entry in contenders
+    ]
     groups = [pricing.cost_model.groups(entry.strategy) for entry in contenders]
 
     def fits(index: int, overheads: MemoryOverheads) -> bool:

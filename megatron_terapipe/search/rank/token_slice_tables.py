@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.optimise.problem import Numbers
 from deepspeed_ext.plan.solve.cut_grid import CutGrid
-from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel, PlacedStrategy
+from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel
+from megatron_terapipe.search.cost.placed_strategy import PlacedStrategy
 from megatron_terapipe.search.cost.stage_ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from megatron_terapipe.strategy import Strategy
 

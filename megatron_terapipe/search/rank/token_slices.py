@@ -27,7 +27,8 @@ from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 from deepspeed_ext.plan.solve.token_slices import search_cuts
 from megatron_terapipe.config.balance import granularity_of
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cost.cost_model import CostModel, pipeline_shape
+from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
 from megatron_terapipe.search.rank.token_slice_tables import TabulatedCosts
 from megatron_terapipe.strategy import Strategy
 

@@ -13,6 +13,7 @@ TIME_NAMES = {
     "compute_s": "compute",
     "tensor_parallel_s": "tensor-parallel collectives",
     "head_exchange_s": "head exchanges",
+    "host_copy_s": "copies from hosts that come late",
     "bubble_s": "bubbles",
     "transfer_s": "transfers between stages",
     "gradient_reduction_s": "gradient reduction",

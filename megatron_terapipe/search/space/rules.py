@@ -279,7 +279,7 @@ class DuplicateRule:
 def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
     """Interleaved with one model chunk is 1f1b; gpipe with several has interleaved's bubble and keeps more.
 
-    Breadth-first with one model chunk is gpipe; with several the same holds for it.
+    Breadth-first with one model chunk is gpipe; with several the same holds for it, unless what is idle waits on hosts.
     """
     del problem
     plain = {model_chunks for schedule, model_chunks in grid.order if schedule == "1f1b"}
@@ -293,7 +293,12 @@ def _other_schedules(grid: StrategyGrid, problem: SearchProblem) -> Holds:
             return 1 not in gpipe
         return model_chunks == 1 or model_chunks not in interleaved
 
-    return grid.along("order", [wanted(*order) for order in grid.order])
+    holds = grid.along("order", [wanted(*order) for order in grid.order])
+    idle = [schedule == "breadth-first" and model_chunks > 1 for schedule, model_chunks in grid.order]
+    if any(idle):
+        waits = grid.along("recompute", [offload for _, offload in grid.recompute])
+        holds = holds | (grid.along("order", idle) & waits)
+    return np.asarray(holds)
 
 
 def _one_rank(grid: StrategyGrid, problem: SearchProblem) -> Holds:

@@ -9,7 +9,7 @@ from deepspeed_ext.plan.schedules import SCHEDULES
 from megatron_terapipe.config.precision import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.planned_run import check_trainable
-from megatron_terapipe.search.cost.cost_model import pipeline_shape
+from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
 from megatron_terapipe.search.space.choices import all_choices
 from megatron_terapipe.search.space.legal_grids import SearchCounts, broken_rule, legal_grids
 from megatron_terapipe.search.space.rules import DUPLICATE_RULES, TRAINER_RULES

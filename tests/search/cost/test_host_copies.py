@@ -1,0 +1,108 @@
+"""What waits on hosts: bytes of devices and hosts, and the time of late copies."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
+from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.search.cost.host_copies import SHARE_OF_HOST, host_bytes
+from megatron_terapipe.search.cost.live_memory import StageBytes, peak_held, rank_order
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator
+from megatron_terapipe.search.inputs.cluster import Cluster, HostMemory
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.strategy import Strategy
+from tests.search.cost.machines import NODE
+
+GPT = gpt_workload(
+    ModelConfig(
+        num_layers=16,
+        hidden_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        seq_length=16384,
+        vocab_size=1024,
+    )
+)
+STRATEGY = Strategy(
+    pipeline_parallel_size=2,
+    sequence_parallel_size=2,
+    num_model_chunks=8,
+    schedule="interleaved",
+    num_token_slices=8,
+    recompute="stage",
+    offload=True,
+    global_batch_size=1,
+)
+
+
+def cluster(memory_bytes: float = 2e12, bandwidth: float = 64e9) -> Cluster:
+    return Cluster(nodes=(replace(NODE, host=HostMemory(memory_bytes=memory_bytes, bandwidth=bandwidth)),))
+
+
+def test_bytes_and_links() -> None:
+    pricing = Pricing(GPT, cluster())
+    model = pricing.cost_model
+    settings = model.host_copy_settings(model.placed(STRATEGY))
+    # Two of four key heads of 128 channels, keys and values, one layer on a stage; inputs of half of the tokens.
+    assert settings.key_value_bytes == (2 * 2 * 2 * 128,) * 16
+    assert settings.input_bytes == (0.0, *(2 * 1024 / 2,) * 15)
+    assert settings.to_host == settings.from_host == model.efficiency.host_efficiency * 64e9
+    assert settings.host_bytes == SHARE_OF_HOST * 2e12 / 8
+
+
+def test_devices_hold_what_is_needed_soon() -> None:
+    pricing = Pricing(GPT, cluster())
+    kept, copied = (pricing.memory(replace(STRATEGY, offload=offload)) for offload in (False, True))
+    for there, here in zip(kept, copied, strict=True):
+        # One of eight stages works, and the next one comes back meanwhile.
+        assert here.activations + here.key_values < 0.45 * (there.activations + there.key_values)
+        assert here.weights == there.weights and here.optimizer == there.optimizer
+    plan = pricing.host_copies(STRATEGY)
+    assert plan is not None and pricing.host_copies(replace(STRATEGY, offload=False)) is None
+    most = host_bytes(plan.ranks[0])
+    assert 0.5 < most / (8 * 16384 * 1024 + 7 * 16384 * 1024) < 1
+    # Hosts with less memory keep less, and devices more.
+    small = Pricing(GPT, cluster(memory_bytes=8 * most / SHARE_OF_HOST / 2))
+    few = small.host_copies(STRATEGY)
+    assert few is not None and host_bytes(few.ranks[0]) <= most / 2 * (1 + 1e-9)
+    assert small.memory(STRATEGY)[0].total > copied[0].total
+
+
+def test_copies_over_slow_links_are_left_out_and_never_make_a_strategy_faster() -> None:
+    plain = replace(STRATEGY, offload=False)
+    for bandwidth in (64e9, 4e9, 1e6):
+        pricing = Pricing(GPT, cluster(bandwidth=bandwidth))
+        with_copies, without = (pricing.predict(each) for each in (STRATEGY, plain))
+        assert with_copies.iteration_time_s >= without.iteration_time_s * (1 - 1e-9)
+        assert with_copies.breakdown.total_s == pytest.approx(with_copies.iteration_time_s)
+        waiting = with_copies.iteration_time_s - without.iteration_time_s
+        assert with_copies.breakdown.host_copy_s == pytest.approx(waiting, abs=1e-9)
+    assert with_copies.memory == without.memory
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("interleaved", 1), ("breadth-first", 3), ("interleaved", 4)])
+def test_bytes_are_those_of_the_plan(schedule: str, micro_batches: int) -> None:
+    """The peak by the order of the ops is that of the plan over time, where copies take no time."""
+    shape = PipelineShape(6, micro_batches, 3, 3)
+    lengths, inputs, keys = (5, 3, 4), tuple(2.0 * (stage > 0) for stage in range(6)), (3.0,) * 6
+    ones = ((1.0,) * 3,) * 6
+    costs = OpCosts(ones, ones)
+    simulated = ScheduleSimulator().orders(schedule, shape).simulate(costs)
+    settings = HostCopySettings(lengths=lengths, input_bytes=inputs, key_value_bytes=keys)
+    timeline = simulated.with_host_copies(costs, settings).timeline()
+    nothing = (0.0,) * 6
+    curves = memory_over_time(timeline, lengths, TokenBytes(nothing, keys, nothing, stage_input=inputs))
+    copies = HostCopyPlan.of(simulated.spans, shape, settings).ranks
+    zeros = np.zeros(6)
+    of_stage = StageBytes(np.array(inputs), np.array(keys), zeros, zeros, zeros, np.array(inputs), is_recomputed=True)
+    for rank, curve in enumerate(curves):
+        assert copies[rank]
+        held = peak_held(rank_order(schedule, shape, rank), lengths, of_stage, copies[rank])
+        assert float(held.activations + held.key_values) == pytest.approx(peak(curve))
