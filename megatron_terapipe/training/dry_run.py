@@ -34,6 +34,7 @@ def _lines(run: Run, unchecked: list[str]) -> list[str]:
         lengths = f"{cuts.lengths[0]} to {cuts.lengths[-1]} tokens, by the documents of each micro-batch"
     found = f", found for {machine_in_words(run.config)}"
     sequence = f"{layout.sequence_parallel_size} sequence x " * (layout.sequence_parallel_size > 1)
+    offload = ", copies in host memory" * run.config.training.offload_token_slices
     sequences = "sequence" if batch.micro_batch_size == 1 else "sequences"
     rows = {
         "model": f"{model_parameters(model):,} parameters in {model.num_layers} transformer layers of width "
@@ -47,7 +48,7 @@ def _lines(run: Run, unchecked: list[str]) -> list[str]:
         f"{batch.micro_batch_size} {sequences} on each replica{found * (parallel.pipeline_schedule == OPTIMISED)}",
         "batch": f"{run.global_batch_size} sequences of {model.seq_length} tokens, {run.train_iters} iterations",
         "precision": f"{run.config.precision.dtype}, ZeRO {run.config.optimizer.zero_stage}, recompute "
-        f"{run.config.training.recompute_granularity}",
+        f"{run.config.training.recompute_granularity}{offload}",
         "not checked here": ", ".join(unchecked),
     }
     width = max(map(len, rows))
