@@ -150,13 +150,13 @@ def _read_reduction(entry: Sequence[Any], shape: PipelineShape) -> Reduction:
 
 def _read_host_copy(entry: Sequence[Any], shape: PipelineShape) -> TimedCopy:
     content, stage, micro_batch, token_slice, *times = entry
-    copy = TimedCopy(Content(content), int(stage), int(micro_batch), int(token_slice), *map(float, times))
-    _, *unit, start, arrived, dropped, back, end = copy
-    extents = (shape.num_stages, shape.num_micro_batches, shape.num_token_slices)
-    inside = all(number in range(extent) for number, extent in zip(unit, extents, strict=True))
+    extents = (stage, shape.num_stages), (micro_batch, shape.num_micro_batches), (token_slice, shape.num_token_slices)
+    inside = all(number in range(extent) for number, extent in extents)
+    start, arrived, dropped, back, end = map(float, times)
     if not inside or not -inf < start <= arrived <= dropped <= back <= end < inf:
         raise ValueError(f"a host copy of {entry[:4]} at {times}")
-    return copy
+    unit = int(stage), int(micro_batch), int(token_slice)
+    return TimedCopy(Content(content), *unit, start, arrived, dropped, back, end)
 
 
 def _read_transfer(entry: Sequence[Any], shape: PipelineShape) -> Transfer:

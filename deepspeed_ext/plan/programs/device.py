@@ -215,13 +215,13 @@ class Events:
         return event
 
     def _add_copy(self, number: int, position: int, instruction: Instruction, rank: _Rank) -> int:
-        """A copy runs behind all that its rank has computed, on one of the last two streams; drops wait for it."""
+        """A copy runs behind all that its rank has computed, on a stream behind all others; drops wait for it."""
         if instruction.kind in DROPS:
             event = self._event(number, position, rank.host, rank.computed, rank.copies.get(instruction[1:4]))
             self._enqueue(event, COMPUTE_STREAM, rank)
             return event
         goes = instruction.kind in OFFLOADS
-        event = self._add_behind(self._reduction_stream + (2 if goes else 3), number, position, rank)
+        event = self._add_behind(self._reduction_stream + (3 if goes else 4), number, position, rank)
         rank.copies[instruction[1:4] if goes else instruction[1:3]] = event
         return event
 

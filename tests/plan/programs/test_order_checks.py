@@ -74,6 +74,7 @@ def test_what_nobody_fetches_is_named():
 def test_copies_have_streams_that_may_share_hardware_queues():
     shape = PipelineShape(4, 2, 4, num_model_chunks=2)
     copied = replace(SETTINGS, lengths=(2,) * 4)
-    lower(interleaved, shape, host_copies=copied, device=Device(hardware_queues=num_streams(shape) + 2))
-    with pytest.raises(ScheduleDeadlock, match="9 streams share 1 hardware queue"):
+    streams = num_streams(shape) + 2
+    lower(interleaved, shape, host_copies=copied, device=Device(hardware_queues=streams))
+    with pytest.raises(ScheduleDeadlock, match=f"{streams} streams share 1 hardware queue"):
         lower(interleaved, shape, host_copies=copied, device=Device(hardware_queues=1))

@@ -110,7 +110,13 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize(
-    "entry", [["keys", 0, 0, 0, 0, 1, 1, 2, 3], ["input", 9, 0, 0, 0, 1, 1, 2, 3], ["input", 0, 0, 0, 2, 1, 1, 2, 3]]
+    "entry",
+    [
+        ["keys", 0, 0, 0, 0, 1, 1, 2, 3],
+        ["input", 9, 0, 0, 0, 1, 1, 2, 3],
+        ["input", 0, 0, 0, 2, 1, 1, 2, 3],
+        ["input", 0.5, 0, 0, 0, 1, 1, 2, 3],
+    ],
 )
 def test_a_file_with_a_copy_that_cannot_be_is_refused(entry):
     text = simulate(rank_orders(breadth_first, SHAPE), SHAPE, OpCosts.uniform(SHAPE)).to_json()
