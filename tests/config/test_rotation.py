@@ -73,6 +73,24 @@ def test_scaled_frequencies_are_those_of_transformers(name: str) -> None:
     assert rotation.frequencies[-1] == pytest.approx(plain.frequencies[-1] / model.rotary_scaling_factor)
 
 
+@pytest.mark.parametrize(("factor", "length"), [(4.0, 32768), (2.0, 131072)])
+def test_dynamic_scaling_is_a_larger_base_at_a_fixed_length(factor: float, length: int) -> None:
+    """As docs/migrating.md says: what `--rotary-base` must be for transformers' dynamic NTK at one length."""
+    before, channels, base = 8192, 128, 500_000.0
+    stretch = factor * length / before - (factor - 1)
+    model = rope(rotary_base=base * stretch ** (channels / (channels - 2)))
+    parameters = {"rope_type": "dynamic", "rope_theta": base, "factor": factor}
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        num_attention_heads=4,
+        head_dim=channels,
+        max_position_embeddings=before,
+        rope_parameters=parameters,
+    )
+    frequencies, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
+    assert rotation_of(model, model.blocks[0]).frequencies == pytest.approx(frequencies.tolist(), rel=3e-6)
+
+
 def test_the_attention_factor_of_yarn_follows_from_its_factor() -> None:
     assert rope(**YARN).rotary_attention_factor == pytest.approx(0.1 * log(4) + 1)
     assert rope(**LLAMA3).rotary_attention_factor == 1
