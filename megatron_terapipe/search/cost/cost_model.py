@@ -214,8 +214,8 @@ class CostModel:
         """
         placed = self.placed(strategy)
         shape = replace(pipeline_shape(strategy), num_micro_batches=num_micro_batches)
-        simulated = self._simulator.orders(strategy.schedule, shape).simulate(self.pipeline_costs(strategy))
-        return HostCopyPlan.of(simulated.spans, shape, self.host_copy_settings(placed))
+        costs, settings = self.pipeline_costs(strategy), self.host_copy_settings(placed)
+        return self._simulator.with_host_copies(strategy.schedule, shape, costs, settings)[1]
 
     def placed(self, strategy: Strategy) -> PlacedStrategy:
         """Look up what a strategy's layout makes of the cluster and the model.

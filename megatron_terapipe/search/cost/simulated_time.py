@@ -7,9 +7,10 @@ import numpy as np
 from deepspeed_ext.plan.closed_forms import memory_of_1f1b
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.schedules import OPTIMISED, schedule_named
-from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from deepspeed_ext.plan.simulate.compiled import CompiledOrders, SimulatedOrders
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.search.cost.closed_form import of_slowest_and_others, pipeline_time
 
@@ -43,6 +44,8 @@ class ScheduleSimulator:
     def __init__(self) -> None:
         """Start with none."""
         self._compiled: dict[tuple[str, PipelineShape], CompiledOrders] = {}
+        self._planned: tuple[tuple[object, ...], SimulatedOrders, HostCopyPlan] | None = None
+        """The copies that were planned last: memory and time of a strategy ask for them one after the other."""
 
     def simulate(
         self,
@@ -106,8 +109,28 @@ class ScheduleSimulator:
         """Seconds by which copies from hosts that come late make the makespan longer."""
         if host_copies is None:
             return 0.0
-        simulated = self.orders(schedule, shape).simulate(costs)
-        return max(simulated.with_host_copies(costs, host_copies).makespan - simulated.makespan, 0.0)
+        simulated, plan = self.with_host_copies(schedule, shape, costs, host_copies)
+        return max(self.orders(schedule, shape).simulate(costs, plan).makespan - simulated.makespan, 0.0)
+
+    def with_host_copies(
+        self, schedule: str, shape: PipelineShape, costs: OpCosts, settings: HostCopySettings
+    ) -> tuple[SimulatedOrders, HostCopyPlan]:
+        """Return a schedule simulated without copies, and the copies that are planned on it, as the trainer does.
+
+        Args:
+            schedule: its name.
+            shape: of the pipeline.
+            costs: of its ops.
+            settings: what may wait on hosts.
+
+        Raises:
+            PlanError: if there is no such schedule, or it does not take the shape.
+        """
+        key = schedule, shape, costs, settings
+        if self._planned is None or self._planned[0] != key:
+            simulated = self.orders(schedule, shape).simulate(costs)
+            self._planned = key, simulated, HostCopyPlan.of(simulated.spans, shape, settings)
+        return self._planned[1:]
 
     def _optimised(
         self, shape: PipelineShape, costs: OpCosts, token_slices: TokenSlices, memory_limit: float

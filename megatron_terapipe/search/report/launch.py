@@ -66,7 +66,8 @@ class Launch:
         launcher: words before `pretrain_gpt.py`.
         on_cpu: whether DeepSpeed must be told to take the CPU.
         many_nodes: whether a hostfile is needed.
-        needs_cluster: whether the trainer finds its schedule, and must be told for which cluster.
+        needs_cluster: whether the trainer finds its schedule, or plans copies to hosts, and must be told for which
+            cluster.
     """
 
     strategy: Strategy
@@ -169,7 +170,7 @@ def launch_of(strategy: Strategy, model: ModelConfig | None, cluster: Cluster, p
         flags=(*([] if precision == "fp32" else [f"--{precision}"]), *model_flags(model), *training),
         on_cpu=not all(node.device.is_gpu for node in nodes),
         many_nodes=len(nodes) > 1,
-        needs_cluster=strategy.schedule == OPTIMISED,
+        needs_cluster=strategy.schedule == OPTIMISED or strategy.offload,
     )
 
 

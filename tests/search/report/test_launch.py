@@ -147,6 +147,8 @@ def test_a_schedule_that_the_trainer_finds_is_found_for_the_same_cluster(tmp_pat
     assert [Path(path).name for path in launch.write(str(tmp_path))][-1] == "cluster.json"
     assert f"--cluster {tmp_path}/cluster.json" in launch.command(str(tmp_path))
     assert '--cluster "$here/cluster.json"' in (tmp_path / "launch.sh").read_text()
+    copying = Strategy(pipeline_parallel_size=2, recompute="stage", offload=True)
+    assert launch_of(copying, answer().workload.config, cluster, "fp16").needs_cluster
     # In the order of the ranks, every figure as it was.
     assert read_cluster(str(tmp_path / "cluster.json")).nodes == launch.nodes
 
