@@ -131,8 +131,9 @@ def closed_form(model: ModelConfig, way: Way) -> float:
     in_mlp = 2 * hidden + 4 * block.ffn_hidden_size * FP32_BYTES
     in_attention = 3 * hidden - of_mlp
     if way.recompute == "full":
-        # Inputs of all layers, keys and values, and one layer computed again.
-        return tokens * (layers * (hidden + key_value) + activations + max(in_mlp, in_attention + key_value))
+        # Inputs of all other layers, keys and values, and one layer computed again.
+        under_way = max(in_mlp, in_attention + key_value)
+        return tokens * ((layers - 1) * hidden + layers * key_value + activations + under_way)
     length = -(-tokens // way.num_token_slices)
     in_reach = min(tokens - length, (model.sliding_window or tokens + 1) - 1)
     gradients = in_reach * key_value * (0.5 if way.key_value_gradients == "bf16" else 1.0)
@@ -252,18 +253,19 @@ def build_both(model: ModelConfig, count: int, recompute: str) -> list[tuple[Any
     return [(engine, batches(model, for_deepspeed=False)) for engine in engines]
 
 
-def timed_step(built: list[tuple[Any, Iterator[Any]]], which: int) -> tuple[float, float, float]:
-    """Train one step: its seconds, bubble ratio and loss.
+def timed_step(built: list[tuple[Any, Iterator[Any]]], which: int) -> tuple[float, float, float, float]:
+    """Train one step: its seconds, those that the core of this rank computed, bubble ratio and loss.
 
     Args:
         built: the engines and their batches.
         which: the engine.
     """
     engine, data = built[which]
-    start = time.perf_counter()
+    start, computed = time.perf_counter(), time.process_time()
     with engine.timeline() as timelines:
         loss = engine.train_batch(data)
-    return time.perf_counter() - start, timelines[0].bubble_ratio, loss.item()
+    computed = time.process_time() - computed
+    return time.perf_counter() - start, computed, timelines[0].bubble_ratio, loss.item()
 
 
 def speed(options: argparse.Namespace) -> Section:
@@ -276,21 +278,23 @@ def speed(options: argparse.Namespace) -> Section:
     count = options.token_slices
     section = Section(
         f"{model.seq_length:,} tokens, one sequence, two stages, recompute {options.recompute}, fp32",
-        ("token slices", "median s", "of one", "bubble", "loss"),
+        ("token slices", "median s", "speed-up", "computed s, both ranks", "bubble", "loss"),
     )
     times: list[list[float]] = [[], []]
-    bubbles, losses = [0.0, 0.0], [0.0, 0.0]
+    last = [(0.0, 0.0, 0.0)] * 2
     with World(2, build_both, model, count, options.recompute, variables=[{"OMP_NUM_THREADS": "1"}] * 2) as world:
         for turn in range(options.rounds + options.warm_up):
             for which in range(2):
                 found = world.run(timed_step, which)
-                bubbles[which], losses[which] = found[0][1], found[0][2]
+                last[which] = sum(each[1] for each in found), *found[0][2:]
                 if turn >= options.warm_up:
                     times[which].append(max(seconds for seconds, *_ in found))
     base = median(times[0])
     for which, name in enumerate(("1", f"{count} balanced")):
         middle = median(times[which])
-        section.add(name, f"{middle:.2f}", f"{base / middle:.2f}", f"{bubbles[which]:.1%}", f"{losses[which]:.6f}")
+        computed, bubble, loss = last[which]
+        row = (f"{middle:.2f}", f"{base / middle:.2f}", f"{computed:.2f}", f"{bubble:.1%}", f"{loss:.6f}")
+        section.add(name, *row)
     bound = 2 * count / (count + 1)
     section.notes.append(f"Equal token slices without any overhead would take 1 / {bound:.2f} of one: 2 S / (S + 1).")
     return section
