@@ -54,6 +54,7 @@ NOT_RUN = {
 """Commands of which only the flags are checked, by their own parser."""
 NO_CODE = {
     "schedules.interleaved --+-->": "drawing",
+    "rank 0   layers 0-3": "drawing",
     "plan/\n": "list of files",
     "search/\n": "list of files",
     "a product of K inputs": "formulas",
