@@ -200,6 +200,15 @@ def _offload(grid: StrategyGrid, problem: SearchProblem, recompute: tuple[str, b
     )
 
 
+def _copied_stages(
+    grid: StrategyGrid, problem: SearchProblem, partition: str | tuple[int, ...], recompute: tuple[str, bool]
+) -> str | None:
+    del grid, problem
+    if not recompute[1] or partition != "parameters":
+        return None
+    return "offload plans copies by the layers of each stage, which 'parameters' deals when the model is built"
+
+
 def _loss_scale(grid: StrategyGrid, problem: SearchProblem, stage: int) -> str | None:
     del grid
     if problem.precision != "fp16" or stage != 0:
@@ -257,6 +266,7 @@ TRAINER_RULES = (
     *(_priced(each) for each in DIMENSIONS if each.priced and each.axis != "order"),
     TrainerRule("tokens for each token slice and rank", _token_slices, ("token_slices", "sequence_parallel")),
     TrainerRule("the stage partition fits model and stages", _partition, ("order", "partition")),
+    TrainerRule("offload knows the layers of each stage", _copied_stages, ("partition", "recompute")),
 )
 """All that the trainer refuses, in the order in which rejections are counted: rules about at most one axis first."""
 

@@ -8,6 +8,7 @@ import pytest
 from deepspeed_ext.plan.schedules import SCHEDULES
 from megatron_terapipe.config.precision import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.planning.pipeline_plan import host_copies
 from megatron_terapipe.planning.planned_run import check_trainable
 from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
 from megatron_terapipe.search.space.choices import all_choices
@@ -35,8 +36,29 @@ def test_the_trainer_takes_what_is_legal(seed: int) -> None:
         check_trainable(strategy, problem.workload.config)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_the_trainer_takes_what_is_there_for_long_sequences(seed: int) -> None:
+    cluster = small_cluster(num_nodes=3, num_devices=8)
+    problem = small_problem(cluster, global_batch_size=12, num_layers=7 + seed, num_key_value_heads=2, seq_length=480)
+    long = {
+        "sequence_parallel_size": (2, 3, 4, 8),
+        "tensor_parallel_size": (1, 2, 4),
+        "recompute": ("selective", "stage"),
+        "offload": (False, True),
+        "schedule": ("1f1b", "zero-bubble", "breadth-first"),
+        "num_token_slices": (1, 2, 3, 5),
+        "num_model_chunks": (1, 2),
+    }
+    for strategy in drawn(problem, 25, seed, all_choices(problem).constrained(long)):
+        assert broken_rule(strategy, problem) is None
+        check_trainable(strategy, problem.workload.config)
+
+
 REFUSED = {
     "heads": dict(tensor_parallel_size=16),
+    "heads of a part": dict(tensor_parallel_size=2, sequence_parallel_size=8),
+    "parts of token slices": dict(num_token_slices=2, token_slices=(255, 257), sequence_parallel_size=2),
+    "offload": dict(offload=True),
     "layers": dict(pipeline_parallel_size=8),
     "model chunks": dict(num_model_chunks=2),
     "more model chunks than layers": dict(num_model_chunks=4, pipeline_parallel_size=2, schedule="interleaved"),
@@ -95,3 +117,13 @@ def test_no_two_strategies_run_the_same_ops_in_the_same_order() -> None:
     # What a flag asks for stays, though another schedule would do the same.
     asked = all_choices(problem).constrained({**plain, "schedule": ("gpipe",), "micro_batch_size": (2,)})
     assert any(legal.legal.any() for legal in legal_grids(problem, asked, SearchCounts()))
+
+
+def test_copies_of_stages_that_nobody_knows_yet_cannot_be_planned() -> None:
+    problem = small_problem()
+    strategy = Strategy(pipeline_parallel_size=2, recompute="stage", offload=True, global_batch_size=8)
+    assert broken_rule(strategy, problem) is None
+    unknown = replace(strategy, stage_partition="parameters")
+    assert broken_rule(unknown, problem) is not None
+    with pytest.raises(ConfigError, match="when the model is built"):
+        host_copies(unknown.config(problem.workload.config), 1)
