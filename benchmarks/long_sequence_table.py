@@ -12,9 +12,10 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 
 from megatron_terapipe.search.cost.pricing import Pricing
@@ -36,6 +37,7 @@ from megatron_terapipe.search.report.rivals import RivalAdvice, compare_rival, w
 from megatron_terapipe.search.rivals.best import best_rival
 from megatron_terapipe.search.space.choices import all_choices
 from megatron_terapipe.search.space.problem import MEMORY_HEADROOM, SearchProblem
+from megatron_terapipe.strategy import Strategy
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks" / "long-sequences_202611.md"
 MODELS = ("llama3-8b", "llama3-70b")
@@ -56,6 +58,7 @@ class Ours:
         simulated_s: seconds of an iteration on its schedule.
         closed_form_s: the same in closed form.
         device_bytes: of the fullest device.
+        host_bytes: of the fullest host, for copies; 0 = none.
         mfu_causal: without the scores that causal attention never computes.
         could_save: share of the time that a strategy which was not simulated could save at most.
     """
@@ -64,6 +67,7 @@ class Ours:
     simulated_s: float
     closed_form_s: float
     device_bytes: float
+    host_bytes: float
     mfu_causal: float
     could_save: float
 
@@ -183,11 +187,34 @@ def _ours(winner: Ranked, pricing: Pricing, could_save: float) -> Ours:
         simulated_s=simulated_s,
         closed_form_s=float(batch.times(pricing.cost_model.efficiency)[0]),
         device_bytes=winner.prediction.peak_memory_bytes,
+        host_bytes=host_bytes(winner.strategy, pricing),
         mfu_causal=flops_utilization(
             winner.strategy, pricing.workload, pricing.cluster, simulated_s, "bf16", causal=True
         ),
         could_save=could_save,
     )
+
+
+def host_bytes(strategy: Strategy, pricing: Pricing) -> float:
+    """Return the bytes that wait on the fullest host at most, each rank at the moment when it has the most there.
+
+    Args:
+        strategy: the strategy.
+        pricing: what priced it.
+    """
+    plan = pricing.host_copies(strategy)
+    if plan is None:
+        return 0.0
+    of_rank = []
+    for copies in plan.ranks:
+        changes = sorted(
+            (place, size) for copy in copies for place, size in ((copy.offload, copy.size), (copy.reader, -copy.size))
+        )
+        of_rank.append(max(accumulate((size for _, size in changes), initial=0.0)))
+    of_host: Counter[int] = Counter()
+    for rank, node in enumerate(pricing.cluster.node_of_device):
+        of_host[node] += of_rank[rank * strategy.pipeline_parallel_size // strategy.world_size]
+    return max(of_host.values())
 
 
 def _theirs(advice: RivalAdvice) -> Theirs:
@@ -242,6 +269,7 @@ HEAD = (
     "time",
     "closed form",
     "device",
+    "host",
     "causal MFU",
     "ZeRO-3 with Ulysses: ranks",
     "time",
@@ -265,13 +293,14 @@ def cells(row: Row) -> list[str]:
 
 def _of_ours(row: Row) -> list[str]:
     if row.ours is None:
-        return ["nothing fits", "", "", "", ""]
+        return ["nothing fits", *[""] * 5]
     ours = row.ours
     return [
         " · ".join(part for part in ours.strategy.split(" · ") if part not in USUAL),
         time_text(ours.simulated_s),
         time_text(ours.closed_form_s),
         f"{ours.device_bytes / GIGABYTE:.0f} GB",
+        bytes_text(ours.host_bytes) if ours.host_bytes else "-",
         f"{ours.mfu_causal:.0%}",
     ]
 

@@ -7,7 +7,15 @@ import pytest
 
 from benchmarks.long_sequence_table import DOCUMENT, HEAD, MODELS, Ours, Row, Theirs, cells, table, written_into
 
-OURS = Ours(strategy="pp 8", simulated_s=2.0, closed_form_s=1.9, device_bytes=60e9, mfu_causal=0.3, could_save=0.0)
+OURS = Ours(
+    strategy="pp 8",
+    simulated_s=2.0,
+    closed_form_s=1.9,
+    device_bytes=60e9,
+    host_bytes=4e11,
+    mfu_causal=0.3,
+    could_save=0.0,
+)
 THEIRS = Theirs(
     num_ranks=64,
     ranks_of_sequence=32,
