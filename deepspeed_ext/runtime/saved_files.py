@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -21,6 +22,17 @@ from deepspeed_ext.plan.errors import UserError
 
 ALLOWED = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """The classes that DeepSpeed's files name. None does anything when it is made."""
+
+
+def _member(kind: object, name: str) -> Enum:
+    """Return the member of a class of `ALLOWED`; some releases of Python (3.11.0 to 3.11.3) save one as a `getattr`."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and kind in ALLOWED and name in kind.__members__):
+        raise UnpicklingError("callable getattr is not allowed")
+    return kind[name]
+
+
+_NAMED = (*ALLOWED, (_member, "builtins.getattr"), (_member, "__builtin__.getattr"))
+"""What files may name: classes, or functions in the place of what a file calls by another name."""
 
 _FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """Variables by which torch overrules what its caller says; both at once are an error."""
@@ -40,7 +52,7 @@ def load_saved(path: Path) -> Any:
             `torch.serialization.add_safe_globals`.
     """
     try:
-        with torch.serialization.safe_globals(list(ALLOWED)):
+        with torch.serialization.safe_globals(list(_NAMED)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except UnpicklingError as error:
         raise _unsafe(str(path), error) from None
@@ -59,7 +71,7 @@ def only_safe_files(directory: Path) -> Iterator[None]:
     before = {name: os.environ.pop(name, None) for name in (_FORCED, _FORBIDDEN)}
     os.environ[_FORCED] = "1"
     try:
-        with torch.serialization.safe_globals(list(ALLOWED)):
+        with torch.serialization.safe_globals(list(_NAMED)):
             yield
     except UnpicklingError as error:
         raise UnsafeFileError(

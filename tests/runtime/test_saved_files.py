@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
@@ -50,6 +51,32 @@ def test_one_line_names_the_file_and_what_it_would_call(tmp_path: Path) -> None:
         load_saved(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     assert "pathlib" in str(caught.value) or "getattr" in str(caught.value)
+
+
+class Reduced:
+    """Is saved as the attribute of something, as Python 3.11.0 to 3.11.3 save members of enumerations."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (self._owner, self._name)
+
+
+def test_members_of_enumerations_are_read_as_every_release_of_python_saves_them(tmp_path: Path) -> None:
+    torch.save({"zero_stage": Reduced(ZeroStageEnum, "gradients")}, tmp_path / "file.pt")
+    assert load_saved(tmp_path / "file.pt") == {"zero_stage": ZeroStageEnum.gradients}
+    with only_safe_files(tmp_path):
+        assert torch.load(tmp_path / "file.pt", weights_only=False) == {"zero_stage": ZeroStageEnum.gradients}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(ZeroStageEnum, "__init__"), (LossScaler, "__init__"), (fragment_address(1, 2), "count")]
+)
+def test_no_other_attributes_are(tmp_path: Path, owner: object, name: str) -> None:
+    torch.save({"more": Reduced(owner, name)}, tmp_path / "file.pt")
+    with pytest.raises(UnsafeFileError, match="names getattr, which could run a program"):
+        load_saved(tmp_path / "file.pt")
 
 
 def test_variables_of_torch_are_as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
