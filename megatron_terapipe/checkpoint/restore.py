@@ -20,8 +20,8 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.model_folder import weights_of
 from megatron_terapipe.checkpoint.saved_optimizer import ParameterState, SavedOptimizer
 from megatron_terapipe.checkpoint.saved_weights import cut_dimension, reshare
-from megatron_terapipe.config.pipeline_layers import output_layer
 from megatron_terapipe.errors import CheckpointError
+from megatron_terapipe.model.vocabulary_stages import vocabulary_parts
 
 
 def restore(
@@ -41,14 +41,14 @@ def restore(
     """
     module = engine.module
     rank, size = engine.grid.get_slice_parallel_rank(), engine.grid.get_slice_parallel_world_size()
-    output = output_layer(info.model["num_layers"])
+    own_parts = vocabulary_parts(module._layer_specs)
     weights = weights_of(directory, info)
     optimizer = None if weights_only else SavedOptimizer(directory, info, saved)
     destination = destination_of(engine)
     for name, parameter in module.named_parameters():
         index, in_layer = _place(module, name)
         # Stages may share an output layer that one stage saved, or another number of stages.
-        layer, stages = min(index, output), len(module._layer_specs) - output if index >= output else 1
+        layer, stages = (own_parts[0], len(own_parts)) if index in own_parts else (index, 1)
         own_part = (index - layer) * size + rank
         share = _Share(info.num_parts(layer), own_part, stages * size, cut_dimension(parameter))
         part = partial(weights.weight, layer, in_layer)

@@ -12,9 +12,11 @@ gradients of the two sums, and adds to the gradient of the hidden states. So no 
 work is scheduled as that of any other stage.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from megatron_terapipe.config import ModelConfig
@@ -77,6 +79,20 @@ class _VocabularyPart(nn.Module):
     def logits(self, hidden: Tensor) -> Logits:
         """Return the logits of this part, for the tokens of [B, n, hidden]."""
         return self.head.logits(hidden, self.linear.weight, self.ranks, first_part=self.first_part)
+
+
+def vocabulary_parts(layers: Sequence[Any]) -> range:
+    """Return the indices of the layers that share the output layer's vocabulary; none where one layer has it.
+
+    Args:
+        layers: specifications of the layers of a model.
+    """
+    indices = [
+        index
+        for index, layer in enumerate(layers)
+        if isinstance(layer, LayerSpec) and issubclass(layer.typename, _VocabularyPart)
+    ]
+    return range(indices[0], indices[-1] + 1) if indices else range(0)
 
 
 class FirstVocabularyPart(_VocabularyPart):

@@ -23,6 +23,9 @@ SENT = "MLFLOW"
 LISTENING_PORTS = range(20_000, 32_768)
 """Ports below those that systems give to outgoing connections, one of which may take a free port before it is used."""
 
+_STRIPES = 64
+"""Parts of these ports, of which a process takes those of one."""
+
 
 def launcher() -> str:
     """Return the path of the command `deepspeed`.
@@ -53,7 +56,9 @@ def free_port() -> int:
     Raises:
         ConfigError: if none of many is free.
     """
-    for port in random.sample(LISTENING_PORTS, k=100):
+    # Processes that ask at the same time have ports of their own to choose from, whatever seeds they have set.
+    ports = LISTENING_PORTS[os.getpid() % _STRIPES :: _STRIPES]
+    for port in random.SystemRandom().sample(ports, k=100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return port
