@@ -21,7 +21,7 @@ from megatron_terapipe.checkpoint.model_folder import weights_of
 from megatron_terapipe.checkpoint.saved_optimizer import ParameterState, SavedOptimizer
 from megatron_terapipe.checkpoint.saved_weights import cut_dimension, reshare
 from megatron_terapipe.errors import CheckpointError
-from megatron_terapipe.model.vocabulary_stages import vocabulary_parts
+from megatron_terapipe.model.gpt import vocabulary_parts
 
 
 def restore(

@@ -1,5 +1,8 @@
 """GPT as a list of pipeline layers, and its loss."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
@@ -11,7 +14,12 @@ from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
 from megatron_terapipe.model.norm import NORMS
 from megatron_terapipe.model.rotary import RotaryTable
-from megatron_terapipe.model.vocabulary_stages import FirstVocabularyPart, VocabularyPart, VocabularySums
+from megatron_terapipe.model.vocabulary_stages import (
+    FirstVocabularyPart,
+    VocabularyPart,
+    VocabularyRows,
+    VocabularySums,
+)
 from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 
@@ -52,11 +60,11 @@ def gpt_layers(
         for block in model.blocks
     ]
     final_norm = LayerSpec(NORMS[model.normalization], model, ranks)
-    outputs = [output] if vocabulary_parts == 1 else _vocabulary_parts(model, ranks, vocabulary_parts)
+    outputs = [output] if vocabulary_parts == 1 else _output_parts(model, ranks, vocabulary_parts)
     return [embedding, LayerSpec(PositionEmbedding, model, ranks), *blocks, final_norm, *outputs]
 
 
-def _vocabulary_parts(model: ModelConfig, ranks: TensorParallelRanks, count: int) -> list[LayerSpec]:
+def _output_parts(model: ModelConfig, ranks: TensorParallelRanks, count: int) -> list[LayerSpec]:
     assert model.untie_embeddings_and_output_weights, "the configuration cuts a weight of its own only"
     kinds = (FirstVocabularyPart, *[VocabularyPart] * (count - 1))
     return [LayerSpec(kind, model, ranks, number, count) for number, kind in enumerate(kinds)]
@@ -69,6 +77,20 @@ def layers_with_weights(model: ModelConfig) -> range:
     """
     tied = not model.untie_embeddings_and_output_weights
     return range(output_layer(model.num_layers) + 1 - tied)
+
+
+def vocabulary_parts(layers: Sequence[Any]) -> range:
+    """Return the indices of the layers that share the output layer's vocabulary; none where one layer has it.
+
+    Args:
+        layers: specifications of the layers of a model.
+    """
+    indices = [
+        index
+        for index, layer in enumerate(layers)
+        if isinstance(layer, LayerSpec) and issubclass(layer.typename, VocabularyRows)
+    ]
+    return range(indices[0], indices[-1] + 1) if indices else range(0)
 
 
 def pipeline_partition(blocks: StagePartition, vocabulary_parts: int = 1) -> StagePartition:

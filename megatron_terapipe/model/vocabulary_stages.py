@@ -12,11 +12,9 @@ gradients of the two sums, and adds to the gradient of the hidden states. So no 
 work is scheduled as that of any other stage.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from megatron_terapipe.config import ModelConfig
@@ -51,7 +49,7 @@ class VocabularySums(NamedTuple):
         return self.log_sum - self.of_target
 
 
-class _VocabularyPart(nn.Module):
+class VocabularyRows(nn.Module):
     """Some rows of the output layer's weight.
 
     Args:
@@ -81,21 +79,7 @@ class _VocabularyPart(nn.Module):
         return self.head.logits(hidden, self.linear.weight, self.ranks, first_part=self.first_part)
 
 
-def vocabulary_parts(layers: Sequence[Any]) -> range:
-    """Return the indices of the layers that share the output layer's vocabulary; none where one layer has it.
-
-    Args:
-        layers: specifications of the layers of a model.
-    """
-    indices = [
-        index
-        for index, layer in enumerate(layers)
-        if isinstance(layer, LayerSpec) and issubclass(layer.typename, _VocabularyPart)
-    ]
-    return range(indices[0], indices[-1] + 1) if indices else range(0)
-
-
-class FirstVocabularyPart(_VocabularyPart):
+class FirstVocabularyPart(VocabularyRows):
     """The first part of the vocabulary, where the labels come in."""
 
     def forward(self, hidden: Tensor, labels: Tensor) -> VocabularySums:
@@ -108,7 +92,7 @@ class FirstVocabularyPart(_VocabularyPart):
         return VocabularySums(hidden, *self.logits(hidden).sums(labels), labels)
 
 
-class VocabularyPart(_VocabularyPart):
+class VocabularyPart(VocabularyRows):
     """A later part of the vocabulary."""
 
     def forward(self, before: tuple[Tensor, Tensor, Tensor, Tensor]) -> VocabularySums:
