@@ -157,16 +157,17 @@ def closed_form(model: ModelConfig, way: Way) -> float:
     return peak(memory_over_time(timeline, cut.lengths, token_bytes)[0]) + passed + under_way
 
 
-def build_way(model: ModelConfig, way: Way) -> tuple[Any, Iterator[Any]]:
+def build_way(model: ModelConfig, way: Way, threads: int) -> tuple[Any, Iterator[Any]]:
     """Return the engine of a way on this rank, and its batches.
 
     Args:
         model: the model section.
         way: how it is trained.
+        threads: threads of the rank.
     """
     import torch
 
-    join()
+    join(threads)
     cut = TokenSlices.uniform(model.seq_length, way.num_token_slices)
     more: dict[str, Any] = {"key_value_gradients": torch.bfloat16 if way.key_value_gradients == "bf16" else None}
     if way.offloads:
@@ -227,7 +228,9 @@ def memory(options: argparse.Namespace) -> Section:
             continue
 
         def row(way: Way = way) -> Sequence[object]:
-            with World(1, build_way, model, way, variables=[{"OMP_NUM_THREADS": "1"}]) as world:
+            with World(
+                1, build_way, model, way, options.threads, variables=[{"OMP_NUM_THREADS": str(options.threads)}]
+            ) as world:
                 ((found, host, resident, seconds, loss),) = world.run(measured_peak)
             expected = closed_form(model, way)
             compared = f"{expected / 1e6:,.0f}", f"{expected / found - 1:+.1%}"
@@ -309,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--window", type=int, metavar="W", help="sliding window of all layers")
     parser.add_argument("--only", nargs="+", choices=("stage", "bf16", "offload", "whole"), help="ways of `memory`")
+    parser.add_argument("--threads", type=int, default=1, help="of the rank of `memory`")
     parser.add_argument("--recompute", choices=("none", "stage", "full"), default="none", help="of `speed`")
     parser.add_argument("--rounds", type=int, default=3, help="of `speed`")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds of `speed` that are not counted")

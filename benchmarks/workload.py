@@ -59,10 +59,14 @@ def benchmark_model(num_layers: int = 8, *, llama: bool = False) -> ModelConfig:
     )
 
 
-def join() -> None:
-    """Join the other ranks, each on its own core with one thread."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+def join(threads: int = 1) -> None:
+    """Join the other ranks, each on its own cores.
+
+    Args:
+        threads: threads of each rank.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
     settle_on_cores(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_SIZE", "1")))
     init_distributed(dist_backend="gloo", timeout=timedelta(minutes=5), verbose=False)
 
