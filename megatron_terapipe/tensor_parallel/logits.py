@@ -193,7 +193,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, ranks: TensorParallelRanks, live: LiveLogits, rule: _Rule):
         rows = (ranks.start_gather(hidden)() if ranks.sequence_parallel else hidden).flatten(0, -2)
-        own = targets.flatten() - ranks.rank * len(weight) if ranks.size > 1 else targets.flatten()
+        own = targets.flatten() - rule.first_row if ranks.size > 1 else targets.flatten()
         elsewhere = (own < 0) | (own >= len(weight)) if ranks.size > 1 else None
         own = (own if elsewhere is None else own.masked_fill(elsewhere, 0)).unsqueeze(-1)
         parts = _tiled(ctx, rows, weight, own, live, rule, _sums if ranks.size > 1 else _losses)
