@@ -102,7 +102,7 @@ class WeightsAndBiases(Reporter):
 
     def __init__(self, logging: LoggingConfig, settings: dict[str, Any], world_size: int) -> None:
         # Imported here: the package is optional, and slow to import.
-        wandb = import_module("wandb")
+        self._wandb = wandb = import_module("wandb")
         try:
             self._run = wandb.init(
                 project=logging.wandb_project, name=logging.wandb_exp_name, dir=logging.wandb_save_dir, config=settings
@@ -126,8 +126,9 @@ class WeightsAndBiases(Reporter):
         self._run.log(evaluation_points(metrics, self._logging), step=metrics.iteration)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send what is left, and wait until the process of W&B that writes the files has ended."""
         self._run.finish()
+        self._wandb.teardown()
 
 
 def check_packages(logging: LoggingConfig) -> None:
