@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/schedules.md into the directory that is named."""
+"""Draws the pictures of docs/concepts/schedules.md into the directory that is named."""
 
 import sys
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.timeline import Timeline
 
 FOUND = Path(__file__).parent / "schedules" / "optimised_p4_m4_s4.txt"
-"""Written by the command that docs/schedules.md shows."""
+"""Written by the command that docs/concepts/schedules.md shows."""
 FOUND_CUT = (1666, 994, 804, 632)
 EVEN, BALANCED = (1.0,) * 4, TokenSlices.balanced(4096, 4, linear_cost=0.4, attention_cost=1.2 / 4096).lengths
 

@@ -30,7 +30,7 @@ def use_token_slices(model: "PreTrainedModel") -> None:
     if model.config._attn_implementation != NAME:
         raise UserError(
             f"{type(model).__name__} does not call its attention by transformers' AttentionInterface, through which "
-            "token slices see earlier ones: write its layers yourself, as in docs/own-models.md"
+            "token slices see earlier ones: write its layers yourself, as in docs/how-to/own-models.md"
         )
 
 

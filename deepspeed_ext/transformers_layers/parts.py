@@ -135,5 +135,5 @@ def _kind(child: nn.Module, model: "PreTrainedModel") -> str | None:
 def _unknown(model: "PreTrainedModel", what: str) -> UserError:
     return UserError(
         f"{type(model).__name__} is built in a way that is not known here ({what}): write its layers yourself, as in "
-        "docs/own-models.md"
+        "docs/how-to/own-models.md"
     )

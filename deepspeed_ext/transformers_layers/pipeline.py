@@ -136,13 +136,13 @@ def _check_logits(model: "PreTrainedModel", layers: Sequence[Any], tokens: Tenso
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"{name} has decoder layers that do not run in token slices ({type(error).__name__}: {reason}): write its "
-            "layers yourself, as in docs/own-models.md"
+            "layers yourself, as in docs/how-to/own-models.md"
         ) from error
     difference = float((found - expected).abs().max() / expected.abs().max())
     if not difference <= TOLERANCES[expected.dtype]:
         raise UserError(
             f"{name} computes logits that its layers in token slices do not (a difference of {difference:.1g} of the "
-            "largest): write its layers yourself, as in docs/own-models.md"
+            "largest): write its layers yourself, as in docs/how-to/own-models.md"
         )
 
 

@@ -1,4 +1,4 @@
-"""Print `docs/arguments.md`."""
+"""Print `docs/reference/arguments.md`."""
 
 from megatron_terapipe.arguments.reference import markdown
 

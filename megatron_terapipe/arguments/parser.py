@@ -174,7 +174,7 @@ def _parser(line: CommandLine) -> tuple[_Parser, list[str]]:
         prog=PROGRAM,
         usage=f"deepspeed {PROGRAM} --num-layers N ... [flags]",
         description="Pretrain a GPT with data, tensor, pipeline and token-slice parallelism on DeepSpeed.",
-        epilog="Flags may also be spelled with underscores. docs/arguments.md has the same list.",
+        epilog="Flags may also be spelled with underscores. docs/reference/arguments.md has the same list.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )

@@ -1,4 +1,4 @@
-"""The page about all flags, `docs/arguments.md`."""
+"""The page about all flags, `docs/reference/arguments.md`."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
 
 
 def markdown() -> str:
-    """Return the text of `docs/arguments.md`."""
+    """Return the text of `docs/reference/arguments.md`."""
     return (
         "\n".join([*_own(), *_presets(), *_other_defaults(), *_accepted(), *_neutral(), *_idle(), *_refused()]) + "\n"
     )

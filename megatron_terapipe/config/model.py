@@ -25,8 +25,8 @@ class ModelConfig:
     """
 
     model_preset: str | None = option(None, metavar="NAME|PATH")
-    """Take the sizes and the parts of a published model: one of those in docs/arguments.md, or a config.json of Hugging
-    Face, or the folder that holds one. Flags win over it."""
+    """Take the sizes and the parts of a published model: one of those in docs/reference/arguments.md, or a config.json
+    of Hugging Face, or the folder that holds one. Flags win over it."""
 
     num_layers: int = option(least=1, most=10_000)
     """Transformer layers."""

@@ -33,7 +33,8 @@ examples:
   python -m megatron_terapipe.search rank gpt3-13b examples/clusters/a100-64.json --global-batch-size 64
   python -m megatron_terapipe.search rank model.json hostfile --device A100-80GB --global-batch-size 512
 
-Models are presets or JSON files, clusters are JSON, YAML or hostfiles: docs/search.md. Each command has its own --help.
+Models are presets or JSON files, clusters are JSON, YAML or hostfiles: docs/how-to/search.md. Each command has its own
+--help.
 """
 
 

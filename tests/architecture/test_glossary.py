@@ -1,4 +1,4 @@
-"""One concept, one word: docs/glossary.md says which, and this test that no other is used.
+"""One concept, one word: docs/reference/glossary.md says which, and this test that no other is used.
 
 Names are looked at where they are given, so that what others named, such as DeepSpeed's `get_slice_parallel_rank`, can
 be used. Words that are quoted or stand in a code span are talked about, not used.

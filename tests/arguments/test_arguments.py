@@ -217,7 +217,7 @@ def test_unreadable_strategy_file(tmp_path: Path) -> None:
 
 
 def test_reference_is_fresh() -> None:
-    path = Path(__file__).parents[2] / "docs" / "arguments.md"
+    path = Path(__file__).parents[2] / "docs" / "reference" / "arguments.md"
     assert path.read_text(encoding="utf-8") == markdown(), (
-        "run `python -m megatron_terapipe.arguments > docs/arguments.md`"
+        "run `python -m megatron_terapipe.arguments > docs/reference/arguments.md`"
     )

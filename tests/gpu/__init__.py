@@ -1,1 +1,1 @@
-"""What `make gpu` proves on one CUDA device; see docs/gpu.md."""
+"""What `make gpu` proves on one CUDA device; see docs/how-to/gpu.md."""

@@ -18,7 +18,7 @@ from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
 from deepspeed_ext.plan.slicing import TokenSlices
 
 ROOT = Path(__file__).parents[2]
-CHAPTER = (ROOT / "docs" / "schedules.md").read_text()
+CHAPTER = (ROOT / "docs" / "concepts" / "schedules.md").read_text()
 PICTURES = ROOT / "docs" / "img" / "schedules"
 drawing = runpy.run_path(str(ROOT / "examples" / "draw_schedules.py"))
 

@@ -192,7 +192,7 @@ class MemoryModel:
         ranks, token_slices = strategy.pipeline_parallel_size, strategy.num_token_slices
         model_chunks, schedule = strategy.stages_of_a_rank, strategy.schedule
         if schedule == OPTIMISED:
-            # It keeps within what 1F1B needs, unless told another limit (docs/schedules.md).
+            # It keeps within what 1F1B needs, unless told another limit (docs/concepts/schedules.md).
             schedule, limit = ("1f1b" if model_chunks == 1 else "interleaved"), limit or 1.0
         num_micro_batches = steady_micro_batches(schedule, ranks, token_slices, strategy.num_micro_batches)
         shape = PipelineShape(ranks * model_chunks, num_micro_batches, token_slices, model_chunks)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_terapipe.huggingface.families.registry import FAMILIES
 
-CHAPTER = Path(__file__).parents[3] / "docs" / "huggingface.md"
+CHAPTER = Path(__file__).parents[3] / "docs" / "how-to" / "huggingface.md"
 
 
 def test_the_table_has_every_family() -> None:
