@@ -3,8 +3,8 @@
 from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.memory_model import MemoryModel
-from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads, default_overheads
+from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads, default_overheads
+from megatron_terapipe.search.cost.memory.peaks import MemoryModel
 from megatron_terapipe.search.cost.prediction import Prediction, RankMemory
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload

@@ -8,7 +8,7 @@ holds for whichever ranks are left out. A rank holds most as a backward starts a
     interleaved   min((V - 1) G S + S - 1 + 2 (P - i - 1) + 1, V M S)           (`plan.schedules`, groups of G)
     gpipe         V M S, and so breadth-first
 
-token slices are live on rank i. `cost.memory_model` counts the same op by op for strategies that may win.
+token slices are live on rank i. `cost.memory.peaks` counts the same op by op for strategies that may win.
 """
 
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.schedules import KEEPING_ALL
-from megatron_terapipe.search.cost.activation_memory import SCORE_LIMIT, TokenMemory, logit_limits
 from megatron_terapipe.search.cost.host_copies import stage_input_elements
 from megatron_terapipe.search.cost.layer_counts import LayerCounts
-from megatron_terapipe.search.cost.live_memory import Held
-from megatron_terapipe.search.cost.memory_model import MemoryModel
-from megatron_terapipe.search.cost.memory_overheads import Counted, total_bytes
+from megatron_terapipe.search.cost.memory.activations import SCORE_LIMIT, TokenMemory, logit_limits
+from megatron_terapipe.search.cost.memory.live import Held
+from megatron_terapipe.search.cost.memory.overheads import Counted, total_bytes
+from megatron_terapipe.search.cost.memory.peaks import MemoryModel
 from megatron_terapipe.search.cost.rank_groups import RankGroups
 from megatron_terapipe.search.software.description import ELEMENT_BYTES
 from megatron_terapipe.search.space.strategy_grid import StrategyGrid

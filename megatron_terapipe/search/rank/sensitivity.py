@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads, total_bytes
+from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads, total_bytes
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.search.op_times.constants import moved

@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass
 
-from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
+from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
 from megatron_terapipe.search.inputs.library import smallest_device_with
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.profile_factors import ProfileFactors

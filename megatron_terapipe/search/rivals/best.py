@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads, default_overheads
+from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads, default_overheads
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.rivals.memory import RivalMemory, rival_memory
 from megatron_terapipe.search.rivals.settings import RivalSettings, all_settings

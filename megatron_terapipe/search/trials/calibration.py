@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
+from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.op_times.constants import Prior
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency

@@ -10,7 +10,7 @@ from pydantic import Field, create_model, model_validator
 
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
+from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.documents import read_document
 from megatron_terapipe.search.inputs.entries import CountOrNone, Entry, NotNegative, Positive, Text, fixed, read_entry

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.memory_model import MemoryModel
-from megatron_terapipe.search.cost.memory_overheads import (
+from megatron_terapipe.search.cost.memory.overheads import (
     Counted,
     MemoryOverheads,
     default_overheads,
     total_bytes,
 )
+from megatron_terapipe.search.cost.memory.peaks import MemoryModel
 from megatron_terapipe.search.op_times.constants import Prior
 from megatron_terapipe.search.trials.fit import fit_constants
 from megatron_terapipe.search.trials.trial import Trial, models_of

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import numpy as np
 
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.memory_overheads import default_overheads, total_bytes
+from megatron_terapipe.search.cost.memory.overheads import default_overheads, total_bytes
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency

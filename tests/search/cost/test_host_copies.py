@@ -12,7 +12,7 @@ from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.cost.host_copies import SHARE_OF_HOST, host_bytes
-from megatron_terapipe.search.cost.live_memory import StageBytes, peak_held, rank_order
+from megatron_terapipe.search.cost.memory.live import StageBytes, peak_held, rank_order
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.inputs.cluster import Cluster, HostMemory

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.cost.collectives import all_to_all_s
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.memory_model import MemoryModel
+from megatron_terapipe.search.cost.memory.peaks import MemoryModel
 from megatron_terapipe.search.cost.rank_groups import GroupTopology
 from megatron_terapipe.search.cost.stage_ops import BACKWARD, FORWARD, head_exchange_s
 from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
+from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.op_times.constants import moved

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_terapipe.search.cost.memory_overheads import default_overheads
+from megatron_terapipe.search.cost.memory.overheads import default_overheads
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster
 from megatron_terapipe.search.inputs.workload import Workload

@@ -7,8 +7,8 @@ import numpy as np
 
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.memory_model import MemoryModel
-from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
+from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
+from megatron_terapipe.search.cost.memory.peaks import MemoryModel
 from megatron_terapipe.search.inputs import library
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.cost.memory_overheads import MemoryOverheads
+from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
 from megatron_terapipe.search.trials.memory_fit import MemorySample, fit_memory
 from tests.search.trials.synthetic import failed, measured
 

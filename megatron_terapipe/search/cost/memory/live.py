@@ -18,7 +18,7 @@ from deepspeed_ext.plan.programs.host_copies import HostCopy
 from deepspeed_ext.plan.programs.program import Content
 from deepspeed_ext.plan.schedules import KEEPING_ALL, SCHEDULES
 from deepspeed_ext.plan.simulate.wiring import KINDS, OpColumns
-from megatron_terapipe.search.cost.activation_memory import SCORE_LIMIT, LogitLimits, ScalarOrArray
+from megatron_terapipe.search.cost.memory.activations import SCORE_LIMIT, LogitLimits, ScalarOrArray
 
 Numbers = NDArray[np.float64]
 

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.cost.memory_model import MemoryModel
-from megatron_terapipe.search.cost.memory_overheads import ON_CPU, Counted, MemoryOverheads, assemble, total_bytes
+from megatron_terapipe.search.cost.memory.overheads import ON_CPU, Counted, MemoryOverheads, assemble, total_bytes
+from megatron_terapipe.search.cost.memory.peaks import MemoryModel
 from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.workload import Workload

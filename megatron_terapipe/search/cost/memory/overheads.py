@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.live_memory import Held
+from megatron_terapipe.search.cost.memory.live import Held
 from megatron_terapipe.search.cost.prediction import RankMemory
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.op_times.constants import constant

@@ -11,10 +11,10 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.simulate.wiring import OpColumns
-from megatron_terapipe.search.cost.activation_memory import ScalarOrArray, TokenMemory, logit_limits, token_memory
 from megatron_terapipe.search.cost.host_copies import stage_input_elements
 from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
-from megatron_terapipe.search.cost.live_memory import (
+from megatron_terapipe.search.cost.memory.activations import ScalarOrArray, TokenMemory, logit_limits, token_memory
+from megatron_terapipe.search.cost.memory.live import (
     Held,
     StageBytes,
     orders_of_ranks,
@@ -22,9 +22,9 @@ from megatron_terapipe.search.cost.live_memory import (
     rank_order,
     steady_micro_batches,
 )
-from megatron_terapipe.search.cost.memory_overheads import Counted, MemoryOverheads, assemble, default_overheads
+from megatron_terapipe.search.cost.memory.overheads import Counted, MemoryOverheads, assemble, default_overheads
+from megatron_terapipe.search.cost.memory.states import bucket_bytes, state_bytes
 from megatron_terapipe.search.cost.prediction import RankMemory
-from megatron_terapipe.search.cost.state_memory import bucket_bytes, state_bytes
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.software.description import ELEMENT_BYTES, Software

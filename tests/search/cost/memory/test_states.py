@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_terapipe.search.cost.state_memory import bucket_bytes, state_bytes
+from megatron_terapipe.search.cost.memory.states import bucket_bytes, state_bytes
 from megatron_terapipe.search.software.library import SOFTWARE
 
 
