@@ -54,6 +54,12 @@ NOT_RUN = {
 """Commands of which only the flags are checked, by their own parser."""
 NO_CODE = {
     "schedules.interleaved --+-->": "drawing",
+    "stage 0 | F0.0": "drawing",
+    "token slice 0   Q0": "drawing",
+    "backward of 2 ": "drawing",
+    "bubble ratio =": "formula",
+    "token slices  makespan": "printed by an example",
+    "refused: the schedule deadlocks": "printed by an example",
     "rank 0   layers 0-3": "drawing",
     "plan/\n": "list of files",
     "search/\n": "list of files",

@@ -9,9 +9,18 @@ import pytest
 
 from tests.architecture.sources import ROOT
 from tests.distributed import run_distributed
-from tests.documents.blocks import blocks_of, written
+from tests.documents.blocks import Block, blocks_of, written
 
-WITH_PYTHON = [path for path in written() if any(block.language == "python" for block in blocks_of(path))]
+EXAMPLES = [path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")]
+
+
+def python_of(path: Path) -> list[Block]:
+    """The blocks of a document, but for what stands in an example, which has a test of its own."""
+    blocks = [block for block in blocks_of(path) if block.language == "python"]
+    return [block for block in blocks if not any(block.text in example for example in EXAMPLES)]
+
+
+WITH_PYTHON = [path for path in written() if python_of(path)]
 
 
 def names_of_the_text() -> dict[str, Any]:
@@ -60,9 +69,8 @@ def names_of_the_text() -> dict[str, Any]:
 def run_blocks(path: Path, directory: Path) -> None:
     os.chdir(directory)  # Some blocks write files.
     names = names_of_the_text()
-    for block in blocks_of(path):
-        if block.language == "python":
-            exec(compile(block.text, block.where, "exec"), names)  # noqa: S102 - our own documents
+    for block in python_of(path):
+        exec(compile(block.text, block.where, "exec"), names)  # noqa: S102 - our own documents
 
 
 @pytest.mark.parametrize("path", WITH_PYTHON, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,0 +1,90 @@
+"""The lesson runs as its first lines say, its picture is the one that is shown, and it notices what a reader breaks."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.plan.errors import PlanError
+from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.schedules import one_f_one_b
+
+ROOT = Path(__file__).parents[2]
+LESSON = ROOT / "examples" / "learn_token_slices.py"
+PAGE = ROOT / "docs" / "concepts" / "token-slices.md"
+PICTURE = ROOT / "docs" / "img" / "lesson.svg"
+BACKWARD_ORDER = "for s in reversed(token_slices)"
+WARMUP = "warmup = shape.num_stages - rank - 1 + shape.num_token_slices"
+SIZES = "TOKENS, HIDDEN = 3, 2, 512, 64"
+
+
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, old: str = "", new: str = "") -> dict[str, Any]:
+    """Run the lesson in a folder, with one text of it changed and a smaller toy; return its names."""
+    text = LESSON.read_text(encoding="utf-8")
+    for before, after in ((SIZES, "TOKENS, HIDDEN = 3, 2, 16, 8"), (old, new)):
+        assert before in text
+        text = text.replace(before, after, 1)
+    (folder / "lesson.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["lesson.py", str(folder / "lesson.svg")])
+    return runpy.run_path(str(folder / "lesson.py"))
+
+
+def test_the_page_shows_its_schedule_and_what_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, monkeypatch)
+    page, said = PAGE.read_text(encoding="utf-8"), capsys.readouterr().out
+    (shown,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert shown in LESSON.read_text(encoding="utf-8")
+    (drawing,) = re.findall(r"^stage 0.*?\n\n", said, re.MULTILINE | re.DOTALL)
+    assert drawing.rstrip() in page
+    assert re.findall(r"^refused: .*$", said, re.MULTILINE)[0] in page
+
+
+def test_it_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(tmp_path, monkeypatch)
+    said = capsys.readouterr().out
+    # After a change that is meant: python examples/learn_token_slices.py docs/img/lesson.svg
+    assert (tmp_path / "lesson.svg").read_text() == PICTURE.read_text()
+    rows = re.findall(r"^ +(\d) +([\d.]+) +([\d.]+%) +([\d.]+%) +[\d.]+ ms", said, re.MULTILINE)
+    assert [row[:2] for row in rows] == [("1", "48.0"), ("2", "36.0"), ("4", "30.0")]
+    assert all(simulated == formula for *_, simulated, formula in rows)
+    assert "refused: the schedule deadlocks" in said
+    assert float(re.findall(r"run all the same, gradients are off by (\S+)", said)[0]) > 1e-2
+    for shape in (PipelineShape(3, 2, 4), PipelineShape(4, 1, 1), PipelineShape(2, 5, 3), PipelineShape(6, 1, 2)):
+        for rank in range(shape.num_ranks):
+            assert [*names["schedule"](shape, rank)] == [*one_f_one_b(shape, rank)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (BACKWARD_ORDER, "for s in token_slices", "deadlocks"),
+        ("yield from forwards[:warmup]", "yield from forwards[1:warmup]", "0F0.0"),
+        (WARMUP, "warmup = 1", "deadlocks"),
+    ],
+    ids=["backwards-turned-round", "op-left-out", "too-few-forwards"],
+)
+def test_a_wrong_order_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, said: str
+) -> None:
+    with pytest.raises(PlanError, match=said):
+        run(tmp_path, monkeypatch, old, new)
+
+
+def test_gradients_without_those_of_keys_and_values_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="gradients are wrong"):
+        run(tmp_path, monkeypatch, "*(leaf.grad for", "*(None for")
+
+
+def test_another_order_that_is_right_has_another_picture_and_the_same_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = run(tmp_path, monkeypatch, WARMUP, "warmup = 99")
+    assert (tmp_path / "lesson.svg").read_text() != PICTURE.read_text()
+    assert {each.peak_live_token_slices for each in names["timelines"]} == {(2,) * 3, (4,) * 3, (8,) * 3}
