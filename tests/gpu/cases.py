@@ -142,6 +142,9 @@ project's own case."""
 SEVERAL_STAGES_EACH = ((2, 2, 2, 4), (2, 2, 4, 4), (2, 4, 4, 8))
 """The same for several stages on a rank."""
 
+OF_SEVERAL_STAGES = ("interleaved", "breadth-first")
+"""Schedules for several stages on a rank."""
+
 QUEUES = (32, 8, 1)
 """What the trainer sets, what the driver has, and what Megatron's scripts set."""
 
@@ -154,8 +157,8 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
     """
     both = (DrainKind.FREE, DrainKind.SYNCHRONIZE)
     for queues in QUEUES[:1] if quick else QUEUES:
-        for schedule in ("gpipe", "1f1b", "zero-bubble", OPTIMISED, "interleaved"):
-            shapes = SEVERAL_STAGES_EACH if schedule == "interleaved" else ONE_STAGE_EACH
+        for schedule in ("gpipe", "1f1b", "zero-bubble", OPTIMISED, *OF_SEVERAL_STAGES):
+            shapes = SEVERAL_STAGES_EACH if schedule in OF_SEVERAL_STAGES else ONE_STAGE_EACH
             for shape in shapes[:2] if quick else shapes:
                 drains = both if queues == QUEUES[0] and not quick else ()
                 # A cold trial makes every communicator anew, which takes seconds: the smallest shape alone.
