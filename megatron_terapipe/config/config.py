@@ -204,13 +204,11 @@ class Config:
                 "changes them from one micro-batch to the next: drop one of them"
             )
         parts = parallel.vocabulary_parts * parallel.tensor_model_parallel_size
-        name, rows = "--vocab-rows", model.vocab_rows
-        if rows is None:
-            name, rows = "--make-vocab-size-divisible-by", model.make_vocab_size_divisible_by
+        flag, rows = model.vocabulary_multiple
         if rows % parts:
             raise ConfigError(
                 f"--vocabulary-stages deals the rows of the output layer to {parallel.vocabulary_parts} pipeline x "
-                f"{parallel.tensor_model_parallel_size} tensor-parallel ranks, and {name} {rows} is not a multiple of "
+                f"{parallel.tensor_model_parallel_size} tensor-parallel ranks, and {flag} {rows} is not a multiple of "
                 f"{parts}: change it"
             )
 

@@ -357,6 +357,13 @@ class ModelConfig:
             for index, shape in enumerate(shapes)
         )
 
+    @property
+    def vocabulary_multiple(self) -> tuple[str, int]:
+        """The flag, and its number of rows, of which the word embedding has a multiple."""
+        if self.vocab_rows is not None:
+            return "--vocab-rows", self.vocab_rows
+        return "--make-vocab-size-divisible-by", self.make_vocab_size_divisible_by
+
     def padded_vocab_size(self, tensor_parallel_size: int = 1) -> int:
         """Rows of the word embedding.
 

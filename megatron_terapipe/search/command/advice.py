@@ -1,4 +1,4 @@
-"""What is worked out beside a ranking: headroom, fewer devices, distance to fit, sensitivity, utilisation, rivals."""
+"""What is worked out beside a ranking: what to change, what to doubt, and what else to run."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +10,7 @@ from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.rank.distance_to_fit import distance_to_fit
 from megatron_terapipe.search.rank.fewer_devices import on_fewer_devices
+from megatron_terapipe.search.rank.found_orders import with_found_order
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import SearchResult
@@ -69,6 +70,7 @@ def advise(
             rivals=compared,
         )
     winner = result.entries[0]
+    order = with_found_order(winner, problem, constraints, pricing)
     return Advice(
         memory_headroom=problem.memory_headroom,
         too_full=full,
@@ -76,7 +78,14 @@ def advise(
         sensitivity=sensitivity(result.contenders, pricing),
         utilization=check_utilization(winner, pricing.cost_model),
         rivals=compared,
+        found_order=order,
+        found_order_saves=0.0 if order is None else 1 - _seconds(order) / _seconds(winner),
     )
+
+
+def _seconds(entry: Ranked) -> float:
+    assert entry.prediction is not None
+    return entry.prediction.iteration_time_s
 
 
 def _rivals(result: SearchResult, problem: SearchProblem, pricing: Pricing) -> tuple[RivalAdvice, ...]:
@@ -91,5 +100,5 @@ def _rivals(result: SearchResult, problem: SearchProblem, pricing: Pricing) -> t
 def _too_full(entry: Ranked, result: SearchResult, pricing: Pricing) -> TooFull:
     saves = None
     if result.entries and result.entries[0].prediction is not None and entry.prediction is not None:
-        saves = 1 - entry.prediction.iteration_time_s / result.entries[0].prediction.iteration_time_s
+        saves = 1 - _seconds(entry) / _seconds(result.entries[0])
     return TooFull(entry=entry, left_free=1 - fullness(entry, pricing), could_save=saves)

@@ -4,12 +4,14 @@ from dataclasses import asdict
 
 from megatron_terapipe.search.rank.distance_to_fit import DistanceToFit
 from megatron_terapipe.search.rank.fewer_devices import FewerDevices
+from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.sensitivity import OtherWinner, Sensitivity
 from megatron_terapipe.search.report.advice import Advice, TooFull
 from megatron_terapipe.search.report.advice_schema import (
     AdvicePart,
     DistancePart,
     FewerDevicesPart,
+    FoundOrderPart,
     OtherWinnerPart,
     RemedyPart,
     SensitivityPart,
@@ -30,6 +32,17 @@ def advice_part(advice: Advice) -> AdvicePart:
         utilization=None if advice.utilization is None else _utilization(advice.utilization),
         distance_to_fit=None if advice.distance is None else _distance(advice.distance),
         rivals=[rival_part(each) for each in advice.rivals],
+        found_order=None if advice.found_order is None else _found_order(advice.found_order, advice.found_order_saves),
+    )
+
+
+def _found_order(entry: Ranked, saves: float) -> FoundOrderPart:
+    assert entry.prediction is not None
+    return FoundOrderPart(
+        strategy=entry.strategy.to_json(),
+        iteration_time_s=entry.prediction.iteration_time_s,
+        peak_memory_bytes=entry.prediction.peak_memory_bytes,
+        could_save=saves,
     )
 
 

@@ -17,6 +17,19 @@ class TooFullPart(Part):
     """Share of the winner's time that it would save; null = nothing leaves the headroom free."""
 
 
+class FoundOrderPart(Part):
+    """The winner with an order of its ops that was searched for."""
+
+    strategy: StrategyObject
+    """The strategy, with the schedule `optimised`."""
+    iteration_time_s: float
+    """Predicted seconds of one iteration."""
+    peak_memory_bytes: float
+    """Bytes on the fullest device."""
+    could_save: float
+    """Share of the winner's time that it saves."""
+
+
 class FewerDevicesPart(Part):
     """A part of the cluster, and the best strategy found on it."""
 
@@ -161,3 +174,5 @@ class AdvicePart(Part):
     """Null = the model fits, or memory is not the reason why nothing can run."""
     rivals: list[RivalPart]
     """What would be run in place of this trainer; empty where sequences are short, or `--no-rivals` was given."""
+    found_order: FoundOrderPart | None
+    """The winner with an order of its ops that was searched for; null = none saves time, or none was looked for."""

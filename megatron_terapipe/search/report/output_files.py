@@ -14,6 +14,7 @@ from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.report.advice import FOUND_ORDER
 from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.search.report.comparison import rivals
 from megatron_terapipe.search.report.documents import document_text, rank_document
@@ -90,6 +91,14 @@ def winner_launch(answer: Answer) -> tuple[Launch | None, str]:
         return None, str(error)
 
 
+def found_order_launch(answer: Answer) -> Launch | None:
+    """Return what launches the winner with the order that was found for it; None where there is none, or no launch."""
+    found = answer.advice.found_order
+    if found is None or winner_launch(answer)[0] is None:
+        return None
+    return launch_of(found.strategy, answer.workload.config, answer.cluster, answer.precision)
+
+
 def script_command(directory: str) -> str:
     """Return the command of the script in a directory, which can be given from everywhere."""
     return shlex.join(["bash", str(Path(directory) / "launch.sh")])
@@ -122,6 +131,8 @@ def write_answer(directory: str, answer: Answer, op_costs: OpCostsOf) -> LaunchP
     command = None if launch is None else launch.command(directory)
     write_page(page, answer, op_costs, command="" if command is None else how_to_run(directory, command))
     files = [ranking, page, *([] if launch is None else launch.write(directory))]
+    if (other := found_order_launch(answer)) is not None:
+        files += other.write(str(Path(directory) / FOUND_ORDER))
     written = LaunchPart(command=command, files=files, why_not=why_not or None)
     write_document(ranking, rank_document(answer, written))
     return written

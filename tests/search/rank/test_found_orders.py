@@ -1,0 +1,96 @@
+"""The winner with an order that is searched for, and with its output layer in parts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext.plan.schedules import OPTIMISED
+from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
+from megatron_terapipe.search.rank.found_orders import with_found_order
+from megatron_terapipe.search.rank.ranked import Ranked
+from megatron_terapipe.search.report.advice import FOUND_ORDER, Advice, advice_notes
+from megatron_terapipe.search.report.advice_document import advice_part
+from megatron_terapipe.search.report.output_files import write_answer
+from megatron_terapipe.search.software.deepspeed import DEEPSPEED
+from megatron_terapipe.search.space.problem import SearchProblem
+from megatron_terapipe.strategy import Strategy
+from tests.search.problems import small_cluster
+from tests.search.report.answers import answer
+
+LARGE_VOCABULARY = ModelConfig(
+    num_layers=8,
+    hidden_size=1024,
+    num_attention_heads=8,
+    seq_length=2048,
+    vocab_size=64_000,
+    untie_embeddings_and_output_weights=True,
+)
+TIED = replace(LARGE_VOCABULARY, untie_embeddings_and_output_weights=False)
+UNEVEN = replace(LARGE_VOCABULARY, make_vocab_size_divisible_by=2)
+STRATEGY = Strategy(pipeline_parallel_size=4, num_token_slices=4, global_batch_size=8)
+
+
+def found_for(
+    model: ModelConfig = LARGE_VOCABULARY, strategy: Strategy = STRATEGY, **constraints: tuple[object, ...]
+) -> tuple[Ranked | None, Ranked, SearchProblem]:
+    cluster = small_cluster(num_nodes=1, num_devices=4)
+    problem = SearchProblem(workload=gpt_workload(model), cluster=cluster, global_batch_size=8)
+    pricing = Pricing(problem.workload, problem.cluster)
+    winner = Ranked(strategy=strategy, prediction=pricing.predict(strategy))
+    return with_found_order(winner, problem, constraints, pricing), winner, problem
+
+
+def test_a_large_output_layer_is_cut_into_vocabulary_stages_at_the_price_that_they_have() -> None:
+    found, winner, problem = found_for()
+    assert found is not None and found.prediction is not None and winner.prediction is not None
+    assert found.strategy == replace(STRATEGY, schedule=OPTIMISED, vocabulary_stages=True)
+    assert found.prediction == Pricing(problem.workload, problem.cluster).predict(found.strategy)
+    assert found.prediction.iteration_time_s < 0.95 * winner.prediction.iteration_time_s
+
+
+@pytest.mark.parametrize("model", [TIED, UNEVEN], ids=["tied to the embedding", "rows that cannot be dealt"])
+def test_an_output_layer_that_cannot_be_cut_stays_whole(model: ModelConfig) -> None:
+    found, _, _ = found_for(model)
+    assert found is None or not found.strategy.vocabulary_stages
+
+
+def test_stages_that_flags_fix_stay() -> None:
+    bounds = (0, 2, 4, 6, 8)
+    found, _, _ = found_for(strategy=replace(STRATEGY, stage_partition=bounds), stage_partition=(bounds,))
+    assert found is not None and found.strategy.stage_partition == bounds
+
+
+def test_nothing_is_looked_for_where_nothing_may_change() -> None:
+    assert found_for(schedule=("1f1b",))[0] is None
+    assert found_for(strategy=replace(STRATEGY, num_token_slices=64, global_batch_size=64))[0] is None
+    _, winner, problem = found_for()
+    others = replace(problem, software=DEEPSPEED)
+    assert with_found_order(winner, others, {}, Pricing(problem.workload, problem.cluster, software=DEEPSPEED)) is None
+
+
+def test_what_does_not_fit_is_not_advised() -> None:
+    _, winner, problem = found_for()
+    full = replace(problem, memory_headroom=0.999)
+    assert with_found_order(winner, full, {}, Pricing(problem.workload, problem.cluster)) is None
+
+
+def test_it_is_said_written_and_launched(tmp_path: Path) -> None:
+    found, _, problem = found_for()
+    assert found is not None and found.prediction is not None
+    advice = Advice(found_order=found, found_order_saves=0.2)
+    (line,) = advice_notes(advice, problem)
+    assert "(--pipeline-schedule optimised --vocabulary-stages) rank 1 takes " in line and ", 20% less: " in line
+    part = advice_part(advice).found_order
+    assert part is not None and part.strategy == found.strategy.to_json() and part.could_save == 0.2
+    shown = answer()
+    other = replace(shown.entries[0].strategy, schedule=OPTIMISED)
+    shown = replace(shown, advice=Advice(found_order=replace(found, strategy=other)))
+    pricing = Pricing(shown.workload, shown.cluster)
+    written = write_answer(str(tmp_path), shown, pricing.cost_model.pipeline_costs)
+    folder = tmp_path / FOUND_ORDER
+    assert {str(folder / name) for name in ("strategy.json", "cluster.json", "launch.sh")} <= set(written.files)
+    assert Strategy.from_json(json.loads((folder / "strategy.json").read_text())).schedule == OPTIMISED
