@@ -136,6 +136,7 @@ class Dimension:
         setting: field of the configuration that it sets; None = the one of its name, empty = none.
         trained: values that the trainer supports; empty = all.
         priced: values that the search can price, and flags may ask for; empty = all.
+        found: words of its flag for values that need an order of ops to be found: priced one by one, and not ranked.
         tried: values that the search tries where no flag says otherwise; None = not searched.
         tried_if_long: values that it tries beside those where sequences are long.
         ranks: whether it multiplies the number of ranks.
@@ -159,6 +160,7 @@ class Dimension:
     setting: str | None = None
     trained: tuple[Any, ...] = ()
     priced: tuple[Any, ...] = ()
+    found: tuple[str, ...] = ()
     tried: tuple[Any, ...] | Tried | None = None
     tried_if_long: tuple[Any, ...] = ()
     ranks: bool = False
@@ -186,6 +188,12 @@ class Dimension:
         Raises:
             ConfigError: if one is none of this dimension.
         """
+        for word in self.found:
+            if word in text.replace(" ", "").split(","):
+                raise ConfigError(
+                    f"{self.flag} {word} is not ranked, because an order of ops has to be found for each strategy: "
+                    f"leave {word} out; rank says what it would save for the winner, and predict prices it"
+                )
         values = self.kind.parse(text, self.flag, self.priced)
         self._check_most(values, self.flag)
         return values

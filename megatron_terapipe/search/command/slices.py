@@ -195,9 +195,6 @@ def _pricing(options: argparse.Namespace, strategy: Strategy) -> "tuple[SearchPr
     cluster, notes = cluster_of(options)
     precision = precision_of(options, cluster)
     whole = replace(strategy, num_token_slices=1, token_slices=None)
-    if strategy.schedule == OPTIMISED:
-        # An order is found for any pipeline that a schedule by name takes.
-        whole = replace(whole, schedule="interleaved" if strategy.num_model_chunks > 1 else "1f1b")
     sequences = strategy.num_micro_batches * strategy.micro_batch_size * strategy.data_parallel_size
     problem = SearchProblem(workload=workload, cluster=cluster, global_batch_size=sequences, precision=precision)
     reason = broken_rule(whole, problem)

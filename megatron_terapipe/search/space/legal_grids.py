@@ -3,12 +3,13 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.dimensions import Tried
 from megatron_terapipe.search.space.choices import Choices
 from megatron_terapipe.search.space.problem import SearchProblem
@@ -155,5 +156,13 @@ def broken_rule(strategy: Strategy, problem: SearchProblem) -> str | None:
         strategy: any.
         problem: model and cluster; the batch is the strategy's own.
     """
+    if strategy.schedule == OPTIMISED:
+        if not problem.software.can_run("schedule", OPTIMISED):
+            return f"{problem.software.name} cannot run schedule {OPTIMISED}"
+        # An order is found for any pipeline that a schedule by name takes.
+        by_name = "interleaved" if strategy.num_model_chunks > 1 else "1f1b"
+        strategy = replace(strategy, schedule=by_name, vocabulary_stages=False)
+    elif strategy.vocabulary_stages:
+        return f"vocabulary stages are priced with an order that is found for them alone: write schedule {OPTIMISED!r}"
     grid = StrategyGrid.of_strategy(strategy)
     return next((reason for rule in TRAINER_RULES if (reason := rule.reason(grid, problem)) is not None), None)

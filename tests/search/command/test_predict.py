@@ -17,7 +17,8 @@ LINES = [
     {"data_parallel_size": 2, "pipeline_parallel_size": 2, "stage_partition": [0, 2, 7]},
     {"pipeline_parallel_size": 2, "micro_batch_size": 4096, "global_batch_size": 8192},
     {"strategy": {"pipeline_parallel_size": 4, "placement": [2, 3, 0, 1]}, "rank": 7},
-    {"schedule": "optimised"},
+    {"pipeline_parallel_size": 4, "global_batch_size": 8, "vocabulary_stages": True},
+    {"pipeline_parallel_size": 4, "num_token_slices": 2, "global_batch_size": 8, "schedule": "optimised"},
 ]
 
 
@@ -37,7 +38,7 @@ def test_all_are_there_in_the_order_of_the_file(tmp_path: Path) -> None:
     assert [entry["index"] for entry in entries] == list(range(len(LINES)))
     assert sorted(entry["rank"] for entry in entries) == list(range(1, len(LINES) + 1))
     feasible = [entry["feasible"] for entry in entries]
-    assert feasible == [True, False, True, False, False, True, False]
+    assert feasible == [True, False, True, False, False, True, False, True]
     assert "16 ranks" in entries[1]["reason"] and entries[1]["predicted"] is None
     assert "stage_partition" in entries[3]["reason"] or "stage partition" in entries[3]["reason"]
     assert "out of memory" in entries[4]["reason"] and entries[4]["predicted"]["peak_memory_bytes"] > 40e9
@@ -45,7 +46,8 @@ def test_all_are_there_in_the_order_of_the_file(tmp_path: Path) -> None:
     by_rank = sorted((entry for entry in entries if entry["feasible"]), key=lambda entry: entry["rank"])
     times = [entry["predicted"]["iteration_time_s"] for entry in by_rank]
     assert times == sorted(times)
-    assert max(entry["rank"] for entry in by_rank) == 3
+    assert max(entry["rank"] for entry in by_rank) == 4
+    assert "write schedule 'optimised'" in entries[6]["reason"]
 
 
 def test_a_batch_for_those_that_say_none(tmp_path: Path) -> None:

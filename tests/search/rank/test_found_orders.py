@@ -8,6 +8,7 @@ import pytest
 
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.rank.found_orders import with_found_order
@@ -17,7 +18,7 @@ from megatron_terapipe.search.report.advice_document import advice_part
 from megatron_terapipe.search.report.output_files import write_answer
 from megatron_terapipe.search.software.deepspeed import DEEPSPEED
 from megatron_terapipe.search.space.problem import SearchProblem
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from tests.search.problems import small_cluster
 from tests.search.report.answers import answer
 
@@ -94,3 +95,11 @@ def test_it_is_said_written_and_launched(tmp_path: Path) -> None:
     folder = tmp_path / FOUND_ORDER
     assert {str(folder / name) for name in ("strategy.json", "cluster.json", "launch.sh")} <= set(written.files)
     assert Strategy.from_json(json.loads((folder / "strategy.json").read_text())).schedule == OPTIMISED
+
+
+@pytest.mark.parametrize("flags", [("--schedule", "1f1b,optimised"), ("--vocabulary-stages", "on")])
+def test_what_is_not_ranked_is_refused_with_where_it_is_said(flags: tuple[str, str]) -> None:
+    name, text = flags
+    (dimension,) = [each for each in DIMENSIONS if each.flag == name]
+    with pytest.raises(ConfigError, match=f"{name} .* is not ranked.*rank says what it would save for the winner"):
+        dimension.parse(text)
