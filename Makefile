@@ -16,7 +16,7 @@ SOURCES := deepspeed_ext megatron_terapipe benchmarks tests examples pretrain_gp
 # Files of the driver: without one, nothing needs to be installed to say that there is no GPU.
 GPU := $(firstword $(wildcard /dev/nvidiactl /dev/dxg))
 
-.PHONY: help demo test test-fast test-all check faults format bench gpu gpu-bench clean
+.PHONY: help demo test test-fast test-all check faults format bench bench-engines gpu gpu-bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -56,14 +56,17 @@ format: $(VENV)/installed ## bring the code into style
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-bench: $(VENV)/installed ## measure speed and memory on two cores, simulator and solvers too
-	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.pipeline_speed
+bench: $(VENV)/installed ## measure schedules and memory on two cores, simulator and solvers too
 	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.activation_memory
 	$(BIN)/python -m benchmarks.slicing_overhead
 	$(BIN)/python -m benchmarks.gradient_accumulation
 	$(BIN)/python -m benchmarks.schedule_speed
 	$(BIN)/python -m benchmarks.simulator_speed
 	$(BIN)/python -m benchmarks.solver_speed
+
+bench-engines: $(VENV)/installed ## our engine beside DeepSpeed's and torch's pipelines and plain torch; writes the page, in 12 minutes
+	PATH="$(CURDIR)/$(BIN):$$PATH" deepspeed --num_accelerators 2 --module benchmarks.engines --json runs/engines.json
+	$(BIN)/python -m benchmarks.engines.page runs/engines.json
 
 gpu: $(if $(GPU),$(VENV)/installed) ## prove on one CUDA GPU what can be proven there; ends in a table for an issue
 	@$(if $(GPU),PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.gpu,echo "no CUDA GPU here: nothing was run")

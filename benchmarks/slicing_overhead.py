@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--token-slices", type=int, nargs="+", default=[2, 4, 8, 16], metavar="S")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--layers", type=int, default=4, help="as many as a stage of benchmarks.pipeline_speed has")
+    parser.add_argument("--layers", type=int, default=4, help="as many as a stage of a model of 8 has")
     options = parser.parse_args(argv)
     join_alone()
     model = benchmark_model(options.layers)

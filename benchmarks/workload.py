@@ -7,11 +7,8 @@ from contextlib import redirect_stdout
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import Placement
@@ -23,11 +20,9 @@ from deepspeed_ext.runtime.channels import TensorSpec
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.sequence.documents import Documents
-from deepspeed_ext.runtime.stages import takes_past
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
-from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.token_slice_batch import split_batch
 
@@ -93,41 +88,6 @@ def seconds_in_turns(steps: Mapping[Name, Callable[[], object]], rounds: int) ->
             if turn:
                 times[name].append(time.perf_counter() - start)
     return times
-
-
-class WholeSequence:
-    """The past of a layer that gets whole sequences: torch's own causal attention."""
-
-    prefix_len = 0
-    positions_restart = False
-
-    def positions(self, length: int, device: torch.device) -> Tensor:
-        """Positions from 0: [1, length]."""
-        return torch.arange(length, device=device).unsqueeze(0)
-
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what `make` makes, for every layer again."""
-        return make()
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float, **more: Any) -> Tensor:
-        """Return causal attention of queries, keys and values [B, N, heads, D]: [B, N, heads, D]."""
-        assert not dropout, "the benchmarks train without dropout"
-        assert more["window"] is more["softcap"] is None, "the benchmarks train without windows and soft caps"
-        heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        attended = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=True)
-        return attended.transpose(1, 2)
-
-
-class Unsliced(nn.Module):
-    """A layer of ours for DeepSpeed's own pipeline, which calls layers with one argument."""
-
-    def __init__(self, layer_class: type[nn.Module], *arguments: Any, **keywords: Any) -> None:
-        super().__init__()
-        self.layer = layer_class(*arguments, **keywords)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Run the layer on whole sequences [B, N, hidden]."""
-        return self.layer(hidden, past=WholeSequence())
 
 
 def settings(num_micro_batches: int, micro_batch_size: int) -> dict[str, Any]:
@@ -221,45 +181,6 @@ def our_engine(
             **more,
         )
     return engine
-
-
-def deepspeed_engine(model: ModelConfig, num_micro_batches: int, *, num_stages: int, micro_batch_size: int = 1) -> Any:
-    """Return DeepSpeed's own pipeline engine on the same layers; its layers may return only tensors.
-
-    Args:
-        model: the model section.
-        num_micro_batches: micro-batches of a step.
-        num_stages: stages of the pipeline.
-        micro_batch_size: sequences of a micro-batch.
-    """
-    layers = [
-        LayerSpec(Unsliced, spec.typename, *spec.module_args, **spec.module_kwargs)
-        if type(spec) is LayerSpec and takes_past(spec.typename.forward)
-        else spec
-        for spec in gpt_layers(model)
-    ] + [Logits.compute]
-    bounds = (*pipeline_partition(_uniform(model, num_stages)).bounds[:-1], len(layers))
-
-    class FixedPartition(PipelineModule):
-        """DeepSpeed's module, with the partition of ours."""
-
-        def _partition_layers(self, method: str = "") -> None:
-            self.parts = list(bounds)
-            self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
-
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        module = FixedPartition(layers, num_stages=num_stages, loss_fn=_loss_of_tensors, seed_layers=False)
-        engine, *_ = deepspeed.initialize(
-            model=module, config=settings(num_micro_batches, micro_batch_size), optimizer=_sgd(module)
-        )
-    return engine
-
-
-def _loss_of_tensors(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss of `gpt_loss`, from logits that are there."""
-    targets, loss_mask = labels
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return (losses * loss_mask.flatten()).sum() / loss_mask.sum().clamp(min=1)
 
 
 def _uniform(model: ModelConfig, num_stages: int) -> StagePartition:

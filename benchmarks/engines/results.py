@@ -1,0 +1,157 @@
+"""What is kept of a measurement: every time, what was compared, and how quiet the machine was."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+
+class Name(NamedTuple):
+    """An engine under one schedule.
+
+    Attributes:
+        engine: whose it is, and how sequences are cut.
+        schedule: its name there.
+    """
+
+    engine: str
+    schedule: str
+
+    def __str__(self) -> str:
+        return f"{self.engine}: {self.schedule}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """An engine under one schedule.
+
+    Attributes:
+        engine: as in `Name`.
+        schedule: as in `Name`.
+        seconds: of every round.
+        cpu_seconds: of all ranks together, of every round.
+        peak_bytes: most bytes alive on each rank, of those that a step made.
+        loss_difference: from plain torch, as a share of the loss.
+        gradient_difference: from plain torch, as a share of the largest element of each gradient.
+        problem: why there are no times; None where there are.
+        needs: fewest micro-batches that it takes, where it refused these; None if it refuses for another reason.
+    """
+
+    engine: str
+    schedule: str
+    seconds: tuple[float, ...] = ()
+    cpu_seconds: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+    loss_difference: float | None = None
+    gradient_difference: float | None = None
+    problem: str | None = None
+    needs: int | None = None
+
+    @property
+    def name(self) -> Name:
+        """Engine and schedule."""
+        return Name(self.engine, self.schedule)
+
+    @property
+    def median_s(self) -> float:
+        """Median of the rounds."""
+        return median(self.seconds)
+
+    def idle_share(self, num_ranks: int) -> float:
+        """Share of the time in which the cores of the ranks computed nothing, in [0, 1]."""
+        return max(0.0, 1 - median(self.cpu_seconds) / (num_ranks * self.median_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All engines with one number of micro-batches.
+
+    Attributes:
+        num_micro_batches: of a step.
+        engines: what was measured, in the order of the catalogue.
+    """
+
+    num_micro_batches: int
+    engines: tuple[Measured, ...]
+
+    @property
+    def num_rounds(self) -> int:
+        """Steps of each engine that were timed."""
+        return max((len(each.seconds) for each in self.engines), default=0)
+
+    @property
+    def timed(self) -> list[Measured]:
+        """The engines that have times."""
+        return [each for each in self.engines if each.seconds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """How quiet the machine was.
+
+    Attributes:
+        load_at_start: processes that ran or waited to run, mean of the minute before.
+        others_share: share of the cores' time that other processes took.
+        steal_share: share that the host of a virtual machine took.
+        product_s: times of one matrix product, before each round.
+    """
+
+    load_at_start: float
+    others_share: float
+    steal_share: float
+    product_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One run of the command.
+
+    Attributes:
+        command: what was typed.
+        date: when it ended.
+        machine: cores, memory.
+        software: versions by name.
+        model: sizes by name.
+        num_ranks: ranks of the pipelines.
+        micro_batch_size: sequences of a micro-batch.
+        wall_s: seconds of all.
+        noise: how quiet the machine was.
+        runs: by number of micro-batches.
+    """
+
+    command: str
+    date: str
+    machine: str
+    software: Mapping[str, str]
+    model: Mapping[str, int]
+    num_ranks: int
+    micro_batch_size: int
+    wall_s: float
+    noise: Noise
+    runs: tuple[Run, ...]
+
+    def write(self, path: Path) -> None:
+        """Write all of it as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> "Document":
+        """Read what `write` wrote."""
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        runs = tuple(
+            Run(num_micro_batches=run["num_micro_batches"], engines=tuple(map(_measured, run["engines"])))
+            for run in fields.pop("runs")
+        )
+        noise = Noise(**{name: _frozen(value) for name, value in fields.pop("noise").items()})
+        return cls(**fields, noise=noise, runs=runs)
+
+
+def _measured(fields: Mapping[str, Any]) -> Measured:
+    return Measured(**{name: _frozen(value) for name, value in fields.items()})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

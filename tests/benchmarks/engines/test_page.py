@@ -1,0 +1,113 @@
+"""Table, sentences and picture of a measurement that is made up."""
+
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.engines.findings import circumstances, findings
+from benchmarks.engines.names import DEEPSPEED, IN_ONE_THREAD, IN_TWO_THREADS, OURS, PIPELINE_ENGINE, TORCH, ours_with
+from benchmarks.engines.page import BEGIN, END, PAGE, main, written_into
+from benchmarks.engines.picture import draw
+from benchmarks.engines.results import Document, Measured, Name, Noise, Run
+from benchmarks.engines.table import COLUMNS, table
+
+
+def _measured(name: Name, *seconds: float, megabytes: int = 100) -> Measured:
+    return Measured(
+        engine=name.engine,
+        schedule=name.schedule,
+        seconds=seconds,
+        cpu_seconds=tuple(1.5 * each for each in seconds),
+        peak_bytes=(megabytes * 2**20, 50 * 2**20),
+        loss_difference=0.0,
+        gradient_difference=5e-7 if name.engine.startswith(OURS) else 0.0,
+    )
+
+
+RUN = Run(
+    num_micro_batches=1,
+    engines=(
+        _measured(IN_ONE_THREAD, 4.0, 4.2, 4.1),
+        _measured(IN_TWO_THREADS, 2.5, 2.5, 2.5),
+        _measured(PIPELINE_ENGINE, 4.4, 4.4, 4.4, megabytes=120),
+        Measured(engine=DEEPSPEED, schedule="DualPipeV", problem="needs >= 2 * 2", needs=4),
+        _measured(Name(TORCH, "GPipe"), 4.3, 4.5, 4.4),
+        Measured(engine=TORCH, schedule="Fast", problem="loss differs by 1e-1"),
+        _measured(Name(OURS, "1f1b"), 4.6, 4.6, 4.6),
+        _measured(Name(ours_with(8), "1f1b"), 2.1, 2.2, 2.3, megabytes=60),
+    ),
+)
+DOCUMENT = Document(
+    command="deepspeed --module benchmarks.engines",
+    date="2026-11-22",
+    machine="2 cores of a test",
+    software={"torch": "2.13.0"},
+    model={"layers": 4, "tokens": 2048},
+    num_ranks=2,
+    micro_batch_size=1,
+    wall_s=600.0,
+    noise=Noise(load_at_start=0.1, others_share=0.02, steal_share=0.001, product_s=(0.1, 0.11, 0.09)),
+    runs=(RUN,),
+)
+
+
+def test_the_table_has_a_row_for_every_engine() -> None:
+    lines = table(DOCUMENT, RUN).splitlines()
+    assert lines[0] == "### 1 micro-batch of 1 x 2048 tokens"
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[4:]]
+    assert len(rows) == len(RUN.engines) and {len(row) for row in rows} == {len(COLUMNS)}
+    assert rows[0][2:7] == ["4.100", "4.000 to 4.200", "1.00", "1.07", "25%"]
+    assert rows[3][2] == "needs 4 micro-batches" and rows[5][2] == "not timed: loss differs by 1e-1"
+    assert rows[7][2:5] == ["**2.200**", "2.100 to 2.300", "**1.86**"] and rows[7][7:] == ["60 / 50", "5e-07"]
+    assert rows[4][8] == "the same"
+
+
+def test_findings_name_the_fastest_and_where_others_win() -> None:
+    fastest, whole, memory, threads = findings(RUN)
+    assert "*ours, 8 token slices: 1f1b*, 2.200 s" in fastest and "100.0% slower." in fastest
+    assert "*torch.distributed.pipelining: GPipe*" in whole and "PipelineEngine" in whole
+    assert "ours 60 MB" in memory and "rivals 100 MB" in memory and "+13.6%" in threads
+
+
+def test_findings_say_so_where_a_rival_is_first_and_where_ranges_overlap() -> None:
+    rival = _measured(Name(TORCH, "GPipe"), 2.0, 2.15, 2.5)
+    fastest, *_ = findings(replace(RUN, engines=(*RUN.engines[:4], rival, *RUN.engines[5:])))
+    assert fastest.startswith("Fastest pipeline: *torch") and "engines of ours" in fastest and "overlap" in fastest
+
+
+def test_circumstances_tell_how_quiet_the_machine_was() -> None:
+    text = " ".join(circumstances(DOCUMENT))
+    assert "2.0% of the cores' time" in text and "-10.0% to +10.0%" in text and "3 with 1 micro-batch" in text
+
+
+def test_the_picture_has_a_bar_for_every_engine_that_has_times() -> None:
+    root = ElementTree.fromstring(draw(DOCUMENT))
+    texts = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    for each in RUN.engines:
+        assert str(each.name) in texts
+    assert texts.index("ours, 8 token slices: 1f1b") < texts.index("plain torch: one process, 2 threads")
+    assert "needs 4 micro-batches" in texts
+    bars = [each for each in root.iter("{http://www.w3.org/2000/svg}path") if each.get("class") == "range"]
+    assert len(bars) == len(RUN.timed) == 6
+
+
+def test_times_become_a_page_in_one_step(tmp_path: Path) -> None:
+    times, page, picture = tmp_path / "times.json", tmp_path / "page.md", tmp_path / "img" / "engines.svg"
+    DOCUMENT.write(times)
+    assert Document.read(times) == DOCUMENT
+    picture.parent.mkdir()
+    page.write_text(f"# Engines\n{BEGIN}\nold\n{END}\nHow to read it.\n")
+    arguments = [str(times), "--document", str(page), "--picture", str(picture)]
+    assert main(arguments) == 0 and main(arguments) == 0
+    text = page.read_text()
+    assert "old" not in text and "(img/engines.svg)" in text and text.endswith("How to read it.\n")
+    assert text.count("### 1 micro-batch") == 1
+    assert Document.read(tmp_path / "page.json") == DOCUMENT
+
+
+def test_a_page_needs_its_markers() -> None:
+    assert written_into(PAGE.read_text(encoding="utf-8"), "new").count("new") >= 1
+    with pytest.raises(SystemExit, match="has no lines"):
+        written_into("# Engines", "new")
