@@ -16,7 +16,6 @@ def _each(names: str, line: str) -> dict[str, str]:
 
 _GROUPS: Iterable[Mapping[str, str]] = (
     # Parallelism.
-    _each("pipeline-model-parallel-layout", "layers are dealt in their order: use --stage-partition"),
     _each(
         "ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading",
         "sequences are computed piece by piece as token slices: use --num-token-slices",

@@ -13,7 +13,13 @@ from megatron_terapipe.strategy_fields import SOLVED
 NOT_SEARCHED = (
     *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "no_pipeline_parallel"),
-    *("model_chunk_placement", "schedule_memory_limit", "gradient_accumulation_steps", "rampup_batch_size"),
+    *(
+        "model_chunk_placement",
+        "pipeline_model_parallel_layout",
+        "schedule_memory_limit",
+        "gradient_accumulation_steps",
+        "rampup_batch_size",
+    ),
     *("recompute_method", "recompute_num_layers"),
 )
 """Fields that lay out a run in a way that the search does not know."""

@@ -9,9 +9,16 @@ from deepspeed_ext.plan.ops import PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.config.megatron_layout import LAYOUT, layout_stages
 from megatron_terapipe.config.named_schedule import check_schedule
-from megatron_terapipe.config.options import check_bounds, check_choices, one_of, option, resolve
-from megatron_terapipe.config.stage_layers import check_ends, listed_stages, uniform_stages, weighed_stages
+from megatron_terapipe.config.options import check_bounds, check_choices, flag, one_of, option, resolve
+from megatron_terapipe.config.stage_layers import (
+    check_ends,
+    check_layers_per_stage,
+    listed_stages,
+    uniform_stages,
+    weighed_stages,
+)
 from megatron_terapipe.errors import ConfigError
 
 AUTO = "auto"
@@ -137,6 +144,9 @@ class ParallelConfig:
     first stage and 5 to 11 to the second; a JSON file may hold that list. Only transformer layers count: the embedding
     belongs to the first stage, the final norm and the output layer to the last."""
 
+    pipeline_model_parallel_layout: str | None = option(None, metavar="LAYOUT")
+    """Layers of each stage in Megatron's text, such as Ett|(tt|)*6tL. The number of model chunks follows from it."""
+
     decoder_first_pipeline_num_layers: int | None = option(None, least=1, most=10_000)
     """Transformer layers of the first pipeline rank, which also holds the embedding; the others share the rest
     evenly."""
@@ -182,7 +192,8 @@ class ParallelConfig:
                 f"{self.pipeline_model_parallel_size}: drop one of them"
             )
         self._resolve_token_slices()
-        self._check_layers_per_stage()
+        self._resolve_layout()
+        check_layers_per_stage(self.num_layers_per_virtual_pipeline_stage, self.num_model_chunks, self.stage_partition)
         if self.num_layers_per_virtual_pipeline_stage is None:
             resolve(self, "num_model_chunks", 1)
             self._resolve_schedule()
@@ -247,20 +258,19 @@ class ParallelConfig:
             Placement(self.model_chunk_placement),
         )
 
-    def _check_layers_per_stage(self) -> None:
-        each = self.num_layers_per_virtual_pipeline_stage
-        if each is None:
+    def _resolve_layout(self) -> None:
+        """Turn Megatron's layout into a stage partition and a number of model chunks."""
+        layout = self.pipeline_model_parallel_layout
+        if layout is None:
             return
-        if self.num_model_chunks is not None:
-            raise ConfigError(
-                f"--num-layers-per-virtual-pipeline-stage {each} and --num-model-chunks {self.num_model_chunks} both "
-                "say how many stages a rank owns: drop one of them"
-            )
-        if self.stage_partition != "uniform":
-            raise ConfigError(
-                f"--num-layers-per-virtual-pipeline-stage {each} and --stage-partition {self.stage_partition} both "
-                "deal layers to stages: drop the former, and give --num-model-chunks"
-            )
+        partition, model_chunks = layout_stages(layout, self.pipeline_model_parallel_size)
+        others = {"stage_partition": "uniform", "num_model_chunks": None, "num_layers_per_virtual_pipeline_stage": None}
+        for name, unset in others.items():
+            if (given := getattr(self, name)) != unset:
+                raise ConfigError(f"{flag(LAYOUT)} {layout} and {flag(name)} {given} both deal layers: drop the latter")
+        found = {"stage_partition": str(partition), "num_model_chunks": model_chunks, LAYOUT: None}
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     def _check_ends(self) -> None:
         ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")

@@ -101,6 +101,31 @@ def listed_stages(stage_partition: str, num_ranks: int, model_chunks: int) -> St
     return bounds
 
 
+def check_layers_per_stage(each: int | None, num_model_chunks: int | None, stage_partition: str) -> None:
+    """Hold Megatron's number of layers for each stage against the flags that deal layers, too.
+
+    Args:
+        each: layers of a stage; None = not given.
+        num_model_chunks: stages of each pipeline rank; None = not given.
+        stage_partition: value of the flag.
+
+    Raises:
+        ConfigError: if two of them are given.
+    """
+    if each is None:
+        return
+    if num_model_chunks is not None:
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {each} and --num-model-chunks {num_model_chunks} both "
+            "say how many stages a rank owns: drop one of them"
+        )
+    if stage_partition != "uniform":
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {each} and --stage-partition {stage_partition} both "
+            "deal layers to stages: drop the former, and give --num-model-chunks"
+        )
+
+
 def check_ends(
     stage_partition: str,
     num_ranks: int,
