@@ -21,7 +21,7 @@ setup(
         "megatron_terapipe": ["py.typed", "search/report/style.css"],
     },
     py_modules=["pretrain_gpt"],
-    entry_points={"console_scripts": ["terapipe-search = megatron_terapipe.search.__main__:main"]},
+    entry_points={"console_scripts": ["terapipe = megatron_terapipe.command.main:main"]},
     install_requires=[
         "torch>=2.8",
         # The hooks of the engine are those of 0.19.8; see deepspeed_ext/runtime/initialize.py.

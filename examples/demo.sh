@@ -12,7 +12,7 @@ precision=$([ "$gpus" -gt 0 ] && echo --bf16 || true)
 
 echo "== corpus and tokens"
 python -m megatron_terapipe.data.corpus --output "$out/speeches.jsonl"
-python -m megatron_terapipe.data.preprocess --input "$out/speeches.jsonl" --output-prefix "$out/speeches" \
+terapipe preprocess --input "$out/speeches.jsonl" --output-prefix "$out/speeches" \
     --tokenizer-type byte --append-eod --workers 2
 
 echo "== training: $stages stages, 4 token slices"
@@ -26,9 +26,9 @@ deepspeed --num_accelerators "$stages" pretrain_gpt.py $precision \
     --save "$out/checkpoints" --metrics-file "$out/metrics.jsonl" --timeline "$out/timeline" --timeline-iterations 48-50
 
 echo "== what it writes after 1300 iterations"
-python -m megatron_terapipe.generate --load "$out/checkpoints" --temperature 0.7 --max-new-tokens 200 \
+terapipe generate --load "$out/checkpoints" --temperature 0.7 --max-new-tokens 200 \
     --prompt "My fellow citizens, the state of the Union "
 
 echo "== what it executed, beside the simulation"
-python -m deepspeed_ext.plan --timeline "$out/timeline"
+terapipe plan --timeline "$out/timeline"
 echo "timeline: $out/timeline/timeline.html (in a browser) and timeline.trace.json (in Perfetto); curve: $out/metrics.jsonl"

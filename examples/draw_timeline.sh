@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
 # Draws a schedule before anything runs: as text here, as SVG and as a trace for Perfetto.
 set -euo pipefail
-python -m deepspeed_ext.plan --schedule 1f1b --stages 4 --micro-batches 2 --token-slices 4 \
+terapipe plan --schedule 1f1b --stages 4 --micro-batches 2 --token-slices 4 \
     --svg schedule.svg --trace schedule.trace.json

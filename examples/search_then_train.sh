@@ -7,8 +7,8 @@ mkdir -p "$out"
 export DS_ACCELERATOR=cpu
 model=examples/models/tiny.json cluster=examples/clusters/this-machine.json
 
-python -m megatron_terapipe.search measure "$model" --num-processes 2 --budget-s 30 --json "$out/profile.json"
-python -m megatron_terapipe.search rank "$model" "$cluster" --global-batch-size 8 --profile "$out/profile.json" \
+terapipe search measure "$model" --num-processes 2 --budget-s 30 --json "$out/profile.json"
+terapipe search rank "$model" "$cluster" --global-batch-size 8 --profile "$out/profile.json" \
     --output "$out/plan"
 # Flags behind it win over those in it: `--data-path` with a tokenizer would train on text.
 bash "$out/plan/launch.sh" --train-iters 20

@@ -1,4 +1,4 @@
-"""`python -m megatron_terapipe.convert`: models to and from the files of Hugging Face."""
+"""`terapipe convert`: models to and from the files of Hugging Face."""
 
 import argparse
 import sys
@@ -7,24 +7,44 @@ from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
 
+from deepspeed_ext.plan.command_line import CommandParser, run_command
 from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.errors import ConfigError
 
+TO_HUGGINGFACE = "to-huggingface"
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Convert. Returns the exit code: 2 for bad input, said in one line."""
-    try:
-        options = _parser().parse_args(argv)
-        output = Path(options.output)
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise ConfigError(f"--output {output} is not an empty directory: name another")
-        convert = _to_huggingface if options.command == "to-huggingface" else _from_huggingface
-        with _removed_on_failure(output):
-            print(convert(options, output))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+DESCRIPTION = """\
+Convert models to and from the files of Hugging Face: config.json, safetensors and a tokenizer."""
+
+EPILOG = """\
+examples:
+  %(prog)s to-huggingface --load checkpoints --output exported
+  %(prog)s from-huggingface --load qwen2.5-7b/ --output checkpoints
+
+Read on: docs/how-to/huggingface.md, with the families of models that can be converted."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.convert") -> int:
+    """Convert, and return the exit code: 2 for bad input, said in one line.
+
+    Args:
+        argv: words that people type; None = those of this process.
+        prog: what they type before them.
+
+    Raises:
+        SystemExit: only for `--help`.
+    """
+    return run_command(lambda: _run(argv, prog))
+
+
+def _run(argv: Sequence[str] | None, prog: str) -> int:
+    options = build_parser(prog).parse_args(argv)
+    output = Path(options.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output} is not an empty directory: name another")
+    convert = _to_huggingface if options.command == TO_HUGGINGFACE else _from_huggingface
+    with _removed_on_failure(output):
+        print(convert(options, output))
     return 0
 
 
@@ -41,10 +61,11 @@ def _removed_on_failure(output: Path) -> Iterator[None]:
         raise
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(prog="python -m megatron_terapipe.convert", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    exported = commands.add_parser("to-huggingface", help="write a checkpoint as a model of Hugging Face")
+def build_parser(prog: str) -> CommandParser:
+    """Return the parser of the command; `prog` is what people type before its flags."""
+    parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    exported = _add_command(commands, TO_HUGGINGFACE, "write a checkpoint as a model of Hugging Face")
     exported.add_argument("--load", required=True, metavar="CHECKPOINTS", help="directory that a run saved to")
     exported.add_argument("--load-tag", metavar="TAG", help="checkpoint, such as global_step100 (default: the newest)")
     exported.add_argument("--output", required=True, metavar="DIR", help="directory to write, empty or new")
@@ -54,7 +75,7 @@ def _parser() -> CommandParser:
         help="model_type to write, such as mistral (default: that of the model that the run began with, or else the "
         "first that can express the model)",
     )
-    imported = commands.add_parser("from-huggingface", help="write a model of Hugging Face as a checkpoint")
+    imported = _add_command(commands, "from-huggingface", "write a model of Hugging Face as a checkpoint")
     imported.add_argument(
         "--load", required=True, metavar="HF_DIR", help="directory with config.json and weights as safetensors"
     )
@@ -64,6 +85,10 @@ def _parser() -> CommandParser:
             "--dtype", choices=("fp32", "bf16", "fp16"), help="type of the weights (default: unchanged)"
         )
     return parser
+
+
+def _add_command(commands: "argparse._SubParsersAction[CommandParser]", name: str, summary: str) -> CommandParser:
+    return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
 
 
 def _to_huggingface(options: argparse.Namespace, output: Path) -> str:

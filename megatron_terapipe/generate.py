@@ -1,4 +1,4 @@
-"""`python -m megatron_terapipe.generate`: continues a prompt with a trained model."""
+"""`terapipe generate`: continues a prompt with a trained model."""
 
 import argparse
 import sys
@@ -7,9 +7,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.command_line import CommandParser, run_command
 from deepspeed_ext.plan.text_files import read_text
-from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
 from megatron_terapipe.errors import CheckpointError, ConfigError
@@ -19,56 +18,79 @@ if TYPE_CHECKING:
     from megatron_terapipe.inference.whole_model import WholeModel
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the prompt and its continuation. Returns the exit code: 2 for bad input, said in one line."""
-    try:
-        options = _parser().parse_args(argv)
-        if options.max_new_tokens < 1 or not 0 <= options.temperature < inf or options.top_k < 0:
-            raise ConfigError(
-                f"--max-new-tokens {options.max_new_tokens}, --temperature {options.temperature}, --top-k "
-                f"{options.top_k}: give at least 1, 0 and 0"
-            )
-        if not 0 < options.top_p <= 1:
-            raise ConfigError(f"--top-p {options.top_p} is out of range: give more than 0, up to 1")
-        for text in _continuation(options):
-            print(text, end="", flush=True)
-        print()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+DESCRIPTION = """\
+Continue a text with a trained model: print the text, then each new token as it comes."""
+
+EPILOG = """\
+examples:
+  %(prog)s --load checkpoints --prompt "The state of the Union"
+  %(prog)s --load qwen2.5-7b/ --prompt-file question.txt --temperature 0 --max-new-tokens 50
+
+One process computes, on one device. Read on: docs/how-to/huggingface.md."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.generate") -> int:
+    """Print the prompt and its continuation, and return the exit code: 2 for bad input, said in one line.
+
+    Args:
+        argv: words that people type; None = those of this process.
+        prog: what they type before them.
+
+    Raises:
+        SystemExit: only for `--help`.
+    """
+    return run_command(lambda: _run(argv, prog))
+
+
+def _run(argv: Sequence[str] | None, prog: str) -> int:
+    options = build_parser(prog).parse_args(argv)
+    if options.max_new_tokens < 1 or not 0 <= options.temperature < inf or options.top_k < 0:
+        raise ConfigError(
+            f"--max-new-tokens {options.max_new_tokens}, --temperature {options.temperature}, --top-k "
+            f"{options.top_k}: give at least 1, 0 and 0"
+        )
+    if not 0 < options.top_p <= 1:
+        raise ConfigError(f"--top-p {options.top_p} is out of range: give more than 0, up to 1")
+    for text in _continuation(options):
+        print(text, end="", flush=True)
+    print()
     return 0
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(prog="python -m megatron_terapipe.generate", description=__doc__)
-    parser.add_argument(
+def build_parser(prog: str) -> CommandParser:
+    """Return the parser of the command; `prog` is what people type before its flags."""
+    parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
+    model = parser.add_argument_group("model and text")
+    model.add_argument(
         "--load",
         required=True,
         metavar="CHECKPOINTS",
         help="directory that a run saved to, or a folder of Hugging Face",
     )
-    parser.add_argument("--load-tag", metavar="TAG", help="checkpoint, such as global_step100 (default: the newest)")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="text to continue")
+    model.add_argument("--load-tag", metavar="TAG", help="checkpoint, such as global_step100 (default: the newest)")
+    prompt = model.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file of the text to continue, in UTF-8")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to add (default: 200)")
-    parser.add_argument(
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to add (default: 200)")
+    sampling.add_argument(
         "--temperature",
         type=float,
+        metavar="X",
         default=1.0,
         help="0 takes the most likely token, 1 samples from the model's distribution (default: 1)",
     )
-    parser.add_argument(
+    sampling.add_argument(
         "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: all)"
     )
-    parser.add_argument(
+    sampling.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
         help="sample from the most likely tokens whose probabilities add up to P (default: all)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     add_tokenizer_flags(
         parser,
         default=None,

@@ -1,4 +1,4 @@
-"""Command `python -m deepspeed_ext.plan`."""
+"""Command `terapipe plan`."""
 
 import sys
 

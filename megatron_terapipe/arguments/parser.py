@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from difflib import get_close_matches
 from itertools import pairwise
@@ -178,9 +178,24 @@ def _parser(line: CommandLine) -> tuple[_Parser, list[str]]:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    known = ["--help"]
+    return parser, ["--help", *add_trainer_flags(parser, line)]
+
+
+def add_trainer_flags(
+    parser: argparse.ArgumentParser, line: CommandLine, *, without: Collection[str] = ()
+) -> list[str]:
+    """Add the flags of the trainer to a parser, and return all that it then knows of them.
+
+    Args:
+        parser: the parser.
+        line: what it writes the values into.
+        without: fields whose flags are left out.
+    """
+    known = []
     groups = {section: parser.add_argument_group(title_of(section)) for section in get_type_hints(Config)}
     for each in flags():
+        if each.name in without:
+            continue
         own: dict[str, Any] = {"action": _Set, "dest": each.name, "line": line}
         for names, settings in spellings(each):
             groups[each.section].add_argument(*names, **own | settings)
@@ -197,7 +212,7 @@ def _parser(line: CommandLine) -> tuple[_Parser, list[str]]:
         taking = _taking("*" if neutral.several else 1)
         group.add_argument(name, action=_Ignore, line=line, help=argparse.SUPPRESS, **taking)
         known.append(name)
-    return parser, known
+    return known
 
 
 def _taking(values: Values) -> dict[str, Any]:

@@ -76,7 +76,7 @@ _GROUPS: Iterable[Mapping[str, str]] = (
     ),
     _each(
         "ckpt-convert-format ckpt-convert-save",
-        "this command only trains: use python -m megatron_terapipe.convert",
+        "this command only trains: use terapipe convert",
     ),
     # Evaluation and logging.
     _each(

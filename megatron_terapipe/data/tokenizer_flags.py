@@ -17,7 +17,8 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, default: str | None,
         default: tokenizer where none is named; None for none.
         explained: help of `--tokenizer-type`.
     """
-    parser.add_argument(
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument(
         "--tokenizer-type",
         default=default,
         choices=tuple(TOKENIZER_FILES),
@@ -25,24 +26,24 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, default: str | None,
         metavar="NAME",
         help=explained,
     )
-    parser.add_argument("--vocab-file", metavar="FILE", help="encoder.json or vocab.json of GPT2BPETokenizer")
-    parser.add_argument("--merge-file", metavar="FILE", help="vocab.bpe or merges.txt of GPT2BPETokenizer")
-    parser.add_argument(
+    group.add_argument("--vocab-file", metavar="FILE", help="encoder.json or vocab.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", metavar="FILE", help="vocab.bpe or merges.txt of GPT2BPETokenizer")
+    group.add_argument(
         "--tokenizer-model",
         metavar="PATH",
         help="tokenizer.json of HuggingFaceTokenizer or its directory; file of SentencePieceTokenizer or TikTokenizer",
     )
-    parser.add_argument(
+    group.add_argument(
         "--vocab-size",
         type=int,
         metavar="N",
         help="ids of NullTokenizer but the end of a document; ids of TikTokenizer",
     )
-    parser.add_argument("--tiktoken-pattern", choices=TIKTOKEN_PATTERNS, help="pattern of TikTokenizer")
-    parser.add_argument(
+    group.add_argument("--tiktoken-pattern", choices=TIKTOKEN_PATTERNS, help="pattern of TikTokenizer")
+    group.add_argument(
         "--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="as the trainer's (default: 1000)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--tiktoken-special-tokens", nargs="+", metavar="TOKEN", help="as the trainer's (default: <unk> <s> </s>)"
     )
 

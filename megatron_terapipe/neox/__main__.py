@@ -1,4 +1,4 @@
-"""`python -m megatron_terapipe.neox`: the command that trains what GPT-NeoX's files describe.
+"""`terapipe neox`: the command that trains what GPT-NeoX's files describe.
 
 The words are those of its launcher, `deepy.py train.py -d configs 125M local_setup`; the first two may be left out.
 """
@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.plan.command_line import CommandParser, run_command
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.conversion import Conversion
 from megatron_terapipe.neox.convert import convert, left_open
@@ -26,48 +26,73 @@ OVERRIDING = ("wandb_project", "wandb_group", "wandb_run_name", "wandb_team")
 """Settings that NeoX's launcher takes as flags, too."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Convert, print, say what was left out. Returns the exit code: 2 for bad input, and for what cannot be trained."""
-    try:
-        # Intermixed: the directory may stand between the program and the files, as in `train.py -d configs 125M`.
-        options = _parser().parse_intermixed_args(argv)
-        if options.world_size is not None and options.world_size < 1:
-            raise ConfigError(f"--world-size {options.world_size} is not positive: give 1 or more")
-        settings = read_settings(paths_of(_files(options.files), options.conf_dir))
-        settings |= {key: value for key in OVERRIDING if (value := getattr(options, key)) is not None}
-        defaults = BEFORE_2023_12 if options.defaults_before_2023_12 else SINCE_2023_12
-        conversion = convert(settings, options.world_size or _slots(settings), defaults=defaults)
-        # A value with a line break must not end a comment of the script: what follows would be a command.
-        comments = [" ".join(each.split()) for each in (*conversion.comments(), *_unfinished(conversion))]
-        text = "".join(f"# {comment}\n" for comment in comments) + conversion.command()
-        if options.output is None:
-            print(text, end="")
-        else:
-            write_text(options.output, text, "--output")
-        for comment in comments:
-            print(comment, file=sys.stderr)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+DESCRIPTION = """\
+Turn files of GPT-NeoX into a command that trains the same model here.
+
+The words are those of NeoX's launcher, `deepy.py train.py -d configs 125M local_setup`; the first two may be left out.
+A setting that decides what is trained, and has no counterpart here, ends the command."""
+
+EPILOG = """\
+examples:
+  %(prog)s train.py -d configs 125M local_setup
+  %(prog)s configs/125M.yml configs/local_setup.yml --world-size 8 --output train.sh
+
+Read on: docs/how-to/migrating.md."""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.neox") -> int:
+    """Convert, print, say what was left out; return the exit code: 2 for bad input, and for what cannot be trained.
+
+    Args:
+        argv: words that people type; None = those of this process.
+        prog: what they type before them.
+
+    Raises:
+        SystemExit: only for `--help`.
+    """
+    return run_command(lambda: _run(argv, prog))
+
+
+def _run(argv: Sequence[str] | None, prog: str) -> int:
+    # Intermixed: the directory may stand between the program and the files, as in `train.py -d configs 125M`.
+    options = build_parser(prog).parse_intermixed_args(argv)
+    if options.world_size is not None and options.world_size < 1:
+        raise ConfigError(f"--world-size {options.world_size} is not positive: give 1 or more")
+    settings = read_settings(paths_of(_files(options.files), options.conf_dir))
+    settings |= {key: value for key in OVERRIDING if (value := getattr(options, key)) is not None}
+    defaults = BEFORE_2023_12 if options.defaults_before_2023_12 else SINCE_2023_12
+    conversion = convert(settings, options.world_size or _slots(settings), defaults=defaults)
+    # A value with a line break must not end a comment of the script: what follows would be a command.
+    comments = [" ".join(each.split()) for each in (*conversion.comments(), *_unfinished(conversion))]
+    text = "".join(f"# {comment}\n" for comment in comments) + conversion.command()
+    if options.output is None:
+        print(text, end="")
+    else:
+        write_text(options.output, text, "--output")
+    for comment in comments:
+        print(comment, file=sys.stderr)
     return 0
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(prog="python -m megatron_terapipe.neox", description=__doc__)
-    parser.add_argument(
+def build_parser(prog: str) -> CommandParser:
+    """Return the parser of the command; `prog` is what people type before its flags."""
+    parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
+    group = parser.add_argument_group("files")
+    group.add_argument(
         "files", nargs="+", metavar="CONFIG", help="configuration files of NeoX, which are merged; .yml may be left out"
     )
-    parser.add_argument("-d", "--conf_dir", "--conf-dir", metavar="DIR", help="directory of the configuration files")
-    parser.add_argument("--output", metavar="FILE", help="write the command to a file instead of printing it")
-    parser.add_argument(
+    group.add_argument("-d", "--conf_dir", "--conf-dir", metavar="DIR", help="directory of the configuration files")
+    group.add_argument("--output", metavar="FILE", help="write the command to a file instead of printing it")
+    settings = parser.add_argument_group("settings that the files leave open")
+    settings.add_argument(
         "--world-size",
         type=int,
         metavar="N",
         help="number of processes, if the batch size depends on it. Default: the slots of the hostfile, if it is here",
     )
     for key in OVERRIDING:
-        parser.add_argument(f"--{key}", metavar="NAME", help=f"{key}, whatever the files say")
-    parser.add_argument(
+        settings.add_argument(f"--{key}", metavar="NAME", help=f"{key}, whatever the files say")
+    settings.add_argument(
         "--defaults-before-2023-12",
         action="store_true",
         help="settings that the files leave out have the defaults that NeoX had before December 2023: dropout 0.1 and "

@@ -1,113 +1,87 @@
-"""Command `python -m megatron_terapipe.search`: how to train a model on a cluster, and what it will cost."""
+"""Command `terapipe search`: how to train a model on a cluster, and what it will cost."""
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from types import MappingProxyType
 from typing import Protocol, cast
 
-from deepspeed_ext.plan.errors import UserError
-from megatron_terapipe.command_parser import CommandParser
+from deepspeed_ext.plan.command_line import CommandParser, run_command
+from megatron_terapipe.command.commands import SEARCH
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.documents import suggestion
 
-PROGRAM = "python -m megatron_terapipe.search"
+DESCRIPTION = """\
+Find out how to train a model on a cluster: which strategy, how long an iteration takes, how much memory it needs."""
 
-COMMANDS: Mapping[str, str] = MappingProxyType(
-    {
-        "rank": "find the best strategies of a model on a cluster, and explain why",
-        "predict": "predict time and memory of strategies that you name",
-        "slices": "find the best token slices of one strategy",
-        "validate": "compare predictions with measured trials",
-        "measure": "measure ops and links of this machine, for --profile",
-        "trial": "run the best strategies, record them, and calibrate",
-        "schema": "print the JSON Schema of answers",
-    }
-)
-"""Every command, and what it is for. Each is a module of the package `command`, of the same name."""
-
-EPILOG = """
+EPILOG = """\
 examples:
-  python -m megatron_terapipe.search rank gpt3-13b examples/clusters/a100-64.json --global-batch-size 64
-  python -m megatron_terapipe.search rank model.json hostfile --device A100-80GB --global-batch-size 512
+  %(prog)s rank gpt3-13b examples/clusters/a100-64.json --global-batch-size 64
+  %(prog)s rank model.json hostfile --device A100-80GB --global-batch-size 512
 
-Models are presets or JSON files, clusters are JSON, YAML or hostfiles: docs/how-to/search.md. Each command has its own
---help.
-"""
+Models are presets or JSON files; clusters are JSON, YAML or hostfiles. Each command has its own --help. Read on:
+docs/how-to/search.md."""
+
+COMMANDS = {part.name: part for part in SEARCH.parts}
+"""The commands by name."""
 
 
-class Command(Protocol):
+class Module(Protocol):
     """The contents of a command's module."""
 
     HELP: str
+    EXAMPLES: str
     add_flags: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
 
 
-def run_command(argv: Sequence[str]) -> int:
-    """Run the command that words name, and return its exit code.
+def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.search") -> int:
+    """Run a command and return its exit code: 2 for bad input, said in one line.
 
     Args:
-        argv: words behind the name of the program.
+        argv: words that people type; None = those of this process.
+        prog: what they type before them.
 
     Raises:
-        ConfigError: if there is no such command, or a flag is wrong.
         SystemExit: only for `--help`.
     """
-    name = argv[0] if argv else None
-    if name is None or name.startswith("-"):
-        _overview().parse_args(argv)
-        raise ConfigError(f"no command is named: choose among {', '.join(COMMANDS)}, or see {PROGRAM} --help")
+    words = sys.argv[1:] if argv is None else list(argv)
+    return run_command(lambda: _run(words, prog))
+
+
+def _run(words: list[str], prog: str) -> int:
+    if not words or words[0].startswith("-"):
+        _overview(prog)[0].parse_args(words)
+        raise ConfigError(f"no command is named: choose among {', '.join(COMMANDS)}, or see {prog} --help")
+    name, *rest = words
     if name not in COMMANDS:
         raise ConfigError(f"command {name!r} is not known: {suggestion(name, COMMANDS)}")
-    command = _command(name)
-    parser = CommandParser(
-        prog=f"{PROGRAM} {name}",
-        description=command.HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    command.add_flags(parser)
-    return command.run(parser.parse_args(argv[1:]))
+    # This one alone is imported: no command waits for what another needs.
+    module = _module(name)
+    parser = CommandParser(prog=f"{prog} {name}", description=module.HELP, epilog=module.EXAMPLES)
+    module.add_flags(parser)
+    return module.run(parser.parse_args(rest))
 
 
-def _command(name: str) -> Command:
-    return cast(Command, import_module(f"megatron_terapipe.search.command.{name}"))
+def build_parser(prog: str) -> CommandParser:
+    """Return the parser of all commands; `prog` is what people type before them."""
+    parser, parts = _overview(prog)
+    for name, part in parts.items():
+        module = _module(name)
+        part.description, part.epilog = module.HELP, module.EXAMPLES
+        module.add_flags(part)
+    return parser
 
 
-def _overview() -> CommandParser:
-    width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
-    return CommandParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} COMMAND [flags]",
-        description=f"Find out how to train a model on a cluster.\n\ncommands:\n{listed}",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _overview(prog: str) -> tuple[CommandParser, dict[str, CommandParser]]:
+    """The parser that lists the commands, and those of the commands, which have no flags yet."""
+    parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    return parser, {name: commands.add_parser(name, help=part.summary) for name, part in COMMANDS.items()}
 
 
-INTERRUPTED = 130
-"""Exit code of a command that ended by Ctrl-C, as shells know it."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 2 for bad input, said in one line."""
-    try:
-        return run_command(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except BrokenPipeError:
-        # What reads the output, such as `head`, has enough. Python would complain again when it closes the stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
+def _module(name: str) -> Module:
+    return cast(Module, import_module(COMMANDS[name].module))
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def memory_line(iteration: int, by_stage: tuple[int, ...]) -> str:
 
 
 def write_step(step: StepRecord, directory: Path) -> None:
-    """Write a measured iteration as JSON, for `python -m deepspeed_ext.plan --timeline`.
+    """Write a measured iteration as JSON, for `terapipe plan --timeline`.
 
     Args:
         step: the iteration.

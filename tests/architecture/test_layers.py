@@ -46,7 +46,9 @@ LAYERS = (
     Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy", "numba")),
     Layer(("megatron_terapipe.errors",), PLAN),
     Layer(("megatron_terapipe.devices",)),
-    Layer(("megatron_terapipe.command_parser",), ("megatron_terapipe.errors",)),
+    Layer(("megatron_terapipe.command_parser",), PLAN),
+    # The table of all commands, which the search reads for its own.
+    Layer(("megatron_terapipe.command", "megatron_terapipe.command.commands")),
     Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors"), ("yaml",)),
     Layer(
         ("megatron_terapipe.strategy", "megatron_terapipe.strategy_fields", "megatron_terapipe.dimensions"),
@@ -87,7 +89,7 @@ LAYERS = (
     ),
     Layer(
         ("megatron_terapipe.neox", "megatron_terapipe.neox.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.command_parser", "megatron_terapipe.arguments.unsupported_flags"),
+        (*PLAN, *CONFIG, "megatron_terapipe.arguments.unsupported_flags"),
         ("yaml",),
     ),
     Layer(("deepspeed_ext.pointwise",), PLAN, ("torch", "deepspeed")),
@@ -115,7 +117,7 @@ LAYERS = (
     ),
     Layer(
         ("megatron_terapipe.data", "megatron_terapipe.data.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.command_parser"),
+        (*PLAN, *CONFIG),
         ("torch", "numpy", "regex", "tqdm", "tokenizers", "sentencepiece", "tiktoken", "zstandard"),
     ),
     # safetensors is imported by name when files are opened.
@@ -225,6 +227,8 @@ LAYERS = (
             "megatron_terapipe.search.command",
             "megatron_terapipe.search.command.*",
             "megatron_terapipe.search.measure*",
+            "megatron_terapipe.command.*",
+            "megatron_terapipe.__main__",
         ),
         ("deepspeed_ext", "megatron_terapipe"),
         ("torch", "deepspeed", "numpy", "tqdm", "rich", "yaml"),

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from tests.architecture.sources import ROOT, documents
 
-SHELL = ("python", "deepspeed", "make", "bash", "pip", "git", "time", "torchrun", "TORCH_")
+SHELL = ("terapipe", "python", "deepspeed", "make", "bash", "pip", "git", "time", "torchrun", "TORCH_")
 """Words that the first line of an indented block of shell commands starts with."""
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```|(?:(?<=\n\n)|\A)((?:(?:    [^\n]*)?\n)+)", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"`([\w-]+\.(?:json|ya?ml|jsonl|txt))`")
-_INLINE = re.compile(r"`((?:python|deepspeed|make|bash) [^`]+)`")
+_INLINE = re.compile(r"`((?:terapipe|python|deepspeed|make|bash) [^`]+)`")
 
 
 @dataclass(frozen=True)

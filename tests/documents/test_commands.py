@@ -25,6 +25,9 @@ from unittest.mock import patch
 import pytest
 
 import pretrain_gpt
+from megatron_terapipe.command.commands import COMMANDS
+from megatron_terapipe.command.launcher_flags import split
+from megatron_terapipe.command.main import main as terapipe
 from megatron_terapipe.huggingface.export import export_checkpoint
 from tests.architecture.sources import ROOT
 from tests.data.trained_tokenizers import train_hugging_face
@@ -45,10 +48,10 @@ NOT_SHOWN = {
 """Beginnings of commands that nothing is checked of."""
 NOT_RUN = {
     r"-m (benchmarks|tests\.gpu)": "takes minutes",
-    r"-m deepspeed_ext\.plan .*--schedule optimised": "takes minutes",
-    r"-m deepspeed_ext\.plan .*--timeline": "shows a run that was recorded",
-    r"-m megatron_terapipe\.(generate|convert)": "reads the checkpoint of a run",
-    r"-m megatron_terapipe\.search (measure|trial|validate)": "takes minutes, or reads what they measured",
+    r"terapipe plan .*--schedule optimised": "takes minutes",
+    r"terapipe plan .*--timeline": "shows a run that was recorded",
+    r"terapipe (generate|convert)": "reads the checkpoint of a run",
+    r"terapipe search (measure|trial|validate)": "takes minutes, or reads what they measured",
     r"examples/amp/run\.py": "reads the repository of AMP",
 }
 """Commands of which only the flags are checked, by their own parser."""
@@ -81,6 +84,9 @@ NO_CODE = {
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
+TERAPIPE = "terapipe"
+
+
 class _Parsed(BaseException):
     """The flags of a command are good."""
 
@@ -96,10 +102,12 @@ def parsed(parse: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_flags(words: list[str]) -> None:
-    """Run `python words...` until its flags are parsed."""
+    """Run `python words...` or `terapipe words...` until its flags are parsed."""
     parse = patch.object(argparse.ArgumentParser, "parse_args", parsed(argparse.ArgumentParser.parse_args))
     with patch.object(sys, "argv", words), parse, pytest.raises(_Parsed):
-        if words[0] == "-m":
+        if words[0] == TERAPIPE:
+            terapipe(words[1:])
+        elif words[0] == "-m":
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__")
         else:
@@ -168,6 +176,13 @@ def check(words: list[str]) -> None:
             dry_run(words[words.index("pretrain_gpt.py") + 1 :])
         case ["bash", _, *_]:
             dry_run(flags_of_script(words))
+        case ["terapipe", "train", *flags] if not {"--help", "--help-all"} & {*flags}:
+            dry_run(split(flags)[1])
+        case ["terapipe", *rest]:
+            if any(re.search(pattern, line) for pattern in NOT_RUN):
+                check_flags(words)
+            else:
+                assert terapipe(rest) == 0
         case ["python", *rest]:
             only_flags = any(re.search(pattern, line) for pattern in NOT_RUN)
             (check_flags if only_flags else run_python)(rest)
@@ -243,6 +258,9 @@ def test_commands_in_sentences_name_what_exists() -> None:
 def _exists(words: list[str]) -> bool:
     """Whether there is the target, module or file that a command starts."""
     match words:
+        case ["terapipe", name, *rest]:
+            parts = {part.name for part in COMMANDS[name].parts} if name in COMMANDS else set()
+            return name in COMMANDS and (not parts or not rest or rest[0] in parts)
         case ["make", target, *_]:
             return re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) is not None
         case [*_, "-m" | "--module", module]:

@@ -1,4 +1,4 @@
-"""`python -m megatron_terapipe.generate` from a folder of Hugging Face."""
+"""`terapipe generate` from a folder of Hugging Face."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`python -m megatron_terapipe.generate`: what it prints, and what it refuses."""
+"""`terapipe generate`: what it prints, and what it refuses."""
 
 from dataclasses import replace
 from pathlib import Path

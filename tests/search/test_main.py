@@ -14,12 +14,13 @@ from tests.architecture.sources import ROOT
 HEAVY = {"torch", "deepspeed", "numpy", "numba", "scipy", "rich", "yaml", "pyarrow", "tqdm", "pydantic"}
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(f"  {name} " in text and what in text for name, what in search_program.COMMANDS.items())
+    assert all(f"  {name} " in text and command.summary in text for name, command in search_program.COMMANDS.items())
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_overview_imports_nothing_heavy() -> None:
 
 
 def command_that_adds(monkeypatch: pytest.MonkeyPatch, add_flags: object, run: object) -> None:
-    found = SimpleNamespace(NAME="rank", HELP="ranks", add_flags=add_flags, run=run)
+    found = SimpleNamespace(NAME="rank", HELP="ranks", EXAMPLES="", add_flags=add_flags, run=run)
     monkeypatch.setattr(search_program, "import_module", lambda name: found if name.endswith(".rank") else None)
 
 

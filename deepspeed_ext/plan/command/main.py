@@ -1,21 +1,26 @@
 """The entry of the command: what is asked for, and errors in one line."""
 
-import sys
 from collections.abc import Sequence
 
 from deepspeed_ext.plan.command.compared import show_measured
-from deepspeed_ext.plan.command.options import parser
+from deepspeed_ext.plan.command.options import build_parser
 from deepspeed_ext.plan.command.simulated import show_simulated
-from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.command_line import run_command
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    try:
-        options = parser().parse_args(argv)
-        if options.timeline is not None:
-            return show_measured(options)
-        return show_simulated(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def main(argv: Sequence[str] | None = None, prog: str = "python -m deepspeed_ext.plan") -> int:
+    """Run the command and return its exit code: 1 if the schedule deadlocks, 2 for bad input.
+
+    Args:
+        argv: words that people type; None = those of this process.
+        prog: what they type before them.
+
+    Raises:
+        SystemExit: only for `--help`.
+    """
+    return run_command(lambda: _run(argv, prog))
+
+
+def _run(argv: Sequence[str] | None, prog: str) -> int:
+    options = build_parser(prog).parse_args(argv)
+    return show_simulated(options) if options.timeline is None else show_measured(options)

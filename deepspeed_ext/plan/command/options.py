@@ -1,10 +1,8 @@
 """The flags of the command, and their help."""
 
-import argparse
 from pathlib import Path
-from typing import NoReturn
 
-from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.command_line import CommandParser
 from deepspeed_ext.plan.ops import Placement
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 
@@ -14,15 +12,14 @@ LAYERS_OF_A_RANK = 8
 """Layers that are dealt to stages, for each pipeline rank, unless it is said."""
 
 _DESCRIPTION = """\
-Simulate a pipeline schedule with token slices, print its timeline, and say how much of it is idle; or show a measured
-timeline beside its simulation.
+Simulate a pipeline schedule, draw it, and say how much of it is idle; or compare a measured timeline with a simulation.
 
 Every rank starts an op as soon as it is free and the op's inputs have arrived. F0.1 is the forward of token slice 1
 of micro-batch 0, B its backward, or BI the part for the input and BW the part for the weights; a dot is idle time.
 If ranks own several stages, 2F0.1 is an op of stage 2."""
 
 _EPILOG = """\
-costs.json
+costs.json:
   {
     "forward":         [[1.0, 1.2], [1.0, 1.2]],    time of a forward: a row per stage, a time per token slice
     "backward":        [[1.0, 1.2], [1.0, 1.2]],    time of a backward, without the times of the next line
@@ -34,7 +31,7 @@ costs.json
   slice]}. With model chunks, rows are for stages, or for pipeline ranks, whose stages share the time evenly.
   Without --costs and --attention-share every op takes 1 and transfers take 0.
 
-token_bytes.json
+token_bytes.json:
   {"activation": 81920, "key_value": 8192, "key_value_gradient": 16384, "logits": 200000,
    "freed_by_input_gradient": 0.3, "logits_limit": 500000000, "stage_input": 8192}
   The first four are the bytes that one token of a micro-batch keeps on a stage: for its backward, as keys and values,
@@ -43,35 +40,26 @@ token_bytes.json
   input, and the activation is there during the backward alone; one number is for all stages but the first, which reads
   tokens. This and the first three may be lists with one number for each stage. All but the first may be left out.
 
-examples
-  python -m deepspeed_ext.plan --schedule 1f1b --stages 4 --micro-batches 4 --token-slices 4
-  python -m deepspeed_ext.plan --schedule interleaved --stages 4 --model-chunks 2 --micro-batches 4 --html plan.html
-  python -m deepspeed_ext.plan --schedule optimised --stages 8 --micro-batches 8 --token-slices 8 \\
+examples:
+  %(prog)s --schedule 1f1b --stages 4 --micro-batches 4 --token-slices 4
+  %(prog)s --schedule interleaved --stages 4 --model-chunks 2 --micro-batches 4 --html plan.html
+  %(prog)s --schedule optimised --stages 8 --micro-batches 8 --token-slices 8 \\
       --attention-share 0.6 --solve-slices --memory-limit 1.875 --write-schedule best.txt
-  python -m deepspeed_ext.plan --schedule best.txt --costs costs.json --json
-  python -m deepspeed_ext.plan --schedule breadth-first --stages 4 --model-chunks 4 --micro-batches 1 \\
+  %(prog)s --schedule best.txt --costs costs.json --json
+  %(prog)s --schedule breadth-first --stages 4 --model-chunks 4 --micro-batches 1 \\
       --token-slices 32 --seq-length 131072 --token-bytes token_bytes.json --offload --html offload.html
-  python -m deepspeed_ext.plan --timeline measured/ --html measured.html
+  %(prog)s --timeline measured/ --html measured.html
 
 exit code: 0, or 1 if the schedule deadlocks, or 2 for bad input."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports bad input as every command of ours does."""
+def build_parser(prog: str) -> CommandParser:
+    """Return the parser of the command line. The fields of what it returns are read in this package alone.
 
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see --help")
-
-
-def parser() -> argparse.ArgumentParser:
-    """The parser of the command line. The fields of what it returns are read in this package alone."""
-    parser = _Parser(
-        prog="python -m deepspeed_ext.plan",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    Args:
+        prog: what people type before the flags.
+    """
+    parser = CommandParser(prog=prog, description=_DESCRIPTION, epilog=_EPILOG)
     what = parser.add_argument_group("what to simulate")
     what.add_argument(
         "--schedule",

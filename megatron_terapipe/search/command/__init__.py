@@ -1,1 +1,1 @@
-"""The commands of the search: one module each, with `HELP`, `add_flags(parser)` and `run(options) -> int`."""
+"""The commands of the search: modules with `HELP`, `EXAMPLES`, `add_flags(parser)` and `run(options) -> int`."""

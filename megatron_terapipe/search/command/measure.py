@@ -19,6 +19,13 @@ HELP = (
     "--hostfile on several, and the links between them. Write a profile for --profile and the trainer's --op-profile."
 )
 
+EXAMPLES = """\
+examples:
+  %(prog)s model.json --budget-s 60
+  %(prog)s llama2-7b --hostfile hostfile --tensor-parallel-size 1,2,4 --json profile.json
+
+Read on: docs/how-to/search.md."""
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
@@ -149,8 +156,8 @@ def what_next(profile: "Profile", model: str, path: str) -> Iterator[str]:
         yield "not measured: links between hosts, which stay those of the data sheet; --hostfile measures them"
     if not any(link.where == "inside" for link in profile.links):
         yield "not measured: links inside a node, since each host has one rank; they stay those of the data sheet"
-    yield f"next: python -m megatron_terapipe.search rank {model} CLUSTER --global-batch-size N --profile {path}"
-    yield "  or: python -m megatron_terapipe.search trial with the same words, which runs the best and calibrates"
+    yield f"next: terapipe search rank {model} CLUSTER --global-batch-size N --profile {path}"
+    yield "  or: terapipe search trial with the same words, which runs the best and calibrates"
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--json",
         metavar="FILE",
-        help="write the answer as JSON (python -m megatron_terapipe.search schema); - prints it instead of the table",
+        help="write the answer as JSON (terapipe search schema); - prints it instead of the table",
     )
     group.add_argument("--html", metavar="FILE", help="write a report that opens in any browser")
     group.add_argument(
@@ -148,6 +148,14 @@ def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf
 
 
 HELP = "Find the best strategies of a model on a cluster: search them, price them on their schedules, and rank them."
+
+EXAMPLES = """\
+examples:
+  %(prog)s gpt3-13b examples/clusters/a100-64.json --global-batch-size 64
+  %(prog)s llama2-7b hostfile --device A100-80GB --global-batch-size 64 --output plan
+  %(prog)s model.json hostfile --device H100 --global-batch-size 64 --schedule 1f1b --num-token-slices 1,4,8 --explain
+
+Read on: docs/how-to/search.md."""
 
 LEAST_TOP = 10
 """Strategies that are searched for however few are listed, so that a short list has the same winner and advice."""

@@ -5,6 +5,10 @@ import json
 
 HELP = "Print the JSON Schema of the answers that commands write with --json."
 
+EXAMPLES = """\
+examples:
+  %(prog)s > answers.schema.json"""
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add no flags: there is one schema."""

@@ -177,7 +177,7 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="write the answer as JSON (python -m megatron_terapipe.search schema); - prints it alone",
+        help="write the answer as JSON (terapipe search schema); - prints it alone",
     )
 
 

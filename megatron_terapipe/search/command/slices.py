@@ -31,6 +31,13 @@ HELP = (
     "token slices of the given strategy are ignored."
 )
 
+EXAMPLES = """\
+examples:
+  %(prog)s llama2-7b hostfile --device A100-80GB --strategy plan/strategy.json
+  %(prog)s llama2-7b hostfile --device A100-80GB --strategy plan/strategy.json --count 4,8,16 --granularity 128
+
+Read on: docs/how-to/search.md."""
+
 SHOWN = 8
 """Lengths of a cut that the table shows; longer cuts end in dots."""
 

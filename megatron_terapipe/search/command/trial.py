@@ -38,6 +38,13 @@ HELP = (
     "interrupted command continues where it stopped."
 )
 
+EXAMPLES = """\
+examples:
+  %(prog)s model.json cluster.json --global-batch-size 8 --top 3
+  %(prog)s llama2-7b hostfile --device A100-80GB --global-batch-size 64 --rounds 3 --trials trials.jsonl
+
+Read on: docs/how-to/search.md."""
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
@@ -267,7 +274,7 @@ def next_commands(options: argparse.Namespace) -> Iterator[str]:
     profile = "" if options.profile is None else f" --profile {options.profile}"
     mine = "" if options.profile is None else f" --op-profile {options.profile}"
     yield (
-        f"next: python -m megatron_terapipe.search rank {options.model} {options.cluster} --global-batch-size "
+        f"next: terapipe search rank {options.model} {options.cluster} --global-batch-size "
         f"{options.global_batch_size}{profile} --calibrate {options.trials}"
     )
     yield f"  or: pretrain_gpt.py --strategy auto --cluster {options.cluster}{mine} --op-calibration {options.trials}"

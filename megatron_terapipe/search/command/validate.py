@@ -16,11 +16,18 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.trials.trial import Trial
 
 HELP = (
-    "Predict measured runs without using their times, and compare: errors, order, and coverage of the "
+    "Compare predictions with measured runs, whose times they do not use: errors, order, and coverage of the "
     "intervals, beside a naive model. Trials have one JSON object per line, as `trial` writes them. Without "
     "--calibrate or --folds nothing is fitted. The fit changes a dozen constants of each cluster (a source "
     "and its devices), and no constant of a strategy."
 )
+
+EXAMPLES = """\
+examples:
+  %(prog)s --trials trials.jsonl
+  %(prog)s --trials trials.jsonl --folds 4 --show-groups
+
+Read on: docs/how-to/search.md."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,161 @@
+"""What all commands share: help that reads well, and an end in one line whatever goes wrong."""
+
+import argparse
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from shutil import get_terminal_size
+from typing import Any, NoReturn, TypeGuard
+
+from deepspeed_ext.plan.errors import UserError
+
+BAD_INPUT = 2
+"""Exit code of a command whose input is bad."""
+
+INTERRUPTED = 130
+"""Exit code of a command that ended by Ctrl-C, as shells know it."""
+
+WIDEST = 110
+"""Columns of a help text at most: longer lines are hard to read."""
+
+
+def run_command(action: Callable[[], int]) -> int:
+    """Return the exit code of a command: its own, 2 for bad input, 130 for Ctrl-C.
+
+    Args:
+        action: runs the command. What it raises on purpose, or meets outside, becomes one line on standard error.
+    """
+    try:
+        try:
+            return action()
+        finally:
+            # What `head` does not read any more is to be noticed here, not when Python closes the stream.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        # What reads the output has enough. Python would complain again when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that a misspelled one resembles most; None if it resembles none.
+
+    Args:
+        name: as it was typed.
+        known: all names that there are.
+    """
+    # Imported where something is misspelled.
+    from difflib import get_close_matches
+
+    found = get_close_matches(name.lower(), list(known), n=1)
+    return found[0] if found else None
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose help begins with what the command does, and whose errors are `UserError`s of one line.
+
+    Its sub-commands are such parsers, too.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        ours: dict[str, Any] = {"formatter_class": _HelpFormatter, "allow_abbrev": False}
+        super().__init__(**ours | settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and where the flags are explained.
+
+        Raises:
+            UserError: always.
+        """
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        meant = nearest(unknown[1], self._option_string_actions) if unknown else None
+        hint = f"did you mean {meant}?" if meant else f"see {self.prog} --help"
+        raise UserError(f"{message}: {hint}")
+
+    def format_usage(self) -> str:
+        """Return the shortest command in one line: what must be given, and `[flags]` for all that may be left out."""
+        return f"usage: {self.usage or ' '.join([self.prog, *self._needed()])}\n"
+
+    def format_help(self) -> str:
+        """Return the help: what the command does, how it is called, its flags by group, and examples."""
+        formatter = self._get_formatter()
+        formatter.add_text(self.description)
+        formatter.add_text(self.format_usage())
+        # The flags that every command has come last.
+        for group in sorted(self._action_groups, key=lambda group: group is self._optionals):
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            for each in group._group_actions:
+                # Sub-commands are listed one by one, without a line for their choice.
+                formatter.add_arguments(each._get_subactions() if _is_choice(each) else [each])
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def _needed(self) -> Iterator[str]:
+        yield from (self._value_of(each) for each in self._actions if not each.option_strings)
+        exclusive = [group for group in self._mutually_exclusive_groups if group.required]
+        alternatives = {id(each) for group in exclusive for each in group._group_actions}
+        for group in exclusive:
+            yield f"({' | '.join(self._flag_with_value(each) for each in group._group_actions)})"
+        flags = [each for each in self._actions if each.option_strings]
+        yield from (self._flag_with_value(each) for each in flags if each.required and id(each) not in alternatives)
+        if any(not each.required for each in flags):
+            yield "[flags]"
+
+    def _flag_with_value(self, action: argparse.Action) -> str:
+        return f"{action.option_strings[-1]} {self._value_of(action)}".rstrip()
+
+    def _value_of(self, action: argparse.Action) -> str:
+        if _is_choice(action):
+            return str(action.metavar)
+        default = action.dest.upper() if action.option_strings else action.dest
+        return self._get_formatter()._format_args(action, default)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Fills paragraphs to the width of the terminal, and leaves indented lines, such as examples, as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=min(get_terminal_size().columns - 2, WIDEST))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # A flag is not broken at a dash.
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        # Once is enough for a value that all spellings take.
+        return f"{', '.join(action.option_strings)} {self._format_args(action, action.dest.upper())}"
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = []
+        for verbatim, lines in groupby(textwrap.dedent(text).strip("\n").splitlines(), key=_stands_as_it_is):
+            if verbatim:
+                parts += [f"{indent}{line}".rstrip() for line in lines]
+            else:
+                words = " ".join(lines)
+                parts.append(
+                    textwrap.fill(words, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+                )
+        return "\n".join(parts)
+
+
+def _is_choice(action: argparse.Action) -> TypeGuard["argparse._SubParsersAction[CommandParser]"]:
+    """Whether an action is the choice of a sub-command."""
+    return isinstance(action, argparse._SubParsersAction)
+
+
+def _stands_as_it_is(line: str) -> bool:
+    return not line.strip() or line.startswith((" ", "usage: "))

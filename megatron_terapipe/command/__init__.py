@@ -1,0 +1,6 @@
+"""The command `terapipe`: one entry to all commands, which also run as modules of their own.
+
+commands (the table) -> main (finds and runs one) --> the command's module: `build_parser(prog)`, `main(argv, prog)`
+                     -> overview (`terapipe --help`)
+                     -> reference (docs/reference/commands.md), completion (of shells): all parsers, built once
+"""

@@ -1,0 +1,103 @@
+"""The table of all commands. Help, completion of shells and docs/reference/commands.md read it.
+
+A command is one line here, and a module with two functions:
+
+    build_parser(prog: str) -> argparse.ArgumentParser       its flags; `prog` is what people type before them
+    main(argv: Sequence[str] | None, prog: str) -> int       runs it, and returns the exit code
+
+The module is imported when its command is called, so that no command waits for what another needs.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of `terapipe`.
+
+    Attributes:
+        name: the word that calls it.
+        summary: what it is for, in one line without a full stop.
+        module: what runs it.
+        parts: commands of its own, called by a second word.
+    """
+
+    name: str
+    summary: str
+    module: str
+    parts: tuple["Command", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Commands that belong together.
+
+    Attributes:
+        title: what they are about.
+        commands: in the order in which people need them.
+    """
+
+    title: str
+    commands: tuple[Command, ...]
+
+
+SEARCH = Command(
+    "search",
+    "find out how to train a model on a cluster: a strategy, its time and its memory",
+    "megatron_terapipe.search.__main__",
+    tuple(
+        Command(name, summary, f"megatron_terapipe.search.command.{name}")
+        for name, summary in (
+            ("rank", "find the best strategies of a model on a cluster, and explain why"),
+            ("predict", "predict time and memory of strategies that you name"),
+            ("slices", "find the best token slices of one strategy"),
+            ("measure", "measure ops and links of this machine, for --profile"),
+            ("trial", "run the best strategies, record them, and calibrate"),
+            ("validate", "compare predictions with measured trials"),
+            ("schema", "print the JSON Schema of answers"),
+        )
+    ),
+)
+
+GROUPS = (
+    Group(
+        "train",
+        (Command("train", "train a GPT, here or on the hosts of a hostfile", "megatron_terapipe.command.train"),),
+    ),
+    Group(
+        "plan",
+        (
+            Command(
+                "plan",
+                "simulate a pipeline schedule, draw it, and say how much is idle",
+                "deepspeed_ext.plan.command",
+            ),
+            SEARCH,
+        ),
+    ),
+    Group(
+        "data and models",
+        (
+            Command(
+                "preprocess",
+                "turn a file of texts into the data files of a run",
+                "megatron_terapipe.data.preprocess",
+            ),
+            Command(
+                "convert",
+                "convert models to and from the files of Hugging Face",
+                "megatron_terapipe.convert",
+            ),
+            Command("generate", "continue a text with a trained model", "megatron_terapipe.generate"),
+            Command(
+                "neox",
+                "turn files of GPT-NeoX into a command that trains the same model",
+                "megatron_terapipe.neox.__main__",
+            ),
+        ),
+    ),
+)
+"""All commands, in the order of `terapipe --help`."""
+
+COMMANDS = {command.name: command for group in GROUPS for command in group.commands}
+"""The commands by name."""

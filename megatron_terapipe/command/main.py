@@ -1,0 +1,64 @@
+"""The entry of `terapipe`: finds the command that the words name, and runs it."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+
+from deepspeed_ext.plan.command_line import BAD_INPUT, nearest, run_command
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.command.commands import COMMANDS
+from megatron_terapipe.command.overview import overview
+
+PROGRAM = "terapipe"
+
+
+def main(argv: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
+    """Run a command and return its exit code: 2 for bad input, said in one line.
+
+    Args:
+        argv: the words that people type; None = those of this process.
+        prog: what they type before them.
+
+    Raises:
+        SystemExit: only for `--help` of a command.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    return run_command(lambda: _run(words, prog))
+
+
+def _run(words: list[str], prog: str) -> int:
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    if not words:
+        print(overview(prog), end="", file=sys.stderr)
+        return BAD_INPUT
+    name, *rest = words
+    if name in ("-h", "--help"):
+        print(overview(prog), end="")
+        return 0
+    if name == "--version":
+        print(*versions(), sep="\n")
+        return 0
+    if name not in COMMANDS:
+        raise UserError(f"{name} is not a command: {_remedy(name, prog)}")
+    return int(import_module(COMMANDS[name].module).main(rest, f"{prog} {name}"))
+
+
+def _remedy(name: str, prog: str) -> str:
+    """Return what to type instead: the nearest name, also one of the commands that have two words."""
+    parts = {part.name: f"{command.name} {part.name}" for command in COMMANDS.values() for part in command.parts}
+    meant = nearest(name, COMMANDS) or parts.get(nearest(name, parts) or "")
+    return f"did you mean {prog} {meant}?" if meant else f"see {prog} --help"
+
+
+def versions() -> Iterator[str]:
+    """Yield the versions of this project and of what it runs on, a line each, without loading any of them."""
+    # Imported here: nothing else needs it.
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in ("megatron-terapipe", "torch", "deepspeed"):
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:
+            yield f"{name} is not installed"
+    yield f"python {sys.version.split()[0]}"
