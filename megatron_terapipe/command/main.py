@@ -47,7 +47,7 @@ def _run(words: list[str], prog: str) -> int:
 def _remedy(name: str, prog: str) -> str:
     """Return what to type instead: the nearest name, also one of the commands that have two words."""
     parts = {part.name: f"{command.name} {part.name}" for command in COMMANDS.values() for part in command.parts}
-    meant = nearest(name, COMMANDS) or parts.get(nearest(name, parts) or "")
+    meant = parts.get(name) or nearest(name, COMMANDS) or parts.get(nearest(name, parts) or "")
     return f"did you mean {prog} {meant}?" if meant else f"see {prog} --help"
 
 

@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deepspeed_ext.plan.command_line import run_command
 from megatron_terapipe.arguments.parser import read_command_line
@@ -48,7 +48,7 @@ def _run(words: list[str], prog: str) -> int:
     if given.get("dry_run") or given.get("dry_run_without_files"):
         training, ranks = dry_run_words(launching, training)
         os.environ.update(ranks)
-        return _train(training)
+        return _trainer()(training)
     if is_launched(launching, os.environ):
         return _train(training)
     command = launch_command(launching, training)
@@ -57,12 +57,16 @@ def _run(words: list[str], prog: str) -> int:
     os.execve(command[0], command, launch_variables(launching, os.environ))  # noqa: S606 - no shell is wanted
 
 
-def _train(words: Sequence[str]) -> int:
-    # Imported where this process trains.
+def _trainer() -> Callable[[Sequence[str]], int]:
+    # Imported where this process runs it.
     import pretrain_gpt
 
+    return pretrain_gpt.main
+
+
+def _train(words: Sequence[str]) -> int:
     try:
-        return pretrain_gpt.main(words)
+        return _trainer()(words)
     except OSError:
         # As by itself: what fails in the midst of a run is no bad input, and says where it failed.
         traceback.print_exc()

@@ -82,9 +82,9 @@ def _begun(prog: str) -> CommandParser:
 
 
 def _add(group: argparse._ArgumentGroup, each: Flag) -> None:
-    """Add a flag with the first sentence of its help."""
+    """Add a flag with the first sentence of its help; of one that lists its values, without what each means."""
     names, settings = next(spellings(each))
-    sentence = re.split(r"(?<=[^.])\.(?: |$)", each.help, maxsplit=1)[0]
+    sentence = re.split(r"[.:;](?: |$)" if each.choices else r"\.(?: |$)", each.help, maxsplit=1)[0]
     default = f" (default: {each.default_text})" if each.default_text not in ("", "required") else ""
     settings = {"metavar": settings["metavar"]} if "metavar" in settings else {"action": "store_true"}
     group.add_argument(names[0], help=f"{sentence}{default}".replace("%", "%%"), **settings)

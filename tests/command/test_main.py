@@ -1,0 +1,191 @@
+"""`terapipe`: its help, what it finds, and how every command ends."""
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext.plan.command_line import CommandParser, nearest, run_command
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.command.commands import COMMANDS, GROUPS
+from megatron_terapipe.command.main import main, versions
+from megatron_terapipe.command.overview import listed
+from tests.architecture.sources import ROOT, modules
+
+WIDE = 120
+HEAVY = {
+    "torch",
+    "deepspeed",
+    "numpy",
+    "numba",
+    "scipy",
+    "pydantic",
+    "yaml",
+    "rich",
+    "tqdm",
+    "shtab",
+    "importlib.metadata",
+}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run a command that must fail on its input, and return its one line."""
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1
+    return shown.err.removeprefix("error: ").rstrip("\n")
+
+
+# Help
+
+
+def test_help_is_as_it_was_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    golden = Path(__file__).with_name("help.txt")
+    assert shown == golden.read_text(encoding="utf-8"), f"read it, then: terapipe --help > {golden.relative_to(ROOT)}"
+
+
+def test_help_has_every_command_once_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= WIDE for line in lines)
+    for _, commands in listed():
+        for name, summary in commands:
+            assert [line for line in lines if line.split("  ")[1:2] == [name]] == [f"  {name:<15}  {summary}"]
+            assert summary[0].islower() and not summary.endswith(".")
+
+
+def test_without_a_command_it_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    main(["--help"])
+    assert shown.err == capsys.readouterr().out
+
+
+def test_help_loads_nothing_that_is_slow() -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from megatron_terapipe.command.main import main\n"
+        "main(['--help'])\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert not loaded & HEAVY
+    # Of ours the table alone, and what writes the help.
+    assert len({name for name in loaded if name.startswith("megatron_terapipe")}) < 8
+
+
+@pytest.mark.parametrize("words", [["help", "plan"], ["plan", "--help"]])
+def test_help_of_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Simulate a pipeline schedule")
+    assert "usage: terapipe plan [flags]" in lines
+
+
+# The table
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_modules_of_the_table_have_what_it_promises(name: str) -> None:
+    module = import_module(COMMANDS[name].module)
+    parser = module.build_parser(f"terapipe {name}")
+    assert isinstance(parser, CommandParser)
+    assert callable(module.main)
+    text = parser.format_help()
+    assert not text.startswith("usage"), "the first line says what the command does"
+    assert "examples:" in text
+    assert f"usage: terapipe {name}" in text
+
+
+def test_names_are_there_once_and_modules_exist() -> None:
+    commands = [command for group in GROUPS for command in group.commands]
+    every = [*commands, *(part for command in commands for part in command.parts)]
+    assert len(COMMANDS) == len(commands)
+    assert all(command.module in modules() for command in every)
+
+
+# What is typed wrong
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "trian is not a command: did you mean terapipe train?"),
+        (["rank"], "rank is not a command: did you mean terapipe search rank?"),
+        (["qqqqqq"], "qqqqqq is not a command: see terapipe --help"),
+        (["search", "rnk"], "command 'rnk' is not known: did you mean rank?"),
+        (["plan", "--schedul", "1f1b"], "unrecognized arguments: --schedul 1f1b: did you mean --schedule?"),
+        (
+            ["convert", "to-huggingface"],
+            "the following arguments are required: --load, --output: see terapipe convert to-huggingface --help",
+        ),
+    ],
+)
+def test_one_line_says_what_was_meant(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, *words) == message
+
+
+@pytest.mark.parametrize(("name", "meant"), [("Train", "train"), ("genrate", "generate"), ("x", None)])
+def test_the_nearest_name(name: str, meant: str | None) -> None:
+    assert nearest(name, COMMANDS) == meant
+
+
+def test_versions_are_those_installed() -> None:
+    lines = list(versions())
+    assert [line.split()[0] for line in lines] == ["megatron-terapipe", "torch", "deepspeed", "python"]
+    assert lines[-1] == f"python {sys.version.split()[0]}"
+
+
+# How commands end
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("x: y"), 2, "error: x: y"),
+        (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(
+    error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def action() -> int:
+        raise error
+
+    assert run_command(action) == code
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_what_we_did_wrong_is_not_hidden() -> None:
+    def action() -> int:
+        raise AssertionError
+
+    with pytest.raises(AssertionError):
+        run_command(action)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"]])
+def test_a_reader_that_has_enough_ends_it_quietly(words: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_terapipe", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    # argparse does not tell that nobody has read its help.
+    assert process.wait(timeout=60) == ("plan" not in words)
