@@ -14,7 +14,7 @@ from megatron_terapipe.command.launcher_flags import (
     launch_variables,
     split,
 )
-from megatron_terapipe.command.train_flags import HELP_ALL, build_parser, whole_parser
+from megatron_terapipe.command.train_flags import build_parser, whole_parser
 from megatron_terapipe.errors import ConfigError
 
 __all__ = ["build_parser", "main", "whole_parser"]
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_tera
 def _run(words: list[str], prog: str) -> int:
     if not words:
         raise ConfigError(f"no flag says what to train: see {prog} --help")
-    if HELP_ALL in words:
+    if "--help-all" in words:
         whole_parser(prog).print_help()
         return 0
     if "-h" in words or "--help" in words:

@@ -8,8 +8,6 @@ from megatron_terapipe.arguments.flags import Flag, flags
 from megatron_terapipe.arguments.parser import CommandLine, add_trainer_flags, spellings
 from megatron_terapipe.command.launcher_flags import add_launcher_flags
 
-HELP_ALL = "--help-all"
-
 OF_THE_LAUNCHER = ("hostfile",)
 """Fields of the trainer whose flag is the launcher's here; a dry run gets it back."""
 
@@ -76,7 +74,7 @@ def _begun(prog: str) -> CommandParser:
     parser = CommandParser(
         prog=prog, usage=f"{prog} [flags of the launcher] flags of the trainer", description=DESCRIPTION, epilog=EPILOG
     )
-    parser.add_argument(HELP_ALL, action="store_true", help="show all flags of the trainer")
+    parser.add_argument("--help-all", action="store_true", help="show all flags of the trainer")
     add_launcher_flags(parser)
     return parser
 

@@ -258,6 +258,8 @@ def test_commands_in_sentences_name_what_exists() -> None:
 def _exists(words: list[str]) -> bool:
     """Whether there is the target, module or file that a command starts."""
     match words:
+        case ["terapipe", "--help" | "--version"]:
+            return True
         case ["terapipe", name, *rest]:
             parts = {part.name for part in COMMANDS[name].parts} if name in COMMANDS else set()
             return name in COMMANDS and (not parts or not rest or rest[0] in parts)
