@@ -13,6 +13,7 @@ from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from deepspeed_ext.runtime.liveness.watch import DIED_TOO
 from megatron_terapipe.arguments import Arguments, read_arguments
 from megatron_terapipe.arguments.searched_strategy import Constraints, FoundStrategy
+from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
 from megatron_terapipe.planning.stated_ranks import stated_ranks
@@ -26,10 +27,12 @@ INTERRUPTED = 128 + signal.SIGINT
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, prepare, build, train. Returns the exit code: 2 for bad input, said in one line."""
     # Up to the process group every rank of a host meets the same error, and one of them says it.
-    speaks = _speaks_for_its_host()
+    speaks = first_of_host = _speaks_for_its_host()
+    save: str | None = None
     try:
         arguments = read_arguments(argv, _find_strategy)
         config = arguments.config
+        save = config.checkpoint.save
         config = replace(config, checkpoint=going_on(config.checkpoint))
         launch = _launch_environment(config)
         speaks = launch.local_rank == 0
@@ -49,12 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
             from megatron_terapipe.training.build_engine import build_engine, process_group
             from megatron_terapipe.training.run import prepare
+            from megatron_terapipe.training.run_in_words import start_of_log
             from megatron_terapipe.training.trainer import Trainer
             from megatron_terapipe.training.whole_checkpoint import with_whole_checkpoint
 
             run = prepare(config, launch)
-            if arguments.notices and launch.rank == 0:
-                print(*arguments.notices, sep="\n", flush=True)
+            if launch.rank == 0:
+                print(*arguments.notices, *start_of_log(run), sep="\n", flush=True)
             speaks = True
             with process_group(run, rank_watch) as stall_watch:
                 with stall_watch.ledger.phase("verifying the checkpoint"):
@@ -71,10 +75,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
-        if speaks:
-            print("interrupted: what was not saved is lost", file=sys.stderr, flush=True)
+        if first_of_host:
+            print(f"interrupted: {_what_is_left(save)}", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
+
+
+def _what_is_left(save: str | None) -> str:
+    """Say how to go on after Ctrl-C."""
+    try:
+        saved = None if save is None else latest_checkpoint(save)
+    except UserError:
+        saved = None
+    if saved is None:
+        return "nothing was saved"
+    return f"the last checkpoint is {saved}; the same command with --load {save} goes on from it"
 
 
 def _speaks_for_its_host() -> bool:

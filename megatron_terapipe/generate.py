@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from megatron_terapipe.inference.whole_model import WholeModel
 
 
+_MOST_UNASKED = 200
+"""New tokens, where nobody says how many."""
+
 DESCRIPTION = """\
 Continue a text with a trained model: print the text, then each new token as it comes."""
 
@@ -44,11 +47,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_tera
 
 def _run(argv: Sequence[str] | None, prog: str) -> int:
     options = build_parser(prog).parse_args(argv)
-    if options.max_new_tokens < 1 or not 0 <= options.temperature < inf or options.top_k < 0:
-        raise ConfigError(
-            f"--max-new-tokens {options.max_new_tokens}, --temperature {options.temperature}, --top-k "
-            f"{options.top_k}: give at least 1, 0 and 0"
-        )
+    if options.max_new_tokens is not None and options.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {options.max_new_tokens} is too few: give 1 or more")
+    if not 0 <= options.temperature < inf or options.top_k < 0:
+        raise ConfigError(f"--temperature {options.temperature}, --top-k {options.top_k}: give 0 or more for both")
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p} is out of range: give more than 0, up to 1")
     for text in _continuation(options):
@@ -72,7 +74,12 @@ def build_parser(prog: str) -> CommandParser:
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file of the text to continue, in UTF-8")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to add (default: 200)")
+    sampling.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens to add (default: {_MOST_UNASKED}, or as many as the model has positions for)",
+    )
     sampling.add_argument(
         "--temperature",
         type=float,
@@ -105,6 +112,15 @@ def _prompt(options: argparse.Namespace) -> str:
     return read_text(options.prompt_file, "--prompt-file")
 
 
+def _num_new_tokens(options: argparse.Namespace, model: ModelConfig, num_tokens_of_prompt: int) -> int:
+    """Return the tokens that are asked for, or else some that the model has positions for."""
+    if options.max_new_tokens is not None:
+        return int(options.max_new_tokens)
+    # Too long a prompt leaves none; that is said where one token is asked for.
+    room = model.max_position_embeddings - num_tokens_of_prompt
+    return max(1, min(_MOST_UNASKED, room))
+
+
 def _continuation(options: argparse.Namespace) -> Iterator[str]:
     """Yield the prompt, then the new text as it comes."""
     text_before = _prompt(options)
@@ -127,7 +143,7 @@ def _continuation(options: argparse.Namespace) -> Iterator[str]:
     tokens = generate(
         model,
         prompt,
-        options.max_new_tokens,
+        _num_new_tokens(options, source.model, len(prompt)),
         max_positions=source.model.max_position_embeddings,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,

@@ -77,7 +77,8 @@ class ParallelLayout:
             raise PlanError(
                 f"world size {world_size} is not a multiple of {' x '.join(sizes)} parallel size "
                 f"{' x '.join(map(str, sizes.values()))} = {ranks_of_replica}: "
-                f"launch a multiple of {ranks_of_replica} processes or change these sizes"
+                f"launch a multiple of {ranks_of_replica} processes, as deepspeed --num_accelerators "
+                f"{ranks_of_replica} does on one host, or change these sizes"
             )
         return cls(
             data_parallel_size=world_size // ranks_of_replica,

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_terapipe.checkpoint.directories import latest_checkpoint, readable_checkpoint
+from megatron_terapipe.checkpoint.directories import latest_checkpoint, no_checkpoint, readable_checkpoint
 from megatron_terapipe.config.checkpoint import CheckpointConfig
 from megatron_terapipe.config.options import flag
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
@@ -41,7 +41,7 @@ def take_model_from_checkpoint(given: dict[str, Any]) -> None:
     )
     found = readable_checkpoint(str(checkpoint.load), checkpoint.tag, or_previous=checkpoint.load_previous_if_damaged)
     if found is None:
-        raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint: give a directory that a run saved to")
+        raise CheckpointError(no_checkpoint(str(checkpoint.load)))
     _, info = found
     if given.get("tokenizer_type") == "NullTokenizer" and info.tokenizer.get("vocab_size"):
         # Of the model it counts the end of a document, too.

@@ -12,6 +12,7 @@ from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.flags import Flag, flags, title_of
 from megatron_terapipe.arguments.idle_flags import IDLE_FLAGS, Values
 from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
+from megatron_terapipe.arguments.other_names import OTHER_NAMES
 from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
 from megatron_terapipe.arguments.unsupported_flags import FAMILIES
 from megatron_terapipe.config import Config
@@ -291,6 +292,8 @@ def _refusal(name: str, values: Sequence[str], known: Sequence[str]) -> str | No
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
+    if name in OTHER_NAMES:
+        return f"did you mean {OTHER_NAMES[name]}?"
     if len(name) > 2 * max(map(len, known)):
         return SEE_HELP
     # Dashes, which every flag begins with, would make all names alike.

@@ -71,8 +71,16 @@ def existing_checkpoint(load: str | Path, tag: str | None) -> Path:
     """
     directory = tagged_checkpoint(load, tag)
     if directory is None:
-        raise CheckpointError(f"--load {load} holds no checkpoint: give a directory that a run saved to")
+        raise CheckpointError(no_checkpoint(load))
     return directory
+
+
+def no_checkpoint(load: str | Path) -> str:
+    """Return the error for a directory that holds no checkpoint: some name the checkpoint itself."""
+    path = Path(load)
+    if (path / RUN_FILE).is_file():
+        return f"--load {load} is one checkpoint: give --load {path.parent} --load-tag {path.name}"
+    return f"--load {load} holds no checkpoint: give a directory that a run saved to"
 
 
 def readable_checkpoint(load: str | Path, tag: str | None, *, or_previous: bool) -> tuple[Path, CheckpointInfo] | None:

@@ -5,9 +5,14 @@ from zipfile import is_zipfile
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.runtime.topology import layer_file
-from megatron_terapipe.checkpoint.directories import manifest_of, names_model_folder, readable_checkpoint
+from megatron_terapipe.checkpoint.directories import (
+    manifest_of,
+    names_model_folder,
+    no_checkpoint,
+    readable_checkpoint,
+)
 from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, optimizer_files, state_file
-from megatron_terapipe.checkpoint.info import CheckpointInfo
+from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import damage
 from megatron_terapipe.checkpoint.model_folder import folder_info, folder_weights
 from megatron_terapipe.config import CheckpointConfig, ModelConfig
@@ -40,8 +45,9 @@ def find_checkpoint(
     else:
         found = readable_checkpoint(config.load, config.tag, or_previous=config.load_previous_if_damaged)
     if found is None:
-        if config.exit_on_missing_checkpoint or config.finetune:
-            raise CheckpointError(f"--load {config.load} holds no checkpoint: give a directory that does")
+        # Whoever names one checkpoint in place of the directory above it would train from the beginning.
+        if (Path(config.load) / RUN_FILE).is_file() or config.exit_on_missing_checkpoint or config.finetune:
+            raise CheckpointError(no_checkpoint(config.load))
         return None
     directory, info = found
     extends = config.extend_positions and config.weights_only

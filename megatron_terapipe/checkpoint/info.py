@@ -204,6 +204,8 @@ class CheckpointInfo:
             if name not in may_change and ours.get(name) != theirs:
                 flag = "--" + name.replace("_", "-")
                 otherwise = "load another checkpoint"
+                if name == "vocab_size" and (tokenizer := self.tokenizer.get("tokenizer_type")):
+                    otherwise = f"give the tokenizer of the checkpoint, {tokenizer}, or {otherwise}"
                 if name in _ROTATIONS:
                     otherwise = "train on for longer sequences with --extend-positions --finetune"
                 raise CheckpointError(

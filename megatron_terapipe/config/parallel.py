@@ -326,6 +326,12 @@ class ParallelConfig:
         """
         if self.token_slices in (None, BALANCED, BY_DOCUMENTS, AUTO):
             return None
+        if not any(letter.isdecimal() for letter in self.token_slices):
+            raise ConfigError(
+                f"--token-slices {self.token_slices} is neither a list of lengths nor one of "
+                f"{', '.join((BALANCED, BY_DOCUMENTS, AUTO))}: write a list as 704,688,656, or leave the flag out for "
+                "lengths as equal as possible"
+            )
         try:
             return TokenSlices.parse(self.token_slices)
         except PlanError as error:

@@ -7,6 +7,7 @@ The index, little endian throughout, S sequences, D documents:
 """
 
 import fcntl
+import glob
 import os
 import struct
 from array import array
@@ -200,6 +201,16 @@ def _named_errors(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be written ({error.strerror}): make room, or name another folder") from None
 
 
+def _meant(prefix: Path) -> str:
+    """Return the remedy for a prefix without a dataset: the name of the one beside it that was meant, if any."""
+    without_suffix = prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
+    beside = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*_document.idx"))
+    for meant in (without_suffix, *(path.with_suffix("") for path in beside)):
+        if index_file(meant).is_file() and data_file(meant).is_file():
+            return f"did you mean {meant}?"
+    return "give the path without .bin and .idx, for example corpus_text_document"
+
+
 class IndexedDataset:
     """Reads a dataset run by run: opening reads and checks its index, and costs no read of the ids.
 
@@ -224,11 +235,8 @@ class IndexedDataset:
         self.prefix = str(prefix)
         missing = [path for path in (data_file(prefix), index_file(prefix)) if not path.is_file()]
         if missing:
-            raise DataError(
-                f"no indexed dataset at {prefix}: {' and '.join(map(str, missing))} not found "
-                f"(looked for {data_file(prefix)} and {index_file(prefix)}): --data-path takes the "
-                "path without .bin and .idx, for example corpus_text_document"
-            )
+            remedy = "both files belong together, so copy it, too" if len(missing) == 1 else _meant(Path(prefix))
+            raise DataError(f"no indexed dataset at {prefix}: {' and '.join(map(str, missing))} not found: {remedy}")
         data = ReadFile(data_file(prefix))
         self.dtype = self._open_index(ReadFile(index_file(prefix)))
         self._check_index(index_file(prefix), data)

@@ -183,7 +183,8 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
         f"wrote {', '.join(names)} (.bin and .idx): "
         f"{sum(writer.num_documents for writer in writers):,} documents"
         f"{f' and {num_empty:,} empty texts left out' if num_empty else ''}, "
-        f"{sum(writer.num_tokens for writer in writers):,} tokens, {num_bytes / 1e6:.1f} MB "
+        f"{sum(writer.num_tokens for writer in writers):,} tokens of the tokenizer "
+        f"{encoder.tokenizer.tokenizer_type}, {num_bytes / 1e6:.1f} MB "
         f"in {seconds:.1f} s ({_speed(writers, num_bytes, seconds)})"
     )
 

@@ -48,10 +48,15 @@ def generate(
     if len(prompt) + max_new_tokens > max_positions:
         raise ConfigError(
             f"{len(prompt)} tokens of prompt and {max_new_tokens} new ones are more than the {max_positions} positions "
-            f"of the model: shorten the prompt, or ask for {max(0, max_positions - len(prompt))} new tokens or fewer"
+            f"of the model: {_fewer(max_positions - len(prompt))}"
         )
     draw = partial(_draw, temperature=temperature, top_k=top_k, top_p=top_p, draws=torch.Generator().manual_seed(seed))
     return _new_tokens(model, prompt, max_new_tokens, vocab_size=vocab_size, eod=eod, draw=draw)
+
+
+def _fewer(room: int) -> str:
+    """Return the remedy where the model has positions for so many new tokens."""
+    return f"shorten the prompt, or ask for {room} new tokens or fewer" if room > 0 else "shorten the prompt"
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from megatron_terapipe.arguments import flags, parse_arguments, read_arguments
 from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.idle_flags import IDLE_FLAGS
 from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
+from megatron_terapipe.arguments.other_names import OTHER_NAMES
 from megatron_terapipe.arguments.parser import spellings
 from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
 from megatron_terapipe.arguments.unsupported_flags import FAMILIES, UNSUPPORTED_FLAGS
@@ -364,3 +365,12 @@ def test_the_trainer_ends_with_one_line_and_exit_code_2(words: str, capsys: pyte
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith("error: --") and err.count("\n") == 1
+
+
+def test_names_that_others_have_lead_to_flags_of_ours() -> None:
+    """A name that is known is never refused, so that it cannot stand in this list."""
+    assert set(OTHER_NAMES.values()) <= OWN
+    known = OWN | set(ACCEPTED_FLAGS) | set(IDLE_FLAGS) | set(NEUTRAL_FLAGS) | set(REFUSED_FLAGS)
+    assert not known & set(OTHER_NAMES)
+    with pytest.raises(ConfigError, match=r"^--tp is not a flag: did you mean --tensor-model-parallel-size\?$"):
+        read_arguments(["--tp", "2"])

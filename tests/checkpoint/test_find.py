@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_ext.plan.layout import ParallelLayout
-from megatron_terapipe.checkpoint.directories import latest_checkpoint
+from megatron_terapipe.checkpoint.directories import existing_checkpoint, latest_checkpoint
 from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import CheckpointConfig
@@ -63,7 +63,7 @@ def test_nothing_to_load_is_a_fresh_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", ["exit_on_missing_checkpoint", "finetune"])
 def test_nothing_to_load_where_there_must_be_something(tmp_path: Path, flag: str) -> None:
     line = refusal(tmp_path / "tag", **{flag: True})
-    assert line == "--load CHECKPOINTS holds no checkpoint: give a directory that does"
+    assert line == "--load CHECKPOINTS holds no checkpoint: give a directory that a run saved to"
 
 
 @pytest.mark.parametrize(
@@ -252,3 +252,13 @@ def test_a_file_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
         CheckpointError, match=r"^--load \S+corpus.jsonl is a file: give the directory that a run saved to$"
     ):
         latest_checkpoint(tmp_path / "corpus.jsonl")
+
+
+def test_who_names_one_checkpoint_is_told_how(directory: Path) -> None:
+    remedy = rf"--load {directory} is one checkpoint: give --load {directory.parent} --load-tag {directory.name}$"
+    for look in (
+        lambda: existing_checkpoint(directory, None),
+        lambda: find_checkpoint(CheckpointConfig(load=str(directory)), MODEL, LAYOUT, "adam"),
+    ):
+        with pytest.raises(CheckpointError, match=remedy):
+            look()

@@ -229,11 +229,20 @@ def test_the_index_of_other_data_is_refused(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "d")
 
 
+def test_a_prefix_that_misses_a_part_leads_to_the_dataset_beside_it(tmp_path: Path) -> None:
+    whole = write(tmp_path / "corpus_text_document", DOCUMENTS)
+    for typed in (tmp_path / "corpus", data_file(whole), index_file(whole)):
+        with pytest.raises(DataError, match=rf"not found: did you mean {whole}\?$"):
+            IndexedDataset(typed)
+    with pytest.raises(DataError, match=r"not found: give the path without \.bin"):
+        IndexedDataset(tmp_path / "other")
+
+
 @pytest.mark.parametrize("file", [index_file, data_file])
-def test_a_missing_file_is_named_with_both_looked_for(tmp_path: Path, file) -> None:
+def test_a_missing_file_is_named(tmp_path: Path, file) -> None:
     prefix = write(tmp_path / "d", DOCUMENTS)
     file(prefix).unlink()
-    with pytest.raises(DataError, match=rf"{file(prefix).name} not found .*d\.bin and .*d\.idx"):
+    with pytest.raises(DataError, match=rf"at {prefix}: {file(prefix)} not found: both files"):
         IndexedDataset(prefix)
 
 

@@ -25,15 +25,16 @@ def test_it_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "dry run: every check passed, and nothing was started"
     assert [line.split(maxsplit=1)[0] for line in lines[1:]] == [
-        *("model", "ranks", "stages", "token", "schedule", "batch", "precision", "not")
+        *("model", "ranks", "stages", "token", "schedule", "batch", "precision", "start", "not")
     ]
     assert lines[1].endswith(" parameters in 4 transformer layers of width 32")
     assert "4 = 2 data x 1 tensor x 2 pipeline parallel" in lines[2]
-    assert "2: transformer layers 0,2,4" in lines[3]
+    assert "2: transformer layers 0-1, 2-3" in lines[3]
     assert "4 of 8, 8, 8, 8 tokens" in lines[4]
     assert "1f1b, 2 micro-batches of 2 sequences on each replica" in lines[5]
     assert "8 sequences of 32 tokens, 6 iterations" in lines[6]
-    assert lines[8].split(maxsplit=3) == ["not", "checked", "here", "devices, hosts"]
+    assert lines[8].split() == ["start", "new", "weights"]
+    assert lines[9].split(maxsplit=3) == ["not", "checked", "here", "devices, hosts"]
 
 
 def test_it_is_for_devices_and_ranks_that_are_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,7 +194,7 @@ def test_a_checkpoint_of_another_run(refused: Trainer, trained: Trained, words: 
 
 def test_a_checkpoint_that_is_not_there(refused: Trainer) -> None:
     line = refused("--load", refused.folder / "absent", "--exit-on-missing-checkpoint")
-    assert line == "--load FOLDER/absent holds no checkpoint: give a directory that does"
+    assert line == "--load FOLDER/absent holds no checkpoint: give a directory that a run saved to"
 
 
 def test_a_checkpoint_with_a_file_missing(refused: Trainer, trained: Trained) -> None:

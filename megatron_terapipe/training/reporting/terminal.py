@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from math import isfinite
 from statistics import fmean
 
@@ -86,6 +87,9 @@ def iteration_line(metrics: Sequence[IterationMetrics], train_iters: int) -> str
     ]
     if last.mfu is not None:
         parts.append(f"MFU: {last.mfu * tflops / last.tflops_per_device:.1%}")
+    # The first iteration takes longer than those that follow.
+    if last.iteration < train_iters and len(metrics) > 1:
+        parts.append(f"time left: {timedelta(seconds=round(seconds * (train_iters - last.iteration)))}")
     return " | ".join(parts) + " |"
 
 
