@@ -208,7 +208,7 @@ def _meant(prefix: Path) -> str:
     for meant in (without_suffix, *(path.with_suffix("") for path in beside)):
         if index_file(meant).is_file() and data_file(meant).is_file():
             return f"did you mean {meant}?"
-    return "give the path without .bin and .idx, for example corpus_text_document"
+    return "--data-path takes the path without .bin and .idx, for example corpus_text_document"
 
 
 class IndexedDataset:

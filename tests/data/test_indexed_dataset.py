@@ -234,7 +234,7 @@ def test_a_prefix_that_misses_a_part_leads_to_the_dataset_beside_it(tmp_path: Pa
     for typed in (tmp_path / "corpus", data_file(whole), index_file(whole)):
         with pytest.raises(DataError, match=rf"not found: did you mean {whole}\?$"):
             IndexedDataset(typed)
-    with pytest.raises(DataError, match=r"not found: give the path without \.bin"):
+    with pytest.raises(DataError, match=r"not found: --data-path takes the path"):
         IndexedDataset(tmp_path / "other")
 
 
