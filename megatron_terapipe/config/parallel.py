@@ -326,16 +326,11 @@ class ParallelConfig:
         """
         if self.token_slices in (None, BALANCED, BY_DOCUMENTS, AUTO):
             return None
-        if not any(letter.isdecimal() for letter in self.token_slices):
-            raise ConfigError(
-                f"--token-slices {self.token_slices} is neither a list of lengths nor one of "
-                f"{', '.join((BALANCED, BY_DOCUMENTS, AUTO))}: write a list as 704,688,656, or leave the flag out for "
-                "lengths as equal as possible"
-            )
         try:
             return TokenSlices.parse(self.token_slices)
         except PlanError as error:
-            raise ConfigError(f"--token-slices: {error}") from None
+            words = one_of([BALANCED, BY_DOCUMENTS, AUTO])
+            raise ConfigError(f"--token-slices: {error}, or give {words} in their place") from None
 
     def uniform_stages(self, num_layers: int) -> StagePartition:
         """Return the transformer layers of each stage, as even as can be but for the ends that flags give.
