@@ -17,6 +17,7 @@ from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
 from megatron_terapipe.planning.stated_ranks import stated_ranks
+from megatron_terapipe.run_report.at_end import report_at_end
 from megatron_terapipe.training.lost_ranks import LostRank, watch_over
 from megatron_terapipe.training.restarts import going_on
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.training.dry_run:
             _dry_run(arguments, launch)
             return 0
-        with watch_over(launch, config) as rank_watch:
+        with report_at_end(config.logging, launch.rank), watch_over(launch, config) as rank_watch:
             # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
             from megatron_terapipe.training.build_engine import build_engine, process_group
             from megatron_terapipe.training.run import prepare

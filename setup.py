@@ -18,7 +18,7 @@ setup(
     packages=find_packages(include=["deepspeed_ext*", "megatron_terapipe*"]),
     package_data={
         "deepspeed_ext": ["py.typed", "plan/render/page/*"],
-        "megatron_terapipe": ["py.typed", "search/report/style.css"],
+        "megatron_terapipe": ["py.typed", "page/report.css"],
     },
     py_modules=["pretrain_gpt"],
     entry_points={"console_scripts": ["terapipe = megatron_terapipe.command.main:main"]},

@@ -31,4 +31,7 @@ terapipe generate --load "$out/checkpoints" --temperature 0.7 --max-new-tokens 2
 
 echo "== what it executed, beside the simulation"
 terapipe plan --timeline "$out/timeline"
-echo "timeline: $out/timeline/timeline.html (in a browser) and timeline.trace.json (in Perfetto); curve: $out/metrics.jsonl"
+
+echo "== the report of the run"
+terapipe report "$out/metrics.jsonl" --output "$out/report.html"
+echo "timeline: $out/timeline/timeline.html (in a browser) and timeline.trace.json (in Perfetto)"

@@ -62,7 +62,10 @@ SEARCH = Command(
 GROUPS = (
     Group(
         "train",
-        (Command("train", "train a GPT, here or on the hosts of a hostfile", "megatron_terapipe.command.train"),),
+        (
+            Command("train", "train a GPT, here or on the hosts of a hostfile", "megatron_terapipe.command.train"),
+            Command("report", "write the report of training runs", "megatron_terapipe.run_report.__main__"),
+        ),
     ),
     Group(
         "plan",

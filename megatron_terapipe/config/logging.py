@@ -78,7 +78,11 @@ class LoggingConfig:
     """Global batches of one evaluation. 0 = never evaluate."""
 
     metrics_file: str | None = option(None, metavar="FILE")
-    """File to append one JSON object per iteration and evaluation to."""
+    """File to append one JSON object per iteration and evaluation to, and one for each event of the run."""
+
+    report: str | None = option(None, metavar="FILE")
+    """Write the report of the run to this file when it ends, as `python -m megatron_terapipe.run_report` does. Needs
+    `--metrics-file`."""
 
     tensorboard_dir: str | None = option(None, metavar="DIR")
     """Directory to write TensorBoard's files to. Needs the package `tensorboard`."""
@@ -170,6 +174,8 @@ class LoggingConfig:
         check_bounds(self)
         if self.timeline_iterations is not None and self.timeline is None:
             raise ConfigError(f"--timeline-iterations {self.timeline_iterations} says not where to: add --timeline")
+        if self.report is not None and self.metrics_file is None:
+            raise ConfigError(f"--report {self.report} has no metrics to read: add --metrics-file")
         self.measured_iterations(0, 1)
         check_choices(self)
         self._check_profile()

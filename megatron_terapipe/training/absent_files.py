@@ -32,6 +32,7 @@ def without_files(config: Config) -> Config:
     logging = replace(
         config.logging,
         metrics_file=None,
+        report=None,
         tensorboard_dir=None,
         wandb_project=None,
         wandb_exp_name=None,
@@ -57,7 +58,10 @@ def absent_files(config: Config) -> Iterator[str]:
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.load is not None:
         yield f"checkpoints {checkpoint.load}"
-    outputs = (checkpoint.save, logging.metrics_file, logging.tensorboard_dir, logging.wandb_save_dir, logging.timeline)
+    outputs = (
+        *(checkpoint.save, logging.metrics_file, logging.report, logging.tensorboard_dir),
+        *(logging.wandb_save_dir, logging.timeline),
+    )
     written = [name for name in outputs if name is not None]
     if written:
         yield f"outputs {' '.join(written)}"

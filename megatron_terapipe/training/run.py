@@ -304,6 +304,7 @@ def _check_outputs(config: Config) -> None:
     outputs = {
         "--save": config.checkpoint.save,
         "--metrics-file": config.logging.metrics_file,
+        "--report": config.logging.report,
         "--timeline": config.logging.timeline,
         "--ledger-directory": config.logging.ledger_directory,
         "--tensorboard-dir": config.logging.tensorboard_dir,
@@ -316,7 +317,7 @@ def _check_outputs(config: Config) -> None:
         above = next(parent for parent in path.parents if parent.exists())
         if not above.is_dir():
             reason = f"{above} is not a directory"
-        elif path.exists() and path.is_dir() == (flag == "--metrics-file"):
+        elif path.exists() and path.is_dir() == (flag in ("--metrics-file", "--report")):
             reason = "it is a directory" if path.is_dir() else "it is a file"
         elif not _lets_write(path if path.exists() else above):
             reason = f"{path if path.exists() else above} does not let you write"

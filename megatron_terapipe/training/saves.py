@@ -1,6 +1,7 @@
 """The checkpoints of a run: when one is begun, when it is whole, and what follows if it cannot be saved."""
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from megatron_terapipe.checkpoint.saving.background import BackgroundSaves
 from megatron_terapipe.checkpoint.saving.room import bytes_to_save, check_room, room_warning
 from megatron_terapipe.checkpoint.saving.save import begin_save
 from megatron_terapipe.errors import SaveError
+from megatron_terapipe.training.events import Saved
 from megatron_terapipe.training.guards.states import refuse_bad_states
 from megatron_terapipe.training.progress import Progress
+from megatron_terapipe.training.reporting.reporter import Reporter
 from megatron_terapipe.training.run import Run
 
 
@@ -21,14 +24,14 @@ class Saves:
     Args:
         run: the prepared run.
         engine: its engine.
-        note: is told what happened.
+        reporter: is told what happened.
 
     Raises:
         SaveError: if the disk has no room for one checkpoint.
     """
 
-    def __init__(self, run: Run, engine: TokenSlicePipelineEngine, note: Callable[[str], None]) -> None:
-        self._run, self._engine, self._note, self._config = run, engine, note, run.config.checkpoint
+    def __init__(self, run: Run, engine: TokenSlicePipelineEngine, reporter: Reporter) -> None:
+        self._run, self._engine, self._reporter, self._config = run, engine, reporter, run.config.checkpoint
         # A run that starts has saved nothing, not even its initial weights.
         self._saved_iteration = run.start.iteration or None
         self._background = BackgroundSaves(engine.device) if self._config.async_save else None
@@ -47,6 +50,7 @@ class Saves:
         """
         if self._config.save is None or progress.iteration == self._saved_iteration:
             return
+        start = time.perf_counter()
         # One at a time.
         self._tell(self._finish_background, last=False)
         refuse_bad_states(
@@ -71,6 +75,7 @@ class Saves:
 
         if self._tell(begin, last=last):
             self._saved_iteration = progress.iteration
+            self._reporter.event(Saved(iteration=progress.iteration, seconds=time.perf_counter() - start))
 
     def after_iteration(self) -> None:
         """See whether a save in the background is done, without waiting for it.
@@ -100,10 +105,10 @@ class Saves:
         except SaveError as error:
             if last or not self._config.train_on_if_save_fails:
                 raise
-            self._note(f" warning: {error}; training goes on")
+            self._reporter.note(f" warning: {error}; training goes on")
             return False
         for line in lines:
-            self._note(line)
+            self._reporter.note(line)
         return True
 
     def _look_ahead(self, save: Path) -> None:
@@ -117,7 +122,7 @@ class Saves:
             return room_warning(there, size, self._num_new(), self._config.keep_last_n_checkpoints)
 
         if line := from_first_rank(look, error=SaveError):
-            self._note(line)
+            self._reporter.note(line)
 
     def _num_new(self) -> int:
         """Checkpoints that this run will save, its last one included."""

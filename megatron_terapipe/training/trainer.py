@@ -1,6 +1,7 @@
 """The training loop."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from types import TracebackType
 
 import torch
 
@@ -8,6 +9,7 @@ from deepspeed_ext.runtime.attention_kernels import activate_flash_attention_3
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.config import Config
 from megatron_terapipe.training.evaluation import Evaluation
+from megatron_terapipe.training.events import RunEnd
 from megatron_terapipe.training.exit_conditions import ExitConditions, ExitReason, heard_signal
 from megatron_terapipe.training.found_plan import keep_schedule, notes
 from megatron_terapipe.training.found_strategy import keep_strategy
@@ -34,13 +36,15 @@ class Trainer:
         self._reporters = build_reporters(run)
         self._step = TrainingStep(run, engine, self._reporters)
         self._evaluation = Evaluation(run, engine, self._reporters)
-        self._saves = Saves(run, engine, self._reporters.note)
+        self._saves = Saves(run, engine, self._reporters)
+        self._iteration, self._exit_reason = run.start.iteration, ""
 
     def run(self) -> None:
         """Train until the last iteration, or until something ends the run before."""
         training = self._run.config.training
         with ExitStack() as cleanup:
             cleanup.callback(self._reporters.close)
+            cleanup.push(self._tell_end)
             cleanup.callback(self._step.close)
             keep_schedule(self._run)
             keep_strategy(self._run)
@@ -70,6 +74,7 @@ class Trainer:
             self._saves.save(progress)
         while progress.iteration < last_iteration:
             progress = self._one_iteration(progress, batches)
+            self._iteration = progress.iteration
             self._saves.after_iteration()
             reason = exits.reason(progress.iteration)
             last = reason is not None or progress.iteration == last_iteration
@@ -80,6 +85,7 @@ class Trainer:
             if last or run.config.checkpoint.saves_after(progress.iteration):
                 self._saves.save(progress, last=last)
             if reason is not None:
+                self._exit_reason = reason.value
                 self._reporters.note(f" exiting after iteration {progress.iteration}, because {reason.value}")
                 return
             if last:
@@ -99,6 +105,13 @@ class Trainer:
             equal_after = max(progress.iteration - interval, self._run.start.iteration)
             refuse_different_copies(self._engine, progress.iteration, equal_after)
         return progress
+
+    def _tell_end(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Tell the reporters why the run ends; what ends it goes on."""
+        reason = self._exit_reason if kind is None else " ".join(str(error).split()) or kind.__name__
+        # A disk that is full has ended the run already.
+        with suppress(OSError):
+            self._reporters.event(RunEnd(iteration=self._iteration, reason=reason, failed=kind is not None))
 
     def _evaluate_everything(self, progress: Progress) -> None:
         self._evaluation.run(progress)

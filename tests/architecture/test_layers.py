@@ -206,15 +206,28 @@ LAYERS = (
         ),
         ("torch", "deepspeed", "numpy", "tqdm", "pydantic"),
     ),
+    Layer(("megatron_terapipe.page", "megatron_terapipe.page.*"), PLAN),
     Layer(
         ("megatron_terapipe.search.report", "megatron_terapipe.search.report.*"),
-        search("inputs", "software", "op_times", "cost", "space", "rank", "rivals"),
+        (*search("inputs", "software", "op_times", "cost", "space", "rank", "rivals"), "megatron_terapipe.page"),
         ("numpy", "pydantic", "rich"),
     ),
     Layer(
         ("megatron_terapipe.search.trials", "megatron_terapipe.search.trials.*"),
         search("inputs", "software", "op_times", "cost", "space", "rank", "report"),
         ("numpy", "pydantic", "scipy", "rich"),
+    ),
+    # Of training it reads what the metrics file is made of, which needs no torch.
+    Layer(
+        ("megatron_terapipe.run_report", "megatron_terapipe.run_report.*"),
+        (
+            *search("report"),
+            "megatron_terapipe.page",
+            "megatron_terapipe.command_parser",
+            "megatron_terapipe.training.events",
+            "megatron_terapipe.training.metrics",
+        ),
+        ("pydantic",),
     ),
     # Commands put the parts together: they may import anything of ours, and nobody imports them.
     Layer(

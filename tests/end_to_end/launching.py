@@ -170,7 +170,13 @@ def train_on_this_rank(trainer_flags: Sequence[str], folder: Path | None = None)
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Iterations and evaluations of a metrics file."""
     objects = [json.loads(line) for line in path.read_text().splitlines()]
-    return [each for each in objects if "lm_loss" in each], [each for each in objects if "lm_loss" not in each]
+    metrics = [each for each in objects if "event" not in each]
+    return [each for each in metrics if "lm_loss" in each], [each for each in metrics if "lm_loss" not in each]
+
+
+def num_metrics(path: Path) -> int:
+    """Iterations and evaluations that a metrics file has so far."""
+    return sum('"event"' not in line for line in path.read_text().splitlines()) if path.exists() else 0
 
 
 def error_lines(text: str) -> list[str]:

@@ -15,6 +15,7 @@ from tests.end_to_end.launching import (
     error_lines,
     flags,
     launch,
+    num_metrics,
     read_metrics,
     train_on_this_rank,
 )
@@ -30,7 +31,7 @@ def killed(trained: Trained, data: Path, tmp_path_factory: pytest.TempPathFactor
     outputs = ["--save", "checkpoints", "--save-interval", "3", "--metrics-file", "metrics.jsonl"]
     run = Launch(folder, flags(data, *outputs, *ENDLESS_EVALUATION))
     metrics = folder / "metrics.jsonl"
-    run.wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) == 4)
+    run.wait_for(lambda: num_metrics(metrics) == 4)
     there = run.processes()
     os.kill(there["the launcher"], signal.SIGKILL)
     # Its ranks do not train on alone, and the command does not end as if all were well.

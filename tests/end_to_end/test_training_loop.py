@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import run_distributed
-from tests.end_to_end.launching import Launch, flags, read_metrics, train_on_this_rank
+from tests.end_to_end.launching import Launch, flags, num_metrics, read_metrics, train_on_this_rank
 
 RAMP = "--global-batch-size 12 --rampup-batch-size 4 4 24 --log-interval 1 --eval-iters 1".split()
 SIZES = [4, 4, 4, 8, 8, 12, 12, 12]
@@ -85,7 +85,7 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint_and_exit_code_0(data: P
     outputs = ["--save", "saved", "--metrics-file", "metrics.jsonl", "--train-iters", 100000, "--log-interval", 1]
     launched = Launch(tmp_path, flags(data, *outputs, "--eval-iters", 0, "--exit-signal-handler"))
     metrics = tmp_path / "metrics.jsonl"
-    launched.wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
+    launched.wait_for(lambda: num_metrics(metrics) > 3)
     last_rank = [pid for pid in launched.survivors() if _environment(pid).get("RANK") == "1"]
     os.kill(last_rank[0], signal.SIGTERM)
     assert launched.wait() == 0, launched.output()

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, data_file, index_file
 from megatron_terapipe.errors import DataError
-from tests.end_to_end.launching import Launch, environment, error_lines, flags
+from tests.end_to_end.launching import Launch, environment, error_lines, flags, num_metrics
 from tests.faults.campaign import Outcome, Settings
 
 PROMISED_S = 60.0
@@ -258,5 +258,4 @@ def _training(folder: Path, prefix: Path, iterations: int) -> Launch:
 
 
 def _iterations(folder: Path) -> int:
-    metrics = folder / "m.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
+    return num_metrics(folder / "m.jsonl")

@@ -25,6 +25,7 @@ from tests.end_to_end.launching import (
     error_lines,
     flags,
     launch,
+    num_metrics,
     read_metrics,
 )
 from tests.faults.campaign import Outcome, Settings
@@ -243,8 +244,7 @@ class _HostsRun:
         return self._iterations() >= wanted
 
     def _iterations(self) -> int:
-        metrics = self._folder / "metrics.jsonl"
-        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        return num_metrics(self._folder / "metrics.jsonl")
 
     def _did_not_begin(self, name: str) -> Outcome:
         self._end()

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_terapipe.strategy import Strategy
 from tests.end_to_end.hosts.network import SEARCH_PATH, Host, Network, missing, network
 from tests.end_to_end.hosts.slurm import missing_slurm, slurm
-from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, environment, flags
+from tests.end_to_end.launching import DEEPSPEED, PRETRAIN, environment, flags, num_metrics
 from tests.faults.campaign import Outcome, Settings
 
 BEGUN_S = 300.0
@@ -206,7 +206,7 @@ def _ranks_run(hosts: Network) -> bool:
 
 
 def _trains(metrics: Path) -> bool:
-    return metrics.exists() and len(metrics.read_text().splitlines()) > 2
+    return num_metrics(metrics) > 2
 
 
 def _left(hosts: Network) -> list[str]:

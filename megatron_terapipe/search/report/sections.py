@@ -1,11 +1,11 @@
 """The sections of the page, each as HTML."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from html import escape
 from itertools import pairwise
 
-from deepspeed_ext.plan.render.palette import oklch_to_hex
+from megatron_terapipe.page.bars import MEMORY_NAMES, Bar, colours, legend, stacked_bars
+from megatron_terapipe.page.document import facts
 from megatron_terapipe.search.cost.prediction import RankMemory, TimeBreakdown
 from megatron_terapipe.search.inputs.cluster import Cluster, Device
 from megatron_terapipe.search.rank.ranked import Ranked
@@ -22,92 +22,6 @@ from megatron_terapipe.search.report.figures import (
 )
 from megatron_terapipe.search.report.table import LEFT, rows_of
 from megatron_terapipe.strategy import Strategy
-
-_HUES = (255, 150, 25, 80, 310, 200, 350, 115)
-_LIGHTNESS = (0.72, 0.80, 0.70, 0.86, 0.66, 0.82, 0.62, 0.76)
-"""Neighbours differ in lightness as well as in hue, so that they are told apart without colour vision."""
-
-_SHORTEST = 0.0005
-"""Shares below this cannot be seen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar of a chart.
-
-    Attributes:
-        label: what it is of, as text.
-        parts: amount of each part by its name.
-        figure: what stands behind it.
-        limit: where a line marks what there is room for; None = no line.
-    """
-
-    label: str
-    parts: Mapping[str, float]
-    figure: str
-    limit: float | None = None
-
-
-def colours(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each part, the same in all charts."""
-    return {
-        name: oklch_to_hex(_LIGHTNESS[index % len(_LIGHTNESS)], 0.11, _HUES[index % len(_HUES)])
-        for index, name in enumerate(names)
-    }
-
-
-def legend(names: Sequence[str], palette: Mapping[str, str]) -> str:
-    """Return the legend of a chart.
-
-    Args:
-        names: parts that come up.
-        palette: colour of each part.
-    """
-    entries = "".join(
-        f'<span class="entry"><i style="background:{palette[name]}"></i>{escape(name)}</span>' for name in names
-    )
-    return f'<div class="legend">{entries}</div>'
-
-
-def stacked_bars(bars: Sequence[Bar], palette: Mapping[str, str], written: Mapping[int, Mapping[str, str]]) -> str:
-    """Return bars on one scale, below each other.
-
-    Args:
-        bars: what to draw.
-        palette: colour of each part.
-        written: by bar and part, the amount as it is shown to who points at it.
-    """
-    longest = max((max(sum(bar.parts.values()), bar.limit or 0.0) for bar in bars), default=0.0) or 1.0
-    rows = []
-    for index, bar in enumerate(bars):
-        pieces = "".join(
-            f'<span style="width:{100 * amount / longest:.3f}%;background:{palette[name]}" '
-            f'title="{escape(f"{name}: {written[index][name]}", quote=True)}"></span>'
-            for name, amount in bar.parts.items()
-            if amount / longest > _SHORTEST
-        )
-        mark = ""
-        if bar.limit is not None:
-            mark = f'<b class="limit" style="left:{100 * bar.limit / longest:.3f}%" title="what the device has"></b>'
-        label = f'<div class="label" title="{escape(bar.label, quote=True)}">{escape(bar.label)}</div>'
-        rows.append(
-            f'<div class="row">{label}<div class="track">{pieces}{mark}</div>'
-            f'<div class="figure">{escape(bar.figure)}</div></div>'
-        )
-    return f'<div class="bars">{"".join(rows)}</div>'
-
-
-MEMORY_NAMES = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "activations": "activations",
-    "key_values": "keys and values",
-    "logits": "logits",
-    "buffers": "buffers",
-    "framework": "framework",
-}
-"""Parts of memory in words."""
 
 
 def winner(answer: Answer, entry: Ranked) -> str:
@@ -134,11 +48,10 @@ def winner(answer: Answer, entry: Ranked) -> str:
     figures.append((f"{prediction.bubble_ratio:.1%}", "bubble ratio"))
     if prediction.memory:
         figures.append((bytes_text(prediction.peak_memory_bytes), "on the fullest device"))
-    facts = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for value, name in figures)
     lengths = ""
     if strategy.token_slices is not None:
         lengths = f'<p class="sub">token slices: {escape(numbers_text(strategy.token_slices))}</p>'
-    return f'<p class="winner">{escape(strategy_text(strategy))}</p><div class="facts">{facts}</div>{lengths}'
+    return f'<p class="winner">{escape(strategy_text(strategy))}</p>{facts(figures)}{lengths}'
 
 
 def why(first: Ranked, second: Ranked) -> str:

@@ -4,15 +4,17 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_terapipe.training.events import Event, Note
 from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
 from megatron_terapipe.training.reporting.curves import TensorBoard, WeightsAndBiases
 from megatron_terapipe.training.reporting.reporter import Reporter, Reporters
+from megatron_terapipe.training.reporting.run_start import run_start
 from megatron_terapipe.training.reporting.terminal import LogLines, ProgressBar
 from megatron_terapipe.training.run import Run
 
 
 class MetricsFile(Reporter):
-    """Appends metrics to a file, one JSON object a line.
+    """Appends metrics and events to a file, one JSON object a line.
 
     Args:
         path: the file, made with its directories.
@@ -21,19 +23,30 @@ class MetricsFile(Reporter):
     def __init__(self, path: str) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._iteration = 0
 
     def iteration(self, metrics: IterationMetrics) -> None:
         """Append an iteration."""
+        self._iteration = metrics.iteration
         self._append(metrics)
 
     def evaluation(self, metrics: EvaluationMetrics) -> None:
         """Append an evaluation."""
         self._append(metrics)
 
-    def _append(self, metrics: IterationMetrics | EvaluationMetrics) -> None:
+    def note(self, line: str) -> None:
+        """Append it as an event."""
+        self.event(Note(iteration=self._iteration, text=line.strip()))
+
+    def event(self, event: Event) -> None:
+        """Append an event."""
+        self._iteration = event.iteration
+        self._append(event)
+
+    def _append(self, line: IterationMetrics | EvaluationMetrics | Event) -> None:
         # Handed to the operating system at once: a killed run loses no line.
         with self._path.open("a") as file:
-            file.write(json.dumps(metrics.as_json()) + "\n")
+            file.write(json.dumps(line.as_json()) + "\n")
 
 
 def build_reporters(run: Run) -> Reporters:
@@ -49,7 +62,9 @@ def build_reporters(run: Run) -> Reporters:
         LogLines(logging.log_interval, run.train_iters, logging.timing_log_option),
     ]
     if logging.metrics_file is not None:
-        reporters.append(MetricsFile(logging.metrics_file))
+        metrics_file = MetricsFile(logging.metrics_file)
+        metrics_file.event(run_start(run))
+        reporters.append(metrics_file)
     if logging.tensorboard_dir is not None:
         reporters.append(TensorBoard(logging.tensorboard_dir, logging, run.launch.world_size))
     if logging.wandb_project is not None:

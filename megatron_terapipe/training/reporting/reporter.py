@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from megatron_terapipe.training.events import Event
 from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
 
 
@@ -16,6 +17,9 @@ class Reporter:
 
     def note(self, line: str) -> None:
         """Something happened that is told in words."""
+
+    def event(self, event: Event) -> None:
+        """Something happened that is told in figures."""
 
     def close(self) -> None:
         """Close what is open; nothing more will be reported."""
@@ -45,6 +49,11 @@ class Reporters(Reporter):
         """Tell each."""
         for each in self._reporters:
             each.note(line)
+
+    def event(self, event: Event) -> None:
+        """Tell each."""
+        for each in self._reporters:
+            each.event(event)
 
     def close(self) -> None:
         """Close each."""

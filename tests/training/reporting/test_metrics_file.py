@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import nan
 from pathlib import Path
 
+from megatron_terapipe.training.events import Saved
 from megatron_terapipe.training.reporting.build import MetricsFile
 from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
@@ -55,6 +56,18 @@ def test_a_loss_that_is_no_number_is_null_because_json_has_no_nan(tmp_path: Path
     MetricsFile(str(tmp_path / "metrics.jsonl")).iteration(replace(SKIPPED, lm_loss=nan))
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     assert objects(tmp_path / "metrics.jsonl")[0]["lm_loss"] is None
+
+
+def test_events_stand_between_them_with_the_iteration_and_the_time(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(str(path))
+    file.event(Saved(iteration=3, seconds=0.5, time=1e9))
+    file.iteration(ITERATION)
+    file.note(" something was said")
+    saved, _, note = objects(path)
+    assert saved == {"event": "save", "iteration": 3, "seconds": 0.5, "time": 1e9}
+    assert note.pop("time") > 1e9
+    assert note == {"event": "note", "iteration": 7, "text": "something was said"}
 
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:

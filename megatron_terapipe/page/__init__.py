@@ -1,0 +1,1 @@
+"""Parts of report pages: the document, its style sheet, bars, and curves as SVG."""

@@ -1,0 +1,256 @@
+"""Curves over the iterations of runs, as SVG: for a page, or as a picture of its own.
+
+A curve of many points is a line of means in a band from the least to the most of each bin. Curves differ in dashes as
+well as in colour. Values above the upper end are drawn at it, with a triangle.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from math import isfinite
+
+from deepspeed_ext.plan.render.palette import oklch_to_hex
+from deepspeed_ext.plan.render.svg_elements import GRID, INK, SOFT, document, text
+from megatron_terapipe.page.axes import Axis, padded, value_text
+from megatron_terapipe.page.thinning import Bin, Point, thinned
+
+WIDTH, HEIGHT = 420.0, 236.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48.0, 10.0, 44.0, 26.0
+_LINE = 15.0
+_HUES = (255, 150, 310, 85, 200, 340)
+_DASHES = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 4")
+_LETTER = 6.2
+"""Pixels of a letter of the legend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One curve.
+
+    Attributes:
+        name: what it is of; empty = the chart says it.
+        points: in rising order of x.
+        number: which colour and dashes it has, the same in all charts.
+        dotted: whether each point is a dot of its own.
+    """
+
+    name: str
+    points: Sequence[Point]
+    number: int = 0
+    dotted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A value over all iterations, such as one that was predicted.
+
+    Attributes:
+        name: what it is.
+        low: least it may be.
+        value: what it is.
+        high: most it may be.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Curves on one pair of axes.
+
+    Attributes:
+        title: what is shown.
+        unit: of its values; empty = none.
+        curves: what is drawn.
+        levels: drawn across.
+        marks: iterations that are marked with a line.
+        shaded: ranges of iterations that are no part of the figures.
+        logarithmic: whether the values are on a logarithmic axis, if they allow it.
+        from_zero: whether the axis begins at 0.
+        top: value above which values are drawn at the upper end; None = none are.
+        note: what the chart leaves out.
+    """
+
+    title: str
+    unit: str = ""
+    curves: Sequence[Curve] = ()
+    levels: Sequence[Level] = ()
+    marks: Sequence[float] = ()
+    shaded: Sequence[tuple[float, float]] = field(default_factory=tuple)
+    logarithmic: bool = False
+    from_zero: bool = False
+    top: float | None = None
+    note: str = ""
+
+
+def colour_of(number: int) -> str:
+    """Return the colour of a curve, which stands out from light and from dark pages."""
+    return oklch_to_hex(0.61, 0.14, _HUES[number % len(_HUES)])
+
+
+def chart_figure(chart: Chart) -> str:
+    """Return a chart as a figure of a page, as HTML."""
+    drawn = _Drawn(chart)
+    name = escape(chart.title)
+    caption = f"<figcaption>{escape(drawn.note)}</figcaption>" if drawn.note else ""
+    return (
+        f'<figure class="chart"><svg viewBox="0 0 {WIDTH:g} {drawn.height:g}" role="img">'
+        f"<title>{name}</title><desc>{escape(drawn.description)}</desc>{''.join(drawn.body)}</svg>{caption}</figure>"
+    )
+
+
+def chart_picture(chart: Chart) -> str:
+    """Return a chart as an SVG document of its own."""
+    drawn = _Drawn(chart)
+    return document(drawn.body, WIDTH, drawn.height, chart.title, drawn.description)
+
+
+class _Drawn:
+    """The elements of a chart.
+
+    Args:
+        chart: what is drawn.
+    """
+
+    def __init__(self, chart: Chart) -> None:
+        self._chart = chart
+        self._bins = [thinned(curve.points) for curve in chart.curves]
+        self._legend = list(self._legend_lines())
+        top = _TOP + _LINE * max(len(self._legend) - 1, 0)
+        self.height = HEIGHT + top - _TOP
+        self._x, self._y = self._axes(top, self.height - _BOTTOM)
+        self.note = self._caption()
+        self.description = self._described()
+        self.body = list(self._elements())
+
+    def _axes(self, top: float, bottom: float) -> tuple[Axis, Axis]:
+        chart = self._chart
+        every = [each for bins in self._bins for each in bins]
+        values = [y for each in every for y in (each.least, each.most)]
+        values += [y for level in chart.levels for y in (level.low, level.high)]
+        if chart.top is not None:
+            values = [min(value, chart.top) for value in values]
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        logarithmic = chart.logarithmic and low > 0 and high / low > 8
+        if logarithmic:
+            low, high = low / 1.15, high * 1.15
+        else:
+            low, high = padded(low, high, from_zero=chart.from_zero and low >= 0)
+        places = [each.x for each in every] or [0.0, 1.0]
+        first, last = min(places), max(places)
+        if first == last:
+            first, last = first - 1, last + 1
+        return Axis(first, last, _LEFT, WIDTH - _RIGHT), Axis(low, high, bottom, top, logarithmic)
+
+    def _elements(self) -> Iterator[str]:
+        chart, x, y = self._chart, self._x, self._y
+        unit = f" ({chart.unit})" if chart.unit else ""
+        yield text(12, 19, chart.title + unit, f'{INK} font-size="13" font-weight="600"')
+        for line, entries in enumerate(self._legend):
+            yield from self._legend_line(entries, 36 + _LINE * line)
+        for start, end in chart.shaded:
+            width = max(x.at(end) - x.at(start), 1.0)
+            yield f'<rect class="shaded" x="{x.at(start):.1f}" y="{y.end:.1f}" width="{width:.1f}" '
+            yield f'height="{y.start - y.end:.1f}" fill="#8b949e" fill-opacity="0.2"/>'
+        for value in y.round_values(5):
+            yield f'<path d="M{x.start:.1f},{y.at(value):.1f} H{x.end:.1f}" {GRID}/>'
+            yield text(x.start - 6, y.at(value) + 3.5, value_text(value), f'{SOFT} font-size="10.5" text-anchor="end"')
+        for value in x.round_values(6):
+            yield text(x.at(value), y.start + 16, value_text(value), f'{SOFT} font-size="10.5" text-anchor="middle"')
+        for place in chart.marks:
+            yield f'<path class="mark" d="M{x.at(place):.1f},{y.start:.1f} V{y.end:.1f}" stroke="#8b949e" '
+            yield 'stroke-width="1" stroke-dasharray="2 2"/>'
+        for level in chart.levels:
+            yield from self._level(level)
+        for curve, bins in zip(chart.curves, self._bins, strict=True):
+            yield from self._curve(curve, bins)
+        if not any(self._bins):
+            middle = (x.start + x.end) / 2, (y.start + y.end) / 2
+            yield text(*middle, "nothing recorded", f'{SOFT} font-size="12" text-anchor="middle"')
+
+    def _level(self, level: Level) -> Iterator[str]:
+        x, y = self._x, self._y
+        if level.low < level.high:
+            top, bottom = y.at(level.high), y.at(level.low)
+            yield f'<rect x="{x.start:.1f}" y="{top:.1f}" width="{x.end - x.start:.1f}" height="{bottom - top:.1f}" '
+            yield f'fill="{_LEVEL}" fill-opacity="0.14"/>'
+        yield f'<path d="M{x.start:.1f},{y.at(level.value):.1f} H{x.end:.1f}" fill="none" stroke="{_LEVEL}" '
+        yield f'stroke-width="1.6" stroke-dasharray="6 4"><title>{escape(level.name)}</title></path>'
+
+    def _curve(self, curve: Curve, bins: Sequence[Bin]) -> Iterator[str]:
+        x, y, colour = self._x, self._y, colour_of(curve.number)
+        if any(each.num_points > 1 for each in bins):
+            upper = [f"{x.at(each.x):.1f},{y.at(each.most):.1f}" for each in bins]
+            lower = [f"{x.at(each.x):.1f},{y.at(each.least):.1f}" for each in reversed(bins)]
+            yield f'<path d="M{" ".join(upper + lower)}z" fill="{colour}" fill-opacity="0.28"/>'
+        places = [(x.at(each.x), y.at(each.mean)) for each in bins]
+        dashes = f' stroke-dasharray="{_DASHES[curve.number % len(_DASHES)]}"' if curve.number else ""
+        if len(places) > 1:
+            line = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
+            width = "1" if curve.dotted else "1.5"
+            yield f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"'
+            yield f"{dashes}><title>{escape(curve.name or self._chart.title)}</title></path>"
+        if curve.dotted or len(places) == 1:
+            for left, top in places:
+                yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="2.6" fill="{colour}"/>'
+        if self._chart.top is not None:
+            for each in bins:
+                if each.most > self._y.high:
+                    left, top = x.at(each.x), y.end
+                    yield f'<path d="M{left - 4:.1f},{top + 7:.1f} l4,-7 l4,7z" fill="{_BEYOND}">'
+                    yield f"<title>{value_text(each.most)} at {each.x:g}</title></path>"
+
+    def _legend_lines(self) -> Iterator[list[tuple[str, int]]]:
+        """Names with the number of their curve, -1 for a level, in lines that fit."""
+        named = [(curve.name, curve.number) for curve in self._chart.curves if curve.name]
+        named += [(level.name, -1) for level in self._chart.levels]
+        line: list[tuple[str, int]] = []
+        used = 0.0
+        for name, number in named:
+            width = 34 + _LETTER * len(name)
+            if line and used + width > WIDTH - 24:
+                yield line
+                line, used = [], 0.0
+            line.append((name, number))
+            used += width
+        if line:
+            yield line
+
+    def _legend_line(self, entries: Sequence[tuple[str, int]], y: float) -> Iterator[str]:
+        left = 12.0
+        for name, number in entries:
+            colour, dashes = (_LEVEL, "6 4") if number < 0 else (colour_of(number), _DASHES[number % len(_DASHES)])
+            dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+            yield f'<path d="M{left:.1f},{y - 4:.1f} h18" fill="none" stroke="{colour}" stroke-width="2"{dashed}/>'
+            yield text(left + 23, y, name, f'{SOFT} font-size="11"')
+            left += 34 + _LETTER * len(name)
+
+    def _caption(self) -> str:
+        widest = max((each.num_points for bins in self._bins for each in bins), default=1)
+        notes = [self._chart.note] if self._chart.note else []
+        if widest > 1:
+            notes.append(f"line: mean of up to {widest} iterations; band: from the least of them to the most")
+        beyond = sum(each.most > self._y.high for bins in self._bins for each in bins)
+        if self._chart.top is not None and beyond:
+            notes.append("triangles: values above the chart")
+        return "; ".join(notes)
+
+    def _described(self) -> str:
+        parts = []
+        for curve, bins in zip(self._chart.curves, self._bins, strict=True):
+            if bins:
+                least, most = min(each.least for each in bins), max(each.most for each in bins)
+                parts.append(
+                    f"{curve.name or self._chart.title}: from {value_text(bins[0].mean)} to "
+                    f"{value_text(bins[-1].mean)} over {bins[0].x:g} to {bins[-1].x:g}, least {value_text(least)}, "
+                    f"most {value_text(most)}."
+                )
+        parts += [f"{level.name}: {value_text(level.value)}." for level in self._chart.levels if isfinite(level.value)]
+        return " ".join(parts) or "nothing recorded"
+
+
+_LEVEL = oklch_to_hex(0.61, 0.16, 25)
+_BEYOND = oklch_to_hex(0.58, 0.2, 25)

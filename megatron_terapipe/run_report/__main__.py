@@ -1,0 +1,94 @@
+"""Command `report`: the report of training runs, as a page, as JSON, and on one screen."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text_files import write_text
+from megatron_terapipe.command_parser import CommandParser
+from megatron_terapipe.errors import ConfigError
+
+PROGRAM = "python -m megatron_terapipe.run_report"
+
+DESCRIPTION = """Write the report of a training run: figures at a glance, curves, what the search promised beside what
+came, where an iteration goes, and what happened. The answer of the search and the measured timeline are found where the
+run says that they are."""
+
+
+def build_parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
+    """Return the parser of the command.
+
+    Args:
+        prog: its name in help and messages.
+    """
+    parser = CommandParser(prog=prog, description=DESCRIPTION)
+    add = parser.add_argument
+    add(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="metrics file of a run (--metrics-file), or a directory with metrics.jsonl",
+    )
+    add("--output", metavar="FILE", help="write the page to this file")
+    add("--pictures", metavar="DIR", help="write each chart as an SVG picture into this directory")
+    add("--search", metavar="PATH", help="answer of the search, or its directory. Default: beside the run's strategy")
+    add("--timeline", metavar="PATH", help="measured timeline. Default: where the run wrote it")
+    add("--join", action="store_true", help="the files are pieces of one run that was resumed, in their order")
+    add("--json", action="store_true", help="print the figures as JSON in place of the summary")
+    add("--schema", action="store_true", help="print the JSON Schema of --json")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
+    """Run the command, and return its exit code: 2 for bad input, said in one line.
+
+    Args:
+        argv: its words; None = those of this process.
+        prog: its name in help and messages.
+    """
+    try:
+        return _run(build_parser(prog).parse_args(argv), prog)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace, prog: str) -> int:
+    # Imported once the words are known to be good: checks of lines take pydantic, which takes a while.
+    from megatron_terapipe.page.chart import chart_picture
+    from megatron_terapipe.run_report.page import charts_of, render_report
+    from megatron_terapipe.run_report.report import Sources, read_report
+    from megatron_terapipe.run_report.schema import json_schema, report_document
+    from megatron_terapipe.run_report.summary import summary
+
+    if options.schema:
+        print(json.dumps(json_schema(), indent=2))
+        return 0
+    if not options.runs:
+        raise ConfigError(f"no run is named: give the file that it wrote with --metrics-file, see {prog} --help")
+    if len(options.runs) > 1 and not options.join:
+        for name in ("search", "timeline"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name} {getattr(options, name)} is of one run, and {len(options.runs)} are named")
+    reports = read_report(
+        Sources(runs=options.runs, join=options.join, search=options.search, timeline=options.timeline)
+    )
+    if options.output is not None:
+        write_text(options.output, render_report(reports), "--output", make_folder=True)
+    if options.pictures is not None:
+        for name, chart in charts_of(reports).items():
+            write_text(Path(options.pictures) / f"{name}.svg", chart_picture(chart), "--pictures", make_folder=True)
+    if options.json:
+        print(report_document(reports).model_dump_json(indent=2))
+        return 0
+    print(summary(reports))
+    if options.output is not None:
+        print(f"report: {options.output} (in a browser)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

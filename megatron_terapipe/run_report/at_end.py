@@ -1,0 +1,45 @@
+"""The report that a run writes of itself when it ends, never at the cost of the run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.config import LoggingConfig
+
+
+@contextmanager
+def report_at_end(logging: LoggingConfig, rank: int) -> Iterator[None]:
+    """Write the report of a run once what is within has ended, well or by an error of ours.
+
+    Args:
+        logging: says which file, if any.
+        rank: of this process; the first one writes.
+    """
+    try:
+        yield
+    except UserError:
+        _write(logging, rank)
+        raise
+    _write(logging, rank)
+
+
+def _write(logging: LoggingConfig, rank: int) -> None:
+    if logging.report is None or logging.metrics_file is None or rank or not Path(logging.metrics_file).is_file():
+        return
+    try:
+        _write_report(logging.metrics_file, logging.report)
+    except Exception as error:  # The run is done, whatever is wrong with its report.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        print(f" warning: --report {logging.report} was not written ({reason})", flush=True)
+    else:
+        print(f" wrote the report {logging.report}", flush=True)
+
+
+def _write_report(metrics_file: str, path: str) -> None:
+    # Imported at the end of a run: it takes pydantic, and a while.
+    from deepspeed_ext.plan.text_files import write_text
+    from megatron_terapipe.run_report.page import render_report
+    from megatron_terapipe.run_report.report import Sources, read_report
+
+    write_text(path, render_report(read_report(Sources(runs=[metrics_file]))), make_folder=True)

@@ -1,0 +1,157 @@
+"""The figures of a report, what it holds against the search's promise, and what it says is missing."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.run_report.report import RunReport, Sources, read_report
+from megatron_terapipe.run_report.schema import json_schema, report_document
+from megatron_terapipe.run_report.summary import summary
+from megatron_terapipe.training.events import RunEnd
+from tests.run_report.made_up import (
+    GIB,
+    START,
+    STRATEGY,
+    lines_of,
+    whole_run,
+    write_answer,
+    write_lines,
+    write_timeline,
+)
+
+TROUBLE = {
+    7: {"grad_norm": None, "lm_loss": float("nan")},
+    8: {"grad_norm": None},
+    12: {"iteration_time_s": 5.0},
+    15: {"spiky_loss": True},
+    24: {"large_grads": True, "grad_norm": 90.0},
+}
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> RunReport:
+    """The report of a run with a timeline and an answer of the search."""
+    metrics = write_lines(tmp_path / "run" / "metrics.jsonl", whole_run(TROUBLE))
+    timeline, answer = write_timeline(tmp_path / "timeline"), write_answer(tmp_path / "plan" / "ranking.json")
+    (report,) = read_report(Sources(runs=[str(metrics)], search=str(answer), timeline=str(timeline)))
+    return report
+
+
+def report_of(folder: Path, lines: list[object]) -> RunReport:
+    (report,) = read_report(Sources(runs=[str(write_lines(folder / "metrics.jsonl", lines))]))
+    return report
+
+
+def test_figures_at_a_glance(whole: RunReport) -> None:
+    figures = whole.figures
+    assert (figures.iterations, figures.planned, figures.tokens, figures.starts) == (40, 40, 80 * 32, 2)
+    assert figures.loss == pytest.approx(sum(10 / number for number in range(31, 41)) / 10)
+    assert figures.validation_loss == 11 / 40 and figures.best_validation_loss == (11 / 40, 40)
+    # The slow first iterations after each start do not count.
+    assert (figures.iteration_time_s.median, figures.iteration_time_s.low) == (0.5, 0.5)
+    assert figures.tokens_per_s.median == 128.0
+    assert (figures.mfu, figures.tflops_per_device) == (0.4, 100.0)
+    assert figures.peak_memory_bytes == (3 * GIB, 2 * GIB)
+    assert (figures.skipped, figures.repeated, figures.wall_s) == (2, 5, 100.0)
+
+
+def test_what_happened(whole: RunReport) -> None:
+    assert [(each.kind, each.first, each.last) for each in whole.incidents] == [
+        ("skipped update", 7, 8),
+        ("skipped update", 7, 7),
+        ("slow iteration", 12, 12),
+        ("spike", 15, 15),
+        ("save", 20, 20),
+        ("restart", 21, 21),
+        ("spike", 24, 24),
+        ("end", 25, 25),
+        ("end", 40, 40),
+    ]
+    told = {each.first: each.text for each in whole.incidents}
+    assert told[12] == "5 s, 10.0 times the median"
+    assert told[21].startswith("started again with iteration 21, 5 iterations were done a second time, 60 s after")
+
+
+def test_what_came_stands_beside_what_was_promised(whole: RunReport) -> None:
+    by_name = {each.name: each for each in whole.kept}
+    assert list(by_name) == [
+        *("iteration", "tokens a second", "MFU", "bubble ratio", "memory, stage 0", "memory, stage 1")
+    ]
+    assert by_name["iteration"].difference == pytest.approx(0.25)
+    assert by_name["iteration"].why.startswith("within 350 ms to 600 ms, where 90% of runs were expected")
+    assert by_name["MFU"].difference_text == "-10.0 points"
+    assert by_name["memory, stage 0"].difference == pytest.approx(3 * GIB / 3e9 - 1)
+    assert whole.promise is not None and whole.promise.differences == ()
+
+
+def test_another_strategy_than_the_priced_one_is_said(tmp_path: Path) -> None:
+    metrics = write_lines(tmp_path / "metrics.jsonl", whole_run())
+    priced = replace(STRATEGY, schedule="gpipe", num_token_slices=1, token_slices=None)
+    answer = write_answer(tmp_path / "plan" / "ranking.json", priced)
+    (report,) = read_report(Sources(runs=[str(metrics)], search=str(answer.parent)))
+    assert report.promise is not None
+    assert "schedule: 1f1b ran, gpipe was priced" in report.promise.differences
+    assert "what ran is not what was priced" in report.kept[0].why
+
+
+def test_files_are_found_where_the_run_says(tmp_path: Path) -> None:
+    write_answer(tmp_path / "plan" / "ranking.json")
+    write_timeline(tmp_path / "steps")
+    start = replace(START, directory=str(tmp_path), strategy_file="plan/strategy.json", timeline="steps")
+    report = report_of(tmp_path / "run", [start, *lines_of(range(1, 12))])
+    assert report.promise is not None and report.steps is not None
+    (tmp_path / "steps" / "iteration_000003.json").write_text("{")
+    (tmp_path / "plan" / "ranking.json").write_text("{}")
+    report = report_of(tmp_path / "run", [start, *lines_of(range(1, 12))])
+    assert report.promise is None and report.steps is None
+    assert [line.partition(":")[0] for line in report.missing[:2]] == [
+        "the measured timeline is left out",
+        "what the search promised is left out",
+    ]
+    assert not any("\n" in line for line in report.missing)
+
+
+def test_what_is_missing_is_said_with_its_remedy(tmp_path: Path) -> None:
+    lines = [replace(each, mfu=None, peak_memory_bytes=None) for each in lines_of(range(1, 6))]
+    report = report_of(tmp_path, lines)
+    flags = ("--metrics-file", "--search", "--timeline", "--eval-interval", "--peak-tflops-per-device", "iterations")
+    assert len(report.missing) == len(flags)
+    assert all(flag in line for flag, line in zip(flags, report.missing, strict=True))
+    assert report.kept == []
+
+
+def test_a_named_file_that_is_damaged_is_one_line(tmp_path: Path) -> None:
+    metrics = str(write_lines(tmp_path / "metrics.jsonl", whole_run()))
+    (tmp_path / "ranking.json").write_text("{}")
+    for more in ({"search": str(tmp_path)}, {"timeline": str(tmp_path)}, {"search": str(tmp_path / "absent")}):
+        with pytest.raises(UserError) as error:
+            read_report(Sources(runs=[metrics], **more))
+        assert "\n" not in str(error.value)
+
+
+def test_a_run_that_failed_or_was_killed_says_so(tmp_path: Path) -> None:
+    lines = [START, *lines_of(range(1, 6))]
+    killed = report_of(tmp_path / "killed", lines)
+    assert killed.incidents[-1].text.startswith("no end was recorded")
+    failed = report_of(tmp_path / "failed", [*lines, RunEnd(iteration=5, reason="the loss is nan", failed=True)])
+    assert (failed.incidents[-1].kind, failed.incidents[-1].text) == ("failure", "the loss is nan")
+
+
+def test_the_json_is_as_its_schema_says(whole: RunReport, tmp_path: Path) -> None:
+    bare = report_of(tmp_path / "bare", lines_of(range(1, 6)))
+    text = report_document([whole, bare]).model_dump_json()
+    jsonschema.validate(json.loads(text), json_schema())
+    run = json.loads(text)["runs"][0]
+    assert (run["iterations"], run["bubble_ratio"] > 0, run["end"], run["failed"]) == (40, True, "", False)
+    json.loads(text, parse_constant=pytest.fail)
+
+
+def test_the_summary_fits_a_screen(whole: RunReport) -> None:
+    lines = summary([whole]).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 140
+    assert any("500 ms" in line and "promised 400 ms" in line for line in lines)
