@@ -25,20 +25,23 @@ def build_parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
         prog: its name in help and messages.
     """
     parser = CommandParser(prog=prog, description=DESCRIPTION)
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "runs",
         nargs="*",
         metavar="RUN",
         help="metrics file of a run (--metrics-file), or a directory with metrics.jsonl",
     )
-    add("--output", metavar="FILE", help="write the page to this file")
-    add("--pictures", metavar="DIR", help="write each chart as an SVG picture into this directory")
-    add("--search", metavar="PATH", help="answer of the search, or its directory. Default: beside the run's strategy")
-    add("--timeline", metavar="PATH", help="measured timeline. Default: where the run wrote it")
-    add("--join", action="store_true", help="the files are pieces of one run that was resumed, in their order")
-    add("--json", action="store_true", help="print the figures as JSON in place of the summary")
-    add("--schema", action="store_true", help="print the JSON Schema of --json")
+    parser.add_argument("--output", metavar="FILE", help="write the page to this file")
+    parser.add_argument("--pictures", metavar="DIR", help="write each chart as an SVG picture into this directory")
+    parser.add_argument(
+        "--search", metavar="PATH", help="answer of the search, or its directory. Default: beside the run's strategy"
+    )
+    parser.add_argument("--timeline", metavar="PATH", help="measured timeline. Default: where the run wrote it")
+    parser.add_argument(
+        "--join", action="store_true", help="the files are pieces of one run that was resumed, in their order"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON in place of the summary")
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of --json")
     return parser
 
 
