@@ -81,7 +81,7 @@ class LoggingConfig:
     """File to append one JSON object per iteration and evaluation to, and one for each event of the run."""
 
     report: str | None = option(None, metavar="FILE")
-    """Write the report of the run to this file when it ends, as `python -m megatron_terapipe.run_report` does. Needs
+    """Write the report of the run to this file when it ends, as `terapipe report` does. Needs
     `--metrics-file`."""
 
     tensorboard_dir: str | None = option(None, metavar="DIR")

@@ -51,6 +51,7 @@ NOT_RUN = {
     r"terapipe plan .*--schedule optimised": "takes minutes",
     r"terapipe plan .*--timeline": "shows a run that was recorded",
     r"terapipe (generate|convert)": "reads the checkpoint of a run",
+    r"terapipe report": "reads the metrics of a run",
     r"terapipe search (measure|trial|validate)": "takes minutes, or reads what they measured",
     r"examples/amp/run\.py": "reads the repository of AMP",
 }
