@@ -6,25 +6,31 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.command_line import CommandParser, run_command
 from deepspeed_ext.plan.text_files import write_text
-from megatron_terapipe.command_parser import CommandParser
 from megatron_terapipe.errors import ConfigError
 
 PROGRAM = "python -m megatron_terapipe.run_report"
+
+EPILOG = """
+examples:
+  %(prog)s runs/a --output report.html
+  %(prog)s runs/a/metrics.jsonl --search plan --json
+  %(prog)s runs/a runs/b --output compared.html
+"""
 
 DESCRIPTION = """Write the report of a training run: figures at a glance, curves, what the search promised beside what
 came, where an iteration goes, and what happened. The answer of the search and the measured timeline are found where the
 run says that they are."""
 
 
-def build_parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
+def build_parser(prog: str = PROGRAM) -> CommandParser:
     """Return the parser of the command.
 
     Args:
         prog: its name in help and messages.
     """
-    parser = CommandParser(prog=prog, description=DESCRIPTION)
+    parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument(
         "runs",
         nargs="*",
@@ -52,11 +58,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
         argv: its words; None = those of this process.
         prog: its name in help and messages.
     """
-    try:
-        return _run(build_parser(prog).parse_args(argv), prog)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(lambda: _run(build_parser(prog).parse_args(argv), prog))
 
 
 def _run(options: argparse.Namespace, prog: str) -> int:
