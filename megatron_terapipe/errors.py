@@ -35,3 +35,21 @@ MODEL_CANNOT_BE_TRAINED = "this model cannot be trained here"
 
 TRAINING_CANNOT_BE_RUN = "this training cannot be run here"
 """How a line ends about data, loss or numbers that this trainer does not have."""
+
+EXTRA_OF = {
+    "safetensors": "huggingface",
+    "sentencepiece": "data",
+    "tensorboard": "logging",
+    "tiktoken": "data",
+    "wandb": "logging",
+    "zstandard": "data",
+}
+"""The extra of setup.py that brings a package which only some flags need."""
+
+
+def not_installed(package: str) -> str:
+    """Return how a line ends about a package that is missing.
+
+    The package itself is what works everywhere, also in a checkout that was never installed.
+    """
+    return f"the package {package}, which is not installed: pip install {package} (extra: {EXTRA_OF[package]})"

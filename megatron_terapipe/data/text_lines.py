@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from megatron_terapipe.errors import DataError
+from megatron_terapipe.errors import DataError, not_installed
 
 _RUN_BYTES = 1 << 17  # enough work per task that handing it over costs nothing beside it
 
@@ -73,10 +73,7 @@ class _ZstandardFile(io.RawIOBase):
         try:
             import zstandard
         except ImportError:
-            raise DataError(
-                f"--input {path} takes the package zstandard, which is not installed: pip install zstandard, or "
-                "decompress the file"
-            ) from None
+            raise DataError(f"--input {path} needs {not_installed('zstandard')}, or decompress the file") from None
         self._raw = raw
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor().decompressobj

@@ -27,7 +27,20 @@ OF_TOOLS = {
     *("--nnodes", "--nproc_per_node", "--node_rank"),  # torchrun
     *("--nodes", "--ntasks-per-node"),  # srun
     *("--help",),  # every command
-    *("--no-deps",),  # pip
+    *("--no-deps", "--no-index", "--find-links", "--wheel-dir"),  # pip
+    *(
+        "--file",
+        "--tag",
+        "--build-arg",
+        "--rm",
+        "--gpus",
+        "--ipc",
+        "--ulimit",
+        "--volume",
+        "--network",
+        "--device",
+        "--env",
+    ),  # docker
 }
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")

@@ -72,5 +72,7 @@ def test_without_the_package_the_error_says_how_to_install_it(tmp_path: Path, mo
     path = tmp_path / "corpus.jsonl.zst"
     path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(DataError, match=r"takes the package zstandard, .*: pip install zstandard, or decompress"):
+    with pytest.raises(
+        DataError, match=r"needs the package zstandard, .*: pip install zstandard .extra: data., or decompress"
+    ):
         list(read_lines(path))

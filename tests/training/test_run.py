@@ -102,7 +102,9 @@ def test_the_default_split_asks_for_no_test_that_little_data_cannot_give(data: P
 @pytest.mark.parametrize(("package", "words"), [("tensorboard", "--tensorboard-dir"), ("wandb", "--wandb-project")])
 def test_a_package_that_is_not_installed(data: Path, monkeypatch, package: str, words: str) -> None:
     monkeypatch.setattr(curves, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"^{words} mine needs the package {package}, .*: pip install {package}$"):
+    with pytest.raises(
+        ConfigError, match=rf"^{words} mine needs the package {package}, .*: pip install {package} \(extra: logging\)$"
+    ):
         prepared(data, f"--split 1 {words} mine")
 
 

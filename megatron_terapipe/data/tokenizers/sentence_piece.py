@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_terapipe.data.tokenizers.token_ids import check_in_vocabulary, without_lone_surrogates
-from megatron_terapipe.errors import DataError
+from megatron_terapipe.errors import DataError, not_installed
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -56,9 +56,7 @@ def _read(path: Path) -> "SentencePieceProcessor":
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError:
-        raise DataError(
-            "SentencePieceTokenizer needs the package sentencepiece, which is not installed: pip install sentencepiece"
-        ) from None
+        raise DataError(f"SentencePieceTokenizer needs {not_installed('sentencepiece')}") from None
     if not path.is_file():
         raise DataError(f"--tokenizer-model {path} is no file: give the tokenizer.model of SentencePiece")
     try:

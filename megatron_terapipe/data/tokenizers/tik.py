@@ -14,7 +14,7 @@ from megatron_terapipe.config.data import TIKTOKEN_SPECIAL_TOKENS
 from megatron_terapipe.config.json_files import read_json
 from megatron_terapipe.config.options import one_of
 from megatron_terapipe.data.tokenizers.token_ids import check_in_vocabulary, without_lone_surrogates
-from megatron_terapipe.errors import DataError
+from megatron_terapipe.errors import DataError, not_installed
 
 PATTERNS: Mapping[str, str] = MappingProxyType(
     {
@@ -64,9 +64,7 @@ class TikTokenizer:
         try:
             from tiktoken import Encoding
         except ImportError:
-            raise DataError(
-                "TikTokenizer needs the package tiktoken, which is not installed: pip install tiktoken"
-            ) from None
+            raise DataError(f"TikTokenizer needs {not_installed('tiktoken')}") from None
         if pattern not in PATTERNS:
             raise DataError(f"--tiktoken-pattern {pattern} is not known: choose {one_of(list(PATTERNS))}")
         self.vocab_size = vocab_size or DEFAULT_VOCAB_SIZE

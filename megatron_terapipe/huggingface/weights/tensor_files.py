@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.plan.file_modes import permit_as_new
-from megatron_terapipe.errors import CheckpointError, ConfigError
+from megatron_terapipe.errors import CheckpointError, ConfigError, not_installed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -153,7 +153,7 @@ def safetensors(module: str) -> Any:
     try:
         return import_module(f"safetensors{module}")
     except ImportError:
-        raise ConfigError("the package safetensors is not installed: pip install safetensors") from None
+        raise ConfigError(f"files of Hugging Face need {not_installed('safetensors')}") from None
 
 
 def _temporary(number: int) -> str:

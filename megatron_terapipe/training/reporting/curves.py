@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_terapipe.config import LoggingConfig
-from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.errors import ConfigError, not_installed
 from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
 from megatron_terapipe.training.reporting.reporter import Reporter
 
@@ -143,6 +143,4 @@ def check_packages(logging: LoggingConfig) -> None:
     }
     for package, (flag, value) in needed.items():
         if value is not None and find_spec(package) is None:
-            raise ConfigError(
-                f"{flag} {value} needs the package {package}, which is not installed: pip install {package}"
-            )
+            raise ConfigError(f"{flag} {value} needs {not_installed(package)}")

@@ -60,5 +60,7 @@ def test_an_id_outside_the_vocabulary_is_refused(file: Path) -> None:
 
 def test_without_the_package_the_error_says_how_to_install_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(DataError, match=r"needs the package sentencepiece, .*: pip install sentencepiece$"):
+    with pytest.raises(
+        DataError, match=r"needs the package sentencepiece, .*: pip install sentencepiece \(extra: data\)$"
+    ):
         SentencePieceTokenizer(file)
