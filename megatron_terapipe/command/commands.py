@@ -99,6 +99,16 @@ GROUPS = (
             ),
         ),
     ),
+    Group(
+        "machines",
+        (
+            Command(
+                "doctor",
+                "say what is wrong with this machine, or with the hosts of a hostfile, before a run",
+                "megatron_terapipe.doctor.__main__",
+            ),
+        ),
+    ),
 )
 """All commands, in the order of `terapipe --help`."""
 

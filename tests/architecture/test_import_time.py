@@ -24,6 +24,8 @@ LIGHT = (
     "megatron_terapipe.run_report.__main__",
     "megatron_terapipe.run_report.at_end",
     "megatron_terapipe.search.__main__",
+    "megatron_terapipe.doctor.__main__",
+    "megatron_terapipe.doctor.probe",
     "pretrain_gpt",
 )
 """Modules, each with all in it."""

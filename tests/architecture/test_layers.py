@@ -229,6 +229,22 @@ LAYERS = (
         ),
         ("pydantic",),
     ),
+    # The probe of the doctor travels to other hosts: it has the standard library alone.
+    Layer(
+        (
+            *("megatron_terapipe.doctor", "megatron_terapipe.doctor.facts"),
+            *("megatron_terapipe.doctor.probe", "megatron_terapipe.doctor.probe.*"),
+        )
+    ),
+    Layer(
+        ("megatron_terapipe.doctor.*",),
+        (
+            *(*PLAN, *CONFIG, "deepspeed_ext.runtime.cuda_environment"),
+            *("megatron_terapipe.doctor.facts", "megatron_terapipe.doctor.probe"),
+            "megatron_terapipe.search.inputs.hostfile",
+        ),
+        ("packaging", "pydantic", "rich"),
+    ),
     # Commands put the parts together: they may import anything of ours, and nobody imports them.
     Layer(
         (
@@ -332,6 +348,9 @@ def test_the_walk_sees_what_it_should() -> None:
         ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.cost.cost_model", True),
         ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.trials.costs", True),
         ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.report.table", False),
+        ("megatron_terapipe.doctor.checks.devices", "megatron_terapipe.doctor.facts", True),
+        ("megatron_terapipe.doctor.probe.agent", "megatron_terapipe.errors", False),
+        ("megatron_terapipe.doctor.probe.agent", "megatron_terapipe.doctor.checks.devices", False),
         ("megatron_terapipe.search.rank.search", "megatron_terapipe.planning.planned_run", False),
         ("megatron_terapipe.data.loader", "megatron_terapipe.training.run", False),
         ("megatron_terapipe.training.run", "megatron_terapipe.inference.generation", False),

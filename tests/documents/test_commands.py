@@ -55,6 +55,7 @@ NOT_RUN = {
     r"-m (benchmarks|tests\.gpu)": "takes minutes",
     r"terapipe plan .*--schedule optimised": "takes minutes",
     r"terapipe plan .*--timeline": "shows a run that was recorded",
+    r"terapipe doctor": "asks the hosts of a hostfile",
     r"terapipe (generate|convert)": "reads the checkpoint of a run",
     r"terapipe report": "reads the metrics of a run",
     r"terapipe search (measure|trial|validate)": "takes minutes, or reads what they measured",
@@ -83,6 +84,7 @@ NO_CODE = {
     "all-reduce of B bytes": "formulas",
     "CUDA environment: set": "printed by a run",
     "error: the run stands still": "printed by a run",
+    "host          slots  cores": "printed by the doctor",
     "error: rank 5 (host node1": "printed by a run",
     "CUDA_DEVICE_MAX_CONNECTIONS=16": "file of DeepSpeed's launcher",
 }

@@ -1,0 +1,166 @@
+"""`terapipe doctor`: is this machine, or are these hosts, ready for a run?"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from deepspeed_ext.plan.command_line import CommandParser, run_command
+from deepspeed_ext.plan.text_files import read_text, write_text
+from megatron_terapipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_terapipe.doctor.examination import Say
+    from megatron_terapipe.doctor.facts import Examined, Host
+
+DESCRIPTION = """\
+Check this machine, or all hosts of a hostfile, before a run: versions, devices, memory and limits, variables, names,
+ports and links between hosts, clocks and disks. Each error and warning says what mends it.
+
+The exit code is 0 if there is no error, 1 if there is one, and 2 for bad input."""
+
+EPILOG = """\
+examples:
+  %(prog)s
+  %(prog)s --hostfile hostfile --save /shared/checkpoints
+  %(prog)s --hostfile hostfile --no-imports --json -
+
+Read on: docs/how-to/doctor.md."""
+
+LAUNCHERS = ("pdsh", "openmpi", "slurm", "mpich", "ssh")
+THIS_MACHINE = "this machine"
+PROGRAM = "python -m megatron_terapipe.doctor"
+
+
+def build_parser(prog: str = PROGRAM) -> CommandParser:
+    """Return the parser of the command; `prog` is what people type before its flags."""
+    parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
+    launch = parser.add_argument_group("the run that is planned")
+    launch.add_argument("--hostfile", metavar="FILE", help="check all hosts of this file (default: this machine)")
+    launch.add_argument("--save", metavar="DIR", help="where checkpoints will go (default: the working directory)")
+    launch.add_argument(
+        "--launcher",
+        choices=LAUNCHERS,
+        default="pdsh",
+        help="DeepSpeed's name of the launcher; ssh for torchrun and others started by hand (default: pdsh)",
+    )
+    launch.add_argument(
+        "--master-port", type=int, metavar="N", default=29500, help="port where the ranks meet (default: 29500)"
+    )
+    launch.add_argument("--ssh-port", type=int, metavar="N", help="port of sshd (default: that of ssh's settings)")
+    how = parser.add_argument_group("how it is checked")
+    how.add_argument(
+        "--timeout", type=float, metavar="SECONDS", default=60.0, help="wait so long for each host (default: 60)"
+    )
+    how.add_argument(
+        "--no-imports", action="store_true", help="do not import torch and DeepSpeed, which takes most of the time"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--verbose", action="store_true", help="print what passed, too")
+    output.add_argument("--json", metavar="FILE", help="write facts and findings as JSON; - prints it and no table")
+    output.add_argument("--json-schema", action="store_true", help="print the JSON Schema of that, and check nothing")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
+    """Check, print what was found, and return the exit code: 0 if nothing is wrong, 1 for errors, 2 for bad input.
+
+    Args:
+        argv: words that people type; None = those of this process.
+        prog: what they type before them.
+
+    Raises:
+        SystemExit: only for `--help`.
+    """
+    return run_command(lambda: _run(build_parser(prog).parse_args(argv)))
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Check, print, and return the exit code."""
+    _check_numbers(options)
+    hosts = _hosts(options.hostfile)
+    # Imported here: pydantic would make --help wait.
+    from megatron_terapipe.doctor.checks.all import findings
+    from megatron_terapipe.doctor.document import count, document, json_schema
+    from megatron_terapipe.doctor.findings import Level
+    from megatron_terapipe.doctor.table import print_examination
+
+    if options.json_schema:
+        print(json.dumps(json_schema(), indent=1))
+        return 0
+    with _progress() as say:
+        examined = _examine(options, hosts, say)
+    found = findings(examined)
+    if options.json is not None:
+        text = json.dumps(document(examined, found), indent=1)
+        if options.json == "-":
+            print(text)
+        else:
+            write_text(options.json, f"{text}\n", "--json")
+    if options.json != "-":
+        print_examination(examined, found, verbose=options.verbose)
+    return 1 if count(found, Level.ERROR) else 0
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for flag, port in (("--master-port", options.master_port), ("--ssh-port", options.ssh_port)):
+        if port is not None and not 1 <= port <= 65535:
+            raise ConfigError(f"{flag} {port} is not a port: give a number from 1 to 65535")
+    if not 1 <= options.timeout <= 600:
+        raise ConfigError(f"--timeout {options.timeout:g} is not from 1 to 600: give seconds")
+
+
+def _hosts(hostfile: str | None) -> tuple["Host", ...]:
+    """Return the hosts to look at, without facts."""
+    from megatron_terapipe.doctor.facts import Host
+
+    if hostfile is None:
+        return (Host(name=THIS_MACHINE),)
+    from megatron_terapipe.search.inputs.hostfile import parse_hostfile
+
+    listed = parse_hostfile(read_text(hostfile, "--hostfile"), hostfile)
+    return tuple(Host(name=each.name, slots=each.slots) for each in listed if each.slots)
+
+
+def _examine(options: argparse.Namespace, hosts: Sequence["Host"], say: "Say") -> "Examined":
+    """Return the facts of all hosts."""
+    from megatron_terapipe.doctor.examination import Examination
+    from megatron_terapipe.doctor.launching import launching_here
+    from megatron_terapipe.doctor.probes import local_command, python_path, ssh_command, ssh_options
+
+    launching = launching_here(
+        hostfile=options.hostfile, launcher=options.launcher, save=options.save, master_port=options.master_port
+    )
+    path = python_path(launching.directory)
+    ssh = ssh_options(options.ssh_port)
+    # DeepSpeed starts a single host without ssh, whatever its name is.
+    commands = [
+        local_command()
+        if len(hosts) == 1
+        else ssh_command(host.name, python=launching.python, python_path=path, options=ssh)
+        for host in hosts
+    ]
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
+    examination = Examination(launching, hosts, commands, environment, options.timeout, say)
+    return asyncio.run(examination.run(with_imports=not options.no_imports))
+
+
+@contextmanager
+def _progress() -> Iterator["Say"]:
+    """Show what is being done: in one line of a terminal that goes again, else nothing."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("asking") as status:
+        yield lambda words: status.update(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""Asks the probes of all hosts, in an order in which no question disturbs the answer to another."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_terapipe.doctor.addresses import interface_of, meeting_address, rank_address
+from megatron_terapipe.doctor.facts import Clock, Examined, Host, HostFacts, Imports, Launching, Link
+from megatron_terapipe.doctor.launch_variables import variables_of_rank
+from megatron_terapipe.doctor.probe.links import LIMIT_S, TOKEN_BYTES
+from megatron_terapipe.doctor.probes import Probe, ProbeLost, Refused
+
+PACKAGES = ("torch", "deepspeed", "numpy", "transformers", "flash-attn", "flash-attn-3")
+"""Packages whose versions are compared, beside those that this project requires."""
+
+CLOCK_ROUND_TRIPS = 7
+SENDING_S = 0.5
+"""Seconds for which each host sends to another."""
+
+MOST_TRIES = 64
+"""Hosts that a host tries to reach at most: of more, the next ones in the order of the hostfile."""
+
+Say = Callable[[str], None]
+
+
+class Examination:
+    """The questions to all hosts, and what they answered.
+
+    Args:
+        launching: the machine where the doctor runs.
+        hosts: all of them, without facts.
+        commands: that start the probe of each.
+        environment: of these commands.
+        limit_s: seconds in which a host must answer.
+        say: told what is being done.
+    """
+
+    def __init__(
+        self,
+        launching: Launching,
+        hosts: Sequence[Host],
+        commands: Sequence[Sequence[str]],
+        environment: Mapping[str, str],
+        limit_s: float,
+        say: Say,
+    ) -> None:
+        self._launching = launching
+        self._hosts = {host.name: host for host in hosts}
+        self._commands = dict(zip(self._hosts, commands, strict=True))
+        self._environment, self._limit_s, self._say = environment, limit_s, say
+        self._probes: dict[str, Probe] = {}
+        self._links: list[Link] = []
+        self._meeting_fault: str | None = None
+
+    async def run(self, *, with_imports: bool) -> Examined:
+        """Ask everything, and leave nothing on any host, also where this is cancelled.
+
+        Args:
+            with_imports: whether torch and DeepSpeed are imported.
+        """
+        async with AsyncExitStack() as stack:
+            await self._on_all("facts", self._hosts, lambda name: self._begin(name, stack))
+            await self._on_all("clocks", self._answering(), self._ask_clock)
+            if len(self._probes) > 1:
+                await self._try_links()
+                await self._look_for_token()
+            if with_imports:
+                await self._on_all("imports of torch and DeepSpeed", self._answering(), self._ask_imports)
+        return Examined(
+            launching=self._launching,
+            hosts=tuple(self._hosts.values()),
+            links=tuple(self._links),
+            meeting_fault=self._meeting_fault,
+        )
+
+    async def _on_all(self, doing: str, names: Iterable[str], task: Callable[[str], Awaitable[None]]) -> None:
+        """Do something for several hosts at the same time; a host that is lost on the way is known as such."""
+        waiting = dict.fromkeys(names)
+        total = len(waiting)
+
+        async def one(name: str) -> None:
+            try:
+                await task(name)
+            except (ProbeLost, ValidationError) as error:
+                self._probes.pop(name, None)
+                lines = str(error).splitlines()
+                self._hosts[name] = replace(self._hosts[name], failure=lines[0] if lines else "the probe failed")
+            del waiting[name]
+            self._say(_progress(doing, total, list(waiting)))
+
+        self._say(_progress(doing, total, list(waiting)))
+        await asyncio.gather(*map(one, list(waiting)))
+
+    def _answering(self) -> list[str]:
+        """Return the hosts whose probe answers, in the order of the hostfile."""
+        return [name for name in self._hosts if name in self._probes]
+
+    async def _begin(self, name: str, stack: AsyncExitStack) -> None:
+        probe = await Probe.start(name, self._commands[name], self._environment, self._limit_s)
+        stack.push_async_callback(probe.end)
+        launching = self._launching
+        answer = await probe.ask(
+            "facts",
+            python=launching.python,
+            packages=[*dict.fromkeys([*PACKAGES, *_names(launching.requirements)])],
+            project=launching.project,
+            directory=launching.directory,
+            checkpoints=launching.checkpoints,
+            hosts=[_without_user(each) for each in self._hosts],
+        )
+        self._probes[name] = probe
+        self._hosts[name] = replace(self._hosts[name], facts=TypeAdapter(HostFacts).validate_python(answer))
+
+    async def _ask_clock(self, name: str) -> None:
+        best = None
+        loop = asyncio.get_running_loop()
+        for _ in range(CLOCK_ROUND_TRIPS):
+            begun, begun_at = loop.time(), time.time()
+            told = float(await self._probes[name].ask("clock"))
+            half = (loop.time() - begun) / 2
+            if best is None or half < best.uncertainty_s:
+                best = Clock(offset_s=told - (begun_at + half), uncertainty_s=half)
+        self._hosts[name] = replace(self._hosts[name], clock=best)
+
+    async def _ask_imports(self, name: str) -> None:
+        facts = self._hosts[name].facts
+        assert facts is not None
+        answer = await self._probes[name].ask(
+            "imports",
+            # The probe tells why it gave up; only if it does not is it lost.
+            limit_s=self._limit_s + LIMIT_S,
+            seconds=self._limit_s,
+            variables=variables_of_rank(self._launching, facts.variables),
+            directory=self._launching.directory,
+        )
+        self._hosts[name] = replace(self._hosts[name], imports=TypeAdapter(Imports).validate_python(answer))
+
+    async def _try_links(self) -> None:
+        names = self._answering()
+        tokens = {name: secrets.token_hex(TOKEN_BYTES) for name in names}
+        addresses = {name: rank_address(self._launching, self._hosts[name]) for name in names}
+        ports: dict[str, int] = {}
+
+        async def listen(name: str) -> None:
+            ports[name] = int(await self._probes[name].ask("listen", port=0, token=tokens[name]))
+
+        async def reach(source: str) -> None:
+            place = names.index(source)
+            for target in (names[place + 1 :] + names[:place])[:MOST_TRIES]:
+                address = addresses[target]
+                if target in ports and address is not None:
+                    link = Link(source=source, target=target, address=address, port=ports[target])
+                    await self._reach(source, link, tokens[target])
+
+        await self._on_all("ports", names, listen)
+        await self._try_meeting(names[0], tokens[names[0]])
+        await self._on_all("connections of all hosts", self._answering(), reach)
+        await self._send(tokens)
+
+    async def _try_meeting(self, first: str, token: str) -> None:
+        """Let all hosts reach the port of the first one where the ranks would meet."""
+        if first != next(iter(self._hosts)) or first not in self._probes:
+            return
+        port, address = self._launching.master_port, meeting_address(self._hosts[first])
+        try:
+            await self._probes[first].ask("listen", port=port, token=token)
+        except Refused as refused:
+            self._meeting_fault = str(refused)
+            return
+        if address is None:
+            return
+
+        async def reach(source: str) -> None:
+            await self._reach(
+                source, Link(source=source, target=first, address=address, port=port, is_meeting=True), token
+            )
+
+        await self._on_all(f"port {port} of {first}", [name for name in self._answering() if name != first], reach)
+
+    async def _reach(self, source: str, link: Link, token: str) -> None:
+        try:
+            told = await self._probes[source].ask("reach", address=link.address, port=link.port, token=token)
+        except Refused as refused:
+            self._links.append(replace(link, fault=str(refused)))
+            return
+        facts = self._hosts[source].facts
+        assert facts is not None
+        self._links.append(
+            replace(link, interface=interface_of(facts, told["own"]), round_trip_s=float(told["round_trip_s"]))
+        )
+
+    async def _send(self, tokens: Mapping[str, str]) -> None:
+        """Let each host send to its next one, as stages do; hosts of one round share no link."""
+        names = self._answering()
+        ring = dict(zip(names, [*names[1:], *names[:1]], strict=True))
+        place = {(link.source, link.target): index for index, link in enumerate(self._links) if not link.is_meeting}
+
+        async def send(source: str) -> None:
+            index = place.get((source, ring[source]))
+            if index is None or self._links[index].fault is not None:
+                return
+            link = self._links[index]
+            try:
+                sent = await self._probes[source].ask(
+                    "bandwidth", address=link.address, port=link.port, token=tokens[link.target], seconds=SENDING_S
+                )
+                self._links[index] = replace(link, bandwidth=float(sent))
+            except Refused as refused:
+                self._links[index] = replace(link, fault=f"small messages pass, large ones do not: {refused}")
+
+        for part in (names[:-1:2], names[1:-1:2], names[-1:]):
+            if part:
+                await self._on_all("bandwidth", part, send)
+
+    async def _look_for_token(self) -> None:
+        """Let the first host write a file, and the others look for it."""
+        token = secrets.token_hex(8)
+        first = next(iter(self._answering()), None)
+        written = None if first is None else self._hosts[first].facts
+        if first is None or written is None or written.folder.fault is not None:
+            return
+        directory = written.folder.path
+        try:
+            await self._probes[first].ask("write", directory=directory, token=token)
+        except Refused:
+            return
+
+        async def look(name: str) -> None:
+            seen = bool(await self._probes[name].ask("sees", directory=directory, token=token))
+            facts = self._hosts[name].facts
+            assert facts is not None
+            known = replace(facts, folder=replace(facts.folder, sees_token=seen))
+            self._hosts[name] = replace(self._hosts[name], facts=known)
+
+        await self._on_all("the shared directory", self._answering(), look)
+
+
+def _progress(doing: str, total: int, waiting: list[str]) -> str:
+    hosts = f"{total - len(waiting)} of {total} hosts" if total > 1 else "this machine"
+    return f"{doing}: {hosts}" + (f", waiting for {', '.join(waiting[:3])}" if waiting and total > 1 else "")
+
+
+def _names(requirements: Sequence[str] | None) -> list[str]:
+    from packaging.requirements import Requirement
+
+    return [Requirement(each).name for each in requirements or ()]
+
+
+def _without_user(name: str) -> str:
+    return name.rpartition("@")[2]

@@ -1,0 +1,191 @@
+"""The loop of a probe: reads questions from its standard input, a line of JSON each, and answers on its output.
+
+It ends when its input is closed, whatever it does at that time, and leaves no process, file or port behind: whoever
+asks may be interrupted, and his ssh may be cut.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_terapipe.doctor.facts import HostFacts
+from megatron_terapipe.doctor.probe.devices import devices, imports
+from megatron_terapipe.doctor.probe.folder import folder, sees_token, write_token
+from megatron_terapipe.doctor.probe.links import Listener, bandwidth, connect, round_trip_s
+from megatron_terapipe.doctor.probe.names import names, variables
+from megatron_terapipe.doctor.probe.resources import interfaces, resources
+from megatron_terapipe.doctor.probe.software import software
+
+MARK = "doctor: "
+"""Begin of an answer; shells that greet print other lines."""
+
+LIFETIME_S = 900
+"""Seconds after which a probe ends by itself: a connection that is cut may never be closed."""
+
+
+class Agent:
+    """What a probe does, and what it has to undo."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[int, Listener] = {}
+        self._processes: list[subprocess.Popen[str]] = []
+        self._files: list[Path] = []
+
+    def facts(
+        self, python: str, packages: list[str], project: str, directory: str, checkpoints: str, hosts: list[str]
+    ) -> Any:
+        """Facts of this host.
+
+        Args:
+            python: path of the Python that the launcher starts.
+            packages: whose versions to find.
+            project: folder where this project should be.
+            directory: working directory of the launch.
+            checkpoints: the directory to save to.
+            hosts: names to look up.
+        """
+        return asdict(
+            HostFacts(
+                software=software(python=python, packages=packages, project=project, directory=directory),
+                devices=devices(),
+                resources=resources(),
+                interfaces=interfaces(),
+                names=names(hosts),
+                variables=variables(),
+                folder=folder(checkpoints),
+            )
+        )
+
+    def clock(self) -> float:
+        """Seconds since 1970 by the clock of this host."""
+        return time.time()
+
+    def imports(self, variables: dict[str, str], directory: str, seconds: float) -> Any:
+        """What torch and DeepSpeed say.
+
+        Args:
+            variables: that the launcher would set.
+            directory: working directory of the launch.
+            seconds: after which it is given up.
+        """
+        return asdict(imports(variables=variables, directory=directory, limit_s=seconds, begun=self._processes.append))
+
+    def listen(self, port: int, token: str) -> int:
+        """The port on which this host listens.
+
+        Args:
+            port: to listen on; 0 = any that is free.
+            token: that this host shows.
+        """
+        listener = Listener(port, token)
+        self._listeners[listener.port] = listener
+        return listener.port
+
+    def reach(self, address: str, port: int, token: str) -> dict[str, Any]:
+        """The address of this host on a connection to another, and seconds of a round trip.
+
+        Args:
+            address: of the other.
+            port: on which it listens.
+            token: that it shows.
+        """
+        with connect(address, port, token) as connection:
+            return {"own": connection.getsockname()[0], "round_trip_s": round_trip_s(connection)}
+
+    def bandwidth(self, address: str, port: int, token: str, seconds: float) -> float:
+        """Bytes per second to another host.
+
+        Args:
+            address: of the other.
+            port: on which it listens.
+            token: that it shows.
+            seconds: for which to send.
+        """
+        with connect(address, port, token) as connection:
+            return bandwidth(connection, seconds)
+
+    def write(self, directory: str, token: str) -> None:
+        """Write the file that other hosts look for; it goes with this process.
+
+        Args:
+            directory: where.
+            token: its name and contents.
+        """
+        self._files.append(write_token(directory, token))
+
+    def sees(self, directory: str, token: str) -> bool:
+        """Whether this host has the file of another.
+
+        Args:
+            directory: where.
+            token: its name and contents.
+        """
+        return sees_token(directory, token)
+
+    def end(self) -> None:
+        """Undo what was done."""
+        for listener in list(self._listeners.values()):
+            listener.close()
+        for process in list(self._processes):
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for path in list(self._files):
+            path.unlink(missing_ok=True)
+
+
+ASKED: dict[str, Callable[..., Any]] = {
+    each.__name__: each
+    for each in (
+        *(Agent.facts, Agent.clock, Agent.imports, Agent.listen, Agent.reach, Agent.bandwidth),
+        *(Agent.write, Agent.sees),
+    )
+}
+"""The questions that a probe answers."""
+
+
+def serve() -> None:
+    """Answer until the input is closed."""
+    agent = Agent()
+    questions: queue.SimpleQueue[str] = queue.SimpleQueue()
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(each, lambda *_: _leave(agent))
+    signal.alarm(LIFETIME_S)
+    threading.Thread(target=_read, args=[questions, agent], daemon=True).start()
+    while True:
+        question = json.loads(questions.get())
+        try:
+            answer = {"answer": ASKED[question["ask"]](agent, **question["with"])}
+        except OSError as error:
+            answer = {"fault": _in_words(error)}
+        try:
+            print(MARK + json.dumps(answer), flush=True)
+        except OSError:
+            _leave(agent)
+
+
+def _read(questions: "queue.SimpleQueue[str]", agent: Agent) -> None:
+    for line in sys.stdin:
+        questions.put(line)
+    _leave(agent)
+
+
+def _leave(agent: Agent) -> None:
+    agent.end()
+    os._exit(0)
+
+
+def _in_words(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return (os.strerror(error.errno) if error.errno else str(error)).lower()

@@ -1,0 +1,60 @@
+"""Whether files can be written to a directory, and whether other hosts see them."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from megatron_terapipe.doctor.facts import Folder
+
+PREFIX = ".terapipe-doctor-"
+
+
+def folder(path: str) -> Folder:
+    """Return what can be done in a directory, or in the nearest one above it that exists: a run makes the others."""
+    existing = Path(path)
+    while not existing.is_dir() and existing != existing.parent:
+        if existing.exists():
+            return Folder(path=str(existing), fault=f"{existing} is a file", free_bytes=0)
+        existing = existing.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=PREFIX) as file:
+            file.write(b"terapipe doctor\n" * 256)
+            file.flush()
+            os.fsync(file.fileno())
+        fault = None
+    except OSError as error:
+        fault = error.strerror or str(error)
+    room = os.statvfs(existing)
+    return Folder(path=str(existing), fault=fault, free_bytes=room.f_frsize * room.f_bavail)
+
+
+def write_token(directory: str, token: str) -> Path:
+    """Write a file that other hosts look for, and return its path.
+
+    Args:
+        directory: where.
+        token: its name behind the prefix, and its contents.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path = Path(directory, PREFIX + token)
+    with path.open("x") as file:
+        file.write(token)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def sees_token(directory: str, token: str) -> bool:
+    """Whether the file of another host is here.
+
+    Args:
+        directory: where.
+        token: as it was written.
+    """
+    try:
+        os.listdir(directory)  # A network file system looks again, not into what it remembers.
+        return Path(directory, PREFIX + token).read_text() == token
+    except OSError:
+        return False

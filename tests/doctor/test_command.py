@@ -1,0 +1,112 @@
+"""The command `doctor` on this machine: its table, its JSON, its exit codes."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import jsonschema
+import pytest
+from rich.console import Console
+
+from megatron_terapipe.doctor.__main__ import main
+from megatron_terapipe.doctor.checks.all import findings
+from megatron_terapipe.doctor.document import document, json_schema
+from megatron_terapipe.doctor.facts import Examined
+from megatron_terapipe.doctor.findings import Level
+from megatron_terapipe.doctor.table import print_examination, summary
+from tests.doctor.made import GIB, healthy, on
+
+
+def printed(examined: Examined, *, verbose: bool = False) -> list[str]:
+    """Lines of the table."""
+    stream = StringIO()
+    print_examination(examined, findings(examined), verbose=verbose, console=Console(file=stream, width=200))
+    return [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+
+
+def test_this_machine_is_checked_with_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["--save", str(tmp_path), "--json", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    jsonschema.validate(found, json_schema())
+    assert code == (1 if found["errors"] else 0)
+    (host,) = found["hosts"]
+    assert host["imports"]["error"] is None
+    assert host["imports"]["accelerator"] in ("cpu", "cuda")
+    assert f"{found['passed']} checks passed" in capsys.readouterr().out
+
+
+def test_errors_and_a_bad_directory_give_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--no-imports", "--save", "/proc/checkpoints", "--json", "-"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (disk,) = [each for each in found["findings"] if each["check"] == "disk"]
+    assert (disk["level"], disk["hosts"]) == ("error", ["this machine"])
+    assert disk["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--hostfile", "missing"], "--hostfile missing"),
+        (["--hostfile", "hostfile"], "hostfile: line 1 of the hostfile"),
+        (["--master-port", "70000"], "--master-port 70000 is not a port: give a number from 1 to 65535"),
+        (["--timeout", "0"], "--timeout 0 is not from 1 to 600: give seconds"),
+        (["--launcher", "rsh"], "--launcher: invalid choice"),
+        (["--verbos"], "--verbos"),
+    ],
+)
+def test_bad_input_gives_one_line_and_exit_code_2(
+    words: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hostfile").write_text("-oProxyCommand=true slots=2\n")
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert error in line
+
+
+def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json-schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == json_schema()
+
+
+@pytest.mark.parametrize("examined", [healthy(), on(2, facts=None, imports=None, clock=None, failure="no")(healthy())])
+def test_documents_follow_the_schema(examined: Examined) -> None:
+    jsonschema.validate(document(examined, findings(examined)), json_schema())
+
+
+def test_the_table_shows_what_matters_first() -> None:
+    examined = on(1, slots=9)(on(2, failure="Connection refused", facts=None, imports=None, clock=None)(healthy()))
+    lines = printed(examined)
+    assert lines[0] == "host slots devices cores memory free disk free Python torch deepspeed clock to the next host"
+    assert lines[1].startswith(
+        "node1 error 9 8 x NVIDIA H100 64 500 GiB 1000 GB 3.12.4 2.13.0 0.19.8 +0.001 s 16 Gbit/s"
+    )
+    assert lines[2].startswith("node2 error 8")
+    assert lines[3].startswith("node3 ok 8")
+    first, second = lines[5:7]
+    assert first.startswith(
+        "error node2 reach Connection refused; the launcher must reach it by ssh without a password: "
+    )
+    assert second.startswith("error node1 slots slots=9, and 8 devices; every slot needs a device: write slots=8")
+    assert lines[-1] == summary(findings(examined))
+    assert not any(line.startswith("ok") for line in lines)
+    assert any(line.startswith("ok node1, node3 reach the probe answered") for line in printed(examined, verbose=True))
+
+
+def test_a_healthy_cluster_takes_few_lines() -> None:
+    lines = printed(healthy())
+    assert len(lines) == 6
+    assert lines[-1].endswith(" checks passed")
+
+
+def test_words_in_brackets_are_printed_as_they_are() -> None:
+    device = replace(on(1)(healthy()).hosts[0].facts.devices[0], free_bytes=GIB, processes=("[python] (1)",))  # type: ignore[union-attr]
+    assert any("[python] (1)" in line for line in printed(on(1, devices=(device,) * 8)(healthy())))
+
+
+def test_the_summary_counts_hosts() -> None:
+    found = findings(on(1, slots=9)(healthy()))
+    passed = sum(max(1, len(each.hosts)) for each in found if each.level is Level.OK)
+    assert summary(found) == f"1 error, {passed} checks passed"
