@@ -26,7 +26,7 @@ from megatron_terapipe.search.inputs.cluster_files import read_cluster
 from megatron_terapipe.search.inputs.workload_files import read_workload
 from megatron_terapipe.search.rank.grid_prices import price_space
 from megatron_terapipe.search.rank.placement import node_orders
-from megatron_terapipe.search.rank.search import search
+from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.space.choices import all_choices
 from megatron_terapipe.search.space.legal_grids import SearchCounts
 from megatron_terapipe.search.space.problem import SearchProblem
@@ -133,18 +133,26 @@ def searches() -> None:
     """Search whole spaces."""
     print(f"{'model':>10} {'cluster':>16} {'batch':>6} {'space':>12} {'simulated':>9} {'s':>6} {'could save':>10}")
     for case in CASES:
-        problem = case.problem
-        start = time.process_time()
-        result = search(problem, all_choices(problem), lambda order, problem=problem: _pricing(problem, order))
-        seconds = time.process_time() - start
+        result, seconds = searched(case)
         print(
             f"{case.model:>10} {case.cluster:>16} {case.global_batch_size:>6} {result.counts.total:>12,} "
             f"{result.counts.simulated:>9} {seconds:>6.2f} {result.could_save:>10.1%}"
         )
 
 
-def amp_like() -> None:
-    """Search the dimensions of AMP's homogeneous experiment, a GPT-2 with batch 32 on 16 GPUs, and simulate all."""
+def searched(case: Case) -> tuple[SearchResult, float]:
+    """Return what a search of the whole space finds, and the seconds that one core computed for it."""
+    problem = case.problem
+    start = time.process_time()
+    result = search(problem, all_choices(problem), lambda order: _pricing(problem, order))
+    return result, time.process_time() - start
+
+
+def searched_as_amp() -> tuple[SearchResult, float]:
+    """Return what is found in the dimensions of AMP's homogeneous experiment, and the seconds of one core.
+
+    That is a GPT-2 with batch 32 on 16 GPUs; all strategies are simulated.
+    """
     problem = Case("gpt2-medium", "a100-64.json", 32).problem
     problem = SearchProblem(
         workload=problem.workload,
@@ -154,7 +162,12 @@ def amp_like() -> None:
     choices = all_choices(problem).constrained(AMP_CONSTRAINTS)
     start = time.process_time()
     result = search(problem, choices, lambda order: _pricing(problem, order), top=200, refine=False, effort=10)
-    seconds = time.process_time() - start
+    return result, time.process_time() - start
+
+
+def amp_like() -> None:
+    """Search as AMP does."""
+    result, seconds = searched_as_amp()
     print(f"AMP's dimensions: {result.counts.simulated} strategies simulated and ranked in {seconds:.2f} s")
 
 

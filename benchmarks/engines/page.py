@@ -12,28 +12,11 @@ from pathlib import Path
 from benchmarks.engines.picture import draw
 from benchmarks.engines.results import Document
 from benchmarks.engines.table import results_markdown
+from benchmarks.markers import written_between
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "benchmarks" / "engines_2-core-cpu_202611.md"
 PICTURE = DOCS / "img" / "engines.svg"
-BEGIN, END = "<!-- begin results -->", "<!-- end results -->"
-
-
-def written_into(text: str, results: str) -> str:
-    """Return a page with other results between its markers.
-
-    Args:
-        text: the page.
-        results: what stands there from now on.
-
-    Raises:
-        SystemExit: if the page has no markers.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"the page has no lines {BEGIN} and {END}: write them where the results are to stand")
-    return f"{before}{BEGIN}\n\n{results}\n\n{END}{after}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     measurement = Document.read(options.times)
     options.picture.write_text(draw(measurement), encoding="utf-8")
     link = Path(os.path.relpath(options.picture, options.document.parent)).as_posix()
-    page = written_into(options.document.read_text(encoding="utf-8"), results_markdown(measurement, link))
+    page = written_between(options.document.read_text(encoding="utf-8"), results_markdown(measurement, link))
     options.document.write_text(page, encoding="utf-8")
     measurement.write(options.document.with_suffix(".json"))
     return 0

@@ -8,10 +8,11 @@ import pytest
 
 from benchmarks.engines.findings import circumstances, findings
 from benchmarks.engines.names import DEEPSPEED, IN_ONE_THREAD, IN_TWO_THREADS, OURS, PIPELINE_ENGINE, TORCH, ours_with
-from benchmarks.engines.page import BEGIN, END, PAGE, main, written_into
+from benchmarks.engines.page import PAGE, main
 from benchmarks.engines.picture import draw
 from benchmarks.engines.results import Document, Measured, Name, Noise, Run
 from benchmarks.engines.table import COLUMNS, table
+from benchmarks.markers import BEGIN, END, written_between
 
 
 def _measured(name: Name, *seconds: float, megabytes: int = 100) -> Measured:
@@ -108,6 +109,6 @@ def test_times_become_a_page_in_one_step(tmp_path: Path) -> None:
 
 
 def test_a_page_needs_its_markers() -> None:
-    assert written_into(PAGE.read_text(encoding="utf-8"), "new").count("new") >= 1
+    assert written_between(PAGE.read_text(encoding="utf-8"), "new").count("new") >= 1
     with pytest.raises(SystemExit, match="has no lines"):
-        written_into("# Engines", "new")
+        written_between("# Engines", "new")

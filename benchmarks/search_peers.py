@@ -1,0 +1,170 @@
+"""The strategy search beside its peers: seconds of a search, and errors of predictions, in one run and one table each.
+
+python -m benchmarks.search_peers [--trials FILE ...] [--document FILE.md]
+
+Ours is measured: searches of whole spaces in seconds of one core, and the error on runs that others published, with
+nothing fitted. `--trials` adds files of more trials, predicted with nothing fitted and calibrated on their other half.
+Figures of peers are those that their authors publish. The tables go into the page, between its markers.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.markers import written_between
+from benchmarks.report import Section, progress
+from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
+from megatron_terapipe.search.trials.cluster_calibrations import Calibrations
+from megatron_terapipe.search.trials.predicted import Predicted, deal_groups, predict_in_folds, predict_trials
+from megatron_terapipe.search.trials.read import read_trials
+from megatron_terapipe.search.trials.validation import summary
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks" / "search-peers_202611.md"
+PUBLISHED = ROOT / "tests" / "search" / "cost" / "published_runs.jsonl"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of a table.
+
+    Attributes:
+        tool: its name.
+        value: the figure, with its unit.
+        subject: what was searched or predicted.
+        source: who says so.
+    """
+
+    tool: str
+    value: str
+    subject: str
+    source: str
+
+
+OURS, HERE = "**this search**", "this command"
+ASTRA = "[Astra, abstract](https://arxiv.org/abs/2502.13480)"
+SPEED_OF_PEERS = (
+    Figure(
+        "AMP",
+        "about 500 s",
+        "GPT-2 on 16 equal GPUs, without real runs",
+        "[its README](https://github.com/DachengLi1/AMP#usage)",
+    ),
+    Figure("Astra", "1.27 s; less than 1.35 min", "GPUs of one kind; of several kinds, on average", ASTRA),
+)
+ERRORS_OF_PEERS = (
+    Figure(
+        "vTrain",
+        "8.37 %; 14.73 %",
+        "Megatron-DeepSpeed on one node of 8 A100; on up to 512 A100",
+        "[KAIST](https://ee.kaist.ac.kr/en/research-achieve/"
+        "ee-professor-minsoo-rhus-research-team-develops-a-simulation-framework-called-vtrain)",
+    ),
+    Figure(
+        "SimAI",
+        "1.9 % (98.1 % alignment)",
+        "training of large language models, its own tests",
+        "[NSDI 2025, abstract](https://www.usenix.org/conference/nsdi25/presentation/wang-xizheng-simai)",
+    ),
+    Figure(
+        "Proteus",
+        "3.0 %",
+        "throughput of networks of many kinds, three kinds of machines",
+        "[abstract](https://arxiv.org/abs/2306.02267)",
+    ),
+    Figure(
+        "Charon",
+        "less than 5.35 %; 3.74 %",
+        "training and inference; training on large clusters",
+        "[abstract](https://arxiv.org/abs/2605.17164)",
+    ),
+    Figure(
+        "Zhang et al.",
+        "4.98 %; 9.38 %",
+        "up to 20B parameters and 128 GPUs: Perlmutter (A100); Vista (GH200)",
+        "[abstract](https://arxiv.org/abs/2509.22832)",
+    ),
+    Figure("Astra", "less than 5 % (over 95 % accuracy)", "its own tests", ASTRA),
+)
+
+
+def searches() -> Iterator[Figure]:
+    """Yield the seconds of our searches, each when it is done."""
+    progress("searching as AMP does")
+    result, seconds = searched_as_amp()
+    yield _searched("AMP's dimensions, GPT-2 on 16 equal GPUs", result.counts.total, seconds, result.could_save)
+    for case in CASES:
+        progress(f"searching {case.model} on {case.cluster}")
+        result, seconds = searched(case)
+        yield _searched(_named(case), result.counts.total, seconds, result.could_save)
+
+
+def _named(case: Case) -> str:
+    return f"{case.model} on {Path(case.cluster).stem}, batch {case.global_batch_size}"
+
+
+def _searched(subject: str, space: int, seconds: float, could_save: float) -> Figure:
+    proven = "proven best" if could_save <= 0 else f"another could be {could_save:.1%} faster"
+    return Figure(OURS, f"{seconds:.1f} s", f"{subject}: {space:,} strategies, {proven} under its model", HERE)
+
+
+def errors(paths: Sequence[Path]) -> Iterator[Figure]:
+    """Yield the errors of our predictions, each when it is known.
+
+    Args:
+        paths: files of trials, beside the runs that are in the repository.
+    """
+    progress("predicting published runs")
+    published = read_trials(str(PUBLISHED))
+    predicted = predict_trials(published, Calibrations([], (), progress))
+    yield _error(predicted, "large runs of others, nothing fitted")
+    for path in paths:
+        progress(f"predicting {path.name}")
+        trials = read_trials(str(path))
+        yield _error(predict_trials(trials, Calibrations([], (), progress)), f"{path.stem}, nothing fitted")
+        folds = deal_groups(trials, 2)
+        if len(set(folds)) == 2:
+            yield _error(predict_in_folds(trials, folds), f"{path.stem}, calibrated on the other half")
+
+
+def _error(predicted: Sequence[Predicted], subject: str) -> Figure:
+    found = summary(predicted)
+    inside = found["interval_coverage"]
+    covered = "" if inside is None else f", {inside:.0%} inside the 90 % interval"
+    return Figure(OURS, f"{found['mape']:.1%}", f"{subject}: {found['n']} runs{covered}", HERE)
+
+
+def table(title: str, ours: Sequence[Figure], peers: Sequence[Figure]) -> str:
+    """Return a table with our lines above those of the peers.
+
+    Args:
+        title: above it.
+        ours: our lines.
+        peers: theirs.
+    """
+    section = Section(title, ("tool", "figure", "of what", "source"))
+    for each in (*ours, *peers):
+        section.add(each.tool, each.value, each.subject, each.source)
+    return section.markdown()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and write the tables into the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=Path, nargs="+", default=[], metavar="FILE", help="more trials to predict")
+    parser.add_argument("--document", type=Path, default=PAGE, metavar="FILE", help="the page, with its markers")
+    options = parser.parse_args(argv)
+    tables = [
+        table("Seconds of a search", list(searches()), SPEED_OF_PEERS),
+        table("Mean error of predicted times", list(errors(options.trials)), ERRORS_OF_PEERS),
+    ]
+    text = options.document.read_text(encoding="utf-8")
+    options.document.write_text(written_between(text, "\n\n".join(tables)), encoding="utf-8")
+    print("\n\n".join(tables))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
