@@ -59,6 +59,7 @@ NOT_RUN = {
     r"terapipe (generate|convert)": "reads the checkpoint of a run",
     r"terapipe report": "reads the metrics of a run",
     r"terapipe search (measure|trial|validate)": "takes minutes, or reads what they measured",
+    r"terapipe search rank .*--calibrate": "reads what was measured",
     r"examples/amp/run\.py": "reads the repository of AMP",
 }
 """Commands of which only the flags are checked, by their own parser."""
@@ -76,6 +77,8 @@ NO_CODE = {
     "The state of the Union and": "generated",
     "dry run: every check passed": "printed by a dry run",
     "error: --num-attention-heads 32": "printed by a run",
+    "measuring on 2 ranks": "printed by a command",
+    "running 3 strategies": "printed by a command",
     "position   batch": "parts of a ledger",
     "rank 0   layers 0-3": "drawing",
     "plan/\n": "list of files",

@@ -134,7 +134,7 @@ def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cl
     text = read_text(path)
     if not text.strip():
         raise ConfigError(
-            f"{path} is empty: write nodes as docs/how-to/search.md shows, or lines of a hostfile, HOST slots=N"
+            f"{path} is empty: write nodes as docs/reference/search-inputs.md shows, or hostfile lines, HOST slots=N"
         )
     if is_hostfile(text, path):
         return _of_hostfile(text, path, device)
