@@ -60,6 +60,8 @@ setup(
         "rich>=13",
         # Calibration of the search.
         "scipy>=1.13",
+        # Scripts of `terapipe completion`.
+        "shtab>=1.13",
         # Byte pair encoding of GPT-2 and of Hugging Face.
         "tokenizers>=0.20",
         "tqdm>=4.64",

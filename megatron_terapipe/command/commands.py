@@ -109,6 +109,16 @@ GROUPS = (
             ),
         ),
     ),
+    Group(
+        "shell",
+        (
+            Command(
+                "completion",
+                "print a script with which bash, zsh or tcsh completes all this",
+                "megatron_terapipe.command.completion",
+            ),
+        ),
+    ),
 )
 """All commands, in the order of `terapipe --help`."""
 

@@ -30,8 +30,8 @@ def add_launcher_flags(parser: CommandParser) -> None:
         "--num-accelerators", "--num-gpus", type=int, metavar="N", help="ranks of each host; on CPUs, too"
     )
     group.add_argument("--num-nodes", type=int, metavar="N", help="the first N hosts of the hostfile")
-    group.add_argument("--include", metavar="HOST:N,N@HOST", help="these hosts and devices of the hostfile alone")
-    group.add_argument("--exclude", metavar="HOST:N,N@HOST", help="all but these hosts and devices")
+    group.add_argument("--include", metavar="HOSTS", help="these hosts and devices of the hostfile alone")
+    group.add_argument("--exclude", metavar="HOSTS", help="all but these hosts and devices")
     group.add_argument(
         "--launcher", choices=LAUNCHERS_OF_DEEPSPEED, help="what reaches other hosts (default: pdsh, over ssh)"
     )

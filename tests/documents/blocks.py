@@ -45,7 +45,7 @@ class Block:
 
 def written() -> list[Path]:
     """Return the documents that are written by hand."""
-    return [path for path in documents() if path.name not in ("arguments.md", "CHANGELOG.md")]
+    return [path for path in documents() if path.name not in ("arguments.md", "commands.md", "CHANGELOG.md")]
 
 
 def blocks_of(path: Path) -> list[Block]:

@@ -1,0 +1,145 @@
+"""`terapipe completion`: scripts with which shells complete commands, flags, names and files."""
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.plan.command_line import CommandParser, run_command
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
+from megatron_terapipe.command.all_parsers import tree
+from megatron_terapipe.config.presets import MODEL_PRESETS
+from megatron_terapipe.devices import DEVICES
+from megatron_terapipe.errors import ConfigError
+
+PROGRAM = "terapipe"
+"""What is completed."""
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+DESCRIPTION = """\
+Print a script with which your shell completes commands, flags, their values and files.
+
+The script is made once, for the flags of this version; make it again after an update."""
+
+EPILOG = """\
+examples:
+  %(prog)s bash > ~/.local/share/bash-completion/completions/terapipe
+  %(prog)s zsh > ~/.zfunc/_terapipe        # with `fpath+=~/.zfunc` before `compinit` in ~/.zshrc
+  %(prog)s tcsh > ~/.terapipe.tcsh         # with `source ~/.terapipe.tcsh` in ~/.tcshrc
+
+To try it in this shell: source <(%(prog)s bash)"""
+
+FILES = re.compile(r"(FILE|PATH|PREFIX|CONFIG|CLUSTER)\b|\.jsonl?$")
+"""Names of values that are files, in help texts."""
+
+FOLDERS = re.compile(r"^(DIR|CHECKPOINTS|HF_DIR)\b")
+"""Names of values that are folders."""
+
+NAMES_OR_FILES = {
+    "bash": '  compgen -W "{words}" -- "$1"\n  compgen -f -- "$1"',
+    "zsh": '  _alternative "names:name:({words})" "files:file:_files"',
+}
+"""What completes a value that is one of some words, or a file."""
+
+
+def build_parser(prog: str) -> CommandParser:
+    """Return the parser of the command; `prog` is what people type before its flags."""
+    parser = CommandParser(prog=prog, description=DESCRIPTION, epilog=EPILOG)
+    group = parser.add_argument_group("what completes")
+    group.add_argument("shell", choices=SHELLS, help="your shell: bash, zsh or tcsh")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe completion") -> int:
+    """Print the script, and return the exit code: 2 for bad input, said in one line.
+
+    Args:
+        argv: words that people type; None = those of this process.
+        prog: what they type before them.
+
+    Raises:
+        SystemExit: only for `--help`.
+    """
+    return run_command(lambda: _run(argv, prog))
+
+
+def _run(argv: Sequence[str] | None, prog: str) -> int:
+    options = build_parser(prog).parse_args(argv)
+    print(script(options.shell))
+    return 0
+
+
+def script(shell: str) -> str:
+    """Return the script for a shell.
+
+    Raises:
+        ConfigError: if shtab, which writes it, is not installed.
+    """
+    if find_spec("shtab") is None:
+        raise ConfigError("completion needs the package shtab, which is not installed: pip install shtab")
+    import shtab
+
+    parser = tree(PROGRAM)
+    names = names_of_values()
+    functions: dict[str, str] = {}
+    for action in actions_of(parser):
+        functions |= _prepare(action, names, shell, file=shtab.FILE, folder=shtab.DIRECTORY)
+    return str(shtab.complete(parser, shell, preamble="\n".join(functions.values())))
+
+
+def names_of_values() -> Mapping[str, tuple[str, ...]]:
+    """Return the names that stand for a value, by the value's name in help texts or by the flag."""
+    # Imported here, for these names alone.
+    from megatron_terapipe.search.command.shared_flags import TRAINERS
+    from megatron_terapipe.search.inputs.library import MACHINES
+
+    schedules = (*SCHEDULES, OPTIMISED)
+    return {
+        "MODEL": tuple(MODEL_PRESETS),
+        "--model-preset": tuple(MODEL_PRESETS),
+        "--schedule": schedules,
+        "--pipeline-schedule": schedules,
+        "--device": (*DEVICES, *MACHINES),
+        "--software": TRAINERS,
+    }
+
+
+def actions_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yield the flags and positional words of a parser and of all its sub-commands."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            yield from chain.from_iterable(map(actions_of, action.choices.values()))
+
+
+def _prepare(
+    action: argparse.Action, names: Mapping[str, tuple[str, ...]], shell: str, *, file: Any, folder: Any
+) -> dict[str, str]:
+    """Say what completes the value of an action, and return the functions of the shell that this takes, by name."""
+    if isinstance(action, argparse._SubParsersAction):
+        return {}
+    metavar = str(action.metavar or "")
+    if action.nargs != 0:
+        # zsh takes a colon for the end of the value's name.
+        action.metavar = re.sub(r"\W", "", metavar) or action.dest
+    if metavar.startswith("{"):
+        # The parser of the trainer checks its values later, and shows them only.
+        action.choices = metavar.strip("{}").split(",")
+    known = next((each for each in (*action.option_strings, metavar) if each in names), None)
+    if known is not None:
+        function = re.sub(r"\W", "_", f"_{PROGRAM}_{known.strip('-')}")
+        words = " ".join(names[known])
+        # tcsh knows no functions, and offers the names alone.
+        action.complete = {"bash": function, "zsh": function, "tcsh": f"({words})"}  # type: ignore[attr-defined]
+        return (
+            {function: f"{function}() {{\n{NAMES_OR_FILES[shell].format(words=words)}\n}}"} if shell != "tcsh" else {}
+        )
+    if FOLDERS.search(metavar):
+        action.complete = folder  # type: ignore[attr-defined]
+    elif FILES.search(metavar) or action.type is Path:
+        action.complete = file  # type: ignore[attr-defined]
+    return {}
