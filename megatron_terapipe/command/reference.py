@@ -43,9 +43,9 @@ def _lines() -> Iterator[str]:
 
 
 def _command(parser: CommandParser) -> Iterator[str]:
-    yield from ("", f"### {parser.prog}", "")
+    yield from ("", f"### `{parser.prog}`", "")
     yield from _text(parser, parser.description)
-    yield from ("", f"    {parser.format_usage().removeprefix('usage: ').rstrip()}")
+    yield from ("", "```text", parser.format_usage().removeprefix("usage: ").rstrip(), "```")
     parts: dict[str, CommandParser] = {}
     for group in parser._action_groups:
         flags = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
@@ -72,17 +72,13 @@ def _row(parser: CommandParser, action: argparse.Action) -> str:
 
 
 def _text(parser: CommandParser, text: str | None) -> Iterator[str]:
-    """Yield the lines of a description or an epilog: paragraphs as they are, indented lines as blocks."""
-    lines = (text or "").replace("%(prog)s", parser.prog).splitlines()
-    indented = False
-    for line in lines:
-        if line.startswith("  "):
-            if not indented:
-                yield ""
-            yield f"    {line[2:]}"
+    """Yield the lines of a description or an epilog: paragraphs as they are, indented lines in fences."""
+    lines = (text or "").strip("\n").replace("%(prog)s", parser.prog).splitlines()
+    for indented, block in groupby(lines, key=lambda line: line.startswith("  ")):
+        if indented:
+            yield from ("", "```text", *(line[2:] for line in block), "```")
         else:
-            yield _linked(line)
-        indented = line.startswith("  ")
+            yield from map(_linked, block)
 
 
 def _linked(text: str) -> str:

@@ -260,7 +260,7 @@ LAYERS = (
             "megatron_terapipe.__main__",
         ),
         ("deepspeed_ext", "megatron_terapipe"),
-        ("torch", "deepspeed", "numpy", "tqdm", "rich", "yaml"),
+        ("torch", "deepspeed", "numpy", "tqdm", "rich", "yaml", "shtab"),
     ),
     Layer(("setup",), packages=("setuptools",)),
 )
