@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from benchmarks.engines.findings import micro_batches
 from benchmarks.engines.names import DEEPSPEED, IN_ONE_THREAD, OURS, PLAIN, TORCH
 from benchmarks.engines.results import Document, Measured, Run
-from deepspeed_ext.plan.render.svg_elements import GRID, INK, MARGIN, MIDDLE, SOFT, document, rect, text
+from deepspeed_ext.plan.render.svg_elements import INK, MARGIN, MIDDLE, SOFT, document, rect, text
 
 WIDTH, LABELS, VALUES = 900, 375, 50
 ROW, BAR, HEAD, FOOT = 22, 13, 40, 22
 COLOURS = {PLAIN: "#b1b8c0", DEEPSPEED: "#e3b341", TORCH: "#b392f0", OURS: "#9ecbff"}
 WITH_TOKEN_SLICES = "#388bfd"
 SMALL = 'font-size="12"'
+IDEAL = 'class="ideal" stroke="#6e7781" stroke-width="1.2" stroke-dasharray="4 3"'
+"""The line that a perfect pipeline reaches, over the bars."""
 
 
 def draw(measurement: Document) -> str:
@@ -47,13 +49,13 @@ def _panel(run: Run, num_ranks: int, top: float) -> Iterator[str]:
     head = f"{micro_batches(run.num_micro_batches)}: seconds of a step, median and range"
     yield text(MARGIN, top + 8, head, f'{INK} font-size="15" font-weight="600" {MIDDLE}')
     first_row, end = top + HEAD, top + HEAD + ROW * len(timed)
+    for number, each in enumerate(timed):
+        yield from _bar(each, first_row + ROW * number, left, scale)
     alone = next((each.median_s for each in timed if each.name == IN_ONE_THREAD), None)
     if alone is not None:
         x = left + scale * alone / num_ranks
-        yield f'<path d="M{x:.2f},{first_row - 8:.2f} V{end:.2f}" {GRID} stroke-width="1.5" stroke-dasharray="4 3"/>'
+        yield f'<path d="M{x:.2f},{first_row - 8:.2f} V{end:.2f}" {IDEAL}/>'
         yield text(x, first_row - 14, f"one thread / {num_ranks}", f'{SOFT} font-size="11" text-anchor="middle"')
-    for number, each in enumerate(timed):
-        yield from _bar(each, first_row + ROW * number, left, scale)
     untimed = [each for each in run.engines if not each.seconds]
     for number, each in enumerate(untimed, start=len(timed)):
         middle = first_row + ROW * number + ROW / 2
