@@ -6,8 +6,8 @@ from html import escape
 
 from deepspeed_ext.plan.render.palette import oklch_to_hex
 
-_HUES = (255, 150, 25, 80, 310, 200, 350, 115)
-_LIGHTNESS = (0.72, 0.80, 0.70, 0.86, 0.66, 0.82, 0.62, 0.76)
+_HUES = (255, 150, 25, 80, 310, 200, 350, 115, 60, 285, 175, 5)
+_LIGHTNESS = (0.72, 0.80, 0.70, 0.86, 0.66, 0.82, 0.62, 0.76, 0.64, 0.84, 0.60, 0.88)
 """Neighbours differ in lightness as well as in hue, so that they are told apart without colour vision."""
 
 _SHORTEST = 0.0005

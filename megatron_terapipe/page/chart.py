@@ -4,7 +4,7 @@ A curve of many points is a line of means in a band from the least to the most o
 well as in colour. Values above the upper end are drawn at it, with a triangle.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from math import isfinite
@@ -19,6 +19,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48.0, 10.0, 44.0, 26.0
 _LINE = 15.0
 _HUES = (255, 150, 310, 85, 200, 340)
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 4")
+MOST_DOTS = 40
+"""Dots of a curve that do not hide what is below them."""
+
 _LETTER = 6.2
 """Pixels of a letter of the legend."""
 
@@ -89,6 +92,15 @@ class Chart:
 def colour_of(number: int) -> str:
     """Return the colour of a curve, which stands out from light and from dark pages."""
     return oklch_to_hex(0.61, 0.14, _HUES[number % len(_HUES)])
+
+
+def thinning_note(charts: Iterable[Chart]) -> str:
+    """Return what a page says of charts whose curves are thinned; empty if none is."""
+    bins = (each for chart in charts for curve in chart.curves for each in thinned(curve.points))
+    widest = max((each.num_points for each in bins), default=1)
+    if widest == 1:
+        return ""
+    return f"Lines are means of up to {widest:,} iterations; bands reach from the least of them to the most."
 
 
 def chart_figure(chart: Chart) -> str:
@@ -194,7 +206,7 @@ class _Drawn:
             yield f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"'
             yield f"{dashes}><title>{escape(curve.name or self._chart.title)}</title></path>"
         if curve.dotted or len(places) == 1:
-            for left, top in places:
+            for left, top in places if len(places) <= MOST_DOTS else ():
                 yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="2.6" fill="{colour}"/>'
         if self._chart.top is not None:
             for each in bins:
@@ -229,10 +241,7 @@ class _Drawn:
             left += 34 + _LETTER * len(name)
 
     def _caption(self) -> str:
-        widest = max((each.num_points for bins in self._bins for each in bins), default=1)
         notes = [self._chart.note] if self._chart.note else []
-        if widest > 1:
-            notes.append(f"line: mean of up to {widest} iterations; band: from the least of them to the most")
         beyond = sum(each.most > self._y.high for bins in self._bins for each in bins)
         if self._chart.top is not None and beyond:
             notes.append("triangles: values above the chart")

@@ -1,41 +1,38 @@
-"""Marks on the axis of iterations, a row for each kind, as SVG: what happened, and when."""
+"""Marks on the axis of iterations, a row for each kind, as HTML: what happened, and when."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from deepspeed_ext.plan.render.svg_elements import GRID, SOFT, text
 from megatron_terapipe.page.axes import Axis, value_text
 
-_WIDTH, _LEFT, _RIGHT, _ROW, _TOP = 860.0, 116.0, 14.0, 22.0, 8.0
+_NUMBERS = 6
+"""Iterations that are written below the rows."""
 
 
-def strip_figure(rows: Mapping[str, Sequence[tuple[float, str]]], first: float, last: float) -> str:
-    """Return a figure with a row of marks for each kind, as HTML.
+def strip(rows: Mapping[str, Sequence[tuple[float, str]]], first: float, last: float) -> str:
+    """Return a row of marks for each kind.
 
     Args:
         rows: by kind, places of marks and what they are.
         first: first iteration.
         last: last iteration.
     """
-    height = _TOP + _ROW * len(rows) + 26
-    counts = ", ".join(f"{len(marks)} x {name}" for name, marks in rows.items())
-    body = "".join(_elements(rows, Axis(first, max(last, first + 1), _LEFT, _WIDTH - _RIGHT)))
-    return (
-        f'<figure class="strip"><svg viewBox="0 0 {_WIDTH:g} {height:g}" role="img"><title>incidents</title>'
-        f"<desc>{escape(counts)}</desc>{body}</svg></figure>"
-    )
+    axis = Axis(first, max(last, first + 1), 0.0, 100.0)
+    return f'<div class="strip">{"".join(_rows(rows, axis))}</div>'
 
 
-def _elements(rows: Mapping[str, Sequence[tuple[float, str]]], x: Axis) -> Iterator[str]:
-    bottom = _TOP + _ROW * len(rows)
-    for value in x.round_values(10):
-        yield f'<path d="M{x.at(value):.1f},{_TOP:.1f} V{bottom:.1f}" {GRID}/>'
-        yield text(x.at(value), bottom + 16, value_text(value), f'{SOFT} font-size="11" text-anchor="middle"')
-    for number, (name, marks) in enumerate(rows.items()):
-        y = _TOP + _ROW * (number + 0.5)
-        yield f'<path d="M{x.start:.1f},{y:.1f} H{x.end:.1f}" {GRID}/>'
-        yield text(x.start - 10, y + 4, name, f'{SOFT} font-size="12" text-anchor="end"')
+def _rows(rows: Mapping[str, Sequence[tuple[float, str]]], axis: Axis) -> Iterator[str]:
+    for name, marks in rows.items():
         # Of marks that lie on each other, one is enough.
-        for place, words in {round(x.at(place)): (place, words) for place, words in marks}.values():
-            yield f'<path class="tick" d="M{x.at(place):.1f},{y - 7:.1f} v14" stroke="#0969da" stroke-width="2.5">'
-            yield f"<title>{escape(words)}</title></path>"
+        places = {f"{axis.at(place):.1f}": words for place, words in marks}
+        ticks = "".join(
+            f'<b style="left:{place}%" title="{escape(words, quote=True)}"></b>' for place, words in places.items()
+        )
+        yield f'<div class="row"><div class="label">{escape(name)}</div><div class="track">{ticks}</div></div>'
+    values = [axis.low, *(value for value in axis.round_values(_NUMBERS) if 6 < axis.at(value) < 94), axis.high]
+    kinds = ["first", *[""] * (len(values) - 2), "last"]
+    numbers = "".join(
+        f'<span class="{kind}" style="left:{axis.at(value):.1f}%">{value_text(value)}</span>'
+        for kind, value in zip(kinds, values, strict=True)
+    )
+    yield f'<div class="row axis"><div class="label">iteration</div><div class="track">{numbers}</div></div>'

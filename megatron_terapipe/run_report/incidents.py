@@ -1,6 +1,6 @@
 """Incidents of a run: starts, ends, skipped updates, spikes, slow iterations, saves."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
@@ -28,12 +28,21 @@ class Incident:
         first: its iteration, or the first of several.
         last: the last of them.
         text: what is to be said of it.
+        gravity: by which incidents of its kind are told first.
     """
 
     kind: Kind
     first: int
     last: int
     text: str
+    gravity: float = 0.0
+
+    @property
+    def where(self) -> str:
+        """Its iterations in words."""
+        if self.first == self.last:
+            return f"iteration {self.first}"
+        return f"iterations {self.first} to {self.last}"
 
 
 def incidents(run: TrainingRun) -> list[Incident]:
@@ -45,6 +54,23 @@ def incidents(run: TrainingRun) -> list[Incident]:
         for each in piece.saves
     ]
     return sorted(found, key=lambda each: (each.first, KINDS.index(each.kind)))
+
+
+def told(found: Sequence[Incident], most_of_kind: int) -> list[tuple[str, str]]:
+    """Return incidents in words, kind by kind: the kind, and what is said of one incident, or of all that are left.
+
+    Args:
+        found: in the order of iterations.
+        most_of_kind: how many of a kind are told one by one: the gravest.
+    """
+    lines: list[tuple[str, str]] = []
+    for kind in KINDS:
+        of_kind = [each for each in found if each.kind == kind]
+        gravest = sorted(of_kind, key=lambda each: -each.gravity)[:most_of_kind]
+        lines += [(kind, f"{each.where}: {each.text}") for each in of_kind if each in gravest]
+        if more := len(of_kind) - len(gravest):
+            lines.append((kind, f"{more} more, the last of all at {of_kind[-1].where}"))
+    return lines
 
 
 def _of_pieces(run: TrainingRun) -> Iterator[Incident]:
@@ -68,17 +94,25 @@ def _restart_text(before: Piece, piece: Piece) -> str:
     again = max(last - piece.first + 1, 0)
     parts = [f"started again with iteration {piece.first}"]
     if again:
-        parts.append(f"{again} iteration{'s' * (again != 1)} were done a second time")
+        parts.append(
+            "1 iteration was done a second time" if again == 1 else f"{again} iterations were done a second time"
+        )
     if before.end is not None and piece.start is not None:
         parts.append(f"{time_text(max(piece.start.time - before.end.time, 0.0))} after the end of the piece before")
     return ", ".join(parts)
 
 
 def _skipped(iterations: Iterable[IterationMetrics]) -> Iterator[Incident]:
-    for first, last in _together(each.iteration for each in iterations if each.skipped):
-        yield Incident("skipped update", first, last, "a gradient was NaN or infinite, and the weights were kept")
-    for first, last in _together(each.iteration for each in iterations if not isfinite(each.lm_loss)):
-        yield Incident("skipped update", first, last, "the loss was NaN or infinite")
+    bad = {each.iteration: each for each in iterations if each.skipped or not isfinite(each.lm_loss)}
+    for first, last in _together(bad):
+        if not all(isfinite(bad[number].lm_loss) for number in range(first, last + 1)):
+            yield Incident("skipped update", first, last, "the loss was NaN or infinite")
+        elif bad[first].loss_scale is None:
+            yield Incident("skipped update", first, last, "a gradient was NaN or infinite, and the weights were kept")
+        else:
+            yield Incident(
+                "skipped update", first, last, "a gradient was too large for fp16, and the weights were kept"
+            )
 
 
 def _spikes(iterations: Iterable[IterationMetrics]) -> Iterator[Incident]:
@@ -95,7 +129,7 @@ def _slow(run: TrainingRun) -> Iterator[Incident]:
     middle = times[len(times) // 2]
     for each in slow_iterations(run):
         text = f"{time_text(each.iteration_time_s)}, {each.iteration_time_s / middle:.1f} times the median"
-        yield Incident("slow iteration", each.iteration, each.iteration, text)
+        yield Incident("slow iteration", each.iteration, each.iteration, text, gravity=each.iteration_time_s)
 
 
 def _together(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -14,6 +14,9 @@ from megatron_terapipe.training.events import RunStart
 COMPUTE = ("compute_s", "tensor_parallel_s", "head_exchange_s")
 """Parts of a predicted iteration that are inside its ops."""
 
+BUBBLE_POINTS = 0.03
+"""Difference of bubble ratios from which on op times are told to be others."""
+
 ON_CPU = "a CPU counts the whole process with its libraries, a device the tensors alone"
 
 
@@ -86,7 +89,7 @@ def kept(promise: Promise, figures: Figures, steps: MeasuredSteps | None, start:
     if predicted.mfu is not None and figures.mfu is not None:
         found.append(Kept(name="MFU", unit="share", promised=predicted.mfu, came=figures.mfu, why="as above"))
     if steps is not None:
-        why = "; ".join(_why_bubble(steps))
+        why = "; ".join(_why_bubble(steps, predicted.bubble_ratio))
         found.append(
             Kept(name="bubble ratio", unit="share", promised=predicted.bubble_ratio, came=steps.measured, why=why)
         )
@@ -115,9 +118,11 @@ def _why_time(promise: Promise, seconds: float, steps: MeasuredSteps | None) -> 
         yield f"ops of the busiest rank took {time_text(spent.busy)}, {time_text(compute)} were promised"
 
 
-def _why_bubble(steps: MeasuredSteps) -> Iterator[str]:
+def _why_bubble(steps: MeasuredSteps, promised: float) -> Iterator[str]:
     simulated = steps.simulated.bubble_ratio
-    yield f"the order with the measured op times has {simulated:.1%}; the rest are transfers and the host"
+    yield f"the same order with the measured op times has {simulated:.1%}; the rest are transfers and the host"
+    if abs(simulated - promised) > BUBBLE_POINTS:
+        yield "so the times of ops are in other proportions than was promised"
     ops = steps.comparison.mean_times()
     spans = [span.end - span.start for row in steps.comparison.measured.spans for span in row]
     if ops and min(spans, default=1.0) < 1e-3:

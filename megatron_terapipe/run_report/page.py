@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from html import escape
 
-from megatron_terapipe.page.chart import Chart, chart_figure
+from megatron_terapipe.page.chart import Chart, chart_figure, thinning_note
 from megatron_terapipe.page.document import html_document, section
 from megatron_terapipe.run_report import sections
 from megatron_terapipe.run_report.curves import charts
@@ -26,8 +26,11 @@ def render_report(reports: list[RunReport]) -> str:
     else:
         body.append(section("Runs", sections.runs_table(reports)))
     body += _if_any("Not known", sections.missing(reports))
-    drawn = "".join(chart_figure(chart) for chart in charts_of(reports).values())
-    body.append(section("Curves over iterations", f'<div class="charts">{drawn}</div>'))
+    drawn = charts_of(reports).values()
+    note = thinning_note(drawn)
+    figures = "".join(chart_figure(chart) for chart in drawn)
+    said = f'<p class="sub">{escape(note)}</p>' if note else ""
+    body.append(section("Curves over iterations", f'{said}<div class="charts">{figures}</div>'))
     for report in reports:
         name = f" ({report.run.name})" if len(reports) > 1 else ""
         body += _if_any(f"What the search promised, and what came{name}", sections.promised(report))

@@ -3,20 +3,73 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.report.schema import Entry, PredictDocument, Predicted, RankDocument
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from megatron_terapipe.training.events import RunStart
 
 ANSWER_FILE = "ranking.json"
 """Name of the answer of the search in the directory of `--output`."""
+
+
+class Read(BaseModel):
+    """An object of an answer, of which only what is needed is read: later versions say more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Predicted(Read):
+    """Predicted cost of a strategy; `search/report/schema.py` says what each field means."""
+
+    iteration_time_s: float
+    interval_s: tuple[float, float] | None
+    interval_coverage: float
+    tokens_per_s: float
+    mfu: float | None
+    bubble_ratio: float
+    peak_memory_bytes: float
+    breakdown: dict[str, float]
+    memory_per_rank: list[dict[str, float]]
+
+
+class Entry(Read):
+    """A strategy and its price."""
+
+    rank: int
+    strategy: dict[str, Any]
+    predicted: Predicted | None
+
+
+class Model(Read):
+    """The model."""
+
+    parameters: int
+    seq_length: int
+
+
+class Cluster(Read):
+    """The cluster."""
+
+    name: str
+    devices: dict[str, int]
+
+
+class Answer(Read):
+    """Answer of `rank` or `predict`."""
+
+    schema_version: Literal[1]
+    command: Literal["rank", "predict"]
+    model: Model
+    cluster: Cluster
+    precision: str
+    entries: list[Entry]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +114,10 @@ def read_promise(path: Path, start: RunStart | None) -> Promise:
     path = path / ANSWER_FILE if path.is_dir() else path
     text = read_text(path)
     try:
-        document = TypeAdapter(RankDocument | PredictDocument).validate_json(text)
+        document = Answer.model_validate_json(text)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"]
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
         raise ConfigError(f"{path} is no answer of `search rank` or `predict` ({reason}): write it again") from None
     seq_length = document.model.seq_length
     priced = [(entry, entry.predicted) for entry in document.entries if entry.predicted is not None]
@@ -124,7 +178,7 @@ def _normal(strategy: Strategy, seq_length: int) -> Strategy:
     )
 
 
-def _other_conditions(document: RankDocument | PredictDocument, start: RunStart) -> Iterator[str]:
+def _other_conditions(document: Answer, start: RunStart) -> Iterator[str]:
     if document.model.parameters != start.parameters:
         yield f"model: {start.parameters:,} parameters ran, {document.model.parameters:,} were priced"
     if document.precision != start.precision:

@@ -7,15 +7,15 @@ from html import escape
 from deepspeed_ext.plan.render import render_comparison
 from megatron_terapipe.page.bars import MEMORY_NAMES, Bar, colours, legend, stacked_bars
 from megatron_terapipe.page.document import facts, timelines
-from megatron_terapipe.page.strip import strip_figure
-from megatron_terapipe.run_report.incidents import KINDS, Incident
+from megatron_terapipe.page.strip import strip
+from megatron_terapipe.run_report.incidents import KINDS, told
 from megatron_terapipe.run_report.kept import COMPUTE, ON_CPU
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.run_report.words import about, glance, heading, strategy_line
 from megatron_terapipe.search.report.figures import bytes_text, time_text
 
-MOST_LISTED = 25
-"""Incidents that are listed in words."""
+MOST_LISTED = 6
+"""Incidents of a kind that are told one by one."""
 
 LEGEND_OF_TIMES = ("compute", "waiting for other ranks", "transfers", "host", "sums and update")
 
@@ -186,24 +186,15 @@ def what_happened(report: RunReport) -> str:
     for kind in KINDS:
         for each in found:
             if each.kind == kind:
-                by_kind[kind].append((float(each.first), f"{_where(each)}: {each.text}"))
+                by_kind[kind].append((float(each.first), f"{each.where}: {each.text}"))
     every = report.run.iterations
-    strip = strip_figure(by_kind, float(every[0].iteration), float(every[-1].iteration))
-    told = [each for each in found if each.kind != "save"]
+    marks = strip(by_kind, float(every[0].iteration), float(every[-1].iteration))
     lines = "".join(
-        f"<li><b>{escape(each.kind)}</b> {escape(_where(each))}: {escape(each.text)}</li>"
-        for each in told[:MOST_LISTED]
+        f"<li><b>{escape(kind)}</b> {escape(text)}</li>"
+        for kind, text in told([each for each in found if each.kind != "save"], MOST_LISTED)
     )
     saves = [saved.seconds for piece in report.run.pieces for saved in piece.saves]
     if saves:
         waited = f"{len(saves)} checkpoints, for which training waited {time_text(sum(saves))} in all"
-        lines += f"<li><b>saves</b> {waited}, {time_text(max(saves))} at most</li>"
-    more = len(told) - MOST_LISTED
-    rest = f'<p class="sub">{more} more are in the JSON (<code>--json</code>).</p>' if more > 0 else ""
-    return f"{strip}<ul>{lines}</ul>{rest}"
-
-
-def _where(incident: Incident) -> str:
-    if incident.first == incident.last:
-        return f"iteration {incident.first}"
-    return f"iterations {incident.first} to {incident.last}"
+        lines += f"<li><b>save</b> {waited}, {time_text(max(saves))} at most</li>"
+    return f"{marks}<ul>{lines}</ul>"

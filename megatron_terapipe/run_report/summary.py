@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from itertools import chain
 
+from megatron_terapipe.run_report.incidents import told
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.run_report.words import glance, heading, strategy_line, title_of
 
-MOST_LISTED = 5
-"""Incidents of a run that are listed."""
+MOST_LISTED = 2
+"""Incidents of a kind that are told one by one."""
 
 
 def summary(reports: list[RunReport]) -> str:
@@ -26,8 +27,6 @@ def _of_run(report: RunReport, named: bool) -> Iterator[str]:
         for each in report.kept:
             figures = f"{each.text(each.promised):>12}{each.text(each.came):>12}{each.difference_text:>14}"
             yield f"  {each.name:<18}{figures}"
-    told = [each for each in report.incidents if each.kind not in ("save", "end")]
-    yield from (f"  {each.kind} at iteration {each.first}: {each.text}" for each in told[:MOST_LISTED])
-    if len(told) > MOST_LISTED:
-        yield f"  {len(told) - MOST_LISTED} more incidents are in the report"
+    found = [each for each in report.incidents if each.kind not in ("save", "end")]
+    yield from (f"  {kind}: {text}" for kind, text in told(found, MOST_LISTED))
     yield from (f"  note: {line}" for line in report.missing)

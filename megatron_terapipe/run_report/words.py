@@ -16,8 +16,8 @@ def title_of(reports: list[RunReport]) -> str:
     """Return the title of a report."""
     if len(reports) > 1:
         return f"{len(reports)} training runs"
-    start = reports[0].run.start
-    return f"Training run {reports[0].run.name}" + ("" if start is None else f": {start.model_name}")
+    run = reports[0].run
+    return f"Training run {run.name}" if run.start is None else f"{run.start.model_name}: training run {run.name}"
 
 
 def heading(start: RunStart | None) -> str:

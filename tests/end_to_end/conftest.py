@@ -65,7 +65,7 @@ def trained(data: Path, shared: Path) -> Trained:
     with _by_one(shared / "trained") as (folder, first):
         if first:
             outputs = ["--metrics-file", "metrics.jsonl", "--timeline", "timeline", "--save", "checkpoints"]
-            launch(folder, flags(data, *outputs, "--save-interval", 3), **SECRETS)
+            launch(folder, flags(data, *outputs, "--report", "report.html", "--save-interval", 3), **SECRETS)
     return Trained(folder)
 
 

@@ -12,6 +12,8 @@ from deepspeed_ext.plan.command import main as plan_command
 from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.schedules import rank_orders, schedule_named
 from deepspeed_ext.plan.timeline import executed_order
+from megatron_terapipe.run_report.report import Sources, read_report
+from megatron_terapipe.strategy import Strategy
 from tests.distributed import run_distributed
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.launching import flags, read_metrics, train_on_this_rank
@@ -51,8 +53,21 @@ def test_the_loss_falls(trained: Trained, iterations: list[dict[str, Any]]) -> N
 def test_no_file_of_a_run_holds_a_secret_of_the_environment(trained: Trained) -> None:
     """Log, metrics, timeline, checkpoints, and whatever else lies in its folder."""
     files = [path for path in trained.folder.rglob("*") if path.is_file()]
-    assert {"metrics.jsonl", "run.json", "latest"} <= {path.name for path in files}
+    assert {"metrics.jsonl", "report.html", "run.json", "latest"} <= {path.name for path in files}
     assert not [path for path in files if b"secret-of-" in path.read_bytes()]
+
+
+def test_the_run_tells_its_report_what_it_was(trained: Trained) -> None:
+    (report,) = read_report(Sources(runs=[str(trained.metrics)]))
+    start, end = report.run.start, report.run.end
+    assert start is not None and end is not None
+    assert (start.iteration, start.train_iters, start.machine.device, start.machine.num_devices) == (0, 6, "cpu", 2)
+    assert Strategy.from_json(start.strategy).pipeline_parallel_size == 2
+    assert (end.iteration, end.reason, end.failed) == (6, "", False)
+    assert [saved.iteration for saved in report.run.pieces[0].saves] == [3, 6]
+    assert len(report.figures.peak_memory_bytes) == 2 and report.figures.starts == 1
+    assert report.steps is not None and report.steps.num_steps == 3
+    assert "wrote the report report.html" in trained.output
 
 
 def test_the_log_says_what_happened(trained: Trained) -> None:

@@ -6,7 +6,17 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_terapipe.page.axes import Axis, round_values, value_text
-from megatron_terapipe.page.chart import HEIGHT, WIDTH, Chart, Curve, Level, chart_figure, chart_picture, colour_of
+from megatron_terapipe.page.chart import (
+    HEIGHT,
+    WIDTH,
+    Chart,
+    Curve,
+    Level,
+    chart_figure,
+    chart_picture,
+    colour_of,
+    thinning_note,
+)
 
 CHART = Chart(
     title="Loss <of> a run",
@@ -56,8 +66,9 @@ def test_curves_differ_in_dashes_too() -> None:
 
 def test_a_thinned_curve_says_so() -> None:
     few, many = ([(float(x), float(x % 7)) for x in range(count)] for count in (100, 3000))
-    assert "figcaption" not in chart_figure(Chart(title="Loss", curves=[Curve("", few)]))
-    assert "mean of up to 10 iterations" in chart_figure(Chart(title="Loss", curves=[Curve("", many)]))
+    assert thinning_note([Chart(title="Loss", curves=[Curve("", few)])]) == ""
+    charts = [Chart(title="Loss", curves=[Curve("", points)]) for points in (few, many)]
+    assert thinning_note(charts).startswith("Lines are means of up to 10 iterations")
 
 
 def test_what_is_above_the_top_is_marked_there() -> None:

@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.run_report.incidents import told
 from megatron_terapipe.run_report.report import RunReport, Sources, read_report
 from megatron_terapipe.run_report.schema import json_schema, report_document
 from megatron_terapipe.run_report.summary import summary
@@ -62,7 +63,6 @@ def test_figures_at_a_glance(whole: RunReport) -> None:
 def test_what_happened(whole: RunReport) -> None:
     assert [(each.kind, each.first, each.last) for each in whole.incidents] == [
         ("skipped update", 7, 8),
-        ("skipped update", 7, 7),
         ("slow iteration", 12, 12),
         ("spike", 15, 15),
         ("save", 20, 20),
@@ -71,9 +71,19 @@ def test_what_happened(whole: RunReport) -> None:
         ("end", 25, 25),
         ("end", 40, 40),
     ]
-    told = {each.first: each.text for each in whole.incidents}
-    assert told[12] == "5 s, 10.0 times the median"
-    assert told[21].startswith("started again with iteration 21, 5 iterations were done a second time, 60 s after")
+    texts = {each.first: each.text for each in whole.incidents}
+    assert texts[12] == "5 s, 10.0 times the median"
+    assert texts[21].startswith("started again with iteration 21, 5 iterations were done a second time, 60 s after")
+
+
+def test_of_many_incidents_of_a_kind_the_gravest_are_told(tmp_path: Path) -> None:
+    changes = {number: {"iteration_time_s": float(number)} for number in range(5, 35, 5)}
+    lines = told(report_of(tmp_path, [START, *lines_of(range(1, 101), changes)]).incidents, 2)
+    assert [text for kind, text in lines if kind == "slow iteration"] == [
+        "iteration 25: 25 s, 50.0 times the median",
+        "iteration 30: 30 s, 60.0 times the median",
+        "4 more, the last of all at iteration 30",
+    ]
 
 
 def test_what_came_stands_beside_what_was_promised(whole: RunReport) -> None:

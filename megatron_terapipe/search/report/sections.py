@@ -109,7 +109,7 @@ def times(entries: list[Ranked]) -> str:
         total = prediction.breakdown.total_s or 1.0
         written[index] = {name: f"{time_text(amount)} ({amount / total:.1%})" for name, amount in parts.items()}
         figure = f"{time_text(prediction.iteration_time_s)} {interval_text(prediction)}"
-        bars.append(Bar(f"{entry.rank}  {strategy_text(entry.strategy)}", parts, figure))
+        bars.append(Bar(f"{entry.rank}: {strategy_text(entry.strategy)}", parts, figure))
     shown = [name for name in palette if any(bar.parts[name] > 0 for bar in bars)]
     return legend(shown, palette) + stacked_bars(bars, palette, written)
 

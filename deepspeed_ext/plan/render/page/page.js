@@ -70,6 +70,21 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); redraw(); });
 addEventListener("resize", redraw);
+
+// Paper is white, whatever the screen is.
+let themeOnScreen;
+addEventListener("beforeprint", () => {
+  themeOnScreen = document.documentElement.dataset.theme;
+  document.documentElement.dataset.theme = "light";
+  readColours();
+  views.forEach((each) => each.draw());
+});
+addEventListener("afterprint", () => {
+  if (themeOnScreen) document.documentElement.dataset.theme = themeOnScreen;
+  else delete document.documentElement.dataset.theme;
+  readColours();
+  redraw();
+});
 addEventListener("keydown", (event) => {
   const moves = {
     "+": () => zoom(1 / 1.6, middle()), "=": () => zoom(1 / 1.6, middle()), "-": () => zoom(1.6, middle()),

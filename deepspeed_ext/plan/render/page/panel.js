@@ -14,6 +14,8 @@ class View {
     this.height = this.rowsHeight + AXIS + (this.hasMemory ? MEMORY_GAP + MEMORY : 0);
     this.peak = Math.max(1e-30, ...[...panel.memory, ...panel.host_memory].map((curve) => curve.value.reduce((most, one) => Math.max(most, one), 0)));
     this.canvas = element("canvas");
+    this.canvas.setAttribute("role", "img");
+    this.canvas.setAttribute("aria-label", [panel.title, panel.extents, ...panel.figures.map(([name, value]) => `${name} ${value}`)].join(", "));
     const figures = panel.figures.map(([name, value]) => element("div", {}, element("b", { textContent: value }), element("span", { textContent: name })));
     document.getElementById("panels").append(element("section", { className: "panel" },
       element("div", { className: "head" },
@@ -25,6 +27,8 @@ class View {
 
   x(time) { return LEFT + (time - view.from) / (view.to - view.from) * (this.width - LEFT - RIGHT); }
   timeAt(x) { return view.from + (x - LEFT) / (this.width - LEFT - RIGHT) * (view.to - view.from); }
+  // As many as have room for their numbers.
+  get mostTimes() { return Math.max(2, Math.min(12, Math.floor((this.width - LEFT - RIGHT) / 62))); }
   rowTop(rank) { return rank * this.pitch; }
 
   draw() {
@@ -57,7 +61,7 @@ class View {
     pen.font = "11px sans-serif";
     pen.textAlign = "center";
     pen.textBaseline = "alphabetic";
-    for (const time of roundTimes(view.from, view.to, 12)) {
+    for (const time of roundTimes(view.from, view.to, this.mostTimes)) {
       const x = Math.round(this.x(time)) + 0.5;
       pen.strokeStyle = colours.line;
       pen.lineWidth = 1;
@@ -167,7 +171,7 @@ class View {
     pen.fillRect(LEFT, top - 4, this.width, MEMORY + 4);
     pen.strokeStyle = colours.line;
     pen.lineWidth = 1;
-    for (const time of roundTimes(view.from, view.to, 12)) {
+    for (const time of roundTimes(view.from, view.to, this.mostTimes)) {
       const x = Math.round(this.x(time)) + 0.5;
       pen.beginPath();
       pen.moveTo(x, top);
