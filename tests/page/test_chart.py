@@ -95,3 +95,17 @@ def test_round_values_are_in_range() -> None:
     assert round_values(17.0, 93.0, 4) == [20.0, 40.0, 60.0, 80.0]
     assert Axis(0.01, 100.0, 0.0, 1.0, logarithmic=True).round_values(5) == pytest.approx([0.01, 0.1, 1, 10, 100])
     assert Axis(0.01, 100.0, 0.0, 1.0, logarithmic=True).at(1.0) == pytest.approx(0.5)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of sRGB, as the contrast of WCAG 2.2 counts it."""
+    values = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in values)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#0d1117"])
+def test_curves_stand_out_from_light_and_dark_pages(page: str) -> None:
+    for number in range(6):
+        darker, lighter = sorted((luminance(colour_of(number)), luminance(page)))
+        assert (lighter + 0.05) / (darker + 0.05) >= 3  # WCAG 2.2, 1.4.11
