@@ -66,8 +66,6 @@ NOT_RUN = {
 NO_CODE = {
     "schedules.interleaved --+-->": "drawing",
     "stage 0 | F0.0": "drawing",
-    "token slice 0   Q0": "drawing",
-    "backward of 2 ": "drawing",
     "bubble ratio =": "formula",
     "token slices  makespan": "printed by an example",
     "refused: the schedule deadlocks": "printed by an example",
