@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/architecture
 DEMO := runs/demo
 # What has strict types: of the search all but `cost` and `rank`, which newer stubs of numpy fault.
-TYPED := deepspeed_ext/plan $(addprefix megatron_terapipe/,config planning arguments page run_report search strategy_fields.py strategy.py dimensions.py devices.py)
+TYPED := deepspeed_ext/plan $(addprefix megatron_terapipe/,config doctor planning arguments page run_report search strategy_fields.py strategy.py dimensions.py devices.py)
 SOURCES := deepspeed_ext megatron_terapipe benchmarks tests examples pretrain_gpt.py setup.py
 
 # Files of the driver: without one, nothing needs to be installed to say that there is no GPU.

@@ -1,13 +1,32 @@
 """The JSON of an examination, and its schema."""
 
+import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from megatron_terapipe.doctor.facts import Examined, Host, Launching, Link
+from megatron_terapipe.doctor.facts import (
+    Clock,
+    Device,
+    Examined,
+    Folder,
+    Host,
+    HostFacts,
+    Imports,
+    Interface,
+    Launching,
+    Link,
+    Names,
+    Resources,
+    Software,
+)
 from megatron_terapipe.doctor.findings import Finding, Level
 
 VERSION = 1
+
+_DATACLASSES = (
+    *(Clock, Device, Finding, Folder, Host, HostFacts, Imports, Interface, Launching, Link, Names, Resources, Software),
+)
 
 
 class Document(BaseModel):
@@ -53,8 +72,14 @@ def document(examined: Examined, findings: tuple[Finding, ...]) -> dict[str, Any
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of these documents."""
-    return TypeAdapter(Document).json_schema(mode="serialization")
+    """Return the JSON Schema of these documents, each field with its meaning."""
+    schema = TypeAdapter(Document).json_schema(mode="serialization")
+    for kind in _DATACLASSES:
+        described = schema["$defs"][kind.__name__]
+        described["description"] = (kind.__doc__ or "").partition("\n")[0]
+        for name, text in _attribute_texts(kind).items():
+            described["properties"][name]["description"] = text
+    return schema
 
 
 def count(findings: tuple[Finding, ...], level: Level) -> int:
@@ -65,3 +90,10 @@ def count(findings: tuple[Finding, ...], level: Level) -> int:
         level: to count.
     """
     return sum(max(1, len(each.hosts)) for each in findings if each.level is level)
+
+
+def _attribute_texts(kind: type[Any]) -> dict[str, str]:
+    """Return the meaning of each field of a dataclass, as its docstring says it."""
+    listed = (kind.__doc__ or "").partition("Attributes:")[2]
+    found = re.findall(r"^ +(\w+): (.+?)(?=^ +\w+: |\Z)", listed, re.MULTILINE | re.DOTALL)
+    return {name: " ".join(text.split()) for name, text in found}

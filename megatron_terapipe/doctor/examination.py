@@ -22,6 +22,9 @@ CLOCK_ROUND_TRIPS = 7
 SENDING_S = 0.5
 """Seconds for which each host sends to another."""
 
+MOST_FAULTS = 3
+"""Hosts that a host fails to reach before it tries no more: each may take seconds, and one firewall stops all alike."""
+
 MOST_TRIES = 64
 """Hosts that a host tries to reach at most: of more, the next ones in the order of the hostfile."""
 
@@ -65,8 +68,8 @@ class Examination:
         """
         async with AsyncExitStack() as stack:
             await self._on_all("facts", self._hosts, lambda name: self._begin(name, stack))
-            await self._on_all("clocks", self._answering(), self._ask_clock)
             if len(self._probes) > 1:
+                await self._on_all("clocks", self._answering(), self._ask_clock)
                 await self._try_links()
                 await self._look_for_token()
             if with_imports:
@@ -150,12 +153,12 @@ class Examination:
             ports[name] = int(await self._probes[name].ask("listen", port=0, token=tokens[name]))
 
         async def reach(source: str) -> None:
-            place = names.index(source)
+            place, faults = names.index(source), 0
             for target in (names[place + 1 :] + names[:place])[:MOST_TRIES]:
                 address = addresses[target]
-                if target in ports and address is not None:
+                if target in ports and address is not None and faults < MOST_FAULTS:
                     link = Link(source=source, target=target, address=address, port=ports[target])
-                    await self._reach(source, link, tokens[target])
+                    faults += not await self._reach(source, link, tokens[target])
 
         await self._on_all("ports", names, listen)
         await self._try_meeting(names[0], tokens[names[0]])
@@ -182,17 +185,19 @@ class Examination:
 
         await self._on_all(f"port {port} of {first}", [name for name in self._answering() if name != first], reach)
 
-    async def _reach(self, source: str, link: Link, token: str) -> None:
+    async def _reach(self, source: str, link: Link, token: str) -> bool:
+        """Try a link, and return whether it is there."""
         try:
             told = await self._probes[source].ask("reach", address=link.address, port=link.port, token=token)
         except Refused as refused:
             self._links.append(replace(link, fault=str(refused)))
-            return
+            return False
         facts = self._hosts[source].facts
         assert facts is not None
         self._links.append(
             replace(link, interface=interface_of(facts, told["own"]), round_trip_s=float(told["round_trip_s"]))
         )
+        return True
 
     async def _send(self, tokens: Mapping[str, str]) -> None:
         """Let each host send to its next one, as stages do; hosts of one round share no link."""

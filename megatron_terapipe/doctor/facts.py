@@ -86,6 +86,7 @@ class Resources:
         open_files: files and connections of a process.
         processes: processes and threads of this user.
         has_infiniband: whether there is a card for RDMA.
+        outgoing_ports: first and last port that the system gives to connections that ask for none; None = not known.
     """
 
     cores: int
@@ -97,6 +98,7 @@ class Resources:
     open_files: int | None
     processes: int | None
     has_infiniband: bool
+    outgoing_ports: tuple[int, int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +251,7 @@ class Launching:
         checkpoints: the directory to save to.
         save_is_given: whether the user named it.
         master_port: where the ranks meet.
+        programs: paths of launchers that were found here.
         variables: of this shell, as far as torch, CUDA and the network read them.
         environment_file: lines of .deepspeed_env, which the launcher reads here; None if there is none.
         requirements: of this project on packages, from its metadata; None if it is not installed.
@@ -262,6 +265,7 @@ class Launching:
     checkpoints: str
     save_is_given: bool
     master_port: int
+    programs: dict[str, str]
     variables: dict[str, str]
     environment_file: tuple[str, ...] | None = None
     requirements: tuple[str, ...] | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_terapipe.doctor.facts import Launching
 from megatron_terapipe.doctor.probe.names import variables
+from megatron_terapipe.doctor.probe.software import programs
 
 DISTRIBUTION = "megatron-terapipe"
 ENVIRONMENT_FILE = ".deepspeed_env"
@@ -31,6 +32,7 @@ def launching_here(*, hostfile: str | None, launcher: str, save: str | None, mas
         checkpoints=os.path.abspath(save or directory),
         save_is_given=save is not None,
         master_port=master_port,
+        programs=programs(),
         variables=variables(),
         environment_file=_environment_file(),
         requirements=_requirements(),

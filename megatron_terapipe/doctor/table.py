@@ -11,9 +11,15 @@ from megatron_terapipe.doctor.findings import Finding, Level, counted, some
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 WIDTH_OF_FILES = 1000
 """Letters of a line where no terminal ends it."""
+
+DROPPED_FIRST = ("disk free", "Python", "cores", "clock")
+"""Columns that a narrow terminal does without, in this order; the JSON has them."""
+
+WRAPPED = ("host", "devices", "next host")
 
 STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.OK: "green"}
 
@@ -36,14 +42,7 @@ def print_examination(
         console = Console()
         if not console.is_terminal:
             console = Console(width=WIDTH_OF_FILES)
-    rows = [_cells(host, examined, findings) for host in examined.hosts]
-    names = [name for name in rows[0] if any(row[name] for row in rows)]
-    hosts = Table(box=None, pad_edge=False, header_style="bold")
-    for name in names:
-        hosts.add_column(name, overflow="fold")
-    for row in rows:
-        hosts.add_row(*(row[name] for name in names))
-    console.print(hosts, markup=False, highlight=False)
+    console.print(_hosts(examined, findings, console), highlight=False)
     listed = [each for each in findings if verbose or each.level is not Level.OK]
     if listed:
         console.print()
@@ -64,6 +63,25 @@ def summary(findings: Sequence[Finding]) -> str:
     return ", ".join([*(part for part in parts if not part.startswith("0 ")), passed])
 
 
+def _hosts(examined: Examined, findings: Sequence[Finding], console: "Console") -> "Table":
+    """Return a row for each host, with as many columns as fit the terminal."""
+    from rich.table import Table
+
+    rows = [_cells(host, examined, findings) for host in examined.hosts]
+    unbounded = console.options.update(max_width=WIDTH_OF_FILES)
+    for num_dropped in range(len(DROPPED_FIRST) + 1):
+        dropped = DROPPED_FIRST[:num_dropped]
+        names = [name for name in rows[0] if name not in dropped and any(row[name] for row in rows)]
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in names:
+            table.add_column(name, no_wrap=name not in WRAPPED)
+        for row in rows:
+            table.add_row(*(_escaped(row[name]) for name in names))
+        if console.measure(table, options=unbounded).maximum <= console.width:
+            break
+    return table
+
+
 def _cells(host: Host, examined: Examined, findings: Sequence[Finding]) -> dict[str, str]:
     """Return the texts of a row, by column."""
     worst = next((each.level for each in findings if host.name in each.hosts), Level.OK)
@@ -79,7 +97,7 @@ def _cells(host: Host, examined: Examined, findings: Sequence[Finding]) -> dict[
         "Python": "" if facts is None else facts.software.python_version,
         **{name: versions.get(name, "") for name in ("torch", "deepspeed")},
         "clock": "" if host.clock is None or len(examined.hosts) < 2 else f"{host.clock.offset_s:+.3f} s",
-        "to the next host": next(_measured(host, examined.links), ""),
+        "next host": next(_measured(host, examined.links), ""),
     }
 
 

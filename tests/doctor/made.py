@@ -58,6 +58,7 @@ def facts(number: int, *, devices: int) -> HostFacts:
             open_files=65536,
             processes=None,
             has_infiniband=True,
+            outgoing_ports=(32768, 60999),
         ),
         interfaces=(
             Interface(name="lo", addresses=("127.0.0.1", "::1"), is_up=True, speed_mbit=None, largest_packet=65536),
@@ -132,6 +133,7 @@ def healthy(*, devices: int = 8) -> Examined:
         checkpoints="/shared",
         save_is_given=True,
         master_port=29500,
+        programs={"ssh": "/usr/bin/ssh", "pdsh": "/usr/bin/pdsh"},
         variables={},
         requirements=REQUIREMENTS,
     )

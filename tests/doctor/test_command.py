@@ -68,7 +68,10 @@ def test_bad_input_gives_one_line_and_exit_code_2(
 
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json-schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == json_schema()
+    schema = json.loads(capsys.readouterr().out)
+    assert schema == json_schema()
+    for kind in schema["$defs"].values():
+        assert all("description" in each for each in kind.get("properties", {}).values()), kind["title"]
 
 
 @pytest.mark.parametrize("examined", [healthy(), on(2, facts=None, imports=None, clock=None, failure="no")(healthy())])
@@ -79,7 +82,7 @@ def test_documents_follow_the_schema(examined: Examined) -> None:
 def test_the_table_shows_what_matters_first() -> None:
     examined = on(1, slots=9)(on(2, failure="Connection refused", facts=None, imports=None, clock=None)(healthy()))
     lines = printed(examined)
-    assert lines[0] == "host slots devices cores memory free disk free Python torch deepspeed clock to the next host"
+    assert lines[0] == "host slots devices cores memory free disk free Python torch deepspeed clock next host"
     assert lines[1].startswith(
         "node1 error 9 8 x NVIDIA H100 64 500 GiB 1000 GB 3.12.4 2.13.0 0.19.8 +0.001 s 16 Gbit/s"
     )
@@ -99,6 +102,14 @@ def test_a_healthy_cluster_takes_few_lines() -> None:
     lines = printed(healthy())
     assert len(lines) == 6
     assert lines[-1].endswith(" checks passed")
+
+
+def test_a_narrow_terminal_does_without_some_columns() -> None:
+    stream = StringIO()
+    print_examination(healthy(), findings(healthy()), verbose=False, console=Console(file=stream, width=80))
+    header, *rows = stream.getvalue().splitlines()
+    assert header.split() == ["host", "slots", "devices", "memory", "free", "torch", "deepspeed", "next", "host"]
+    assert rows[0].split()[:3] == ["node1", "ok", "8"]
 
 
 def test_words_in_brackets_are_printed_as_they_are() -> None:

@@ -8,6 +8,7 @@ import pytest
 from megatron_terapipe.doctor.checks.all import findings
 from megatron_terapipe.doctor.facts import Clock, Examined, Imports
 from megatron_terapipe.doctor.findings import Finding, Level
+from megatron_terapipe.doctor.launch_variables import variables_of_rank
 from tests.doctor.made import GIB, Change, alone, everywhere, facts, healthy, launching, link, on
 
 ONE_DEVICE = facts(1, devices=1).devices[0]
@@ -43,8 +44,17 @@ FAULTS: list[tuple[str, str, tuple[Change, ...]]] = [
     ("error node2", "reach: --ssh-port", (on(2, failure="port 22: Connection refused", facts=None),)),
     ("error node2", "reach: /etc/hosts", (on(2, failure="Could not resolve hostname node2", facts=None),)),
     ("error node2", "reach: by hand", (on(2, failure="Segmentation fault", facts=None),)),
-    ("error node1", "launcher: no pdsh", (on(1, software={"programs": {"ssh": "/usr/bin/ssh"}}),)),
-    ("error node1 node2 node3", "launcher: --launcher openmpi needs it", (launching(launcher="openmpi"),)),
+    ("error", "launcher: no pdsh on the PATH of this machine", (launching(programs={"ssh": "/usr/bin/ssh"}),)),
+    (
+        "error node1 node2 node3",
+        "launcher: no mpirun on the PATH; --launcher openmpi needs it",
+        (launching(launcher="openmpi", programs={"mpirun": "/usr/bin/mpirun"}),),
+    ),
+    (
+        "error node2",
+        "hostfile: is the same machine as node1",
+        (on(2, names={"hostname": "node1", "listed_addresses": ("10.0.0.1", "10.1.0.1")}),),
+    ),
     ("error node3", "directory: no directory /shared/work", (on(3, software={"has_folder": False}),)),
     ("error node3", "python: no /env/bin/python", (on(3, software={"python": None}),)),
     ("error node3", "project: no megatron-terapipe in /project", (on(3, software={"digest": None}),)),
@@ -96,6 +106,7 @@ FAULTS: list[tuple[str, str, tuple[Change, ...]]] = [
         "variables: CUDA_MODULE_LOADING=EAGER of this",
         (launching(variables={"CUDA_MODULE_LOADING": "EAGER"}),),
     ),
+    ("warning", "variables: TORCH_LOGS=all on node2", (on(2, variables={"TORCH_LOGS": "all"}),)),
     ("error", "variables: NCCL_ALGO=Tree on node2", (on(2, variables={"NCCL_ALGO": "Tree"}),)),
     (
         "error node1 node2 node3",
@@ -141,6 +152,8 @@ FAULTS: list[tuple[str, str, tuple[Change, ...]]] = [
         (lambda e: replace(e, meeting_fault="address already in use"),),
     ),
     ("error node1", "meeting: hostname -I prints no address", (on(1, names={"listed_addresses": ()}),)),
+    ("warning node1", "meeting: port 40000 is one of 32768 to 60999", (launching(master_port=40000),)),
+    ("warning node1", "meeting: sysctl", (on(1, resources={"outgoing_ports": (1024, 65535)}),)),
     (
         "warning node1",
         "meeting: hostname -I prints 172.17.0.1 first; its name leads to 10.0.0.1",
@@ -224,6 +237,21 @@ def test_every_check_fires_in_one_of_these() -> None:
 def test_an_unwritable_working_directory_is_a_warning_where_nobody_named_it() -> None:
     examined = launching(save_is_given=False)(on(2, folder={"fault": "permission denied"})(healthy()))
     assert [each.level for each in bad(examined)] == [Level.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "reaching"), [("pdsh", {"NCCL_ALGO"}), ("slurm", {"NCCL_ALGO", "OMP_NUM_THREADS"}), ("ssh", set())]
+)
+def test_which_variables_reach_ranks_depends_on_the_launcher(launcher: str, reaching: set[str]) -> None:
+    shell = {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "1"}
+    examined = launching(launcher=launcher, variables=shell, programs={"srun": "", "pdsh": "", "ssh": ""})(healthy())
+    assert set(variables_of_rank(examined.launching, {})) == reaching
+    lost = [each for each in bad(examined) if "does not hand these on" in each.line]
+    assert bool(lost) == (launcher == "pdsh")
+
+
+def test_hosts_with_other_cards_may_name_them_otherwise() -> None:
+    assert bad(on(2, variables={"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO"})(healthy())) == []
 
 
 def test_a_clock_is_left_alone_that_may_be_right() -> None:

@@ -11,6 +11,7 @@ Check = Callable[[Examined], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     reach.reached,
     reach.launchers,
+    reach.one_machine,
     reach.folders,
     software.packages,
     software.apex,
@@ -29,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     network.names,
     network.looked_up,
     network.ports,
+    network.outgoing_ports,
     network.links,
     network.routes,
     disk.folder,

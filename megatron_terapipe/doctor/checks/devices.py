@@ -11,7 +11,7 @@ FREE_SHARE = 0.9
 """Of a device's memory that should be free: a driver and a desktop leave more."""
 
 BYTES_OF_RANK = GIB
-"""Memory of a process with torch and DeepSpeed loaded and no model yet: half of it was measured on CPUs."""
+"""Memory of a process with torch and DeepSpeed loaded and no model yet: a quarter of it was measured on CPUs."""
 
 LEAST_SHARED_MEMORY = GIB
 """NCCL lets the ranks of a host meet in /dev/shm, and recommends 1 GB of it to containers (NCCL, troubleshooting)."""

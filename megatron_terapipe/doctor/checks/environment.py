@@ -4,15 +4,21 @@ import re
 from collections.abc import Iterator
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.runtime.cuda_environment import check_cuda_environment
+from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES, check_cuda_environment
 from megatron_terapipe.doctor.addresses import GLOO, NCCL, is_chosen
 from megatron_terapipe.doctor.checks.devices import num_ranks, uses_devices
 from megatron_terapipe.doctor.facts import Examined
-from megatron_terapipe.doctor.findings import Finding, counted, error, ok, same, warning
-from megatron_terapipe.doctor.launch_variables import HANDED_ON, variables_of_rank
+from megatron_terapipe.doctor.findings import Finding, Level, counted, error, ok, same, warning
+from megatron_terapipe.doctor.launch_variables import BY_HAND, variables_of_rank
 
-OF_ONE_HOST = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "CUDA_HOME", "CUDA_PATH")
-"""Variables that the launcher sets itself, or that may differ."""
+MAY_DIFFER = (
+    *("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "CUDA_HOME", "CUDA_PATH"),
+    *("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
+)
+"""Beginnings of variables that the launcher sets itself, or that hosts with other cards have otherwise."""
+
+LOCKING = ("NCCL_", HARDWARE_QUEUES)
+"""Beginnings of those that lock or end a run where two ranks have different ones."""
 
 
 def cuda(examined: Examined) -> Iterator[Finding]:
@@ -62,11 +68,13 @@ def threads(examined: Examined) -> Iterator[Finding]:
 def differences(examined: Examined) -> Iterator[Finding]:
     """Yield whether ranks see the same variables on all hosts."""
     of_host = {host.name: variables_of_rank(examined.launching, facts.variables) for host, facts in examined.reached}
-    names = sorted({name for variables in of_host.values() for name in variables} - set(OF_ONE_HOST))
+    found = {name for variables in of_host.values() for name in variables}
+    names = sorted(name for name in found if not name.startswith(MAY_DIFFER))
     for name in names:
         values = {host: _said(name, variables.get(name)) for host, variables in of_host.items()}
         remedy = f"write {name} into .deepspeed_env, which the launcher hands to all hosts, or unset it everywhere"
-        yield from same("variables", "variable", values, remedy)
+        level = Level.ERROR if name.startswith(LOCKING) else Level.WARNING
+        yield from same("variables", "variable", values, remedy, level)
 
 
 def interfaces(examined: Examined) -> Iterator[Finding]:
@@ -99,12 +107,12 @@ def interfaces(examined: Examined) -> Iterator[Finding]:
 def not_handed_on(examined: Examined) -> Iterator[Finding]:
     """Yield whether variables of this shell reach the ranks, which start on other hosts with others."""
     launching = examined.launching
-    if len(examined.hosts) < 2:
+    if len(examined.hosts) < 2 or launching.launcher in BY_HAND:
         return
     lost = []
     for name, value in launching.variables.items():
         reaching = [variables_of_rank(launching, facts.variables).get(name) for _, facts in examined.reached]
-        if not name.startswith(HANDED_ON) and name not in OF_ONE_HOST and any(each != value for each in reaching):
+        if not name.startswith(MAY_DIFFER) and any(each != value for each in reaching):
             lost.append(f"{name}={value}")
     if lost:
         yield warning(

@@ -10,6 +10,9 @@ from megatron_terapipe.doctor.findings import Finding, Level, error, ok, same, w
 from megatron_terapipe.doctor.launch_variables import variables_of_rank
 
 MBIT = 1e6 / 8
+LEAST_PORT = 1024
+"""Ports below it are for the system's own servers."""
+
 SLOW_CARD_MBIT = 1000
 MOST_EXPECTED_MBIT = 3000
 """One connection of a short test reaches this on any faster card."""
@@ -103,6 +106,26 @@ def ports(examined: Examined) -> Iterator[Finding]:
             yield ok("ports", link.source, f"reaches {link.target} ({link.address}, port {link.port})")
         else:
             yield _blocked(link)
+
+
+def outgoing_ports(examined: Examined) -> Iterator[Finding]:
+    """Yield whether the port where ranks meet is one that the system gives to no connection by chance."""
+    port, first = examined.launching.master_port, examined.hosts[0]
+    if first.facts is None or first.facts.resources.outgoing_ports is None:
+        return
+    begin, end = first.facts.resources.outgoing_ports
+    if begin <= port <= end:
+        yield warning(
+            "meeting",
+            first.name,
+            f"port {port} is one of {begin} to {end}",
+            "the system gives these to outgoing connections, also just before the ranks meet",
+            f"take one below {begin} (--master_port of the launcher, --master-port here)"
+            if begin > LEAST_PORT
+            else "reserve it: sysctl net.ipv4.ip_local_reserved_ports",
+        )
+    else:
+        yield ok("meeting", first.name, f"port {port} is none of {begin} to {end}")
 
 
 def links(examined: Examined) -> Iterator[Finding]:

@@ -12,18 +12,15 @@ REMEDIES = (
     (r"could not resolve|name or service not known", "write the name into /etc/hosts, ~/.ssh/config or the DNS"),
     (r"connection refused", "start sshd there, or name its port with --ssh-port"),
     (r"timed out|no route|no answer|unreachable", "start the host, or open port 22 of it; --timeout waits for longer"),
-    (r"not found|no such file", "install Python 3.11 or later there, at the path that it has here"),
+    (
+        r"not found|no such file|SyntaxError|TypeError",
+        "install Python 3.11 or later there, at the path that it has here",
+    ),
 )
 """What ssh says, and what mends it."""
 
-LAUNCHERS = {
-    "pdsh": ("pdsh", "ssh"),
-    "openmpi": ("mpirun",),
-    "slurm": ("srun",),
-    "mpich": ("mpiexec",),
-    "ssh": ("ssh",),
-}
-"""Programs that each launcher needs here; `ssh` stands for torchrun and others that are started by hand."""
+LAUNCHERS = {"pdsh": ("pdsh", "ssh"), "openmpi": ("mpirun",), "slurm": ("srun",), "mpich": ("mpiexec",), "ssh": ()}
+"""Programs that each launcher needs; `ssh` stands for torchrun and others that are started by hand on each host."""
 
 EVERYWHERE = ("openmpi", "mpich", "slurm")
 """Launchers whose program must be on all hosts."""
@@ -45,20 +42,40 @@ def launchers(examined: Examined) -> Iterator[Finding]:
     """Yield whether the programs of the launcher are there; one host needs none."""
     if len(examined.hosts) < 2:
         return
-    launcher, hosts = examined.launching.launcher, list(examined.reached)
-    looked_at = hosts if launcher in EVERYWHERE else hosts[:1]
-    for host, facts in looked_at:
-        for program in LAUNCHERS[launcher]:
-            if program in facts.software.programs:
-                yield ok("launcher", host.name, f"{program} is {facts.software.programs[program]}")
+    launching = examined.launching
+    places: list[tuple[str | None, dict[str, str]]] = [(None, launching.programs)]
+    if launching.launcher in EVERYWHERE:
+        places += [(host.name, facts.software.programs) for host, facts in examined.reached]
+    for host, programs in places:
+        for program in LAUNCHERS[launching.launcher]:
+            if program in programs:
+                yield ok("launcher", host, f"{program} is {programs[program]}")
             else:
                 yield error(
                     "launcher",
-                    host.name,
-                    f"no {program} on the PATH",
-                    f"--launcher {launcher} needs it",
+                    host,
+                    f"no {program} on the PATH{'' if host is not None else ' of this machine'}",
+                    f"--launcher {launching.launcher} needs it",
                     f"install {program}, or choose another launcher",
                 )
+
+
+def one_machine(examined: Examined) -> Iterator[Finding]:
+    """Yield whether two names of the hostfile lead to the same machine, whose devices ranks would share."""
+    names: dict[tuple[str, ...], str] = {}
+    for host, facts in examined.reached:
+        machine = (facts.names.hostname, *facts.names.listed_addresses)
+        first = names.setdefault(machine, host.name)
+        if first != host.name:
+            yield error(
+                "hostfile",
+                host.name,
+                f"is the same machine as {first}",
+                "ranks of both names would take the same devices",
+                "name each machine once",
+            )
+    if len(names) == len(list(examined.reached)) > 1:
+        yield ok("hostfile", None, f"{len(names)} names of {len(names)} machines")
 
 
 def folders(examined: Examined) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_terapipe.doctor.facts import HostFacts
 from megatron_terapipe.doctor.probe.devices import devices, imports
-from megatron_terapipe.doctor.probe.folder import folder, sees_token, write_token
+from megatron_terapipe.doctor.probe.folder import folder, sees_token, token_path, write_token
 from megatron_terapipe.doctor.probe.links import Listener, bandwidth, connect, round_trip_s
 from megatron_terapipe.doctor.probe.names import names, variables
 from megatron_terapipe.doctor.probe.resources import interfaces, resources
@@ -28,6 +28,11 @@ from megatron_terapipe.doctor.probe.software import software
 
 MARK = "doctor: "
 """Begin of an answer; shells that greet print other lines."""
+
+TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)
+
+LONGEST_BEGIN_S = 1.0
+"""Seconds that the begin of a process takes at most."""
 
 LIFETIME_S = 900
 """Seconds after which a probe ends by itself: a connection that is cut may never be closed."""
@@ -40,6 +45,7 @@ class Agent:
         self._listeners: dict[int, Listener] = {}
         self._processes: list[subprocess.Popen[str]] = []
         self._files: list[Path] = []
+        self._beginning = threading.Lock()
 
     def facts(
         self, python: str, packages: list[str], project: str, directory: str, checkpoints: str, hosts: list[str]
@@ -78,7 +84,7 @@ class Agent:
             directory: working directory of the launch.
             seconds: after which it is given up.
         """
-        return asdict(imports(variables=variables, directory=directory, limit_s=seconds, begun=self._processes.append))
+        return asdict(imports(variables=variables, directory=directory, limit_s=seconds, begin=self._begin))
 
     def listen(self, port: int, token: str) -> int:
         """The port on which this host listens.
@@ -121,7 +127,9 @@ class Agent:
             directory: where.
             token: its name and contents.
         """
-        self._files.append(write_token(directory, token))
+        # Known before it is there, so that it is never left behind.
+        self._files.append(path := token_path(directory, token))
+        write_token(path, token)
 
     def sees(self, directory: str, token: str) -> bool:
         """Whether this host has the file of another.
@@ -133,14 +141,22 @@ class Agent:
         return sees_token(directory, token)
 
     def end(self) -> None:
-        """Undo what was done."""
+        """Undo what was done, for ever: nothing more is begun."""
+        self._beginning.acquire(timeout=LONGEST_BEGIN_S)
         for listener in list(self._listeners.values()):
             listener.close()
         for process in list(self._processes):
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
         for path in list(self._files):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _begin(self, words: list[str], **options: Any) -> "subprocess.Popen[str]":
+        with self._beginning:
+            process = subprocess.Popen(words, **options)
+            self._processes.append(process)
+            return process
 
 
 ASKED: dict[str, Callable[..., Any]] = {
@@ -158,8 +174,9 @@ def serve() -> None:
     agent = Agent()
     questions: queue.SimpleQueue[str] = queue.SimpleQueue()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
-        signal.signal(each, lambda *_: _leave(agent))
+    # A thread waits for them: this one may be anywhere, also in the middle of beginning what is to be undone.
+    signal.pthread_sigmask(signal.SIG_BLOCK, TOLD_TO_END)
+    threading.Thread(target=_wait, args=[agent], daemon=True).start()
     signal.alarm(LIFETIME_S)
     threading.Thread(target=_read, args=[questions, agent], daemon=True).start()
     while True:
@@ -172,6 +189,11 @@ def serve() -> None:
             print(MARK + json.dumps(answer), flush=True)
         except OSError:
             _leave(agent)
+
+
+def _wait(agent: Agent) -> None:
+    signal.sigwait(TOLD_TO_END)
+    _leave(agent)
 
 
 def _read(questions: "queue.SimpleQueue[str]", agent: Agent) -> None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from megatron_terapipe.doctor.facts import Device, Imports
 
@@ -59,7 +58,7 @@ def _asked(query: str) -> list[list[str]]:
 
 
 def imports(
-    *, variables: dict[str, str], directory: str, limit_s: float, begun: Callable[["subprocess.Popen[str]"], Any]
+    *, variables: dict[str, str], directory: str, limit_s: float, begin: "Callable[..., subprocess.Popen[str]]"
 ) -> Imports:
     """Return what torch and DeepSpeed say once they are imported, as a rank would import them.
 
@@ -67,9 +66,9 @@ def imports(
         variables: that the launcher would set.
         directory: working directory of the launch.
         limit_s: seconds after which it is given up.
-        begun: told the process, so that it can be ended with this one.
+        begin: begins a process as `subprocess.Popen` does, and ends it with this one.
     """
-    process = subprocess.Popen(
+    process = begin(
         [sys.executable, "-c", PROGRAM],
         cwd=directory if os.path.isdir(directory) else None,
         env={**os.environ, **variables},
@@ -79,7 +78,6 @@ def imports(
         text=True,
         start_new_session=True,
     )
-    begun(process)
     try:
         told, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:

@@ -28,22 +28,30 @@ def folder(path: str) -> Folder:
     return Folder(path=str(existing), fault=fault, free_bytes=room.f_frsize * room.f_bavail)
 
 
-def write_token(directory: str, token: str) -> Path:
-    """Write a file that other hosts look for, and return its path.
+def token_path(directory: str, token: str) -> Path:
+    """Return the path of a file that other hosts look for.
 
     Args:
         directory: where.
-        token: its name behind the prefix, and its contents.
+        token: of the host that writes it.
+    """
+    return Path(directory, PREFIX + token)
+
+
+def write_token(path: Path, token: str) -> None:
+    """Write a file that other hosts look for.
+
+    Args:
+        path: of the file.
+        token: its contents.
 
     Raises:
         OSError: if it cannot be written.
     """
-    path = Path(directory, PREFIX + token)
     with path.open("x") as file:
         file.write(token)
         file.flush()
         os.fsync(file.fileno())
-    return path
 
 
 def sees_token(directory: str, token: str) -> bool:
@@ -55,6 +63,6 @@ def sees_token(directory: str, token: str) -> bool:
     """
     try:
         os.listdir(directory)  # A network file system looks again, not into what it remembers.
-        return Path(directory, PREFIX + token).read_text() == token
+        return token_path(directory, token).read_text() == token
     except OSError:
         return False

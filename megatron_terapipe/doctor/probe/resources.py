@@ -33,6 +33,7 @@ def resources() -> Resources:
         open_files=_limit(resource.RLIMIT_NOFILE),
         processes=_limit(resource.RLIMIT_NPROC),
         has_infiniband=any(Path("/sys/class/infiniband").glob("*")),
+        outgoing_ports=_outgoing_ports(),
     )
 
 
@@ -48,6 +49,11 @@ def interfaces() -> tuple[Interface, ...]:
         )
         for _, name in socket.if_nameindex()
     )
+
+
+def _outgoing_ports() -> tuple[int, int] | None:
+    words = _read("/proc/sys/net/ipv4/ip_local_port_range").split()
+    return (int(words[0]), int(words[1])) if len(words) == 2 else None
 
 
 def _cores() -> int:

@@ -32,9 +32,14 @@ def software(*, python: str, packages: list[str], project: str, directory: str) 
         apex=_apex(),
         toolkit=_toolkit(),
         digest=digest_of(Path(project)),
-        programs={name: path for name in PROGRAMS if (path := shutil.which(name)) is not None},
+        programs=programs(),
         has_folder=os.path.isdir(directory),
     )
+
+
+def programs() -> dict[str, str]:
+    """Return the paths of the launchers that are on the PATH here."""
+    return {name: path for name in PROGRAMS if (path := shutil.which(name)) is not None}
 
 
 def digest_of(project: Path) -> str | None:
