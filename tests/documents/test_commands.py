@@ -77,6 +77,7 @@ NO_CODE = {
     "error: --num-attention-heads 32": "printed by a run",
     "measuring on 2 ranks": "printed by a command",
     "running 3 strategies": "printed by a command",
+    "                         measured": "printed by a command",
     "position   batch": "parts of a ledger",
     "rank 0   layers 0-3": "drawing",
     "plan/\n": "list of files",
