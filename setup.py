@@ -28,6 +28,16 @@ def description() -> str:
     return f"{text}\nThe files that this page names are in the source archive.\n"
 
 
+def examples() -> list[tuple[str, list[str]]]:
+    """The examples by the folder into which they go, below that of the environment: who has no checkout copies them."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(HERE.glob("examples/**/*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            name = path.relative_to(HERE)
+            found.setdefault(f"share/megatron-terapipe/{name.parent}", []).append(str(name))
+    return list(found.items())
+
+
 setup(
     name="megatron-terapipe",
     version=version(),
@@ -40,6 +50,7 @@ setup(
     packages=find_packages(include=["deepspeed_ext*", "megatron_terapipe*"]),
     package_data={"": ["py.typed", "**/*.css", "**/*.html", "**/*.js"]},
     py_modules=["pretrain_gpt"],
+    data_files=examples(),
     entry_points={"console_scripts": ["terapipe = megatron_terapipe.command.main:main"]},
     install_requires=[
         "torch>=2.8",

@@ -7,7 +7,21 @@ from pathlib import Path
 
 from tests.architecture.sources import ROOT, documents
 
-SHELL = ("terapipe", "python", "deepspeed", "make", "bash", "pip", "git", "time", "torchrun", "docker", "DS_", "TORCH_")
+SHELL = (
+    "terapipe",
+    "python",
+    "deepspeed",
+    "make",
+    "bash",
+    "pip",
+    "git",
+    "time",
+    "torchrun",
+    "docker",
+    "cp",
+    "DS_",
+    "TORCH_",
+)
 """Words that the first line of an indented block of shell commands starts with."""
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```|(?:(?<=\n\n)|\A)((?:(?:    [^\n]*)?\n)+)", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"`([\w-]+\.(?:json|ya?ml|jsonl|txt))`")

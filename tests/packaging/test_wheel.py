@@ -3,7 +3,6 @@
 As on a release, the wheel is made from the source archive. Both are made once, without a network.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -76,9 +75,8 @@ def _build(kind: str, source: Path, folder: Path) -> Path:
 
 
 def _run(words: list[str], folder: Path, **variables: str) -> None:
-    """Run a program in a folder, with this Python and without this checkout."""
+    """Run a program in a folder, without this checkout."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
-    inherited["PATH"] = f"{Path(sys.executable).parent}:{inherited['PATH']}"
     done = subprocess.run(words, cwd=folder, env={**inherited, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -92,9 +90,11 @@ def _files(*folders: str) -> Iterator[str]:
                 yield str(name)
 
 
-def test_the_wheel_holds_every_file_of_the_packages_and_the_trainer_and_nothing_else(built: Built) -> None:
+def test_the_wheel_holds_the_packages_the_trainer_and_the_examples_and_nothing_else(built: Built) -> None:
     about = {name for name in built.wheel if ".dist-info/" in name}
-    assert built.wheel - about == {*_files(*CODE), "pretrain_gpt.py"}
+    share = f"megatron_terapipe-{deepspeed_ext.__version__}.data/data/share/megatron-terapipe/"
+    examples = {f"{share}{name}" for name in _files("examples")}
+    assert built.wheel - about == {*_files(*CODE), *examples, "pretrain_gpt.py"}
     assert any(name.endswith("licenses/LICENSE") for name in about)
 
 
@@ -132,17 +132,21 @@ def test_every_extra_is_in_the_table_of_the_documents(built: Built) -> None:
 
 def test_plan_search_and_trainer_run_where_there_is_no_checkout(built: Built, tmp_path: Path) -> None:
     """Pages find their styles and scripts, and the launch script of a plan finds the trainer."""
-    model = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 512}
-    (tmp_path / "model.json").write_text(json.dumps(model))
-    (tmp_path / "hostfile").write_text("node1 slots=2\n")
+    examples = built.installed / "share" / "megatron-terapipe" / "examples"
+    variables = {
+        "PYTHONPATH": str(built.installed),
+        "PATH": f"{built.installed / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        # Compiling the simulator, which a first search after an installation does, takes longer than all else here.
+        "NUMBA_DISABLE_JIT": "1",
+    }
     for command in (
+        f"cp -r {examples} .",
         "python -m deepspeed_ext.plan --schedule 1f1b --stages 2 --micro-batches 2 --html schedule.html",
-        "python -m megatron_terapipe.search rank model.json hostfile --device A100-80GB --global-batch-size 4 "
+        "terapipe search rank examples/models/tiny.json examples/clusters/this-machine.json --global-batch-size 4 "
         "--output plan --html search.html",
         "bash plan/launch.sh --dry-run",
     ):
-        # Compiling the simulator, which a first search after an installation does, takes longer than all else here.
-        _run(command.split(), tmp_path, PYTHONPATH=str(built.installed), NUMBA_DISABLE_JIT="1")
+        _run(command.split(), tmp_path, **variables)
     (style,) = ROOT.glob("deepspeed_ext/**/page/style.css")
     for page in ("schedule.html", "search.html"):
         assert style.read_text("utf-8") in (tmp_path / page).read_text("utf-8")
