@@ -54,7 +54,7 @@ setup(
     entry_points={"console_scripts": ["terapipe = megatron_terapipe.command.main:main"]},
     install_requires=[
         "torch>=2.8",
-        # The hooks of the engine are those of 0.19.8; see deepspeed_ext/runtime/initialize.py.
+        # The hooks of the engine are those of 0.19.8; see deepspeed_ext/runtime/supported_versions.py.
         "deepspeed>=0.19.8,<0.20",
         "numpy>=2.0",
         # The fast simulator and the solvers.

@@ -1,4 +1,4 @@
-"""Makes an engine: the one place that gates DeepSpeed's version and names our engine class to DeepSpeed."""
+"""Makes an engine: the one place that names our engine class to DeepSpeed."""
 
 import logging
 import os
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import log_dist
-from packaging.specifiers import SpecifierSet
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.costs.attention_costs import attention_costs
@@ -35,10 +33,8 @@ from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from deepspeed_ext.runtime.ledger.stall_watch import GRACE, StallWatch, watch_this_rank
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.settings import read_settings, settings_without_effect, without_settings
+from deepspeed_ext.runtime.supported_versions import check_versions
 from deepspeed_ext.runtime.topology import wait_as_long
-
-SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.8,<0.20")
-"""0.19.8 brought the schedule hooks this engine overrides; before 0.19.3 gradients of pipelines were wrong."""
 
 
 def initialize(
@@ -88,11 +84,11 @@ def initialize(
         `(engine, optimizer, dataloader, lr_scheduler)`, as `deepspeed.initialize`.
 
     Raises:
-        UserError: if DeepSpeed has another version, the model is none of ours, the configuration asks for what
+        UserError: if DeepSpeed or torch has another version, the model is none of ours, the configuration asks for what
             pipelines cannot do, the schedule does not fit the pipeline, or ranks registered modules to share that do
             not fit.
     """
-    check_deepspeed_version()
+    check_versions()
     if isinstance(schedule, str) and schedule != OPTIMISED:
         schedule = schedule_named(schedule)
     _check_model(model)
@@ -185,7 +181,7 @@ def init_distributed(**keywords: Any) -> None:
     Raises:
         UserError: if these variables contradict each other, or do not say where the ranks meet.
     """
-    check_deepspeed_version()
+    check_versions()
     if not (dist.is_initialized() or keywords.keys() & {"rank", "init_method"}):
         LaunchEnvironment.read().export()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
@@ -215,20 +211,6 @@ def _join_apart_from_earlier_starts(keywords: Mapping[str, Any]) -> None:
         timeout=timeout,
         device_id=accelerator.device(int(os.environ.get("LOCAL_RANK", 0))) if on_cuda else None,
     )
-
-
-def check_deepspeed_version() -> None:
-    """Refuse the versions of DeepSpeed that this engine was not written against.
-
-    Raises:
-        UserError: if another version is installed.
-    """
-    installed = version("deepspeed")
-    if installed not in SUPPORTED_DEEPSPEED:
-        raise UserError(
-            f"deepspeed {installed} is installed, and the token-slice engine needs {SUPPORTED_DEEPSPEED}: "
-            f"pip install 'deepspeed{SUPPORTED_DEEPSPEED}'"
-        )
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
-from deepspeed_ext.runtime.initialize import check_deepspeed_version
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.supported_versions import check_versions
 from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.config import Config, LoggingConfig
@@ -134,7 +134,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
     Raises:
         UserError: if anything does not fit: a `ConfigError`, `DataError` or `CheckpointError`, depending on the cause.
     """
-    check_deepspeed_version()
+    check_versions()
     # At once: what is told here is told before a tokenizer's file is read.
     config.parallel.layout(launch.world_size)
     tokenizer_settings = TokenizerSettings.of(config.data, config.model.vocab_size)

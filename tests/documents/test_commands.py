@@ -45,6 +45,8 @@ NOT_SHOWN = {
     "git clone": "downloads",
     "pip install": "downloads",
     "pip wheel": "downloads",
+    "python -m build": "downloads",
+    "twine": "not a package of the tests",
     "pip uninstall": "changes this environment",
     "python -m venv": "makes another environment",
     ". .venv": "changes the shell",

@@ -1,0 +1,108 @@
+"""The gate of versions, and that what it looks for is what the code uses."""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.runtime import supported_versions
+from deepspeed_ext.runtime.supported_versions import (
+    PRIVATE_NAMES,
+    SUPPORTED_DEEPSPEED,
+    SUPPORTED_TORCH,
+    check_versions,
+)
+from tests.architecture.sources import CODE, python_files, tree_of
+from tests.architecture.test_dependencies import declared
+
+LOADED_LATE = ("torch._dynamo", "torch._inductor", "torch.utils._pytree")
+"""What loads seconds of code, which only compiled functions need, and what has stayed for years."""
+OF_AN_OBJECT = {"torch.distributed.group.WORLD": "torch.distributed.ProcessGroup"}
+"""Objects through which the code calls methods, with their class."""
+
+
+@pytest.mark.parametrize("installed", ["0.19.2", "0.19.7", "0.20.0", "1.0"])
+def test_other_versions_of_deepspeed_are_refused_in_one_line(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supported_versions, "version", lambda package: installed)
+    with pytest.raises(UserError) as refused:
+        check_versions()
+    message = str(refused.value)
+    assert message.startswith(f"deepspeed {installed} is installed")
+    assert "pip install 'deepspeed<0.20,>=0.19.8'" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("installed", ["0.19.8", "0.19.12"])
+def test_supported_versions_of_deepspeed_pass(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supported_versions, "version", lambda package: installed)
+    check_versions()
+
+
+def test_an_old_torch_is_refused_and_an_alpha_of_nvidia_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.0a0+145a3a7bda.nv25.10")
+    check_versions()
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu128")
+    with pytest.raises(UserError, match=r"^torch 2\.7\.1\+cu128 is installed, .*: pip install 'torch>=2\.8'$"):
+        check_versions()
+
+
+def test_a_torch_without_a_private_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cu140")
+    monkeypatch.delattr(torch.distributed.distributed_c10d, "_set_pg_timeout")
+    line = r"^torch 2\.99\.0\+cu140 has no torch\.distributed\.distributed_c10d\._set_pg_timeout, .*<2\.99\.0'$"
+    with pytest.raises(UserError, match=line):
+        check_versions()
+
+
+def test_what_is_installed_is_supported() -> None:
+    check_versions()
+
+
+def test_the_gate_and_setup_say_the_same() -> None:
+    of = {each.name: each for each in declared()[0]}
+    assert of["deepspeed"] == Requirement(f"deepspeed{SUPPORTED_DEEPSPEED}")
+    assert of["torch"] == Requirement(f"torch{SUPPORTED_TORCH}")
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _used() -> Iterator[str]:
+    """Private names of torch that the code reaches from a module, by their full names."""
+    for path in python_files(*CODE):
+        nodes = list(ast.walk(tree_of(path)))
+        names = {"torch": "torch"}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                names |= {alias.asname or alias.name: f"{module}{alias.name}" for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                head, dot, rest = ast.unparse(node.value).partition(".")
+                if dot and names.get(head, "").startswith("torch"):
+                    names[node.targets[0].id] = f"{names[head]}.{rest}"
+        for node in nodes:
+            if isinstance(node, ast.Attribute):
+                head, _, rest = ast.unparse(node).partition(".")
+                full = f"{names.get(head, '')}.{rest}"
+                parts = full.split(".")
+                if parts[0] == "torch" and all(map(str.isidentifier, parts)) and any(map(_is_private, parts)):
+                    yield full
+
+
+def test_the_gate_looks_for_every_private_name_that_is_used() -> None:
+    used = set()
+    for name in _used():
+        for held, of_class in OF_AN_OBJECT.items():
+            name = name.replace(held, of_class)
+        used.add(name.removeprefix("torch."))
+    used = {name for name in used if not f"torch.{name}".startswith(LOADED_LATE)}
+    assert len(used) > 10
+    unknown = [name for name in used if not any(known.startswith(name) for known in PRIVATE_NAMES)]
+    assert unknown == []
+    texts = [path.read_text(encoding="utf-8") for path in python_files(*CODE) if path.stem != "supported_versions"]
+    assert [name for name in PRIVATE_NAMES if not any(name.rpartition(".")[2] in text for text in texts)] == []
