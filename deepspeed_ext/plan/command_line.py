@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from shutil import get_terminal_size
 from typing import Any, NoReturn, TypeGuard
@@ -70,6 +70,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         ours: dict[str, Any] = {"formatter_class": _HelpFormatter, "allow_abbrev": False}
         super().__init__(**ours | settings)
+        self._words: list[str] = []
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and where the flags are explained.
@@ -77,10 +78,27 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             UserError: always.
         """
+        if message.startswith("the following arguments are required"):
+            # Whoever misspelled the flag that is missed has to see both.
+            wrong = [word for word in self._words if word.startswith("--") and not self._knows(word)]
+            message += f", and {' '.join(wrong)} is no flag of this command" if wrong else ""
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         meant = nearest(unknown[1], self._option_string_actions) if unknown else None
         hint = f"did you mean {meant}?" if meant else f"see {self.prog} --help"
         raise UserError(f"{message}: {hint}")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Return what argparse does.
+
+        Args:
+            args: words that people type; None = those of this process.
+            namespace: object that takes the values; None = a new one.
+        """
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def _knows(self, word: str) -> bool:
+        return word == "--" or word.partition("=")[0] in self._option_string_actions
 
     def format_usage(self) -> str:
         """Return the shortest command in one line: what must be given, and `[flags]` for all that may be left out."""

@@ -9,10 +9,11 @@ from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
 from megatron_terapipe.search.rank.ranked import predict_one
 from megatron_terapipe.search.rank.search import ROUNDING, SearchResult
-from megatron_terapipe.search.report.advice import Advice, distance_text
+from megatron_terapipe.search.report.advice import Advice, distance_text, remedies_text
 from megatron_terapipe.search.report.comparison import compare
 from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.space.choices import Choices
+from megatron_terapipe.search.space.legal_grids import USES_DEVICES
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.search.space.rules import DUPLICATE_RULES
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
@@ -75,7 +76,9 @@ def explain_strategy(
         return [*lines, "  It is as fast as the winner."]
     comparison = compare(winner, entry)
     lines += [f"  {words}: the winner has {value}, and it {other}" for words, value, other in comparison.changes]
-    return [*lines, *(f"  The winner: {sentence}" for sentence in comparison.sentences if time_s > best_s)]
+    if time_s > best_s:
+        lines += ["  The winner beside it:", *(f"    {sentence}" for sentence in comparison.sentences)]
+    return lines
 
 
 def _other_question(strategy: Strategy, problem: SearchProblem, result: SearchResult) -> list[str]:
@@ -135,17 +138,24 @@ def nothing_fits(result: SearchResult, advice: Advice, problem: SearchProblem) -
     rejected = [(name, number) for name, number in result.counts.rejected.items() if number and name not in doubles]
     if not rejected:
         return "no strategy can run: no layout of the ranks has the sizes that flags fix; drop one of these flags"
-    nearest = "" if advice.distance is None else f": {distance_text(advice.distance, problem)}"
     if result.too_full is not None:
+        with_room = "" if advice.distance is None else f"; one would with {remedies_text(advice.distance, problem)}"
         return (
             f"no strategy can run: {result.counts.rejected[HEADROOM]:,} fit the devices, but none keeps as much memory "
-            f"free as --memory-headroom asks for{nearest}"
+            f"free as --memory-headroom asks for{with_room}"
         )
+    nearest = "" if advice.distance is None else f": {distance_text(advice.distance, problem)}"
     last, number = rejected[-1]
     if last in (FITS, HEADROOM):
         return (
             f"no strategy can run: all {number:,} that keep the other rules need more memory than the devices have"
             f"{nearest}"
+        )
+    if last == USES_DEVICES:
+        devices = problem.cluster.num_devices
+        return (
+            f"no strategy can run: the parallel sizes that flags fix do not divide the {devices} devices: give "
+            f"divisors of {devices}, or use fewer devices with --devices-at-most"
         )
     return (
         f"no strategy can run: the last {number:,} break the rule '{last}'; drop a flag that fixes a dimension, or "

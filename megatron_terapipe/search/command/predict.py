@@ -45,7 +45,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_software_flag(parser)
     group = parser.add_argument_group("strategies")
     group.add_argument(
-        "--strategies", required=True, metavar="S.jsonl", help="one strategy, or one entry of a ranking, per line"
+        "--strategies",
+        "--strategy",
+        required=True,
+        metavar="S.jsonl",
+        help="one strategy, or one entry of a ranking, per line",
     )
     group.add_argument(
         "--global-batch-size",

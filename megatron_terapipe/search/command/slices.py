@@ -182,8 +182,9 @@ def print_cuts(document: "TokenSlicesDocument") -> None:
         cells = str(cut.num_token_slices), f"{cut.iteration_time_s:.4g}", factor, shown
         table.add_row(*cells, style="bold" if best else "")
     console = rich.console.Console(highlight=False, markup=False)
+    print("predicted seconds of an iteration, with the best lengths for each number of token slices")
     console.print(table)
-    print(document.flags)
+    print(f"flags of the best: {document.flags}")
     for note in document.notes:
         print(f"note: {note}")
 

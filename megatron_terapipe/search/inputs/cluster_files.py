@@ -5,6 +5,7 @@ What a file leaves out, the library fills in by the machine or the device; notes
 
 from collections.abc import Mapping
 from math import ceil
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import ConfigDict, Field
@@ -131,6 +132,11 @@ def read_cluster_with_notes(path: str, *, device: str | None = None) -> tuple[Cl
     Raises:
         ConfigError: if the file cannot be read, or a field is wrong; it names file, field, value and remedy.
     """
+    if not Path(path).exists():
+        raise ConfigError(
+            f"{path} is no file: give a hostfile, of lines HOST slots=N, with --device; or a file of nodes, such as "
+            "examples/clusters/a100-64.json"
+        )
     text = read_text(path)
     if not text.strip():
         raise ConfigError(

@@ -93,7 +93,8 @@ def advice_notes(advice: Advice, problem: SearchProblem) -> list[str]:
         None if advice.too_full is None else _too_full(advice.too_full, problem),
         None if advice.utilization is None else _utilization(advice.utilization),
         None if advice.sensitivity is None else _sensitivity(advice.sensitivity),
-        None if advice.distance is None else _shortage(advice.distance),
+        # What fits but for the memory to keep free needs no more than the devices have.
+        None if advice.distance is None or advice.too_full is not None else _shortage(advice.distance),
     ]
     return [line for line in lines if line is not None]
 
@@ -239,13 +240,23 @@ def distance_text(distance: DistanceToFit, problem: SearchProblem) -> str:
     """
     nearest = distance.nearest
     kept = f" ({100 * problem.memory_headroom:.3g} % kept free)" if problem.memory_headroom else ""
+    return (
+        f"the nearest needs {bytes_text(nearest.memory.total)} on a device, of {bytes_text(nearest.usable_bytes)} that "
+        f"a {nearest.device.name} has{kept}; it would fit with {remedies_text(distance, problem)}"
+    )
+
+
+def remedies_text(distance: DistanceToFit, problem: SearchProblem) -> str:
+    """Return what would make the model fit, any one of these.
+
+    Args:
+        distance: what was found.
+        problem: what was asked.
+    """
     remedies = [*(_remedy(each, problem) for each in distance.remedies if each.value != ""), _larger(distance)]
     if not any(each.kind == "constraint" and each.value for each in distance.remedies):
         remedies += ["no flag that fixes a dimension" for each in distance.remedies if each.value == ""]
-    return (
-        f"the nearest needs {bytes_text(nearest.memory.total)} on a device, of {bytes_text(nearest.usable_bytes)} that "
-        f"a {nearest.device.name} has{kept}; it would fit with {' or '.join(remedies)}"
-    )
+    return " or ".join(remedies)
 
 
 def _remedy(remedy: Remedy, problem: SearchProblem) -> str:

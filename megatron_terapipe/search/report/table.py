@@ -46,6 +46,9 @@ LEFT = (*(name for each, name in COLUMNS if each.kind.is_text), "why not")
 USUAL = {name: each.usual for each, name in COLUMNS if each.usual}
 """Columns that are left out where every row says this."""
 
+SHORT = 4
+"""Letters of a name of a column that has to be explained are fewer."""
+
 LONGEST = 23
 """Letters of a list of numbers; the JSON has all of it."""
 
@@ -65,9 +68,26 @@ def print_table(answer: Answer, console: "Console | None" = None, *, top: int | 
         if not console.is_terminal:
             console = rich.console.Console(width=WIDTH_OF_FILES)
     console.print(heading(answer), markup=False, highlight=False)
-    console.print(_table(answer, answer.entries[:top], console.width))
+    entries = answer.entries[:top]
+    shown, rows = _fitting(*rows_of(answer, entries), console.width)
+    console.print(_table(entries, shown, rows))
+    if rows and (explained := legend(shown)):
+        console.print(f"columns: {explained}", markup=False, highlight=False)
     for note in all_notes(answer):
         console.print(f"note: {note}", markup=False, highlight=False)
+
+
+def legend(names: Sequence[str]) -> str:
+    """Return what the short names of columns stand for.
+
+    Args:
+        names: those that are shown.
+    """
+    words = {name: each.name.removeprefix("num_").replace("_", " ") for each, name in COLUMNS}
+    words |= {"mbs": "micro-batch size", "cut": "tokens of each token slice"}
+    return ", ".join(
+        f"{name} = {words[name]}" for name in names if name in words and len(name) < SHORT < len(words[name])
+    )
 
 
 def heading(answer: Answer) -> str:
@@ -162,14 +182,12 @@ def _short(value: tuple[int, ...]) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
-def _table(answer: Answer, entries: Sequence[Ranked], width: int) -> "Table":
+def _table(entries: Sequence[Ranked], names: list[str], rows: list[list[str]]) -> "Table":
     import rich.box
     import rich.table
     import rich.text
 
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    names, rows = rows_of(answer, entries)
-    names, rows = _fitting(names, rows, width)
     for name in names:
         table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name != "why not")
     for entry, row in zip(entries, rows, strict=True):

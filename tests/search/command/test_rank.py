@@ -141,7 +141,7 @@ def test_errors_are_one_line(
 def test_nothing_can_run(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rank", *files, "--tensor-parallel-size", "3"]) == 1
     message = capsys.readouterr().err
-    assert message.startswith("error: no strategy can run: ") and "break the rule 'parallel sizes multiply" in message
+    assert message.startswith("error: no strategy can run: ") and "do not divide the 4 devices" in message
 
 
 def test_a_given_partition_chooses_its_number_of_stages(files: list[str], tmp_path: Path) -> None:
@@ -157,7 +157,10 @@ def test_a_given_partition_chooses_its_number_of_stages(files: list[str], tmp_pa
     ("constraints", "words"),
     [
         (["--stage-partition", "0,2,7"], "break the rule 'the stage partition fits model and stages'"),
-        (["--tensor-parallel-size", "3"], "break the rule 'parallel sizes multiply to the devices'"),
+        (
+            ["--tensor-parallel-size", "3"],
+            "the parallel sizes that flags fix do not divide the 4 devices: give divisors of 4",
+        ),
         (["--data-parallel-size", "3"], "no layout of the ranks has the sizes that flags fix"),
         (["--num-layers", "6000", "--hidden-size", "8192"], "need more memory than the devices have"),
     ],
@@ -228,8 +231,9 @@ def test_memory_that_nothing_leaves_free(files: list[str], capsys: pytest.Captur
     assert main(["rank", *files, *FEW, "--memory-headroom", "99%", "--explain"]) == 1
     printed = capsys.readouterr()
     assert "fit the devices, but none keeps as much memory free as --memory-headroom asks for" in printed.err
-    assert "rejected: memory kept free (--memory-headroom)" in printed.out
+    assert "rejected by the rule: memory kept free (--memory-headroom)" in printed.out
     assert "--memory-headroom 0.9" in printed.out and "allows it" in printed.out
+    assert "the nearest" not in printed.out + printed.err, "what fits the devices needs no more than they have"
 
 
 def test_a_ranking_of_long_sequences_ends_with_a_rival(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
