@@ -3,6 +3,7 @@
 from itertools import pairwise
 from pathlib import Path
 
+from deepspeed_ext.plan.schedules import SCHEDULES, interleaved
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.parallel import OPTIMISED
@@ -28,7 +29,6 @@ def rows_of_run(run: Run) -> dict[str, str]:
     found = f", found for {machine_in_words(run.config)}"
     sequence = f"{layout.sequence_parallel_size} sequence x " * (layout.sequence_parallel_size > 1)
     offload = ", copies in host memory" * run.config.training.offload_token_slices
-    sequences = "sequence" if batch.micro_batch_size == 1 else "sequences"
     return {
         "model": f"{model_parameters(model):,} parameters in {model.num_layers} transformer layers of width "
         f"{model.hidden_size}",
@@ -37,8 +37,9 @@ def rows_of_run(run: Run) -> dict[str, str]:
         f"{layout.pipeline_parallel_size} pipeline parallel" + (", sequence parallel" * parallel.sequence_parallel),
         "stages": _stages(run),
         "token slices": f"{pipeline.num_token_slices} of {lengths}{found * run.found_token_slices}",
-        "schedule": f"{parallel.pipeline_schedule}, {pipeline.num_micro_batches} micro-batches of "
-        f"{batch.micro_batch_size} {sequences} on each replica{found * (parallel.pipeline_schedule == OPTIMISED)}",
+        "schedule": f"{parallel.pipeline_schedule}, {_number(pipeline.num_micro_batches, 'micro-batch', 'es')} of "
+        f"{_number(batch.micro_batch_size, 'sequence')} on each replica"
+        f"{found * (parallel.pipeline_schedule == OPTIMISED)}{_same_as_1f1b(run)}",
         "batch": f"{run.global_batch_size} sequences of {model.seq_length} tokens, {run.train_iters} iterations",
         "precision": f"{run.config.precision.dtype}, ZeRO {run.config.optimizer.zero_stage}, recompute "
         f"{run.config.training.recompute_granularity}{offload}",
@@ -85,6 +86,22 @@ def warnings_of_run(run: Run) -> list[str]:
             "--train-iters to train on"
         )
     return lines
+
+
+def _number(number: int, thing: str, plural: str = "s") -> str:
+    return f"{number} {thing}{plural * (number != 1)}"
+
+
+def _same_as_1f1b(run: Run) -> str:
+    """Say so where a pipeline whose ranks have one stage each was asked to be interleaved."""
+    parallel, ranks = run.config.parallel, run.layout.pipeline_parallel_size
+    if (
+        SCHEDULES.get(parallel.pipeline_schedule or "") is not interleaved
+        or parallel.num_model_chunks > 1
+        or ranks == 1
+    ):
+        return ""
+    return "; with one stage on each rank it is 1f1b: add --num-model-chunks 2"
 
 
 def _start(run: Run) -> str:

@@ -45,6 +45,14 @@ def test_texts_of_a_table_stand_below_each_other() -> None:
     assert table({"a": "1", "long": "2"}) == ["  a     1", "  long  2"]
 
 
+def test_interleaved_with_one_stage_on_each_rank_is_told_to_be_1f1b() -> None:
+    assert rows_of_run(prepared("--pipeline-schedule interleaved"))["schedule"].endswith(
+        "it is 1f1b: add --num-model-chunks 2"
+    )
+    both = "--pipeline-schedule interleaved --num-model-chunks 2"
+    assert "1f1b" not in rows_of_run(prepared(both))["schedule"]
+
+
 def test_a_path_that_holds_no_checkpoint_is_told_unless_the_run_saves_there(tmp_path: Path) -> None:
     assert not warnings_of_run(prepared(f"--load {tmp_path} --save {tmp_path}/."))
     (line,) = warnings_of_run(prepared(f"--load {tmp_path}/typo --save {tmp_path}"))

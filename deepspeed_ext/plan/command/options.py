@@ -134,6 +134,13 @@ def build_parser(prog: str) -> CommandParser:
         ),
     )
     costs.add_argument(
+        "--window",
+        type=int,
+        metavar="W",
+        help="with --attention-share: a token attends to the last W tokens, itself included, as in sliding windows; "
+        "token slices have to be given in tokens, or with --seq-length (default: to all before it)",
+    )
+    costs.add_argument(
         "--token-bytes",
         type=Path,
         metavar="FILE",

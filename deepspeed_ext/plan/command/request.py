@@ -29,6 +29,7 @@ _MOST = {
     "min_token_slice": 10**9,
     "layers": 10_000,
     "hardware_queues": 1_000,
+    "window": 10**9,
 }
 """Largest values of options that count."""
 
@@ -152,6 +153,10 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--attention-share {options.attention_share:g} is not a share: give 0 to 1")
     if options.head_share is not None and not (options.head_share >= 0 and isfinite(options.head_share)):
         raise UserError(f"--head-share {options.head_share:g} is out of range: give 0 or more")
+    if options.window is not None and options.solve_slices:
+        raise UserError(
+            f"--window {options.window} does not go with --solve-slices, which knows none: drop one of them"
+        )
     for name in ("memory_limit", "effort"):
         given = getattr(options, name)
         if given is not None and not (given > 0 and isfinite(given)):
@@ -159,7 +164,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.effort is not None and not (options.solve_slices or options.schedule == OPTIMISED):
         raise UserError(f"--effort {options.effort:g} is for what is searched: add --solve-slices, or drop it")
     if options.attention_share is None:
-        for name, given in (("--head-share", options.head_share is not None), ("--solve-slices", options.solve_slices)):
+        needing = {"--head-share": options.head_share is not None, "--window": options.window is not None}
+        for name, given in (*needing.items(), ("--solve-slices", options.solve_slices)):
             if given:
                 raise UserError(f"{name} needs costs that follow from token slices: add --attention-share")
     elif options.costs is not None:
@@ -202,7 +208,13 @@ def _costs(
         except PlanError as error:
             raise PlanError(f"{options.costs}: {error}") from None
     if options.attention_share is not None:
-        return attention_costs(shape, lengths, options.attention_share, head_share=options.head_share or 0.0)
+        if options.window is not None and sum(lengths) < 2:
+            raise UserError(
+                f"--window {options.window} counts tokens, and no flag says how many there are: add --seq-length"
+            )
+        return attention_costs(
+            shape, lengths, options.attention_share, head_share=options.head_share or 0.0, window=options.window
+        )
     apart = orders is None or any(op.kind is OpKind.WEIGHT_GRADIENT for order in orders for op in order)
     return OpCosts.uniform(shape, weight_gradient=1.0 if apart else None)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from math import isfinite
 
 from deepspeed_ext.plan.command.drawings import write_drawings
@@ -14,7 +15,7 @@ from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.schedule_file import write_schedule
-from deepspeed_ext.plan.schedules import OPTIMISED, fixed
+from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, fixed, interleaved
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
 from deepspeed_ext.plan.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
@@ -30,6 +31,8 @@ def show_simulated(options: argparse.Namespace) -> int:
         UserError: if the input is bad, or the schedule is above the memory limit.
     """
     request: Request | None = None
+    if (options.schedule == OPTIMISED or options.solve_slices) and sys.stderr.isatty():
+        print("searching: this takes some seconds, and less with --effort 0.1", file=sys.stderr)
     try:
         request = request_of(options)
         memory = memory_of(options, request.shape, request.lengths)
@@ -60,6 +63,8 @@ def show_simulated(options: argparse.Namespace) -> int:
         print(json.dumps(figures(timeline, request, memory)))
     else:
         print(f"{render_text(timeline)}\n\n{summary(timeline, request, memory)}\ndeadlock free            yes")
+        if SCHEDULES.get(request.schedule) is interleaved and request.shape.num_model_chunks == 1:
+            print("note: with one stage on each rank, interleaved is 1f1b: add --model-chunks 2")
     return 0
 
 

@@ -81,6 +81,21 @@ class OpCosts:
         weight_gradient = self.weight_gradient[stage][token_slice]
         return weight_gradient + (self.backward[stage][token_slice] if kind is OpKind.BACKWARD else 0.0)
 
+    def check_in_order(self) -> None:
+        """See that no op ends before its reader can follow it: all forwards and backwards take time.
+
+        Raises:
+            PlanError: naming the first op that takes none.
+        """
+        for name, table in (("forward", self.forward), ("backward", self.backward)):
+            for stage, times in enumerate(table):
+                for token_slice, time in enumerate(times):
+                    if not time > 0:
+                        raise PlanError(
+                            f"the {name} of token slice {token_slice} on stage {stage} takes {time:g}, and programs "
+                            "are lowered in the order of the times: give a time above 0, however small"
+                        )
+
     def durations(self, kind: OpKind) -> Table:
         """Times of all ops of one kind, by stage and token slice; see `duration`."""
         if kind is OpKind.BACKWARD and self.weight_gradient is not None:

@@ -3,8 +3,11 @@ import json
 import pytest
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
+from deepspeed_ext.plan.programs.lowering import lower
+from deepspeed_ext.plan.schedules import schedule_named
 
 SHAPE = PipelineShape(num_stages=2, num_micro_batches=3, num_token_slices=2)
 TABLE = [[1, 2], [3, 4.5]]
@@ -107,3 +110,34 @@ def test_both_tables_are_needed(missing):
     del fields[missing]
     with pytest.raises(PlanError, match=rf"costs\['{missing}'\] is not a list of lists"):
         OpCosts.from_json(json.dumps(fields), SHAPE)
+
+
+def test_programs_are_not_lowered_from_times_without_an_order():
+    for name in ("forward", "backward"):
+        costs = read(**{name: [[1, 2], [0, 4]]})
+        with pytest.raises(PlanError, match=f"the {name} of token slice 0 on stage 1 takes 0, .*: give a time above 0"):
+            lower(schedule_named("1f1b"), SHAPE, costs=costs)
+    lower(schedule_named("zero-bubble"), SHAPE, costs=read(weight_gradient=[[0, 0], [0, 0]]))
+
+
+def test_in_a_window_the_share_of_attention_is_that_of_what_tokens_attend_to():
+    """The sum over tokens is the definition; the formula is its limit for many tokens."""
+    cut, window, tokens = (50, 30, 20), 25, range(100)
+    scores = [min(token + 0.5, window) for token in tokens]
+    costs = attention_costs(PipelineShape(2, 1, 3), cut, 1.0, window=window)
+    bounds = [(0, 50), (50, 80), (80, 100)]
+    expected = [sum(scores[start:end]) / sum(scores) for start, end in bounds]
+    assert costs.forward[0] == pytest.approx(expected, rel=1e-3)
+    assert sum(attention_costs(PipelineShape(2, 1, 3), cut, 0.4, window=window).forward[1]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("window", [100, 1000])
+def test_a_window_of_the_whole_sequence_changes_nothing(window):
+    shape, cut = PipelineShape(2, 1, 3), (50, 30, 20)
+    assert attention_costs(shape, cut, 0.6, window=window) == attention_costs(shape, cut, 0.6)
+
+
+@pytest.mark.parametrize("window", [0, -1, float("inf")])
+def test_a_window_has_tokens(window):
+    with pytest.raises(PlanError, match="window of"):
+        attention_costs(SHAPE, (1, 1), 0.6, window=window)
