@@ -87,15 +87,15 @@ class CommandParser(argparse.ArgumentParser):
         hint = f"did you mean {meant}?" if meant else f"see {self.prog} --help"
         raise UserError(f"{message}: {hint}")
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, words: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Return what argparse does.
 
         Args:
-            args: words that people type; None = those of this process.
+            words: that people type; None = those of this process.
             namespace: object that takes the values; None = a new one.
         """
-        self._words = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
+        self._words = list(sys.argv[1:] if words is None else words)
+        return super().parse_known_args(words, namespace)
 
     def _knows(self, word: str) -> bool:
         return word == "--" or word.partition("=")[0] in self._option_string_actions
