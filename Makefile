@@ -9,14 +9,16 @@ BIN := $(VENV)/bin
 # Files go to workers in the order of tests/conftest.py, longest first. What `make check` runs is not run again.
 PYTEST = $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/architecture
 DEMO := runs/demo
+# Pages are read and written by two processes; what was read is kept beside the site, not in it.
+SITE = $(BIN)/sphinx-build --quiet -c docs -d build/pages -j 2
 # What has strict types: of the search all but `cost` and `rank`, which newer stubs of numpy fault.
 TYPED := deepspeed_ext/plan $(addprefix megatron_terapipe/,config doctor planning arguments page run_report search strategy_fields.py strategy.py dimensions.py devices.py)
-SOURCES := deepspeed_ext megatron_terapipe benchmarks tests examples pretrain_gpt.py setup.py
+SOURCES := deepspeed_ext megatron_terapipe benchmarks docs tests examples pretrain_gpt.py setup.py
 
 # Files of the driver: without one, nothing needs to be installed to say that there is no GPU.
 GPU := $(firstword $(wildcard /dev/nvidiactl /dev/dxg))
 
-.PHONY: help reference demo test test-fast test-all check faults format bench bench-engines gpu gpu-bench clean
+.PHONY: help reference demo test test-fast test-all check docs docs-links faults format bench bench-engines gpu gpu-bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -42,12 +44,18 @@ test-fast: $(VENV)/installed ## the tests that start no ranks and no programs, a
 test-all: $(VENV)/installed ## all tests on all setups
 	$(PYTEST) --all-setups --durations=30
 
-check: $(VENV)/installed ## style, types, names, layers, docstrings, and known vulnerabilities of dependencies
+check: docs ## style, types, names, layers, docstrings, the site, and known vulnerabilities of dependencies
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy --strict --follow-imports silent $(TYPED)
 	$(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) tests/architecture
 	$(BIN)/python -m tests.audit_dependencies
+
+docs: $(VENV)/installed ## build the documentation site, build/site/index.html; a broken link, anchor or picture is an error
+	$(SITE) -b html -W --keep-going . build/site
+
+docs-links: $(VENV)/installed ## ask every address of the documents whether it answers; needs a network
+	$(SITE) -b linkcheck . build/links
 
 faults: $(VENV)/installed ## make faults on purpose, and hold the promises of docs/reliability.md against what comes of them; hours
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.faults

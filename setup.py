@@ -11,6 +11,7 @@ ELSEWHERE = r"(?!https?://|mailto:)"
 
 DATA = ["sentencepiece>=0.2", "tiktoken>=0.7", "zstandard>=0.22"]
 HUGGINGFACE = ["safetensors>=0.5", "transformers>=5"]
+DOCS = ["furo>=2025.9.25", "myst-parser>=5", "sphinx>=9"]
 LOGGING = ["tensorboard>=2.18", "wandb>=0.18"]
 
 
@@ -90,9 +91,12 @@ setup(
         "bench": ["matplotlib>=3.9", "pyarrow>=16.1"],
         # The fault suite (make faults): inputs that reach new code. Without it they are made by chance alone.
         "faults": ["atheris>=3"],
+        # The documentation site: make docs.
+        "docs": DOCS,
         # To change this project: all that its tests and checks use.
         "dev": [
             *DATA,
+            *DOCS,
             *HUGGINGFACE,
             *LOGGING,
             *("hypothesis>=6.100", "jsonschema>=4.18", "pytest>=8", "pytest-xdist>=3.7"),

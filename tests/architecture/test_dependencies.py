@@ -12,11 +12,14 @@ from packaging.requirements import Requirement
 
 from tests.architecture.sources import CODE, ROOT, documents, imports_of, python_files, tree_of
 
-PACKAGE_OF = {"yaml": "pyyaml", "pydantic_core": "pydantic", "megatron": "megatron-core"}
-"""Packages whose modules have other names."""
+PACKAGE_OF = {
+    **{"yaml": "pyyaml", "pydantic_core": "pydantic", "megatron": "megatron-core"},
+    **{"docutils": "sphinx", "pygments": "sphinx"},
+}
+"""Packages whose modules have other names, or that come with another whose interface hands them out."""
 
-OURS = {"deepspeed_ext", "megatron_terapipe", "pretrain_gpt", "benchmarks", "tests", "examples"}
-TOOLS = {"mypy", "pre-commit", "ruff", "pytest-xdist", "tensorboard"}
+OURS = {"deepspeed_ext", "megatron_terapipe", "pretrain_gpt", "benchmarks", "tests", "examples", "docs"}
+TOOLS = {"furo", "mypy", "myst-parser", "pre-commit", "ruff", "pytest-xdist", "tensorboard"}
 """Declared, and run or found by others: torch writes TensorBoard's files."""
 
 NOT_DECLARED = {"apex", "amp_C", "flash_attn_interface", "setuptools"}
@@ -54,13 +57,13 @@ def imported(paths: Iterable[Path]) -> set[str]:
 def test_every_import_is_declared() -> None:
     needed, extras = declared()
     names = {each.name for each in [*needed, *extras]}
-    missing = sorted(imported(python_files(*CODE, "benchmarks", "examples", "tests")) - names)
+    missing = sorted(imported(python_files(*CODE, "benchmarks", "docs", "examples", "tests")) - names)
     assert not missing, f"imported and not in setup.py: {', '.join(missing)}"
 
 
 def test_nothing_is_declared_that_is_not_imported() -> None:
     needed, extras = declared()
-    everywhere = imported(python_files(*CODE, "benchmarks", "examples", "tests"))
+    everywhere = imported(python_files(*CODE, "benchmarks", "docs", "examples", "tests"))
     unused = {each.name for each in needed} - imported(python_files(*CODE))
     unused |= {each.name for each in extras} - everywhere - TOOLS
     assert not unused, f"in setup.py and not imported: {', '.join(sorted(unused))}"

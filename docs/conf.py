@@ -1,0 +1,64 @@
+"""Settings of the documentation site (`make docs`); why this tool and this layout, is in ADR 57.
+
+The source directory is the whole repository, so that a page's address is its path: links between pages and to source
+files are the relative ones that also work on a code host. Sphinx reads this file with `docs/` as its configuration
+directory.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from deepspeed_ext import __version__  # noqa: E402
+
+project = "megatron-terapipe"
+author = "the authors of megatron-terapipe"
+project_copyright = f"{author}; Apache-2.0"
+release = version = __version__
+language = "en"
+
+extensions = [
+    "myst_parser",
+    "docs.extensions.offline",
+    "docs.extensions.page_lists",
+    "docs.extensions.repository_files",
+]
+
+# Pages: the Markdown of docs/, and the files of the repository that people look for by these names.
+root_doc = "docs/index"
+include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md"]
+exclude_patterns = ["**/.*", "build", "runs", "docs/extensions", "docs/theme"]
+
+# As code hosts do: headings have anchors, and fenced code in unknown words is plain.
+myst_heading_anchors = 4
+
+# `--flag` stays as it is typed.
+smartquotes = False
+
+# Every reference must lead somewhere.
+nitpicky = True
+
+# The repository's address, once it has one: links to source files then lead there, and not to the copies in the site.
+repository_url = os.environ.get("TERAPIPE_REPOSITORY_URL", "").rstrip("/")
+
+html_theme = "furo"
+html_title = "megatron-terapipe"
+html_static_path = ["theme"]
+html_css_files = ["site.css"]
+html_extra_path = ["theme/start"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = (
+    {
+        "source_repository": repository_url,
+        "source_branch": "HEAD",
+        "source_directory": "",
+    }
+    if repository_url
+    else {}
+)
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
