@@ -79,6 +79,7 @@ NO_CODE = {
     "dry run: every check passed": "printed by a dry run",
     "error: --num-attention-heads 32": "printed by a run",
     "measuring on 2 ranks": "printed by a command",
+    "         2.256": "printed by a command",
     "running 3 strategies": "printed by a command",
     "                         measured": "printed by a command",
     "position   batch": "parts of a ledger",
