@@ -31,8 +31,11 @@ class Axis:
         """Return values to mark, some `most` of them."""
         if self.logarithmic:
             powers = range(ceil(log10(self.low) - 1e-9), floor(log10(self.high) + 1e-9) + 1)
-            if len(powers) >= 2:
+            if len(powers) > 2:
                 return [10.0**power for power in powers[:: ceil(len(powers) / most)]]
+            around = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
+            values = [factor * 10.0**power for power in around for factor in (1, 2, 5)]
+            return [value for value in values if self.low <= value <= self.high]
         return round_values(self.low, self.high, most)
 
     def _place(self, value: float) -> float:

@@ -47,7 +47,11 @@ def build_parser(prog: str = PROGRAM) -> CommandParser:
         "--join", action="store_true", help="the files are pieces of one run that was resumed, in their order"
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON in place of the summary")
-    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of --json")
+    parser.add_argument(
+        "--schema",
+        choices=("report", "metrics"),
+        help="print a JSON Schema: that of --json, or that of a line of the metrics file",
+    )
     return parser
 
 
@@ -64,13 +68,14 @@ def main(argv: Sequence[str] | None = None, prog: str = PROGRAM) -> int:
 def _run(options: argparse.Namespace, prog: str) -> int:
     # Imported once the words are known to be good: checks of lines take pydantic, which takes a while.
     from megatron_terapipe.page.chart import chart_picture
+    from megatron_terapipe.run_report.metrics_schema import metrics_schema
     from megatron_terapipe.run_report.page import charts_of, render_report
     from megatron_terapipe.run_report.report import Sources, read_report
     from megatron_terapipe.run_report.schema import json_schema, report_document
     from megatron_terapipe.run_report.summary import summary
 
-    if options.schema:
-        print(json.dumps(json_schema(), indent=2))
+    if options.schema is not None:
+        print(json.dumps(json_schema() if options.schema == "report" else metrics_schema(), indent=2))
         return 0
     if not options.runs:
         raise ConfigError(f"no run is named: give the file that it wrote with --metrics-file, see {prog} --help")

@@ -21,8 +21,11 @@ Line = IterationMetrics | EvaluationMetrics | Event
 
 _Kind = TypeVar("_Kind", bound=Line)
 
-_EVENTS: dict[str, type[Event]] = {kind.event: kind for kind in (RunStart, Saved, Note, RunEnd)}
-_PARTS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
+EVENTS: dict[str, type[Event]] = {kind.event: kind for kind in (RunStart, Saved, Note, RunEnd)}
+"""Kinds of events, by the value of the key `event`."""
+
+PARTS: tuple[Literal["validation", "test"], ...] = ("validation", "test")
+"""Parts of the data that are evaluated on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,10 @@ def line_of(text: str) -> Line:
         raise ConfigError(f"{json.dumps(values)[:40]} is no JSON object: give a metrics file")
     kind = values.get("event")
     if kind is not None:
-        if not isinstance(kind, str) or kind not in _EVENTS:
-            raise ConfigError(f"event {json.dumps(kind)[:40]} is not known: it has {', '.join(_EVENTS)}")
-        return _checked(_EVENTS[kind], values)
-    for part in _PARTS:
+        if not isinstance(kind, str) or kind not in EVENTS:
+            raise ConfigError(f"event {json.dumps(kind)[:40]} is not known: it has {', '.join(EVENTS)}")
+        return _checked(EVENTS[kind], values)
+    for part in PARTS:
         if f"{part}_lm_loss" in values:
             loss = values[f"{part}_lm_loss"]
             return _checked(
@@ -98,7 +101,7 @@ def _checked(kind: type[_Kind], values: dict[str, Any]) -> _Kind:
 @cache
 def _adapters() -> dict[type[Any], TypeAdapter[Any]]:
     """Checks of each kind of line, made where the first line is read."""
-    return {kind: TypeAdapter(kind) for kind in (IterationMetrics, EvaluationMetrics, *_EVENTS.values())}
+    return {kind: TypeAdapter(kind) for kind in (IterationMetrics, EvaluationMetrics, *EVENTS.values())}
 
 
 def _told(path: Path, faults: list[tuple[int, str]], num_lines: int) -> Iterator[str]:

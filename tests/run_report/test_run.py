@@ -6,9 +6,11 @@ from math import isnan
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.run_report.metrics_lines import line_of
+from megatron_terapipe.run_report.metrics_schema import metrics_schema
 from megatron_terapipe.run_report.run import read_runs
 from megatron_terapipe.training.events import Note
 from tests.run_report.made_up import START, iteration, lines_of, whole_run, write_lines
@@ -97,3 +99,13 @@ def test_an_older_line_without_later_fields_is_read() -> None:
     for name in ("spiky_loss", "large_grads", "timers", "params_norm"):
         del values[name]
     assert line_of(json.dumps(values)) == iteration(3)
+
+
+def test_every_line_is_as_the_schema_says() -> None:
+    validator = Draft202012Validator(metrics_schema())
+    note = Note(iteration=3, text="something")
+    for line in (ITERATION, SKIPPED, replace(SKIPPED, lm_loss=float("nan")), EVALUATION, TEST, note, *whole_run()):
+        validator.validate(json.loads(json_text(line)))
+    for bad in ({}, {"event": "party"}, {"iteration": 3}, {"iteration": 3, "validation_lm_loss": "x"}):
+        assert not validator.is_valid(bad)
+    assert '"description"' in json.dumps(metrics_schema()["anyOf"][0]["properties"]["grad_norm"])
