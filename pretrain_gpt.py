@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from deepspeed_ext.plan.errors import UserError
@@ -17,7 +18,7 @@ from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
 from megatron_terapipe.planning.stated_ranks import stated_ranks
-from megatron_terapipe.run_report.at_end import report_at_end
+from megatron_terapipe.run_report.at_end import write_own_report
 from megatron_terapipe.training.lost_ranks import LostRank, watch_over
 from megatron_terapipe.training.restarts import going_on
 
@@ -27,6 +28,12 @@ INTERRUPTED = 128 + signal.SIGINT
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, prepare, build, train. Returns the exit code: 2 for bad input, said in one line."""
+    with ExitStack() as at_end:
+        return _main(argv, at_end)
+
+
+def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
+    """Do all of it; what is to be done once it has ended, and its error was said, is left to `at_end`."""
     # Up to the process group every rank of a host meets the same error, and one of them says it.
     speaks = first_of_host = _speaks_for_its_host()
     save: str | None = None
@@ -49,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.training.dry_run:
             _dry_run(arguments, launch)
             return 0
-        with report_at_end(config.logging, launch.rank), watch_over(launch, config) as rank_watch:
+        with watch_over(launch, config) as rank_watch:
             # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
             from megatron_terapipe.training.build_engine import build_engine, process_group
             from megatron_terapipe.training.run import prepare
@@ -61,11 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if launch.rank == 0:
                 print(*arguments.notices, *start_of_log(run), sep="\n", flush=True)
             speaks = True
+            at_end.callback(write_own_report, config.logging, launch.rank)
             with process_group(run, rank_watch) as stall_watch:
                 with stall_watch.ledger.phase("verifying the checkpoint"):
                     run = with_whole_checkpoint(run, config, print if launch.rank == 0 else lambda line: None)
                 Trainer(run, build_engine(run, stall_watch)).run()
     except LostRank:
+        at_end.pop_all()
         return DIED_TOO  # Who is gone has been said.
     except (AgreedCheckpointError, NumbersError) as error:
         if launch.rank == 0:
@@ -76,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
+        at_end.pop_all()
         if first_of_host:
             print(f"interrupted: {_what_is_left(save)}", file=sys.stderr, flush=True)
         return INTERRUPTED

@@ -1,30 +1,17 @@
 """The report that a run writes of itself when it ends, never at the cost of the run."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.config import LoggingConfig
 
 
-@contextmanager
-def report_at_end(logging: LoggingConfig, rank: int) -> Iterator[None]:
-    """Write the report of a run once what is within has ended, well or by an error of ours.
+def write_own_report(logging: LoggingConfig, rank: int) -> None:
+    """Write the report of a run that has ended, if it was asked for; where that fails, say so in one line.
 
     Args:
         logging: says which file, if any.
         rank: of this process; the first one writes.
     """
-    try:
-        yield
-    except UserError:
-        _write(logging, rank)
-        raise
-    _write(logging, rank)
-
-
-def _write(logging: LoggingConfig, rank: int) -> None:
     if logging.report is None or logging.metrics_file is None or rank or not Path(logging.metrics_file).is_file():
         return
     try:
@@ -42,4 +29,7 @@ def _write_report(metrics_file: str, path: str) -> None:
     from megatron_terapipe.run_report.page import render_report
     from megatron_terapipe.run_report.report import Sources, read_report
 
-    write_text(path, render_report(read_report(Sources(runs=[metrics_file]))), make_folder=True)
+    # A launcher that ends all ranks because one has failed leaves no half of a page.
+    part = Path(f"{path}.part")
+    write_text(part, render_report(read_report(Sources(runs=[metrics_file]))), make_folder=True)
+    part.replace(path)
