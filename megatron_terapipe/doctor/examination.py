@@ -4,7 +4,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from pydantic import TypeAdapter, ValidationError
@@ -56,6 +55,7 @@ class Examination:
         self._hosts = {host.name: host for host in hosts}
         self._commands = dict(zip(self._hosts, commands, strict=True))
         self._environment, self._limit_s, self._say = environment, limit_s, say
+        self._started: list[Probe] = []
         self._probes: dict[str, Probe] = {}
         self._links: list[Link] = []
         self._meeting_fault: str | None = None
@@ -66,14 +66,16 @@ class Examination:
         Args:
             with_imports: whether torch and DeepSpeed are imported.
         """
-        async with AsyncExitStack() as stack:
-            await self._on_all("facts", self._hosts, lambda name: self._begin(name, stack))
+        try:
+            await self._on_all("facts", self._hosts, self._begin)
             if len(self._probes) > 1:
                 await self._on_all("clocks", self._answering(), self._ask_clock)
                 await self._try_links()
                 await self._look_for_token()
             if with_imports:
                 await self._on_all("imports of torch and DeepSpeed", self._answering(), self._ask_imports)
+        finally:
+            await asyncio.gather(*(probe.end() for probe in self._started))
         return Examined(
             launching=self._launching,
             hosts=tuple(self._hosts.values()),
@@ -89,7 +91,7 @@ class Examination:
         async def one(name: str) -> None:
             try:
                 await task(name)
-            except (ProbeLost, ValidationError) as error:
+            except (ProbeLost, Refused, ValidationError) as error:
                 self._probes.pop(name, None)
                 lines = str(error).splitlines()
                 self._hosts[name] = replace(self._hosts[name], failure=lines[0] if lines else "the probe failed")
@@ -103,9 +105,9 @@ class Examination:
         """Return the hosts whose probe answers, in the order of the hostfile."""
         return [name for name in self._hosts if name in self._probes]
 
-    async def _begin(self, name: str, stack: AsyncExitStack) -> None:
+    async def _begin(self, name: str) -> None:
         probe = await Probe.start(name, self._commands[name], self._environment, self._limit_s)
-        stack.push_async_callback(probe.end)
+        self._started.append(probe)
         launching = self._launching
         answer = await probe.ask(
             "facts",

@@ -15,6 +15,7 @@ from megatron_terapipe.doctor.probe.links import Listener
 from megatron_terapipe.doctor.probes import local_command
 
 SLOW = ["sh", "-c", f"sleep 0.5; exec {shlex.join(local_command())}"]
+UNABLE = ["sh", "-c", 'read modules; read question; echo \'doctor: {"fault": "too many open files"}\'; read more']
 LOST = ["sh", "-c", "echo 'Permission denied (publickey).' >&2; exit 255"]
 TOKEN = "00" * 16
 
@@ -54,6 +55,13 @@ def test_hosts_are_asked_whichever_answers_first(
     assert [abs(host.clock.offset_s) < 1 for host, _ in found.reached if host.clock is not None] == [True, True]
     assert [path.name for path in tmp_path.iterdir()] == [".deepspeed_env"]
     assert "facts: 2 of 3 hosts, waiting for node1" in said
+
+
+def test_a_host_that_cannot_do_what_it_is_asked_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [host.failure for host in examined(tmp_path, said, 29500, UNABLE).hosts] == ["too many open files"]
 
 
 def test_one_host_is_not_asked_about_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:

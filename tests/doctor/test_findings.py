@@ -58,7 +58,7 @@ FAULTS: list[tuple[str, str, tuple[Change, ...]]] = [
     ("error node3", "directory: no directory /shared/work", (on(3, software={"has_folder": False}),)),
     ("error node3", "python: no /env/bin/python", (on(3, software={"python": None}),)),
     ("error node3", "project: no megatron-terapipe in /project", (on(3, software={"digest": None}),)),
-    ("error node3", "project: the first host has 0123456789ab", (on(3, software={"digest": "ba9876543210"}),)),
+    ("error node3", "project: node1 has 0123456789ab", (on(3, software={"digest": "ba9876543210"}),)),
     ("warning", "packages: megatron-terapipe is not installed", (launching(requirements=None),)),
     ("error node1 node2 node3", "packages: Python 3.10.1", (everywhere(software={"python_version": "3.10.1"}),)),
     ("error", "packages: 3.12.4 on node1, node3; 3.11.2 on node2", (on(2, software={"python_version": "3.11.2"}),)),
@@ -86,8 +86,10 @@ FAULTS: list[tuple[str, str, tuple[Change, ...]]] = [
     ("error", "nccl: 2.26.1 on node3", (on(3, imports={"nccl": "2.26.1"}),)),
     ("warning", "cuda: driver 570.86 on node1, node3; 550.54 on node2", (device(driver="550.54"),)),
     ("error node1", "slots: slots=9, and 8 devices; every slot needs a device: write slots=8", (on(1, slots=9),)),
+    ("error node2", "slots: leave this host out", (on(2, devices=(), imports={"num_devices": 0}),)),
+    ("warning", "device kinds: none on node2", (on(2, devices=(), imports={"num_devices": 0}),)),
     ("warning node1", "slots: slots=7, and 8 devices; 1 of the devices would be idle", (on(1, slots=7),)),
-    ("warning node1", "cores: 4 cores for 8 ranks", (on(1, resources={"cores": 4}),)),
+    ("warning node1", "cores: 8 ranks on 4 cores", (on(1, resources={"cores": 4}),)),
     ("warning node2", "device memory: 40.0 of 80.0 GiB free", (device(free_bytes=40 * GIB),)),
     ("warning node2", "device memory: used by python (4711)", (device(processes=("python (4711)",)),)),
     ("warning", "device kinds: NVIDIA H100 on node1, node3; NVIDIA A100 on node2", (device(name="NVIDIA A100"),)),
@@ -195,7 +197,11 @@ FAULTS: list[tuple[str, str, tuple[Change, ...]]] = [
     ("error node2", "disk: /shared: permission denied", (on(2, folder={"fault": "permission denied"}),)),
     ("warning node2", "disk: 2.0 GB free in /shared", (on(2, folder={"free_bytes": 2 * 10**9}),)),
     ("error node2", "shared disk: another directory than on node1", (on(2, folder={"sees_token": False}),)),
-    ("warning node3", "clocks: +3.200 s (within 0.100 s)", (on(3, clock=Clock(offset_s=3.2, uncertainty_s=0.1)),)),
+    (
+        "warning node3",
+        "clocks: +3.199 s (within 0.101 s)",
+        (on(3, clock=Clock(offset_s=3.2, uncertainty_s=0.1)),),
+    ),
 ]
 
 
@@ -214,7 +220,7 @@ def test_a_fault_is_found(where: str, said: str, changes: tuple[Change, ...]) ->
 ON_CORES: list[tuple[str, str, Change]] = [
     (
         "warning node1",
-        "slots: 8 ranks on 2 cores; ranks that share a core wait for each other",
+        "cores: 8 ranks on 2 cores; ranks that share a core wait for each other",
         on(1, resources={"cores": 2}),
     ),
     ("error node2", "names: node2 leads to 127.0.1.1", on(2, names={"own_addresses": ("127.0.1.1",)})),
@@ -252,6 +258,17 @@ def test_which_variables_reach_ranks_depends_on_the_launcher(launcher: str, reac
 
 def test_hosts_with_other_cards_may_name_them_otherwise() -> None:
     assert bad(on(2, variables={"NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO"})(healthy())) == []
+
+
+def test_a_clock_of_the_launching_machine_that_is_wrong_is_not_held_against_the_hosts() -> None:
+    assert bad(everywhere(clock=Clock(offset_s=-40.0, uncertainty_s=0.001))(healthy())) == []
+
+
+def test_a_host_that_slurm_starts_need_not_be_reached_by_the_launcher() -> None:
+    examined = launching(launcher="slurm", programs={"srun": "/usr/bin/srun"})(healthy())
+    assert bad(examined) == []
+    (lost,) = bad(on(2, failure="Connection refused")(examined))
+    assert "the doctor must reach it by ssh" in lost.line
 
 
 def test_a_clock_is_left_alone_that_may_be_right() -> None:

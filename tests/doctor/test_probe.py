@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_the_digest_follows_the_sources(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_a_run_would_make_is_judged_by_the_one_above(tmp_path: Path) -> None:
-    found = folder(str(tmp_path / "new" / "checkpoints"))
+    found = folder(str(tmp_path / "new" / "checkpoints"), 10)
     assert (found.path, found.fault) == (str(tmp_path), None)
     assert found.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
@@ -86,8 +87,15 @@ def test_a_directory_that_a_run_would_make_is_judged_by_the_one_above(tmp_path: 
 
 def test_a_file_in_the_way_and_a_directory_that_takes_no_files_are_faults(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert folder(str(tmp_path / "file" / "checkpoints")).fault == f"{tmp_path / 'file'} is a file"
-    assert folder("/proc/checkpoints").fault
+    assert folder(str(tmp_path / "file" / "checkpoints"), 10).fault == f"{tmp_path / 'file'} is a file"
+    assert folder("/proc/checkpoints", 10).fault
+
+
+def test_a_disk_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda _: answered.wait())
+    assert folder(str(tmp_path), 0.1).fault == "the disk does not answer in 0 s"
+    answered.set()
 
 
 def test_a_token_is_seen_where_it_was_written(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_faults_of_hosts_are_found(two_hosts: Network, tmp_path: Path) -> None:
     assert found["meeting"] == [f"{first.name}: port 29500: address already in use"]
     assert found["disk"] == [f"{second.name}: {tmp_path / 'shared'}: Read-only file system"]
     assert found["shared disk"] == [f"{second.name}: {tmp_path / 'shared'} is another directory than on {first.name}"]
-    assert found["slots"][0].startswith(f"{second.name}: 512 ranks on ")
+    assert found["cores"][0].startswith(f"{second.name}: 512 ranks on ")
     assert found["reach"][0].startswith("node3: ssh: Could not resolve hostname node3")
     assert not list(tmp_path.glob(f"**/{PREFIX}*"))
     # Packets to a port that a firewall drops: here the answers to them.

@@ -50,37 +50,32 @@ def slots(examined: Examined) -> Iterator[Finding]:
     """Yield whether hosts have a device, or a core, for each slot."""
     for host, facts in examined.reached:
         ranks = num_ranks(host, facts)
-        cores = facts.resources.cores
         if uses_devices(examined, host, facts):
-            found = len(facts.devices) or (host.imports.num_devices if host.imports is not None else 0)
-            listed = f"slots={ranks}, and {counted(found, 'device')}"
-            if ranks > found:
-                yield error(
-                    "slots", host.name, listed, "every slot needs a device", f"write slots={found}, or mend the devices"
-                )
-            elif ranks < found and host.slots is not None:
-                rule = f"{found - ranks} of the devices would be idle"
-                yield warning("slots", host.name, listed, rule, f"write slots={found} to use all")
-            else:
-                yield ok("slots", host.name, f"{counted(found, 'device')} for {counted(ranks, 'rank')}")
-        elif ranks > cores:
-            yield warning(
-                "slots",
-                host.name,
-                f"{counted(ranks, 'rank')} on {counted(cores, 'core')}",
-                "ranks that share a core wait for each other",
-                f"write slots={cores}",
-            )
-        else:
-            yield ok("slots", host.name, f"{counted(cores, 'core')} for {counted(ranks, 'rank')}")
-        if uses_devices(examined, host, facts) and cores < ranks:
-            yield warning(
-                "cores",
-                host.name,
-                f"{counted(cores, 'core')} for {counted(ranks, 'rank')}",
-                "each rank needs a core to launch kernels",
-                "give the job more cores (--cpus-per-task of Slurm, cpu of a container)",
-            )
+            yield _devices_of_slots(host, facts, ranks)
+        yield _cores_of_slots(host, facts, ranks, has_devices=uses_devices(examined, host, facts))
+
+
+def _devices_of_slots(host: Host, facts: HostFacts, ranks: int) -> Finding:
+    found = len(facts.devices) or (host.imports.num_devices if host.imports is not None else 0)
+    listed = f"slots={ranks}, and {counted(found, 'device')}"
+    if ranks > found:
+        remedy = f"write slots={found}, or mend the devices" if found else "mend its driver, or leave this host out"
+        return error("slots", host.name, listed, "every slot needs a device", remedy)
+    if ranks < found and host.slots is not None:
+        rule = f"{found - ranks} of the devices would be idle"
+        return warning("slots", host.name, listed, rule, f"write slots={found} to use all")
+    return ok("slots", host.name, f"{counted(found, 'device')} for {counted(ranks, 'rank')}")
+
+
+def _cores_of_slots(host: Host, facts: HostFacts, ranks: int, *, has_devices: bool) -> Finding:
+    cores = facts.resources.cores
+    found = f"{counted(ranks, 'rank')} on {counted(cores, 'core')}"
+    if ranks <= cores:
+        return ok("cores", host.name, found)
+    if has_devices:
+        remedy = "give the job more cores (--cpus-per-task of Slurm, cpu of a container)"
+        return warning("cores", host.name, found, "each rank needs a core to launch kernels", remedy)
+    return warning("cores", host.name, found, "ranks that share a core wait for each other", f"write slots={cores}")
 
 
 def free_devices(examined: Examined) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """Whether checkpoints can be written, and are the same files on all hosts; and whether clocks agree."""
 
 from collections.abc import Iterator
+from statistics import median_low
 
 from megatron_terapipe.doctor.facts import Examined
 from megatron_terapipe.doctor.findings import Finding, error, ok, warning
@@ -60,9 +61,13 @@ def clocks(examined: Examined) -> Iterator[Finding]:
     asked = [(host, host.clock) for host in examined.hosts if host.clock is not None]
     if len(asked) < 2:
         return
+    usual = median_low(clock.offset_s for _, clock in asked)
+    reference, uncertainty_s = next((host, clock.uncertainty_s) for host, clock in asked if clock.offset_s == usual)
     for host, clock in asked:
-        found = f"its clock is {clock.offset_s:+.3f} s (within {clock.uncertainty_s:.3f} s) beside this machine's"
-        if abs(clock.offset_s) - clock.uncertainty_s > OFFSET_S:
+        offset_s = clock.offset_s - usual
+        within_s = 0.0 if host is reference else clock.uncertainty_s + uncertainty_s
+        found = f"its clock is {offset_s:+.3f} s (within {within_s:.3f} s) beside that of {reference.name}"
+        if abs(offset_s) - within_s > OFFSET_S:
             yield warning(
                 "clocks",
                 host.name,

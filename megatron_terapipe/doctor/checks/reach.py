@@ -22,8 +22,12 @@ REMEDIES = (
 LAUNCHERS = {"pdsh": ("pdsh", "ssh"), "openmpi": ("mpirun",), "slurm": ("srun",), "mpich": ("mpiexec",), "ssh": ()}
 """Programs that each launcher needs; `ssh` stands for torchrun and others that are started by hand on each host."""
 
-EVERYWHERE = ("openmpi", "mpich", "slurm")
+EVERYWHERE = ("openmpi", "mpich")
 """Launchers whose program must be on all hosts."""
+
+
+BY_SSH = ("pdsh", "openmpi", "mpich")
+"""Launchers that start the ranks of other hosts over ssh."""
 
 
 def reached(examined: Examined) -> Iterator[Finding]:
@@ -34,7 +38,8 @@ def reached(examined: Examined) -> Iterator[Finding]:
             continue
         remedy = next((remedy for sign, remedy in REMEDIES if re.search(sign, host.failure, re.IGNORECASE)), None)
         remedy = (remedy or "run ssh HOST by hand").replace("HOST", host.name)
-        rule = "the launcher must reach it by ssh without a password" if len(examined.hosts) > 1 else "it must answer"
+        who = "the launcher" if examined.launching.launcher in BY_SSH else "the doctor"
+        rule = f"{who} must reach it by ssh without a password" if len(examined.hosts) > 1 else "it must answer"
         yield error("reach", host.name, host.failure, rule, remedy)
 
 
@@ -80,9 +85,9 @@ def one_machine(examined: Examined) -> Iterator[Finding]:
 
 def folders(examined: Examined) -> Iterator[Finding]:
     """Yield whether each host has the working directory, Python and this project where the launcher expects them."""
-    launching, reference = examined.launching, next((facts for _, facts in examined.reached), None)
-    if reference is None:
-        return
+    launching = examined.launching
+    digests = ((host.name, facts.software.digest) for host, facts in examined.reached)
+    first, reference = next(((name, digest) for name, digest in digests if digest is not None), ("", None))
     for host, facts in examined.reached:
         software = facts.software
         if software.has_folder:
@@ -113,13 +118,13 @@ def folders(examined: Examined) -> Iterator[Finding]:
                 "all hosts need it at the same path",
                 "copy or install it there, or share its folder",
             )
-        elif software.digest == reference.software.digest:
+        elif software.digest == reference:
             yield ok("project", host.name, f"sources {software.digest} in {launching.project}")
         else:
             yield error(
                 "project",
                 host.name,
                 f"sources {software.digest} in {launching.project}",
-                f"the first host has {reference.software.digest}, and ranks of different versions do not agree",
+                f"{first} has {reference}, and ranks of different versions do not agree",
                 "install the same version there",
             )

@@ -31,6 +31,9 @@ MARK = "doctor: "
 
 TOLD_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM)
 
+DISK_S = 15.0
+"""Seconds in which a disk must answer."""
+
 LONGEST_BEGIN_S = 1.0
 """Seconds that the begin of a process takes at most."""
 
@@ -68,7 +71,7 @@ class Agent:
                 interfaces=interfaces(),
                 names=names(hosts),
                 variables=variables(),
-                folder=folder(checkpoints),
+                folder=folder(checkpoints, DISK_S),
             )
         )
 

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 from megatron_terapipe.doctor.facts import Folder
@@ -9,8 +10,21 @@ from megatron_terapipe.doctor.facts import Folder
 PREFIX = ".terapipe-doctor-"
 
 
-def folder(path: str) -> Folder:
-    """Return what can be done in a directory, or in the nearest one above it that exists: a run makes the others."""
+def folder(path: str, limit_s: float) -> Folder:
+    """Return what can be done in a directory, or in the nearest one above it that exists: a run makes the others.
+
+    Args:
+        path: of the directory.
+        limit_s: seconds in which its disk must answer: a file server that is gone lets its users wait for ever.
+    """
+    found: list[Folder] = []
+    looking = threading.Thread(target=lambda: found.append(_tried(path)), daemon=True)
+    looking.start()
+    looking.join(limit_s)
+    return found[0] if found else Folder(path=path, fault=f"the disk does not answer in {limit_s:.0f} s", free_bytes=0)
+
+
+def _tried(path: str) -> Folder:
     existing = Path(path)
     while not existing.is_dir() and existing != existing.parent:
         if existing.exists():
