@@ -1,17 +1,23 @@
 """`terapipe convert`: models to and from the files of Hugging Face."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 from deepspeed_ext.plan.command_line import CommandParser, run_command
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.progress_line import ProgressLine
 from megatron_terapipe.errors import ConfigError
 
 TO_HUGGINGFACE = "to-huggingface"
+
+Written = tuple[dict[str, Any], str]
+"""What was written, for programs and for people."""
 
 DESCRIPTION = """\
 Convert models to and from the files of Hugging Face: config.json, safetensors and a tokenizer."""
@@ -43,8 +49,9 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} is not an empty directory: name another")
     convert = _to_huggingface if options.command == TO_HUGGINGFACE else _from_huggingface
-    with _removed_on_failure(output):
-        print(convert(options, output))
+    with _removed_on_failure(output), ProgressLine() as line:
+        written, sentence = convert(options, output, line)
+    print(json.dumps(written) if options.json else sentence)
     return 0
 
 
@@ -84,6 +91,7 @@ def build_parser(prog: str) -> CommandParser:
         command.add_argument(
             "--dtype", choices=("fp32", "bf16", "fp16"), help="type of the weights (default: unchanged)"
         )
+        command.add_argument("--json", action="store_true", help="print what was written as JSON")
     return parser
 
 
@@ -91,15 +99,23 @@ def _add_command(commands: "argparse._SubParsersAction[CommandParser]", name: st
     return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
 
 
-def _to_huggingface(options: argparse.Namespace, output: Path) -> str:
+def _to_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> Written:
     # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
     from megatron_terapipe.checkpoint.directories import existing_checkpoint
     from megatron_terapipe.huggingface.export import export_checkpoint
 
     directory = existing_checkpoint(options.load, options.load_tag)
-    tokenizer = export_checkpoint(directory, output, family=options.family, dtype=options.dtype, eod=_eod(directory))
+    tokenizer = export_checkpoint(
+        directory,
+        output,
+        family=options.family,
+        dtype=options.dtype,
+        eod=_eod(directory),
+        progress=line.part("writing the model"),
+    )
     known = f"with {', '.join(tokenizer)}" if tokenizer else "without a tokenizer"
-    return f"wrote {output} from {directory}, {known}"
+    written = {"output": str(output), "source": str(directory), "tokenizer_files": tokenizer}
+    return written, f"wrote {output} from {directory}, {known}"
 
 
 def _eod(directory: Path) -> int | None:
@@ -114,11 +130,12 @@ def _eod(directory: Path) -> int | None:
         return None
 
 
-def _from_huggingface(options: argparse.Namespace, output: Path) -> str:
+def _from_huggingface(options: argparse.Namespace, output: Path, line: ProgressLine) -> Written:
     from megatron_terapipe.huggingface.importing import import_model
 
-    checkpoint = import_model(Path(options.load), output, dtype=options.dtype)
-    return (
+    progress = line.part("writing the checkpoint")
+    checkpoint = import_model(Path(options.load), output, dtype=options.dtype, progress=progress)
+    return {"output": str(checkpoint), "source": options.load}, (
         f"wrote {checkpoint} from {options.load}: train on with --load {output} --finetune --use-checkpoint-args "
         f"--seq-length N, or generate with --load {output}"
     )

@@ -1,6 +1,7 @@
 """`terapipe generate`: continues a prompt with a trained model."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed_ext.plan.command_line import CommandParser, run_command
+from deepspeed_ext.plan.progress_line import ProgressLine
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
@@ -32,6 +34,10 @@ examples:
 One process computes, on one device. Read on: docs/how-to/huggingface.md."""
 
 
+VERIFIED = 0.5
+"""Share of the time to load a checkpoint after which it has been verified, about."""
+
+
 def main(argv: Sequence[str] | None = None, prog: str = "python -m megatron_terapipe.generate") -> int:
     """Print the prompt and its continuation, and return the exit code: 2 for bad input, said in one line.
 
@@ -53,7 +59,12 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
         raise ConfigError(f"--temperature {options.temperature}, --top-k {options.top_k}: give 0 or more for both")
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p} is out of range: give more than 0, up to 1")
-    for text in _continuation(options):
+    texts = _continuation(options)
+    if options.json:
+        prompt = next(texts)
+        print(json.dumps({"prompt": prompt, "continuation": "".join(texts)}, ensure_ascii=False))
+        return 0
+    for text in texts:
         print(text, end="", flush=True)
     print()
     return 0
@@ -73,6 +84,7 @@ def build_parser(prog: str) -> CommandParser:
     prompt = model.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file of the text to continue, in UTF-8")
+    parser.add_argument("--json", action="store_true", help="print prompt and continuation as JSON, once all is there")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--max-new-tokens",
@@ -185,8 +197,9 @@ def _checkpoint(options: argparse.Namespace) -> _Source:
     def load() -> "WholeModel":
         from megatron_terapipe.checkpoint.verify import verify_weights
 
-        verify_weights(directory, info, model)
-        return _ready(_empty(model).load(directory, info))
+        with ProgressLine() as line:
+            verify_weights(directory, info, model, line.part("verifying the checkpoint", 0.0, VERIFIED))
+            return _ready(_empty(model).load(directory, info, line.part("loading the model", VERIFIED, 1.0)))
 
     return _Source(f"checkpoint {directory}", model, info.tokenizer, load)
 
@@ -206,7 +219,9 @@ def _model_folder(options: argparse.Namespace) -> _Source:
     weights.check()
 
     def load() -> "WholeModel":
-        return _ready(_empty(model).take(lambda index, _: weights.layer(index)))
+        with ProgressLine() as line:
+            loaded = _empty(model).take(lambda index, _: weights.layer(index), line.part("loading the model"))
+        return _ready(loaded)
 
     return _Source(f"--load {folder}", model, tokenizer_of(folder), load)
 

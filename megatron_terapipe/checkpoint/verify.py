@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from deepspeed_ext.plan.progress_line import Progress, unseen
 from megatron_terapipe.checkpoint.agreement import first_fault, from_first_rank
 from megatron_terapipe.checkpoint.directories import manifest_of
 from megatron_terapipe.checkpoint.find import check_files, files_to_load
@@ -49,20 +50,23 @@ def verify_checkpoint(
     return None
 
 
-def verify_weights(directory: Path, info: CheckpointInfo, model: ModelConfig) -> None:
+def verify_weights(directory: Path, info: CheckpointInfo, model: ModelConfig, progress: Progress = unseen) -> None:
     """See that a checkpoint's weights are whole, on one process.
 
     Args:
         directory: directory of the checkpoint.
         info: facts of its run.
         model: its model section.
+        progress: is told how many of the files are read.
 
     Raises:
         CheckpointError: naming a file that is missing or damaged.
     """
     manifest = _manifest_to_verify(directory, info, model, weights_only=True)
     if manifest is not None:
-        manifest.check_content(directory, manifest.files)
+        for number, name in enumerate(manifest.files):
+            progress(number / len(manifest.files))
+            manifest.check_content(directory, [name])
 
 
 def shares(files: Mapping[str, FileFacts], num_ranks: int) -> list[list[str]]:

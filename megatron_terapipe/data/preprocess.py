@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,53 @@ class LineEncoder:
         return [document[key] for key in self.json_keys]
 
 
-def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
-    """Encode the encoder's source and write one indexed dataset per JSON key.
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A dataset that was written.
+
+    Attributes:
+        prefix: path of its files without .bin and .idx, for --data-path.
+        num_documents: documents in it.
+        num_tokens: tokens in it.
+    """
+
+    prefix: str
+    num_documents: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        datasets: one for each JSON key.
+        num_empty_texts: texts without tokens, which were left out.
+        tokenizer: type of the tokenizer.
+        num_bytes: bytes of the input's lines.
+        seconds: that it took.
+    """
+
+    datasets: tuple[Dataset, ...]
+    num_empty_texts: int
+    tokenizer: str
+    num_bytes: int
+    seconds: float
+
+    def sentence(self) -> str:
+        """Return all this in one line, for people."""
+        num_documents = sum(each.num_documents for each in self.datasets)
+        left_out = f" and {self.num_empty_texts:,} empty texts left out" if self.num_empty_texts else ""
+        return (
+            f"wrote {', '.join(each.prefix for each in self.datasets)} (.bin and .idx): {num_documents:,} documents"
+            f"{left_out}, {sum(each.num_tokens for each in self.datasets):,} tokens of the tokenizer {self.tokenizer}, "
+            f"{self.num_bytes / 1e6:.1f} MB in {self.seconds:.1f} s "
+            f"({_speed(num_documents, self.num_bytes, self.seconds)})"
+        )
+
+
+def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Written:
+    """Encode the encoder's source, write one indexed dataset per JSON key, and return what was written.
 
     Documents keep their order, so the files do not depend on the number of workers. Empty texts are
     left out.
@@ -132,9 +177,6 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
         encoder: keys to read, and tokenizer.
         output_prefix: files are named `PREFIX_KEY_document`.
         workers: processes that encode; 1 encodes in this one.
-
-    Returns:
-        One line that sums up what was written.
 
     Raises:
         DataError: the input or the tokenizer's files are missing or malformed, nothing was in them,
@@ -174,23 +216,24 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> str:
             num_bytes += batch.num_bytes
             num_empty += batch.num_empty
             seconds = time.perf_counter() - began
-            progress.set_postfix_str(_speed(writers, num_bytes, seconds), refresh=False)
+            progress.set_postfix_str(
+                _speed(sum(writer.num_documents for writer in writers), num_bytes, seconds), refresh=False
+            )
             progress.update(batch.file_position - progress.n)
         if not all(writer.num_documents for writer in writers):
             raise DataError(f"--input {encoder.source} holds no text: give at least one document")
-    seconds = time.perf_counter() - began
-    return (
-        f"wrote {', '.join(names)} (.bin and .idx): "
-        f"{sum(writer.num_documents for writer in writers):,} documents"
-        f"{f' and {num_empty:,} empty texts left out' if num_empty else ''}, "
-        f"{sum(writer.num_tokens for writer in writers):,} tokens of the tokenizer "
-        f"{encoder.tokenizer.tokenizer_type}, {num_bytes / 1e6:.1f} MB "
-        f"in {seconds:.1f} s ({_speed(writers, num_bytes, seconds)})"
+    return Written(
+        datasets=tuple(
+            Dataset(name, writer.num_documents, writer.num_tokens) for name, writer in zip(names, writers, strict=True)
+        ),
+        num_empty_texts=num_empty,
+        tokenizer=encoder.tokenizer.tokenizer_type,
+        num_bytes=num_bytes,
+        seconds=time.perf_counter() - began,
     )
 
 
-def _speed(writers: Sequence[IndexedDatasetWriter], num_bytes: int, seconds: float) -> str:
-    num_documents = sum(writer.num_documents for writer in writers)
+def _speed(num_documents: int, num_bytes: int, seconds: float) -> str:
     return f"{num_documents / seconds:,.0f} documents/s, {num_bytes / 1e6 / seconds:.1f} MB/s"
 
 
@@ -239,6 +282,7 @@ def build_parser(prog: str) -> CommandParser:
     )
     documents.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     documents.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     # Of Megatron's scripts: what is so anyway, and what is for BERT and refused by name below.
     parser.add_argument("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
     parser.add_argument("--log-interval", help=argparse.SUPPRESS)
@@ -271,7 +315,8 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
         raise DataError("--split-sentences is for BERT, and a GPT reads whole documents: drop it")
     if len(set(options.json_keys)) < len(options.json_keys):
         raise DataError(f"--json-keys {' '.join(options.json_keys)} names a key twice: name each once")
-    print(preprocess(encoder, options.output_prefix, options.workers))
+    written = preprocess(encoder, options.output_prefix, options.workers)
+    print(json.dumps(asdict(written)) if options.json else written.sentence())
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.plan.progress_line import Progress, unseen
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.checkpoint.verify import verify_weights
@@ -22,6 +23,9 @@ from megatron_terapipe.huggingface.weights.layer_rules import split_layer
 from megatron_terapipe.huggingface.weights.tensor_files import DTYPES, SHARD_BYTES, write_tensors
 from megatron_terapipe.model.gpt import layers_with_weights
 
+VERIFIED = 0.3
+"""Share of the time after which a checkpoint has been verified, about."""
+
 
 def export_checkpoint(
     directory: Path,
@@ -31,6 +35,7 @@ def export_checkpoint(
     dtype: str | None = None,
     eod: int | None = None,
     shard_bytes: int = SHARD_BYTES,
+    progress: Progress = unseen,
 ) -> list[str]:
     """Write a checkpoint as a model of Hugging Face.
 
@@ -42,6 +47,7 @@ def export_checkpoint(
         dtype: type of the weights; None as they were saved.
         eod: id of the token that ends a document, if it is known.
         shard_bytes: bytes of tensors in one file.
+        progress: is told how much of the work is done.
 
     Returns:
         Names of the files of the tokenizer that were written, too.
@@ -52,10 +58,14 @@ def export_checkpoint(
     info = CheckpointInfo.read(directory)
     model = ModelConfig(**info.model)
     chosen = _chosen_family(model, family, info.family)
-    verify_weights(directory, info, model)
+    verify_weights(directory, info, model, lambda share: progress(VERIFIED * share))
     wanted = None if dtype is None else DTYPES[dtype]
     output.mkdir(parents=True, exist_ok=True)
-    tensors = _tensors(chosen, model, SavedWeights(directory, info), wanted)
+
+    def written(share: float) -> None:
+        progress(VERIFIED + (1 - VERIFIED) * share)
+
+    tensors = _tensors(chosen, model, SavedWeights(directory, info), wanted, written)
     first_name, first = next(tensors)
 
     def all_tensors() -> Iterator[tuple[str, Tensor]]:
@@ -85,10 +95,12 @@ def _chosen_family(model: ModelConfig, wanted: str | None, origin: str | None) -
 
 
 def _tensors(
-    family: Family, model: ModelConfig, saved: SavedWeights, dtype: torch.dtype | None
+    family: Family, model: ModelConfig, saved: SavedWeights, dtype: torch.dtype | None, progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors there, layer by layer."""
-    for index in layers_with_weights(model):
+    indices = list(layers_with_weights(model))
+    for number, index in enumerate(indices):
+        progress(number / len(indices))
         weights = saved.whole(index, meta_layer(model, index))
         for name, tensor in split_layer(rules_of(model, family, index), weights).items():
             yield name, tensor if dtype is None else tensor.to(dtype)

@@ -7,6 +7,7 @@ from shutil import rmtree
 import torch
 
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.progress_line import Progress, unseen
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE, Manifest
@@ -20,13 +21,14 @@ from megatron_terapipe.huggingface.weights.tensor_files import DTYPES
 from megatron_terapipe.model.gpt import layers_with_weights
 
 
-def import_model(directory: Path, output: Path, *, dtype: str | None = None) -> Path:
+def import_model(directory: Path, output: Path, *, dtype: str | None = None, progress: Progress = unseen) -> Path:
     """Write a model of Hugging Face as a checkpoint at iteration 0.
 
     Args:
         directory: holds `config.json` and the weights as safetensors.
         output: directory of checkpoints to write to.
         dtype: type of the weights; None as they are there.
+        progress: is told how much of the model is written.
 
     Returns:
         Directory of the checkpoint.
@@ -53,7 +55,9 @@ def import_model(directory: Path, output: Path, *, dtype: str | None = None) -> 
     rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     files = {RUN_FILE: write_durably(partial / RUN_FILE, info.text())}
-    for index in layers_with_weights(model):
+    indices = list(layers_with_weights(model))
+    for number, index in enumerate(indices):
+        progress(number / len(indices))
         layer = weights.layer(index)
         if dtype is not None:
             layer = {name: weight.to(DTYPES[dtype]) for name, weight in layer.items()}

@@ -9,6 +9,7 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
+from deepspeed_ext.plan.progress_line import Progress, unseen
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from deepspeed_ext.runtime.stages import takes_past
 from megatron_terapipe.checkpoint.info import CheckpointInfo
@@ -68,25 +69,30 @@ class WholeModel(nn.Module):
                 hidden = function(hidden)
         return hidden
 
-    def load(self, directory: Path, info: CheckpointInfo | None = None) -> "WholeModel":
+    def load(self, directory: Path, info: CheckpointInfo | None = None, progress: Progress = unseen) -> "WholeModel":
         """Load the weights of a checkpoint, whatever ranks it was saved by.
 
         Args:
             directory: directory of one checkpoint, such as `CHECKPOINTS/global_step100`.
             info: facts of the run that saved it; None to read them there.
+            progress: is told how much of the model is loaded.
 
         Raises:
             CheckpointError: if a layer's file is missing or broken.
         """
-        return self.take(SavedWeights(directory, info or CheckpointInfo.read(directory)).whole)
+        return self.take(SavedWeights(directory, info or CheckpointInfo.read(directory)).whole, progress)
 
-    def take(self, weights: Callable[[int, nn.Module], Mapping[str, Tensor]]) -> "WholeModel":
+    def take(
+        self, weights: Callable[[int, nn.Module], Mapping[str, Tensor]], progress: Progress = unseen
+    ) -> "WholeModel":
         """Take the weights of all layers.
 
         Args:
             weights: gives those [...] of a layer by name, whole, from its number and the layer itself.
+            progress: is told how much of the model is loaded.
         """
-        for index, layer in self.layers.items():
+        for number, (index, layer) in enumerate(self.layers.items()):
+            progress(number / len(self.layers))
             on_meta = any(weight.is_meta for weight in layer.parameters())
             layer.load_state_dict(weights(int(index), layer), assign=on_meta)
         return self

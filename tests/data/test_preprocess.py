@@ -52,10 +52,21 @@ def test_two_workers_write_the_bytes_of_one(corpus: Path, tmp_path: Path, capsys
     assert re.search(r" s \([\d,]+ documents/s, [\d.]+ MB/s\)$", summary)
 
 
-def test_each_json_key_has_its_dataset(tmp_path: Path) -> None:
+def test_each_json_key_has_its_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [{"title": "one", "text": "first"}, {"title": "two", "text": "second", "more": 3}]
     corpus = write_lines(tmp_path / "c.jsonl", *map(json.dumps, lines))
-    assert run(corpus, tmp_path / "deeper" / "c", "--json-keys", "title", "text") == 0
+    assert run(corpus, tmp_path / "deeper" / "c", "--json", "--json-keys", "title", "text") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told.pop("seconds") > 0
+    assert told == {
+        "datasets": [
+            {"prefix": f"{tmp_path}/deeper/c_title_document", "num_documents": 2, "num_tokens": 6},
+            {"prefix": f"{tmp_path}/deeper/c_text_document", "num_documents": 2, "num_tokens": 11},
+        ],
+        "num_empty_texts": 0,
+        "tokenizer": "byte",
+        "num_bytes": corpus.stat().st_size,
+    }
     assert texts_of(tmp_path / "deeper" / "c_title_document") == ["one", "two"]
     assert texts_of(tmp_path / "deeper" / "c_text_document") == ["first", "second"]
 

@@ -105,7 +105,9 @@ def test_a_large_model_is_written_in_several_files(tmp_path: Path) -> None:
         ("SentencePieceTokenizer", ("tokenizer.model",), {"tokenizer_model": "tokenizer.model"}),
     ],
 )
-def test_the_tokenizer_goes_along(tmp_path: Path, kind: str, files: tuple[str, ...], settings: dict[str, str]) -> None:
+def test_the_tokenizer_goes_along(
+    tmp_path: Path, kind: str, files: tuple[str, ...], settings: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     model, source = MODELS["llama"], tmp_path / "tokenizer"
     source.mkdir()
     for name in files:
@@ -116,7 +118,11 @@ def test_the_tokenizer_goes_along(tmp_path: Path, kind: str, files: tuple[str, .
     fields = dict.fromkeys(("vocab_file", "merge_file", "tokenizer_model"))
     info = CheckpointInfo.read(directory)
     replace(info, tokenizer={"tokenizer_type": kind, **fields, **paths}).write(directory)
-    assert main(["to-huggingface", "--load", str(checkpoints), "--output", str(tmp_path / "theirs")]) == 0
+    theirs = str(tmp_path / "theirs")
+    assert main(["to-huggingface", "--load", str(checkpoints), "--output", theirs, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"output": theirs, "source": str(directory), "tokenizer_files": told["tokenizer_files"]}
+    assert {*files} <= {*told["tokenizer_files"]}
     for name in files:
         assert json.loads((tmp_path / "theirs" / name).read_text()) == {"name": name}
     assert main(["from-huggingface", "--load", str(tmp_path / "theirs"), "--output", str(tmp_path / "back")]) == 0

@@ -1,5 +1,6 @@
 """`terapipe generate`: what it prints, and what it refuses."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,9 @@ def test_it_prints_the_prompt_and_the_text_of_the_new_tokens(
     prompt = tokenizer.encode(PROMPT)
     tokens = list(generate(WholeModel(MODEL), prompt, 30, max_positions=40, vocab_size=257, eod=tokenizer.eod, seed=3))
     assert capsys.readouterr().out == PROMPT + tokenizer.decode(tokens) + "\n"
+    words = ["--prompt", PROMPT, "--max-new-tokens", "30", "--seed", "3", "--json"]
+    assert main(["--load", str(checkpoints), *words]) == 0
+    assert json.loads(capsys.readouterr().out) == {"prompt": PROMPT, "continuation": tokenizer.decode(tokens)}
 
 
 @pytest.mark.parametrize(

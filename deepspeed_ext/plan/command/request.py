@@ -13,6 +13,7 @@ from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.planned_ops import check_num_ops
+from deepspeed_ext.plan.progress_line import Progress, ProgressLine
 from deepspeed_ext.plan.schedule_file import read_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
@@ -62,8 +63,29 @@ class Request:
     partition: StagePartition | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A part of a progress line.
+
+    Attributes:
+        line: the line.
+        first, last: shares of all work that are done before and after the part.
+    """
+
+    line: ProgressLine
+    first: float
+    last: float
+
+    def part(self, doing: str) -> Progress:
+        return self.line.part(doing, self.first, self.last)
+
+    def halves(self) -> tuple["_Span", "_Span"]:
+        middle = (self.first + self.last) / 2
+        return _Span(self.line, self.first, middle), _Span(self.line, middle, self.last)
+
+
 def request_of(options: argparse.Namespace) -> Request:
-    """Put together what the options ask for.
+    """Put together what the options ask for, and show the progress of what is searched for.
 
     Raises:
         UserError: if an option is missing, out of range, or contradicts another.
@@ -72,18 +94,24 @@ def request_of(options: argparse.Namespace) -> Request:
         raise UserError("--schedule is missing: give it, or a --timeline to show")
     _check(options)
     if options.schedule in _NAMES:
-        return _of_name(options)
+        with ProgressLine() as line:
+            return _of_name(options, line)
     return _of_file(options, _schedule_file(options.schedule))
 
 
-def _of_name(options: argparse.Namespace) -> Request:
+def _of_name(options: argparse.Namespace, line: ProgressLine) -> Request:
     for name in ("stages", "micro_batches"):
         if getattr(options, name) is None:
             raise UserError(f"--{name.replace('_', '-')} is missing: give it, or a --timeline to show")
     if _is_free_to_place(options):
-        requests = [_with_placement(options, *chosen) for chosen in _PLACEMENTS]
+        each = 1 / len(_PLACEMENTS)
+        requests = [
+            _with_placement(options, *chosen, _Span(line, number * each, (number + 1) * each))
+            for number, chosen in enumerate(_PLACEMENTS)
+        ]
         return min(requests, key=lambda request: simulate(request.orders, request.shape, request.costs).makespan)
-    return _with_placement(options, options.model_chunks or 1, Placement(options.placement or Placement.LOOPED))
+    placement = Placement(options.placement or Placement.LOOPED)
+    return _with_placement(options, options.model_chunks or 1, placement, _Span(line, 0.0, 1.0))
 
 
 _PLACEMENTS = ((1, Placement.LOOPED), (2, Placement.LOOPED), (2, Placement.V))
@@ -96,16 +124,16 @@ def _is_free_to_place(options: argparse.Namespace) -> bool:
     return options.schedule == OPTIMISED and options.attention_share is not None and options.stages > 1 and not said
 
 
-def _with_placement(options: argparse.Namespace, model_chunks: int, placement: Placement) -> Request:
+def _with_placement(options: argparse.Namespace, model_chunks: int, placement: Placement, span: _Span) -> Request:
     num_token_slices, lengths = _token_slices(options.token_slices, options.seq_length)
     shape = PipelineShape(
         options.stages * model_chunks, options.micro_batches, num_token_slices, model_chunks, placement
     )
     check_num_ops(shape, _MOST_OPS)
     if options.solve_slices:
-        return _solved(options, shape)
+        return _solved(options, shape, span)
     if options.schedule == OPTIMISED:
-        return _optimised(options, shape, lengths, _costs(options, shape, lengths, None))
+        return _optimised(options, shape, lengths, _costs(options, shape, lengths, None), span)
     orders = rank_orders(schedule_named(options.schedule), shape)
     return Request(options.schedule, shape, lengths, _costs(options, shape, lengths, orders), orders)
 
@@ -224,16 +252,24 @@ def _optimised(
     shape: PipelineShape,
     lengths: tuple[float, ...],
     costs: OpCosts,
+    span: _Span,
     partition: StagePartition | None = None,
 ) -> Request:
     # Imported here, as the solvers are: they need numpy and numba, which most commands do without.
     from deepspeed_ext.plan.optimise import optimise
 
-    found = optimise(shape, costs, memory_limit=options.memory_limit, lengths=lengths, effort=_effort(options))
+    found = optimise(
+        shape,
+        costs,
+        memory_limit=options.memory_limit,
+        lengths=lengths,
+        effort=_effort(options),
+        progress=span.part("searching an order of ops"),
+    )
     return Request(OPTIMISED, shape, lengths, costs, found.orders, found.lower_bound, partition)
 
 
-def _solved(options: argparse.Namespace, shape: PipelineShape) -> Request:
+def _solved(options: argparse.Namespace, shape: PipelineShape, span: _Span) -> Request:
     """Find token slices for the schedule, and layers of the stages if asked, then make of them what they give."""
     from deepspeed_ext.plan.solve import PolynomialCosts, TokenSliceCosts, op_costs, solve_stages, solve_token_slices
 
@@ -255,18 +291,24 @@ def _solved(options: argparse.Namespace, shape: PipelineShape) -> Request:
         )
 
     schedule = None if options.schedule == OPTIMISED else schedule_named(options.schedule)
+    before, after = (span, span) if schedule is not None else span.halves()
+    progress = before.part("searching token slices")
     limits = {"memory_limit": options.memory_limit, "min_length": options.min_token_slice or 1}
     effort = _effort(options)
     if options.solve_stages:
-        stages = solve_stages(shape, num_layers, seq_length, costs_of, schedule=schedule, effort=effort, **limits)
+        stages = solve_stages(
+            shape, num_layers, seq_length, costs_of, schedule=schedule, effort=effort, progress=progress, **limits
+        )
         cut, partition = stages.cut, stages.partition
         costs = op_costs(shape, cut, costs_of([len(partition.layers(stage)) for stage in range(shape.num_stages)]))
     else:
         alike = costs_of([1] * shape.num_stages)
-        cut = solve_token_slices(shape, seq_length, alike, schedule=schedule, effort=effort, **limits).cut
+        cut = solve_token_slices(
+            shape, seq_length, alike, schedule=schedule, effort=effort, progress=progress, **limits
+        ).cut
         partition, costs = None, op_costs(shape, cut, alike)
     if schedule is None:
-        return _optimised(options, shape, cut.lengths, costs, partition)
+        return _optimised(options, shape, cut.lengths, costs, after, partition)
     return Request(options.schedule, shape, cut.lengths, costs, rank_orders(schedule, shape), partition=partition)
 
 

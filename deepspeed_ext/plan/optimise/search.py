@@ -22,6 +22,7 @@ from deepspeed_ext.plan.optimise.problem import (
 )
 from deepspeed_ext.plan.optimise.replay import NumberedOrders, keeps_limit, replay
 from deepspeed_ext.plan.planned_ops import check_num_ops
+from deepspeed_ext.plan.progress_line import Progress, unseen
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule, fixed, rank_orders
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 
@@ -31,6 +32,8 @@ BY_RULES = 0.5
 """Share of the list schedules that are made from rules; the others have priorities of some ops changed."""
 DRAWN = 0.4
 """Share of the rules that are drawn anywhere; the others are near good ones."""
+TILL_RULES, TILL_NUDGES = 0.4, 0.85
+"""Shares of the time of a search at which its rules, and the priorities near them, are done, about."""
 NUM_ELITE = 8
 FEWEST_SCHEDULES, FEWEST_MOVES = 60, 200
 SEARCHED = "search"
@@ -81,6 +84,7 @@ def optimise(
     lengths: Sequence[float] | None = None,
     effort: float = 1.0,
     seed: int = 0,
+    progress: Progress = unseen,
 ) -> OptimisedSchedule:
     """Find op orders with a short makespan, never worse than a fixed schedule that keeps the limit.
 
@@ -96,6 +100,7 @@ def optimise(
         effort: time to take, in some seconds of one core; the results of a search that takes longer are as a rule
             better.
         seed: of the search.
+        progress: is told how much of the search is done.
 
     Raises:
         PlanError: if one micro-batch is over the memory limit, there are not as many lengths as token slices, or there
@@ -105,7 +110,9 @@ def optimise(
     if not effort > 0:
         raise PlanError(f"effort {effort} leaves no time to search: give more than 0")
     problem = SchedulingProblem.of(shape, costs, memory_limit, lengths)
-    start = min([*_fixed_schedules(problem), _searched(problem, effort, seed)], key=lambda start: start.makespan)
+    start = min(
+        [*_fixed_schedules(problem), _searched(problem, effort, seed, progress)], key=lambda start: start.makespan
+    )
     num_moves = max(int(effort * MOVED_OPS / problem.num_ops), FEWEST_MOVES)
     _, orders = anneal(problem, start.orders, num_moves, seed)
     named = problem.named(merged(problem, orders).to_list())
@@ -148,17 +155,22 @@ def _fixed_schedules(problem: SchedulingProblem) -> list[_Candidate]:
     return candidates
 
 
-def _searched(problem: SchedulingProblem, effort: float, seed: int) -> _Candidate:
+def _searched(problem: SchedulingProblem, effort: float, seed: int, progress: Progress) -> _Candidate:
     """The best orders that priorities give."""
     num_schedules = max(int(effort * SCHEDULED_OPS / problem.num_ops), FEWEST_SCHEDULES)
     num_rules = int(BY_RULES * num_schedules)
-    rule = search_rules(problem, num_rules, seed)[0]
-    makespan, rows = _nudged(problem, rule, num_schedules - num_rules, seed)
+    num_nudges = num_schedules - num_rules
+    rule = search_rules(problem, num_rules, seed, progress=lambda share: progress(TILL_RULES * share))[0]
+    makespan, rows = _nudged(
+        problem, rule, num_nudges, seed, lambda share: progress(TILL_RULES + (TILL_NUDGES - TILL_RULES) * share)
+    )
     orders = NumberedOrders.of(list(rows))
     return _Candidate(makespan, orders if problem.is_split else merged(problem, orders), SEARCHED)
 
 
-def _nudged(problem: SchedulingProblem, rule: PriorityRule, num_nudges: int, seed: int) -> tuple[float, Numbers]:
+def _nudged(
+    problem: SchedulingProblem, rule: PriorityRule, num_nudges: int, seed: int, progress: Progress
+) -> tuple[float, Numbers]:
     """Climb from the priorities of a rule: change those of a kind of ops, on a stage or in a stretch of time or both.
 
     Equally good priorities are taken too, so that the climb crosses plateaus.
@@ -170,7 +182,8 @@ def _nudged(problem: SchedulingProblem, rule: PriorityRule, num_nudges: int, see
     maker = Priorities(problem)
     priorities, patience = maker.of(rule), maker.patience(rule)
     makespan, rows = list_schedule(problem, priorities, patience)
-    for _ in range(num_nudges):
+    for number in range(num_nudges):
+        progress(number / num_nudges)
         step = random.normal() * 10 ** random.uniform(-3, -0.5) * maker.period
         kind, stage = random.integers(3), random.integers(problem.shape.num_stages)
         first = random.integers(problem.num_units)
@@ -190,7 +203,11 @@ def _nudged(problem: SchedulingProblem, rule: PriorityRule, num_nudges: int, see
 
 
 def search_rules(
-    problem: SchedulingProblem, num_rules: int, seed: int, known: Sequence[PriorityRule] = ()
+    problem: SchedulingProblem,
+    num_rules: int,
+    seed: int,
+    known: Sequence[PriorityRule] = (),
+    progress: Progress = unseen,
 ) -> list[PriorityRule]:
     """Good rules for a problem, best first.
 
@@ -199,6 +216,7 @@ def search_rules(
         num_rules: list schedules to make.
         seed: of the draws.
         known: rules to begin with.
+        progress: is told how much of the search is done.
     """
     random = np.random.default_rng(seed)
     priorities = Priorities(problem)
@@ -209,6 +227,7 @@ def search_rules(
     drawn = [*known, *(PriorityRule.drawn(random) for _ in range(int(DRAWN * num_rules)))]
     elite = sorted(((makespan(rule), number, rule) for number, rule in enumerate(drawn)))[:NUM_ELITE]
     for number in range(len(drawn), num_rules):
+        progress(number / num_rules)
         rule = elite[random.integers(len(elite))][2].varied(random)
         length = makespan(rule)
         # Rules of one makespan most often give one order, which needs to be there but once.

@@ -13,12 +13,13 @@ import numpy as np
 from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.partition import StagePartition
+from deepspeed_ext.plan.progress_line import Progress, unseen
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cut_evaluation import CutEvaluation, evaluation_of
 from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
-from deepspeed_ext.plan.solve.token_slices import check_memory, search_cuts
+from deepspeed_ext.plan.solve.token_slices import SolvedTokenSlices, check_memory, search_cuts
 
 CostsOfLayers = Callable[[Sequence[int]], TokenSliceCosts]
 """Costs of stages with so many layers each: embedding and head included, wherever they are."""
@@ -55,6 +56,7 @@ def solve_stages(
     min_length: int = 1,
     transfer: float | TransferCosts = 0.0,
     effort: float = 1.0,
+    progress: Progress = unseen,
 ) -> SolvedStages:
     """Find layers per stage and token slices with a short step.
 
@@ -69,6 +71,7 @@ def solve_stages(
         min_length: tokens that each token slice has at least.
         transfer: as `OpCosts.transfer`, with the bytes of a micro-batch.
         effort: time to take, in about three seconds of one core.
+        progress: is told how much of the search is done, at most.
 
     Raises:
         PlanError: if there are fewer layers than stages, or as `solve_token_slices` does.
@@ -79,15 +82,22 @@ def solve_stages(
     layers = _level([len(even.layers(stage)) for stage in range(shape.num_stages)], shape, costs_of_layers, seq_length)
     token_slice_costs = costs_of_layers(layers)
     evaluation = evaluation_of(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
-    solved = search_cuts(grid, shape.num_token_slices, evaluation, effort)
-    for _ in range(ROUNDS):
+
+    def searched(turn: int) -> SolvedTokenSlices:
+        def of_all(share: float) -> None:
+            progress((turn + share) / (ROUNDS + 1))
+
+        return search_cuts(grid, shape.num_token_slices, evaluation, effort, progress=of_all)
+
+    solved = searched(0)
+    for turn in range(1, ROUNDS + 1):
         before = layers
         layers = _moved(layers, shape, costs_of_layers, solved.cut, evaluation)
         evaluation.change_costs(costs_of_layers(layers))
         if layers == before:
             break
         evaluation.adapt(solved.cut)
-        solved = search_cuts(grid, shape.num_token_slices, evaluation, effort)
+        solved = searched(turn)
     if schedule is not None and memory_limit is not None:
         check_memory(schedule, shape, solved.cut, memory_limit)
     bounds = tuple(int(bound) for bound in np.cumsum([0, *layers]))

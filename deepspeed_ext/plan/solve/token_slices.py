@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
+from deepspeed_ext.plan.progress_line import Progress, unseen
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
@@ -52,6 +53,7 @@ def solve_token_slices(
     min_length: int = 1,
     transfer: float | TransferCosts = 0.0,
     effort: float = 1.0,
+    progress: Progress = unseen,
 ) -> SolvedTokenSlices:
     """Find the cut with the shortest step.
 
@@ -67,6 +69,7 @@ def solve_token_slices(
         min_length: tokens that each token slice has at least, so that kernels stay efficient.
         transfer: as `OpCosts.transfer`, with the bytes of a micro-batch.
         effort: time to take, in about a second of one core.
+        progress: is told how much of the search is done, at most.
 
     Raises:
         PlanError: if so many token slices do not fit, the schedule deadlocks, or no cut keeps the memory limit.
@@ -74,14 +77,21 @@ def solve_token_slices(
     grid = CutGrid(seq_length, granularity, min_length)
     grid.check_count(shape.num_token_slices)
     evaluation = evaluation_of(schedule, shape, token_slice_costs, memory_limit=memory_limit, transfer=transfer)
-    solved = search_cuts(grid, shape.num_token_slices, evaluation, effort, rounds=1 if schedule else ROUNDS)
+    rounds = 1 if schedule else ROUNDS
+    solved = search_cuts(grid, shape.num_token_slices, evaluation, effort, rounds=rounds, progress=progress)
     if schedule is not None and memory_limit is not None:
         check_memory(schedule, shape, solved.cut, memory_limit)
     return solved
 
 
 def search_cuts(
-    grid: CutGrid, num_token_slices: int, evaluation: CutEvaluation, effort: float, *, rounds: int = 1
+    grid: CutGrid,
+    num_token_slices: int,
+    evaluation: CutEvaluation,
+    effort: float,
+    *,
+    rounds: int = 1,
+    progress: Progress = unseen,
 ) -> SolvedTokenSlices:
     """Search the cuts of a grid for the one with the shortest step.
 
@@ -91,6 +101,7 @@ def search_cuts(
         evaluation: makespan of a cut.
         effort: time to take, in about a second of one core.
         rounds: times that the evaluation is adapted to the cut.
+        progress: is told how much of the search is done, at most.
     """
     if not effort > 0:
         raise PlanError(f"effort {effort} leaves no time to search: give more than 0")
@@ -100,12 +111,16 @@ def search_cuts(
         if turn:
             evaluation.adapt(cut)
             makespan = evaluation(cut)
-        makespan, cut = _moved(grid, makespan, cut, evaluation, int(effort * PLAYED_OPS / rounds))
+
+        def of_all(share: float, turn: int = turn) -> None:
+            progress((turn + share) / rounds)
+
+        makespan, cut = _moved(grid, makespan, cut, evaluation, int(effort * PLAYED_OPS / rounds), of_all)
     return SolvedTokenSlices(cut, makespan)
 
 
 def _moved(
-    grid: CutGrid, makespan: float, cut: TokenSlices, evaluation: CutEvaluation, num_ops: int
+    grid: CutGrid, makespan: float, cut: TokenSlices, evaluation: CutEvaluation, num_ops: int, progress: Progress
 ) -> tuple[float, TokenSlices]:
     """Move tokens between token slices as long as it helps: fewer and fewer of them. Simulates about `num_ops` ops."""
     last = evaluation.num_ops + num_ops
@@ -115,6 +130,7 @@ def _moved(
         for source, target in _pairs(len(cut)):
             if evaluation.num_ops >= last:
                 break
+            progress(1 - (last - evaluation.num_ops) / num_ops)
             lengths = list(cut.lengths)
             lengths[source] -= step
             lengths[target] += step
