@@ -1,6 +1,7 @@
 """The line that shows how far a command is."""
 
 import io
+from itertools import pairwise
 
 import pytest
 
@@ -71,5 +72,5 @@ def test_searches_tell_a_share_that_rises() -> None:
         shape, 4, 64, lambda layers: PolynomialCosts.of_layers(layers, 64, 0.5), effort=1e-4, progress=told.append
     )
     assert len(told) > 50 and all(0 <= share <= 1 for share in told)
-    falls = sum(after < before for before, after in zip(told, told[1:], strict=False))
+    falls = sum(after < before for before, after in pairwise(told))
     assert falls == 2, "only where the next search begins"
