@@ -139,6 +139,15 @@ def test_the_script_finds_every_element_that_it_asks_for(timeline):
     assert asked and asked <= {attributes.get("id") for _, attributes in Page(text).tags}
 
 
+def test_the_page_has_a_style_for_paper_and_for_phones(timeline):
+    page = render_html([Panel("", timeline)], "1f1b")
+    paper = page[page.index("@media print") :]
+    assert "#controls, #hint { display: none; }" in paper
+    # Drawn again for paper, in light colours, and once more for the screen.
+    assert page.index('addEventListener("beforeprint"') < page.index('addEventListener("afterprint"')
+    assert "max-width: 640px" in page
+
+
 def test_a_comparison_has_a_panel_for_each_on_one_axis(timeline):
     panels = Page(render_html([Panel("a", timeline), Panel("b", timeline)], "t")).panels
     assert [panel["title"] for panel in panels] == ["a", "b"]

@@ -71,19 +71,22 @@ document.getElementById("theme").addEventListener("click", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); redraw(); });
 addEventListener("resize", redraw);
 
-// Paper is white, whatever the screen is.
+// Paper is white and wide, whatever the screen is.
+const PAPER = "1040px";
 let themeOnScreen;
+function drawOn(width) {
+  readColours();
+  for (const each of views) { each.canvas.style.width = width; each.draw(); }
+}
 addEventListener("beforeprint", () => {
   themeOnScreen = document.documentElement.dataset.theme;
   document.documentElement.dataset.theme = "light";
-  readColours();
-  views.forEach((each) => each.draw());
+  drawOn(PAPER);
 });
 addEventListener("afterprint", () => {
   if (themeOnScreen) document.documentElement.dataset.theme = themeOnScreen;
   else delete document.documentElement.dataset.theme;
-  readColours();
-  redraw();
+  drawOn("");
 });
 addEventListener("keydown", (event) => {
   const moves = {
