@@ -62,7 +62,7 @@ def build_parser(prog: str = PROGRAM) -> CommandParser:
     output = parser.add_argument_group("output")
     output.add_argument("--verbose", action="store_true", help="print what passed, too")
     output.add_argument("--json", metavar="FILE", help="write facts and findings as JSON; - prints it and no table")
-    output.add_argument("--json-schema", action="store_true", help="print the JSON Schema of that, and check nothing")
+    output.add_argument("--schema", action="store_true", help="print the JSON Schema of that, and check nothing")
     return parser
 
 
@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_terapipe.doctor.findings import Level
     from megatron_terapipe.doctor.table import print_examination
 
-    if options.json_schema:
+    if options.schema:
         print(json.dumps(json_schema(), indent=1))
         return 0
     with _progress() as say:

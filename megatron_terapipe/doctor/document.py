@@ -1,9 +1,9 @@
 """The JSON of an examination, and its schema."""
 
 import re
-from typing import Any
+from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from megatron_terapipe.doctor.facts import (
     Clock,
@@ -22,7 +22,7 @@ from megatron_terapipe.doctor.facts import (
 )
 from megatron_terapipe.doctor.findings import Finding, Level
 
-VERSION = 1
+SCHEMA_VERSION: Final = 1
 
 _DATACLASSES = (
     *(Clock, Device, Finding, Folder, Host, HostFacts, Imports, Interface, Launching, Link, Names, Resources, Software),
@@ -34,8 +34,8 @@ class Document(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    version: int = Field(default=VERSION)
-    """Of this format."""
+    schema_version: Literal[1] = SCHEMA_VERSION
+    """Form of the document: raised when a key goes away or changes its meaning."""
     errors: int
     """Findings that keep a run from starting, or from being right."""
     warnings: int

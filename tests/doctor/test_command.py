@@ -67,7 +67,7 @@ def test_bad_input_gives_one_line_and_exit_code_2(
 
 
 def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json-schema"]) == 0
+    assert main(["--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema == json_schema()
     for kind in schema["$defs"].values():
