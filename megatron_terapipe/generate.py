@@ -84,7 +84,6 @@ def build_parser(prog: str) -> CommandParser:
     prompt = model.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file of the text to continue, in UTF-8")
-    parser.add_argument("--json", action="store_true", help="print prompt and continuation as JSON, once all is there")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
         "--max-new-tokens",
@@ -114,6 +113,9 @@ def build_parser(prog: str) -> CommandParser:
         parser,
         default=None,
         explained="tokenizer, if the checkpoint names none or its files have moved (default: that of the checkpoint)",
+    )
+    parser.add_argument_group("output").add_argument(
+        "--json", action="store_true", help="print prompt and continuation as JSON, once all is there"
     )
     return parser
 

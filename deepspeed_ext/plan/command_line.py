@@ -70,6 +70,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         ours: dict[str, Any] = {"formatter_class": _HelpFormatter, "allow_abbrev": False}
         super().__init__(**ours | settings)
+        self._optionals.title = "other flags"
         self._words: list[str] = []
 
     def error(self, message: str) -> NoReturn:
@@ -122,17 +123,18 @@ class CommandParser(argparse.ArgumentParser):
 
     def _needed(self) -> Iterator[str]:
         yield from (self._value_of(each) for each in self._actions if not each.option_strings)
-        exclusive = [group for group in self._mutually_exclusive_groups if group.required]
-        alternatives = {id(each) for group in exclusive for each in group._group_actions}
-        for group in exclusive:
-            yield f"({' | '.join(self._flag_with_value(each) for each in group._group_actions)})"
         flags = [each for each in self._actions if each.option_strings]
-        yield from (self._flag_with_value(each) for each in flags if each.required and id(each) not in alternatives)
-        if any(not each.required for each in flags):
+        yield from (self._flag_with_value(each) for each in flags if each.required)
+        for group in self._mutually_exclusive_groups:
+            if group.required:
+                yield f"({' | '.join(self._flag_with_value(each) for each in group._group_actions)})"
+        may_follow = [each for each in self._actions if _is_choice(each) or (each.option_strings and not each.required)]
+        if any(not isinstance(each, argparse._HelpAction) for each in may_follow):
             yield "[flags]"
 
     def _flag_with_value(self, action: argparse.Action) -> str:
-        return f"{action.option_strings[-1]} {self._value_of(action)}".rstrip()
+        name = next((each for each in action.option_strings if each.startswith("--")), action.option_strings[0])
+        return f"{name} {self._value_of(action)}".rstrip()
 
     def _value_of(self, action: argparse.Action) -> str:
         if _is_choice(action):

@@ -282,7 +282,7 @@ def build_parser(prog: str) -> CommandParser:
     )
     documents.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     documents.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+    files.add_argument("--json", action="store_true", help="print what was written as JSON")
     # Of Megatron's scripts: what is so anyway, and what is for BERT and refused by name below.
     parser.add_argument("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
     parser.add_argument("--log-interval", help=argparse.SUPPRESS)

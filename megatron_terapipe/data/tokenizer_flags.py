@@ -37,14 +37,21 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, *, default: str | None,
         "--vocab-size",
         type=int,
         metavar="N",
-        help="ids of NullTokenizer but the end of a document; ids of TikTokenizer",
+        help="size of the vocabulary: of NullTokenizer without the id that ends a document; of TikTokenizer",
     )
     group.add_argument("--tiktoken-pattern", choices=TIKTOKEN_PATTERNS, help="pattern of TikTokenizer")
     group.add_argument(
-        "--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="as the trainer's (default: 1000)"
+        "--tiktoken-num-special-tokens",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="ids that TikTokenizer keeps for special tokens (default: 1000)",
     )
     group.add_argument(
-        "--tiktoken-special-tokens", nargs="+", metavar="TOKEN", help="as the trainer's (default: <unk> <s> </s>)"
+        "--tiktoken-special-tokens",
+        nargs="+",
+        metavar="TOKEN",
+        help="names of the first of them (default: <unk> <s> </s>)",
     )
 
 

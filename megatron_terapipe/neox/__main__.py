@@ -91,7 +91,7 @@ def build_parser(prog: str) -> CommandParser:
         help="number of processes, if the batch size depends on it. Default: the slots of the hostfile, if it is here",
     )
     for key in OVERRIDING:
-        settings.add_argument(f"--{key}", metavar="NAME", help=f"{key}, whatever the files say")
+        settings.add_argument(f"--{key}", metavar="NAME", help=f"{key} in place of that of the files")
     settings.add_argument(
         "--defaults-before-2023-12",
         action="store_true",

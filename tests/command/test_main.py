@@ -1,15 +1,23 @@
 """`terapipe`: its help, what it finds, and how every command ends."""
 
+import argparse
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from deepspeed_ext.plan.command_line import CommandParser, nearest, run_command
 from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.arguments.parser import read_command_line
+from megatron_terapipe.command import main as main_module
+from megatron_terapipe.command.all_parsers import parsers
 from megatron_terapipe.command.commands import COMMANDS, GROUPS
+from megatron_terapipe.command.launcher_flags import split
 from megatron_terapipe.command.main import main, versions
 from megatron_terapipe.command.overview import listed
 from tests.architecture.sources import ROOT, modules
@@ -104,6 +112,32 @@ def test_modules_of_the_table_have_what_it_promises(name: str) -> None:
     assert not text.startswith("usage"), "the first line says what the command does"
     assert "examples:" in text
     assert f"usage: terapipe {name}" in text
+
+
+def with_parts(parser: CommandParser) -> Iterator[CommandParser]:
+    """The parser and those of its sub-commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from chain.from_iterable(map(with_parts, action.choices.values()))
+
+
+def test_examples_of_help_texts_have_good_flags() -> None:
+    tried = 0
+    for _, command, parser in parsers(main_module.PROGRAM):
+        for each in with_parts(parser):
+            text = (each.epilog or "").replace("%(prog)s", each.prog).replace("\\\n", " ")
+            examples = [line for line in text.splitlines() if line.startswith(f"  {each.prog} ")]
+            assert examples or each is not parser, f"{each.prog} has no example"
+            for line in examples:
+                words = shlex.split(line.partition(" > ")[0], comments=True)[len(each.prog.split()) :]
+                if command.name == "train":
+                    read_command_line([word for word in split(words)[1] if word != "..."])
+                else:
+                    # NeoX's words stand in any order.
+                    (each.parse_intermixed_args if command.name == "neox" else each.parse_args)(words)
+                tried += 1
+    assert tried > 25
 
 
 def test_names_are_there_once_and_modules_exist() -> None:

@@ -67,7 +67,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="start no new measurement after this time (default: 120)",
     )
-    parser.add_argument("--json", metavar="FILE", default="profile.json", help="profile (default: profile.json)")
+    parser.add_argument_group("output").add_argument(
+        "--json", metavar="FILE", default="profile.json", help="file of the profile, as JSON (default: profile.json)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

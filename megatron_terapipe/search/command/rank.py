@@ -88,7 +88,8 @@ def write_proposals(
     write_text(path, "".join(lines), make_folder=True)
     return (
         f"{path} has {len(chosen)} of the {len(candidates)} best strategies, the trials of which would teach most, the "
-        f"most telling first: run them with `trial --strategies {path}`, then `rank --calibrate`"
+        f"most telling first: run them with `terapipe search trial --strategies {path}`, then rank with "
+        "--calibrate"
     )
 
 

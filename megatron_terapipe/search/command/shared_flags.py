@@ -82,7 +82,7 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
         choices=PRECISIONS,
         help="type of the matrix products (default: bf16; fp16 where a device has no bf16; fp32 on CPUs)",
     )
-    group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by the command measure")
+    group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by `terapipe search measure`")
     calibration = group.add_mutually_exclusive_group()
     calibration.add_argument(
         "--calibrate",
@@ -95,9 +95,9 @@ def add_cost_flags(parser: argparse.ArgumentParser) -> None:
     calibration.add_argument("--calibration", metavar="FILE", help="constants that --save-calibration wrote")
 
 
-def add_software_flag(group: FlagSet) -> None:
+def add_software_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag that names the trainer whose strategies are priced."""
-    group.add_argument(
+    parser.add_argument_group("trainer").add_argument(
         "--software",
         metavar="NAME",
         default=TERAPIPE,
@@ -174,7 +174,7 @@ def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag for results that programs read."""
-    parser.add_argument(
+    parser.add_argument_group("output").add_argument(
         "--json",
         metavar="FILE",
         help="write the answer as JSON (terapipe search schema); - prints it alone",

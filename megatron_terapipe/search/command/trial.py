@@ -226,7 +226,7 @@ def _strategies(
             progress=progress,
         )
     if not result.entries:
-        raise ConfigError("no strategy can run: `rank --explain` with the same flags says why")
+        raise ConfigError("no strategy can run: `terapipe search rank --explain` with the same flags says why")
     return [entry.strategy for entry in result.entries]
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 HELP = (
     "Compare predictions with measured runs, whose times they do not use: errors, order, and coverage of the "
-    "intervals, beside a naive model. Trials have one JSON object per line, as `trial` writes them. Without "
-    "--calibrate or --folds nothing is fitted. The fit changes a dozen constants of each cluster (a source "
-    "and its devices), and no constant of a strategy."
+    "intervals, beside a naive model. Trials have one JSON object per line, as `terapipe search trial` writes "
+    "them. Without --calibrate or --folds nothing is fitted. The fit changes a dozen constants of each cluster (a "
+    "source and its devices), and no constant of a strategy."
 )
 
 EXAMPLES = """\
@@ -32,7 +32,9 @@ Read on: docs/how-to/real-trials.md."""
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command."""
-    parser.add_argument("--trials", metavar="FILE", nargs="+", required=True, help="trials to predict")
+    group = parser.add_argument_group("trials")
+    group.add_argument("--trials", metavar="FILE", nargs="+", required=True, help="trials to predict")
+    group.add_argument("--show-groups", action="store_true", help="also print a line for every group")
     group = parser.add_argument_group("calibration")
     group.add_argument(
         "--calibrate",
@@ -55,8 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="predict the trials of each hidden size, number of layers or number of devices from those of the "
         "others, to see how predictions extrapolate",
     )
-    group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by the command measure")
-    parser.add_argument("--show-groups", action="store_true", help="also print a line for every group")
+    group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by `terapipe search measure`")
     add_json_flag(parser)
 
 

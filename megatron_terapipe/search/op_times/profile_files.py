@@ -160,7 +160,7 @@ class EngineEntry(Entry):
 class ProfileEntry(Entry):
     """A profile."""
 
-    format: Annotated[str, fixed(FORMAT, "give a file that the command measure wrote")]
+    format: Annotated[str, fixed(FORMAT, "give a file that `terapipe search measure` wrote")]
     device: Text
     accelerator: Text
     num_devices: Count

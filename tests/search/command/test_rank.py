@@ -183,7 +183,7 @@ def test_an_endless_effort_is_refused(files: list[str], capsys: pytest.CaptureFi
 def test_trials_that_would_teach_most(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "proposed.jsonl"
     assert main(["rank", *files, *FEW, "--top", "1", "--propose-trials", str(out)]) == 0
-    assert f"run them with `trial --strategies {out}`" in " ".join(capsys.readouterr().out.split())
+    assert f"run them with `terapipe search trial --strategies {out}`" in " ".join(capsys.readouterr().out.split())
     proposed = [Strategy.from_json(json.loads(line)) for line in out.read_text().splitlines()]
     assert len(proposed) == 8
     assert len({(one.tensor_parallel_size, one.pipeline_parallel_size) for one in proposed}) >= 3

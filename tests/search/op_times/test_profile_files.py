@@ -38,7 +38,11 @@ def faulty(change: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "value", "line"),
     [
-        ("format", "other", 'format "other" is not terapipe-profile-1: give a file that the command measure wrote'),
+        (
+            "format",
+            "other",
+            'format "other" is not terapipe-profile-1: give a file that `terapipe search measure` wrote',
+        ),
         ("precision", "fp8", 'precision "fp8" is not known: '),
         ("device", None, "device is missing: give a text"),
         ("layers", [], "layers [] is an empty list: "),
