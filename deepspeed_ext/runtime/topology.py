@@ -148,8 +148,10 @@ def wait_as_long(timeout: timedelta) -> None:
     Args:
         timeout: longest time that a collective or a transfer may take.
     """
+    # Public since torch 2.15, by another name.
+    set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_timeout(timeout, group)
 
 
 def _of(rank: int, groups: Iterable[list[int]]) -> list[int]:
