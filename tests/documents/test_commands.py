@@ -73,6 +73,7 @@ NO_CODE = {
     "token slices  makespan": "printed by an example",
     "refused: the schedule deadlocks": "printed by an example",
     "wrote speeches.jsonl": "printed by a command",
+    "this run": "printed by a run",
     " iteration ": "printed by a run",
     " loaded checkpoint": "printed by a run",
     "The state of the Union and": "generated",
