@@ -48,11 +48,12 @@ def _command(parser: CommandParser) -> Iterator[str]:
     yield from ("", "```text", parser.format_usage().removeprefix("usage: ").rstrip(), "```")
     parts: dict[str, CommandParser] = {}
     for group in parser._action_groups:
-        flags = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
-        if any(isinstance(action, argparse._SubParsersAction) for action in flags):
-            parts |= flags[0].choices
-            continue
-        flags = [action for action in flags if not isinstance(action, argparse._HelpAction)]
+        flags = []
+        for action in group._group_actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parts |= action.choices
+            elif action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):
+                flags.append(action)
         if flags:
             yield from ("", f"| {group.title or ''} | |", "|---|---|")
             yield from (_row(parser, action) for action in flags)

@@ -21,6 +21,7 @@ LIGHT = (
     "megatron_terapipe.generate",
     "megatron_terapipe.convert",
     "megatron_terapipe.neox",
+    "megatron_terapipe.command",
     "megatron_terapipe.run_report.__main__",
     "megatron_terapipe.run_report.at_end",
     "megatron_terapipe.search.__main__",

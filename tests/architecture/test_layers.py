@@ -46,7 +46,6 @@ LAYERS = (
     Layer(("deepspeed_ext.plan", "deepspeed_ext.plan.*"), packages=("numpy", "numba")),
     Layer(("megatron_terapipe.errors",), PLAN),
     Layer(("megatron_terapipe.devices",)),
-    Layer(("megatron_terapipe.command_parser",), PLAN),
     # The table of all commands, which the search reads for its own.
     Layer(("megatron_terapipe.command", "megatron_terapipe.command.commands")),
     Layer(("megatron_terapipe.config", "megatron_terapipe.config.*"), (*PLAN, "megatron_terapipe.errors"), ("yaml",)),
@@ -223,7 +222,6 @@ LAYERS = (
         (
             *search("report"),
             "megatron_terapipe.page",
-            "megatron_terapipe.command_parser",
             "megatron_terapipe.training.events",
             "megatron_terapipe.training.metrics",
         ),
