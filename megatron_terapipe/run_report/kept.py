@@ -110,7 +110,7 @@ def _why_time(promise: Promise, seconds: float, steps: MeasuredSteps | None) -> 
         else:
             yield f"outside {time_text(low)} to {time_text(high)}, where {share} of runs were expected"
     if promise.differences:
-        yield "what ran is not what was priced"
+        yield "what ran may not be what was priced (see above)"
     if steps is not None:
         spent = max(steps.comparison.rank_times, key=lambda each: each.busy)
         parts = promise.predicted.breakdown

@@ -15,6 +15,8 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from megatron_terapipe.training.events import RunStart
 
+UNKNOWN = "strategy: the metrics file does not say what ran, and the best of the answer is taken"
+
 ANSWER_FILE = "ranking.json"
 """Name of the answer of the search in the directory of `--output`."""
 
@@ -126,7 +128,7 @@ def read_promise(path: Path, start: RunStart | None) -> Promise:
     ran = None if start is None else _strategy(start.strategy)
     entry, predicted = min(priced, key=lambda each: _distance(each[0], ran, seq_length))
     strategy = Strategy.from_json(entry.strategy)
-    differences = [] if ran is None else list(_differences(strategy, ran, seq_length))
+    differences = [UNKNOWN] if ran is None else list(_differences(strategy, ran, seq_length))
     if start is not None:
         differences += _other_conditions(document, start)
     devices = ", ".join(f"{number} x {name}" for name, number in document.cluster.devices.items())
@@ -141,6 +143,8 @@ def read_promise(path: Path, start: RunStart | None) -> Promise:
 
 
 def _strategy(document: object) -> Strategy | None:
+    if document is None:
+        return None
     try:
         return Strategy.from_json(document)
     except UserError:  # of a later version, with more dimensions

@@ -140,7 +140,7 @@ def _run_part(report: RunReport) -> RunPart:
         metrics_file=str(run.path),
         model=None if start is None else start.model_name,
         parameters=None if start is None else start.parameters,
-        strategy=None if start is None else dict(start.strategy),
+        strategy=None if start is None or start.strategy is None else dict(start.strategy),
         iterations=figures.iterations,
         planned=figures.planned,
         tokens=figures.tokens,

@@ -86,7 +86,7 @@ def promised(report: RunReport) -> str:
     )
     sentence = f"Rank {promise.rank} of {promise.path}, priced for {promise.cluster}."
     others = "".join(f"<li>{escape(line)}</li>" for line in promise.differences)
-    differs = f"<p>What ran is not what was priced:</p><ul>{others}</ul>" if others else ""
+    differs = f"<p>What ran may not be what was priced:</p><ul>{others}</ul>" if others else ""
     return (
         f'<p class="sub">{escape(sentence)}</p>{differs}'
         '<div class="wide"><table class="kept"><tr><th class="left"></th>'

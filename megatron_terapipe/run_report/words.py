@@ -34,7 +34,7 @@ def heading(start: RunStart | None) -> str:
 
 def strategy_line(start: RunStart | None) -> str:
     """Return the strategy in one line; empty if the file does not say."""
-    if start is None:
+    if start is None or start.strategy is None:
         return ""
     try:
         return strategy_text(Strategy.from_json(start.strategy))

@@ -50,8 +50,8 @@ class RunStart:
     """Fields of the model section."""
     precision: Literal["fp32", "fp16", "bf16"]
     """Type of matrix products."""
-    strategy: Mapping[str, Any]
-    """Strategy, as `--strategy` reads it."""
+    strategy: Mapping[str, Any] | None
+    """Strategy, as `--strategy` reads it; null if the settings of the run make none that the search knows."""
     strategy_file: str | None = None
     """File of the strategy, if it was read from one: the answer of the search lies beside it."""
     timeline: str | None = None

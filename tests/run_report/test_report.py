@@ -9,6 +9,7 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.run_report.incidents import told
+from megatron_terapipe.run_report.promise import UNKNOWN
 from megatron_terapipe.run_report.report import RunReport, Sources, read_report
 from megatron_terapipe.run_report.schema import json_schema, report_document
 from megatron_terapipe.run_report.summary import summary
@@ -105,7 +106,14 @@ def test_another_strategy_than_the_priced_one_is_said(tmp_path: Path) -> None:
     (report,) = read_report(Sources(runs=[str(metrics)], search=str(answer.parent)))
     assert report.promise is not None
     assert "schedule: 1f1b ran, gpipe was priced" in report.promise.differences
-    assert "what ran is not what was priced" in report.kept[0].why
+    assert "what ran may not be what was priced" in report.kept[0].why
+
+
+def test_a_strategy_that_is_not_known_is_said(tmp_path: Path) -> None:
+    metrics = write_lines(tmp_path / "metrics.jsonl", lines_of(range(1, 9)))
+    answer = write_answer(tmp_path / "ranking.json")
+    (report,) = read_report(Sources(runs=[str(metrics)], search=str(answer)))
+    assert report.promise is not None and report.promise.differences == (UNKNOWN,)
 
 
 def test_files_are_found_where_the_run_says(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import socket
 import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from torch import cuda
 
 from megatron_terapipe.config.flops import model_parameters
 from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.device_peak import peak_tflops_here
 from megatron_terapipe.training.events import Machine, RunStart
@@ -41,13 +43,20 @@ def run_start(run: Run) -> RunStart:
         parameters=model_parameters(model),
         model=asdict(model),
         precision=config.precision.dtype,
-        strategy=Strategy.of_config(config, run.layout.data_parallel_size).to_json(),
+        strategy=_strategy(run),
         strategy_file=None if config.parallel.strategy == AUTO else config.parallel.strategy,
         timeline=logging.timeline,
         peak_tflops_per_device=logging.peak_tflops_per_device or peak_tflops_here(config.precision.dtype),
         restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         checkpoint=None if run.checkpoint is None else str(run.checkpoint[0]),
     )
+
+
+def _strategy(run: Run) -> dict[str, Any] | None:
+    try:
+        return Strategy.of_config(run.config, run.layout.data_parallel_size).to_json()
+    except ConfigError:  # A run is not less than it was because the search does not know its like.
+        return None
 
 
 def _versions() -> dict[str, str]:
