@@ -22,6 +22,7 @@ language = "en"
 
 extensions = [
     "myst_parser",
+    "docs.extensions.json_schemas",
     "docs.extensions.offline",
     "docs.extensions.page_lists",
     "docs.extensions.repository_files",

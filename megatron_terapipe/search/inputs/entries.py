@@ -6,8 +6,16 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.documents import EXAMPLES, parse_quantity, short, suggestion
@@ -41,6 +49,25 @@ class Quantity:
         """Text of the remedy."""
         return f"a {self.kind}, such as {EXAMPLES[self.kind]}"
 
+    def __get_pydantic_json_schema__(self, read: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Say in JSON Schemas what a file holds: text, whereas the number that it is read to has no unit."""
+        return {"type": "string", "description": f"{self}".capitalize()}
+
+
+@dataclass(frozen=True)
+class OrText:
+    """Marks an object that text may stand for.
+
+    Attributes:
+        meaning: what the text says.
+    """
+
+    meaning: str
+
+    def __get_pydantic_json_schema__(self, read: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Name both in JSON Schemas."""
+        return {"anyOf": [{"type": "string", "description": self.meaning}, handler(read)]}
+
 
 class _BareNumber(float):
     """A number that had its unit in the name of its field."""
@@ -50,6 +77,19 @@ class Entry(BaseModel):
     """An object of an input file. Fields that it does not declare are refused; null is as if a field were not there."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, read: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Name in JSON Schemas also the fields with a unit in their names."""
+        found = handler(read)
+        properties = handler.resolve_ref_schema(found).get("properties", {})
+        for name in list(properties):
+            for unit in _units_of(cls, name):
+                properties[f"{name}_{unit}"] = {
+                    "anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "null"}],
+                    "description": f"{name} in {unit}",
+                }
+        return found
 
     @model_validator(mode="before")
     @classmethod

@@ -26,6 +26,7 @@ from megatron_terapipe.search.inputs.entries import (
     Bandwidth,
     Entry,
     Memory,
+    OrText,
     Speed,
     Text,
     Time,
@@ -106,7 +107,7 @@ class HostEntry(Entry):
         return HostMemory(memory_bytes=self.memory or usual.memory_bytes, bandwidth=self.bandwidth or usual.bandwidth)
 
 
-DeviceOrName = Annotated[DeviceEntry, _short_for("like")]
+DeviceOrName = Annotated[DeviceEntry, _short_for("like"), OrText("Name of a device of the library.")]
 
 
 class NodeParts(Entry):
@@ -114,8 +115,8 @@ class NodeParts(Entry):
 
     device: DeviceOrName | None = None
     devices: DeviceCount | None = None
-    inside: Annotated[LinkEntry, BeforeValidator(_link)] | None = None
-    network: Annotated[NetworkEntry, BeforeValidator(_link)] | None = None
+    inside: Annotated[LinkEntry, BeforeValidator(_link), OrText("Its bandwidth.")] | None = None
+    network: Annotated[NetworkEntry, BeforeValidator(_link), OrText("Bandwidth of a card.")] | None = None
     host: HostEntry | None = None
 
 

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.options import field_help
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_named, is_model_folder
@@ -195,6 +196,14 @@ def _gpt_entry() -> type[Entry]:
 
 
 GptEntry = _gpt_entry()
+
+
+def model_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a model file with fields of the model section, and what each field means."""
+    schema = GptEntry.model_json_schema()
+    for name, text in field_help(ModelConfig).items():
+        schema["properties"][name]["description"] = text
+    return schema
 
 
 DEFAULT_VOCAB_SIZE = 50257
