@@ -111,8 +111,10 @@ def launch_command(flags: Mapping[str, str], words: Sequence[str]) -> list[str]:
         from megatron_terapipe.search.report.remote_words import check_remote_words
 
         check_remote_words([trainer, *words])
-    # Ranks take their place from variables, which every launcher sets.
-    return [sys.executable, "-m", RUNNER, *_of_deepspeed(flags), "--no_local_rank", trainer, *words]
+    # Ranks take their place from variables, which every launcher sets. The log of the launcher, which repeats the
+    # command for each rank, would hide the lines of the trainer.
+    quiet = ["--log_level=error", "--no_local_rank"]
+    return [sys.executable, "-m", RUNNER, *_of_deepspeed(flags), *quiet, trainer, *words]
 
 
 def launch_variables(flags: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
