@@ -47,7 +47,7 @@ def generate(
         raise ConfigError("the prompt is empty: give at least one character")
     if len(prompt) + max_new_tokens > max_positions:
         raise ConfigError(
-            f"{len(prompt)} tokens of prompt and {max_new_tokens} new ones are more than the {max_positions} positions "
+            f"{len(prompt)} tokens of prompt and {max_new_tokens} new are more than the {max_positions} positions "
             f"of the model: {_fewer(max_positions - len(prompt))}"
         )
     draw = partial(_draw, temperature=temperature, top_k=top_k, top_p=top_p, draws=torch.Generator().manual_seed(seed))

@@ -26,6 +26,4 @@ def test_too_long_a_prompt_is_refused(trained: Trained) -> None:
     found = generate("--load", trained.checkpoints, "--prompt", "a" * 33)
     assert found.returncode == 2
     (line,) = error_lines(found.stderr)
-    assert (
-        "33 tokens of prompt and 200 new ones are more than the 32 positions of the model: shorten the prompt" in line
-    )
+    assert "33 tokens of prompt and 1 new are more than the 32 positions of the model: shorten the prompt" in line

@@ -40,7 +40,7 @@ def test_it_prints_the_prompt_and_the_text_of_the_new_tokens(
     ("options", "said"),
     [
         (["--prompt", ""], "the prompt is empty: give at least one character"),
-        (["--prompt", "a" * 30, "--max-new-tokens", "11"], "30 tokens of prompt and 11 new ones are more than the 40"),
+        (["--prompt", "a" * 30, "--max-new-tokens", "11"], "30 tokens of prompt and 11 new are more than the 40"),
         (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature -1"),
         (["--prompt", "a", "--temperature", "nan"], "--temperature nan"),
