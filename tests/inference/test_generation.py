@@ -118,8 +118,6 @@ def test_an_empty_prompt_is_refused(model: WholeModel) -> None:
 
 
 def test_more_tokens_than_positions_are_refused(model: WholeModel) -> None:
-    with pytest.raises(
-        ConfigError, match=r"15 tokens .* 26 new .* 40 positions .* ask for 25 new tokens or fewer"
-    ):
+    with pytest.raises(ConfigError, match=r"15 tokens .* 26 new .* 40 positions .* ask for 25 new tokens or fewer"):
         next(generate(model, PROMPT, 26, **LIMITS))
     assert len(list(generate(model, PROMPT, 25, **LIMITS))) == 25
