@@ -22,6 +22,9 @@ language = "en"
 
 extensions = [
     "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "docs.extensions.docstrings",
     "docs.extensions.json_schemas",
     "docs.extensions.offline",
     "docs.extensions.page_lists",
@@ -39,8 +42,17 @@ myst_heading_anchors = 4
 # `--flag` stays as it is typed.
 smartquotes = False
 
-# Every reference must lead somewhere.
+# Every reference must lead somewhere, but for types in signatures: those of other projects have no page here.
 nitpicky = True
+nitpick_ignore_regex = [("py:.*", ".*")]
+
+# Docstrings are Google's, with Markdown's single backticks for code.
+default_role = "code"
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 88
 
 # The repository's address, once it has one: links to source files then lead there, and not to the copies in the site.
 repository_url = os.environ.get("TERAPIPE_REPOSITORY_URL", "").rstrip("/")
