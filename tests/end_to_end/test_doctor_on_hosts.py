@@ -97,7 +97,11 @@ def test_nothing_is_left_of_a_doctor_that_is_interrupted(two_hosts: Network, tmp
     (tmp_path / "torch.py").write_text("import time; time.sleep(600)")
     paths = f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"
     with subprocess.Popen(
-        command(two_hosts.hosts[0]), cwd=tmp_path, env=environment(PYTHONPATH=paths), stderr=subprocess.PIPE, text=True
+        command(two_hosts.hosts[0], "--timeout", "600"),
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=paths),
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         deadline = time.monotonic() + 60
         # Until both hosts import torch.

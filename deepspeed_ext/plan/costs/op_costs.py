@@ -1,7 +1,7 @@
 """Costs of ops and transfers: the times that a simulation adds up."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any
 
@@ -12,6 +12,9 @@ from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 
 Table = tuple[tuple[float, ...], ...]
 """A time per stage and token slice: `table[stage][token_slice]`."""
+
+LEAST_SHARE = 1e-9
+"""Time of an op that takes none, in that of the longest op, where ops are put in the order of their times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +84,21 @@ class OpCosts:
         weight_gradient = self.weight_gradient[stage][token_slice]
         return weight_gradient + (self.backward[stage][token_slice] if kind is OpKind.BACKWARD else 0.0)
 
-    def check_in_order(self) -> None:
-        """See that no op ends before its reader can follow it: all forwards and backwards take time.
+    def in_order(self) -> "OpCosts":
+        """The same costs, in which all forwards and backwards take time, so that no op ends when it starts.
 
-        Raises:
-            PlanError: naming the first op that takes none.
+        Programs are lowered in the order of the times. Some ops take none: the last stage's forward, where the whole
+        stage is computed in the backward. Such an op gets a billionth of the longest one.
         """
-        for name, table in (("forward", self.forward), ("backward", self.backward)):
-            for stage, times in enumerate(table):
-                for token_slice, time in enumerate(times):
-                    if not time > 0:
-                        raise PlanError(
-                            f"the {name} of token slice {token_slice} on stage {stage} takes {time:g}, and programs "
-                            "are lowered in the order of the times: give a time above 0, however small"
-                        )
+        longest = max(max(row) for table in (self.forward, self.backward) for row in table)
+        least = LEAST_SHARE * longest if longest > 0 else 1.0
+
+        def above_zero(table: Table) -> Table:
+            return tuple(tuple(time if time > 0 else least for time in row) for row in table)
+
+        if all(time > 0 for table in (self.forward, self.backward) for row in table for time in row):
+            return self
+        return replace(self, forward=above_zero(self.forward), backward=above_zero(self.backward))
 
     def durations(self, kind: OpKind) -> Table:
         """Times of all ops of one kind, by stage and token slice; see `duration`."""

@@ -93,11 +93,9 @@ def lower(
         host_copies: what waits on the host while nothing reads it; None for nothing.
 
     Raises:
-        PlanError: if an op takes no time.
         ScheduleDeadlock: if the schedule, or the placement of its transfers, would leave ranks waiting for each other.
     """
-    costs = costs or lowering_costs(shape)
-    costs.check_in_order()
+    costs = (costs or lowering_costs(shape)).in_order()
     spans = simulate(rank_orders(schedule, shape), shape, costs).spans
     programs = _lower_all(spans.__getitem__, shape, loading_ranks, under_ops=under_ops, host_copies=host_copies)
     device = device or Device(drains=Drains.ONE_RANK if under_ops else Drains.ALL_RANKS)

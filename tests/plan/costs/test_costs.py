@@ -112,12 +112,21 @@ def test_both_tables_are_needed(missing):
         OpCosts.from_json(json.dumps(fields), SHAPE)
 
 
-def test_programs_are_not_lowered_from_times_without_an_order():
-    for name in ("forward", "backward"):
-        costs = read(**{name: [[1, 2], [0, 4]]})
-        with pytest.raises(PlanError, match=f"the {name} of token slice 0 on stage 1 takes 0, .*: give a time above 0"):
-            lower(schedule_named("1f1b"), SHAPE, costs=costs)
-    lower(schedule_named("zero-bubble"), SHAPE, costs=read(weight_gradient=[[0, 0], [0, 0]]))
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("zeros", [("forward",), ("backward",), ("forward", "backward")])
+def test_programs_are_lowered_from_ops_that_take_no_time(schedule, zeros):
+    for table in ([[1, 2], [0, 4]], [[0, 0], [3, 4]], [[0, 0], [0, 0]]):
+        costs = read(**{name: table for name in zeros}, weight_gradient=[[0, 0], [0, 0]])
+        programs = lower(schedule_named(schedule), SHAPE, costs=costs)
+        assert len(programs) == SHAPE.num_ranks
+
+
+def test_costs_in_order_change_where_no_time_is_taken_alone():
+    costs = read(forward=[[1, 0], [3, 4]])
+    (first, second), rest = costs.in_order().forward
+    assert (first, rest) == (1, (3, 4)) and 0 < second < 1e-8
+    assert costs.in_order().backward == costs.backward
+    assert read().in_order() == read()
 
 
 def test_in_a_window_the_share_of_attention_is_that_of_what_tokens_attend_to():
