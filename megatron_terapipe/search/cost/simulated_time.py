@@ -21,6 +21,10 @@ EFFORT = 0.02
 """Effort of finding them: within a percent of what more effort finds, in a tenth of a second."""
 
 
+SEARCHED_PERIODS = 4
+"""Rounds of micro-batches, one for each rank, of the shorter order that is searched for; the longer has one more."""
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedTime:
     """How long the ops of an iteration take.
@@ -138,7 +142,7 @@ class ScheduleSimulator:
         from deepspeed_ext.plan.optimise import optimise
 
         period = shape.num_ranks
-        count = min(shape.num_micro_batches, 4 * period)
+        count = min(shape.num_micro_batches, SEARCHED_PERIODS * period)
         makespans = []
         for fewer in (count, count + period):
             smaller = replace(shape, num_micro_batches=fewer)
@@ -174,6 +178,14 @@ class ScheduleSimulator:
             compiled = CompiledOrders.of_schedule(schedule_named(schedule), shape)
             self._compiled[key] = compiled
         return compiled
+
+
+def num_searched_ops(shape: PipelineShape) -> int:
+    """Return the number of ops of the longest order that is searched for to price `optimised`."""
+    few, more = SEARCHED_PERIODS * shape.num_ranks, (SEARCHED_PERIODS + 1) * shape.num_ranks
+    num_micro_batches = shape.num_micro_batches if shape.num_micro_batches <= few else more
+    # A forward and the two parts of its backward.
+    return 3 * shape.num_stages * shape.num_token_slices * num_micro_batches
 
 
 def closed_form_of(shape: PipelineShape, costs: OpCosts, activation_limit: float) -> SimulatedTime:

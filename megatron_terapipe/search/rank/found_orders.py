@@ -13,6 +13,7 @@ from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
 from megatron_terapipe.search.cost.pricing import Pricing
+from megatron_terapipe.search.cost.simulated_time import num_searched_ops
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.search.space.problem import SearchProblem
@@ -56,13 +57,11 @@ def _candidates(
     winner: Strategy, problem: SearchProblem, constraints: Mapping[str, tuple[Any, ...]]
 ) -> Iterator[Strategy]:
     """Yield the strategy with `optimised`, then with vocabulary stages, too; nothing where flags name a schedule."""
-    shape = pipeline_shape(winner)
-    num_ops = 3 * shape.num_stages * shape.num_token_slices * min(shape.num_micro_batches, 5 * shape.num_ranks)
     if (
         "schedule" in constraints
         or winner.pipeline_parallel_size == 1
         or winner.offload
-        or num_ops > MOST_OPS
+        or num_searched_ops(pipeline_shape(winner)) > MOST_OPS
         or problem.software.name != TERAPIPE.name
     ):
         return
