@@ -116,6 +116,8 @@ class RankWatch:
         with suppress(OSError):
             self._waking.send(b"\0")
         self._thread.join()
+        with self._concluding:
+            pass  # A thread that has found out who is gone says so before this rank ends.
         self._wake.close()
         self._waking.close()
 
@@ -234,13 +236,13 @@ class RankWatch:
                 return
             self._gone = gone
             self._known.set()
-        # First of all: nobody may read what is said below, and to write it would take for ever.
-        timer = threading.Timer(patience_s, self._leave, (DIED_TOO,))
-        timer.daemon = True
-        timer.start()
-        if says:
-            with suppress(OSError):
-                self._say(f"error: {gone.what}: {self.remedy()}")
+            # First of all: nobody may read what is said below, and to write it would take for ever.
+            timer = threading.Timer(patience_s, self._leave, (DIED_TOO,))
+            timer.daemon = True
+            timer.start()
+            if says:
+                with suppress(OSError):
+                    self._say(f"error: {gone.what}: {self.remedy()}")
         if tells and self._news is not None:
             self._news.tell(gone)
 
