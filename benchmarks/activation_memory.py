@@ -15,7 +15,8 @@ import torch.distributed as dist
 from benchmarks.live_bytes import LiveBytes
 from benchmarks.workload import batches, benchmark_model, join, our_engine
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.model import flops
 
 FP32_BYTES = 4
 

@@ -34,7 +34,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.document_cuts import QUANTA, DocumentCuts
 from deepspeed_ext.runtime.sequence.documents import Documents
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.balance import balanced_token_slices, document_cuts
+from megatron_terapipe.config.parallel.balance import balanced_token_slices, document_cuts
 from megatron_terapipe.data.batch import Batch
 
 Starts = tuple[int, ...]

@@ -34,8 +34,9 @@ from deepspeed_ext.plan.programs.simulated_schedule import lowering_costs
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders
 from deepspeed_ext.plan.simulate import simulate_with_host_copies
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config import ModelConfig, flops
-from megatron_terapipe.config.balance import balanced_token_slices
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.model import flops
+from megatron_terapipe.config.parallel.balance import balanced_token_slices
 
 FP32_BYTES = 4
 BREADTH_FIRST = "breadth-first"

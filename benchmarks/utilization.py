@@ -26,7 +26,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.initialize import init_distributed
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.balance import balanced_token_slices
+from megatron_terapipe.config.parallel.balance import balanced_token_slices
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.training.device_peak import peak_tflops_here
 from megatron_terapipe.training.throughput import Throughput

@@ -19,7 +19,7 @@ from megatron_terapipe.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from megatron_terapipe.config.parallel import AUTO, MOST_RANKS
+from megatron_terapipe.config.parallel.parallel import AUTO, MOST_RANKS
 from megatron_terapipe.dimensions import Dimension, dimensions_of
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy_fields import StrategyFields

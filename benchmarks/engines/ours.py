@@ -11,7 +11,7 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.measured import measured_costs
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.balance import balanced_token_slices
+from megatron_terapipe.config.parallel.balance import balanced_token_slices
 from megatron_terapipe.data.batch import Batch
 
 

@@ -18,7 +18,7 @@ from benchmarks.report import Section, progress
 from benchmarks.workload import batches, benchmark_model, our_engine
 from benchmarks.worlds import RankFailed, World
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES
-from megatron_terapipe.config.balance import balanced_token_slices
+from megatron_terapipe.config.parallel.balance import balanced_token_slices
 
 _TIMEOUT_S = 300.0
 

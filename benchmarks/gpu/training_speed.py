@@ -21,7 +21,7 @@ from benchmarks.utilization import seconds_of
 from benchmarks.workload import batches, our_engine
 from benchmarks.worlds import RankFailed, World
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.balance import balanced_token_slices
+from megatron_terapipe.config.parallel.balance import balanced_token_slices
 from megatron_terapipe.training.device_peak import peak_tflops_here
 from megatron_terapipe.training.throughput import Throughput
 

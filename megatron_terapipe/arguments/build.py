@@ -19,10 +19,10 @@ from megatron_terapipe.arguments.parser import CommandLine, read_command_line
 from megatron_terapipe.arguments.searched_strategy import StrategyFinder, constraints_of, without_strategy
 from megatron_terapipe.checkpoint.directories import names_model_folder
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.json_files import read_json
-from megatron_terapipe.config.options import flag
-from megatron_terapipe.config.parallel import AUTO
-from megatron_terapipe.config.precision import PrecisionConfig
+from megatron_terapipe.config.fields.json_files import read_json
+from megatron_terapipe.config.fields.options import flag
+from megatron_terapipe.config.parallel.parallel import AUTO
+from megatron_terapipe.config.training.precision import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_terapipe.config.deepspeed_settings import FLAG, fields_of, read_deepspeed_settings, without_effect
-from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.fields.options import flag
+from megatron_terapipe.config.files.deepspeed_settings import FLAG, fields_of, read_deepspeed_settings, without_effect
 from megatron_terapipe.errors import ConfigError
 
 

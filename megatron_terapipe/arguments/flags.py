@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.options import Option, choices_of, field_help, option_of
+from megatron_terapipe.config.fields.options import Option, choices_of, field_help, option_of
 
 METAVARS = {int: "N", float: "X", str: "NAME"}
 

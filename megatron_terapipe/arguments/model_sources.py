@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_terapipe.checkpoint.directories import latest_checkpoint, no_checkpoint, readable_checkpoint
-from megatron_terapipe.config.checkpoint import CheckpointConfig
-from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.fields.options import flag
+from megatron_terapipe.config.files.checkpoint import CheckpointConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.errors import CheckpointError, ConfigError
 from megatron_terapipe.huggingface.families.registry import is_model_folder, read_fields

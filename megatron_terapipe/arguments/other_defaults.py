@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_terapipe.arguments.flags import flags
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.fields.options import flag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

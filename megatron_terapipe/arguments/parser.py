@@ -16,7 +16,7 @@ from megatron_terapipe.arguments.other_names import OTHER_NAMES
 from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
 from megatron_terapipe.arguments.unsupported_flags import FAMILIES
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.options import flag, one_of
+from megatron_terapipe.config.fields.options import flag, one_of
 from megatron_terapipe.errors import ConfigError
 
 PROGRAM = "pretrain_gpt.py"

@@ -9,7 +9,7 @@ from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
 from megatron_terapipe.arguments.other_defaults import OTHER_DEFAULTS
 from megatron_terapipe.arguments.parser import spellings
 from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
-from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.fields.options import flag
 from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.options import flag
-from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.config.fields.options import flag
+from megatron_terapipe.config.parallel.parallel import AUTO
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 from megatron_terapipe.strategy_fields import SOLVED

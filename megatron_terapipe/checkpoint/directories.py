@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_terapipe.checkpoint.file_names import LATEST, REPLACED
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE, Manifest
-from megatron_terapipe.config.checkpoint import checkpoint_tag
+from megatron_terapipe.config.files.checkpoint import checkpoint_tag
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.huggingface.families.registry import is_model_folder
 

@@ -18,7 +18,7 @@ from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.checkpoint.run_fields import check_run
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.pipeline_layers import output_layer
+from megatron_terapipe.config.model.pipeline_layers import output_layer
 from megatron_terapipe.errors import CheckpointError
 
 RUN_FILE = "run.json"

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.config.data import DataConfig
-from megatron_terapipe.config.data_paths import PARTS, Part
+from megatron_terapipe.config.files.data import DataConfig
+from megatron_terapipe.config.files.data_paths import PARTS, Part
 from megatron_terapipe.data.blended_dataset import BlendedDataset, SampleDataset, UnreadSamples, interleave
 from megatron_terapipe.data.gpt_dataset import GPTDataset, checked_tokens, samples_in_epochs
 from megatron_terapipe.data.index_cache import IndexCache

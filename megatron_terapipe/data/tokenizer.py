@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol, Self
 
-from megatron_terapipe.config.data import TOKENIZER_FILES, DataConfig
-from megatron_terapipe.config.options import flag, one_of
+from megatron_terapipe.config.fields.options import flag, one_of
+from megatron_terapipe.config.files.data import TOKENIZER_FILES, DataConfig
 from megatron_terapipe.data.tokenizers.byte_pair_encoding import GPT2BPETokenizer
 from megatron_terapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megatron_terapipe.data.tokenizers.null import NullTokenizer

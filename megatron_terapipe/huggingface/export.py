@@ -13,7 +13,7 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.checkpoint.verify import verify_weights
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.options import one_of
+from megatron_terapipe.config.fields.options import one_of
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.family import Family, check_expressible
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_of

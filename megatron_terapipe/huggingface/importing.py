@@ -13,7 +13,7 @@ from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE, Manifest
 from megatron_terapipe.checkpoint.saving.durable import ASIDE, DurableFile, sync_folder, write_durably
 from megatron_terapipe.checkpoint.saving.rotation import put_in_place
-from megatron_terapipe.config.checkpoint import checkpoint_tag
+from megatron_terapipe.config.files.checkpoint import checkpoint_tag
 from megatron_terapipe.huggingface.families.registry import read_model
 from megatron_terapipe.huggingface.tokenizer_files import import_tokenizer
 from megatron_terapipe.huggingface.weights.folder import FolderWeights

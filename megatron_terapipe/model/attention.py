@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.block_shape import BlockShape
-from megatron_terapipe.config.rotation import rotation_of
+from megatron_terapipe.config.model.block_shape import BlockShape
+from megatron_terapipe.config.model.rotation import rotation_of
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.model.norm import NORMS, AllHeadsRMSNorm
 from megatron_terapipe.model.rotary import RotaryTable, rotated, rotated_heads

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.block_shape import BlockShape
+from megatron_terapipe.config.model.block_shape import BlockShape
 from megatron_terapipe.model.attention import Past, SelfAttention
 from megatron_terapipe.model.dropout import DropoutSite, residual_dropout
 from megatron_terapipe.model.mlp import MLP

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.flops import LOGITS_AT_ONCE
+from megatron_terapipe.config.model.flops import LOGITS_AT_ONCE
 from megatron_terapipe.model.attention import Past
 from megatron_terapipe.model.dropout import DropoutSite, residual_dropout
 from megatron_terapipe.model.initialization import normal

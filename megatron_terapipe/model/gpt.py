@@ -8,8 +8,8 @@ from torch import Tensor
 
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.pipeline_layers import LAYERS_BEFORE_BLOCKS, output_layer
-from megatron_terapipe.config.rotation import rotation_of
+from megatron_terapipe.config.model.pipeline_layers import LAYERS_BEFORE_BLOCKS, output_layer
+from megatron_terapipe.config.model.rotation import rotation_of
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding, tied_logits
 from megatron_terapipe.model.norm import NORMS

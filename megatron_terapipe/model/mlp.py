@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.block_shape import BlockShape
+from megatron_terapipe.config.model.block_shape import BlockShape
 from megatron_terapipe.model.activation import Activation
 from megatron_terapipe.model.initialization import normal
 from megatron_terapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

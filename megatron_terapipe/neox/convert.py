@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_terapipe.arguments.unsupported_flags import MODEL, TRAINING
-from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.options import option_of
+from megatron_terapipe.config.fields.options import option_of
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.batch import convert_batch, convert_parallel
 from megatron_terapipe.neox.conversion import Conversion

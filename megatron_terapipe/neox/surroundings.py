@@ -2,7 +2,7 @@
 
 import shlex
 
-from megatron_terapipe.config.host_names import check_host_name
+from megatron_terapipe.config.fields.host_names import check_host_name
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.conversion import Conversion, as_number
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config.config import Config
-from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.fields.options import flag
 from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:  # It loads numpy, and not every run asks for prices.

@@ -24,7 +24,7 @@ from deepspeed_ext.plan.schedule_file import schedule_from_file
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.config import Config
-from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.config.parallel.parallel import AUTO
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.cost_model import cost_model_of
 from megatron_terapipe.strategy import Strategy

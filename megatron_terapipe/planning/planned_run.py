@@ -8,8 +8,8 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.planned_ops import check_num_ops
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.config import Config
-from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.config.model.model import ModelConfig
+from megatron_terapipe.config.parallel.parallel import AUTO
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.pipeline_plan import check_schedule, pipeline_schedule, with_found_token_slices
 from megatron_terapipe.strategy import Strategy

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron_terapipe.config.options import field_help
+from megatron_terapipe.config.fields.options import field_help
 from megatron_terapipe.run_report.metrics_lines import EVENTS, PARTS
 from megatron_terapipe.training.events import Machine
 from megatron_terapipe.training.metrics import IterationMetrics

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_terapipe.config import CheckpointConfig, Config
-from megatron_terapipe.config.data import TOKENIZER_FILES
+from megatron_terapipe.config.files.data import TOKENIZER_FILES
 
 ASSUMED_VOCABULARY = 50257
 """Tokens of a vocabulary whose file is not here: those of GPT-2."""

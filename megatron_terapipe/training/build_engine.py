@@ -34,7 +34,7 @@ from deepspeed_ext.runtime.topology import own_group
 from megatron_terapipe.checkpoint.index import saved_run
 from megatron_terapipe.checkpoint.load import load_checkpoint
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.pipeline_layers import LAYERS_BEFORE_BLOCKS
+from megatron_terapipe.config.model.pipeline_layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.errors import ConfigError, NumbersError
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.tensor_parallel.logits import Logits

@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.config import Config, DeepSpeedConfig, OptimizerConfig, PrecisionConfig
-from megatron_terapipe.config.deepspeed import BUCKET_ELEMENTS
+from megatron_terapipe.config.files.deepspeed import BUCKET_ELEMENTS
 from megatron_terapipe.training.deepspeed_file import read_deepspeed_file
 
 NEVER = 10**9

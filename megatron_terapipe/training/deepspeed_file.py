@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from megatron_terapipe.config.deepspeed_settings import (
+from megatron_terapipe.config.files.deepspeed_settings import (
     FLAG,
     NO_EFFECT,
     SETTINGS,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megatron_terapipe.config.training import TrainingConfig
+from megatron_terapipe.config.training.training import TrainingConfig
 
 NEVER: Callable[[], bool] = lambda: False  # noqa: E731
 """A signal that never comes."""

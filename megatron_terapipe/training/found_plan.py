@@ -8,7 +8,7 @@ import torch.distributed as dist
 from deepspeed_ext.plan.found_schedule import FoundSchedule
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import rank_orders
-from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.config.parallel.parallel import AUTO
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.cost_model import machine_in_words
 from megatron_terapipe.training.run import Run

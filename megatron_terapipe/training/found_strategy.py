@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.json_files import read_json
-from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.config.fields.json_files import read_json
+from megatron_terapipe.config.parallel.parallel import AUTO
 from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.auto_strategy import Ranks, best_strategy

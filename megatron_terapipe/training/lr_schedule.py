@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 
-from megatron_terapipe.config.learning_rate_steps import LearningRateSteps
-from megatron_terapipe.config.optimizer import OptimizerConfig
-from megatron_terapipe.config.training import TrainingConfig
+from megatron_terapipe.config.training.learning_rate_steps import LearningRateSteps
+from megatron_terapipe.config.training.optimizer import OptimizerConfig
+from megatron_terapipe.config.training.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_terapipe.config.optimizer import OptimizerConfig
+from megatron_terapipe.config.training.optimizer import OptimizerConfig
 from megatron_terapipe.model.embedding import AT_AN_END
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from deepspeed_ext.plan.schedules import SCHEDULES, interleaved
 from megatron_terapipe.checkpoint.directories import latest_checkpoint
-from megatron_terapipe.config.flops import model_parameters
-from megatron_terapipe.config.parallel import OPTIMISED
+from megatron_terapipe.config.model.flops import model_parameters
+from megatron_terapipe.config.parallel.parallel import OPTIMISED
 from megatron_terapipe.errors import CheckpointError
 from megatron_terapipe.planning.cost_model import machine_in_words
 from megatron_terapipe.training.run import Run

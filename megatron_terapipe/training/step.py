@@ -18,7 +18,7 @@ from deepspeed_ext.plan.memory import activation_over_time
 from deepspeed_ext.plan.render import Panel, render_chrome_trace, render_html, render_svg
 from deepspeed_ext.plan.timeline import Timeline
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from megatron_terapipe.config.parallel import BY_DOCUMENTS
+from megatron_terapipe.config.parallel.parallel import BY_DOCUMENTS
 from megatron_terapipe.training.device_peak import peak_tflops_here
 from megatron_terapipe.training.guards.bad_numbers import BadNumbers, RememberedBatches
 from megatron_terapipe.training.guards.spikes import SpikeGuard

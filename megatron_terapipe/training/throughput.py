@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.flops import iteration_flops
+from megatron_terapipe.config.model.flops import iteration_flops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from math import cos, pi
 
-from megatron_terapipe.config.optimizer import OptimizerConfig
-from megatron_terapipe.config.training import TrainingConfig
+from megatron_terapipe.config.training.optimizer import OptimizerConfig
+from megatron_terapipe.config.training.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

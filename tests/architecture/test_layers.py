@@ -314,7 +314,9 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
 
 
 def test_the_walk_sees_what_it_should() -> None:
-    assert "megatron_terapipe.config.flops" in imported_when_importing("megatron_terapipe.config.balance")
+    assert "megatron_terapipe.config.model.flops" in imported_when_importing(
+        "megatron_terapipe.config.parallel.balance"
+    )
     # For types alone, and within a function.
     assert "deepspeed_ext.plan.optimise" not in imported_when_importing("megatron_terapipe.planning.pipeline_plan")
     assert "megatron_terapipe.training.trainer" not in imported_when_importing("pretrain_gpt")
@@ -330,7 +332,7 @@ def test_the_walk_sees_what_it_should() -> None:
         ("deepspeed_ext.plan.ops", "torch", False),
         ("deepspeed_ext.plan.ops", "deepspeed_ext.runtime.batches.batch", False),
         ("deepspeed_ext.runtime.engine", "megatron_terapipe.errors", False),
-        ("megatron_terapipe.config.config", "megatron_terapipe.config.flops", True),
+        ("megatron_terapipe.config.config", "megatron_terapipe.config.model.flops", True),
         ("megatron_terapipe.config.config", "megatron_terapipe.planning.planned_run", False),
         ("megatron_terapipe.config.config", "megatron_terapipe.model.gpt", False),
         ("megatron_terapipe.arguments.model_sources", "megatron_terapipe.huggingface.families.registry", True),
@@ -341,7 +343,7 @@ def test_the_walk_sees_what_it_should() -> None:
         ("megatron_terapipe.model.gpt", "deepspeed.pipe", True),
         ("megatron_terapipe.model.block", "megatron_terapipe.tensor_parallel.ranks", True),
         ("megatron_terapipe.tensor_parallel.linear", "megatron_terapipe.model.norm", False),
-        ("megatron_terapipe.tensor_parallel.linear", "megatron_terapipe.config.model", False),
+        ("megatron_terapipe.tensor_parallel.linear", "megatron_terapipe.config.model.model", False),
         ("megatron_terapipe.model.gpt", "deepspeed", False),
         ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.cost.cost_model", True),
         ("megatron_terapipe.planning.cost_model", "megatron_terapipe.search.trials.costs", True),

@@ -16,7 +16,7 @@ from megatron_terapipe.arguments.parser import spellings
 from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
 from megatron_terapipe.arguments.unsupported_flags import FAMILIES, UNSUPPORTED_FLAGS
 from megatron_terapipe.config import Config
-from megatron_terapipe.config.options import flag
+from megatron_terapipe.config.fields.options import flag
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED as MODEL
 from megatron_terapipe.errors import TRAINING_CANNOT_BE_RUN as TRAINING
 from megatron_terapipe.errors import ConfigError

@@ -11,9 +11,9 @@ import pytest
 from deepspeed_ext.plan.partition import StagePartition
 from megatron_terapipe.arguments import build_config, parse_arguments
 from megatron_terapipe.config import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig
-from megatron_terapipe.config.flops import block_forward_flops, linear_flops_per_token
-from megatron_terapipe.config.logging import LoggingConfig
-from megatron_terapipe.config.options import field_help
+from megatron_terapipe.config.fields.options import field_help
+from megatron_terapipe.config.files.logging import LoggingConfig
+from megatron_terapipe.config.model.flops import block_forward_flops, linear_flops_per_token
 from megatron_terapipe.errors import ConfigError
 
 REQUIRED = {

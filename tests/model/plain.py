@@ -13,8 +13,8 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.sequence.documents import Documents
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.block_shape import BlockShape
-from megatron_terapipe.config.rotation import Rotation, rotation_of
+from megatron_terapipe.config.model.block_shape import BlockShape
+from megatron_terapipe.config.model.rotation import Rotation, rotation_of
 from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.mlp import MLP

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deepspeed_ext.runtime.sequence.documents import Documents
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.block_shape import BlockShape
+from megatron_terapipe.config.model.block_shape import BlockShape
 from megatron_terapipe.model.attention import SelfAttention
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from tests.model import plain

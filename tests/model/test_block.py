@@ -10,7 +10,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, attention_keep_mask, keep_mask
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.block_shape import BlockShape
+from megatron_terapipe.config.model.block_shape import BlockShape
 from megatron_terapipe.inference.whole_model import WholeModel
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.dropout import DropoutSite

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from torch.nn import functional as F
 
 from deepspeed_ext.plan.partition import StagePartition
-from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.model import flops
 from megatron_terapipe.inference.whole_model import WholeModel
 from megatron_terapipe.model.block import TransformerBlock
 from megatron_terapipe.model.embedding import OutputLayer, PositionEmbedding, WordEmbedding

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.arguments.unsupported_flags import MODEL, TRAINING
-from megatron_terapipe.config import Config, flops
+from megatron_terapipe.config import Config
+from megatron_terapipe.config.model import flops
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.conversion import Conversion
 from megatron_terapipe.neox.convert import convert

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.space.choices import Choices, all_choices

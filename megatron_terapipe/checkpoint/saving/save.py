@@ -18,7 +18,7 @@ from megatron_terapipe.checkpoint.saving.durable import ASIDE, sync_folder, writ
 from megatron_terapipe.checkpoint.saving.file_writer import FileWriter
 from megatron_terapipe.checkpoint.saving.room import bytes_to_save, check_room
 from megatron_terapipe.checkpoint.saving.rotation import put_in_place, remove_older
-from megatron_terapipe.config.checkpoint import checkpoint_tag
+from megatron_terapipe.config.files.checkpoint import checkpoint_tag
 from megatron_terapipe.errors import CheckpointError, SaveError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from megatron_terapipe.config.json_files import read_json
+from megatron_terapipe.config.fields.json_files import read_json
 from megatron_terapipe.data.tokenizers.token_ids import check_in_vocabulary, without_lone_surrogates
 from megatron_terapipe.errors import DataError
 

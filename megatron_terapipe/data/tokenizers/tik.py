@@ -10,9 +10,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_terapipe.config.data import TIKTOKEN_SPECIAL_TOKENS
-from megatron_terapipe.config.json_files import read_json
-from megatron_terapipe.config.options import one_of
+from megatron_terapipe.config.fields.json_files import read_json
+from megatron_terapipe.config.fields.options import one_of
+from megatron_terapipe.config.files.data import TIKTOKEN_SPECIAL_TOKENS
 from megatron_terapipe.data.tokenizers.token_ids import check_in_vocabulary, without_lone_surrogates
 from megatron_terapipe.errors import DataError, not_installed
 

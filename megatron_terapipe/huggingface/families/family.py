@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from math import isclose
 from typing import Any
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.setting import Reading, Setting
 from megatron_terapipe.huggingface.families.settings_file import SettingsFile

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.huggingface.families.layers import WindowByType
 from megatron_terapipe.huggingface.families.llama import llama_like
 from megatron_terapipe.huggingface.families.rotation import RotationByLayer

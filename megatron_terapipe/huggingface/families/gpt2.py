@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.families.setting import (
     UNGATED,

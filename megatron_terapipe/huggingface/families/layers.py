@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.setting import Fields, Reading
 from megatron_terapipe.huggingface.families.settings_file import BITS, COUNT, NATURAL, SWITCH, WORDS, SettingsFile

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.huggingface.families.family import Family
 from megatron_terapipe.huggingface.families.layers import RotatedLayers, WindowAfterLayer, WindowOfAll
 from megatron_terapipe.huggingface.families.rotation import Rotation

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families import gemma, gpt2, layernorm, llama
 from megatron_terapipe.huggingface.families.family import Family, check_expressible

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import log
 from typing import Any
 
-from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.options import one_of
+from megatron_terapipe.config.fields.options import one_of
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.setting import Fields, Reading, Setting
 from megatron_terapipe.huggingface.families.settings_file import COUNT, NUMBER, WORD, SettingsFile

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.huggingface.families.settings_file import COUNT, NUMBER, SWITCH, Kind, SettingsFile
 
 Fields = Mapping[str, Any]

@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from megatron_terapipe.config.json_files import read_json
+from megatron_terapipe.config.fields.json_files import read_json
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED, ConfigError
 
 CONFIG_FILE = "config.json"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.config.pipeline_layers import LAYERS_BEFORE_BLOCKS
+from megatron_terapipe.config.model.pipeline_layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.huggingface.families.tensor_names import TensorNames
 from megatron_terapipe.huggingface.weights.rules import (
     Heads,

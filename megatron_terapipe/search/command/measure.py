@@ -9,7 +9,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.shared_flags import PRECISIONS, add_model_flags, model_of
 
 if TYPE_CHECKING:
-    from megatron_terapipe.config.model import ModelConfig
+    from megatron_terapipe.config.model.model import ModelConfig
     from megatron_terapipe.search.measure.sizes import MeasuredSizes
     from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink
 

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import replace
 
-from megatron_terapipe.config.batch import MOST_SEQUENCES
+from megatron_terapipe.config.training.batch import MOST_SEQUENCES
 from megatron_terapipe.search.command.costs import costs_of
 from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
-from megatron_terapipe.config.json_files import parse_json, read_json
-from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.options import field_help
+from megatron_terapipe.config.fields.json_files import parse_json, read_json
+from megatron_terapipe.config.fields.options import field_help
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster

@@ -5,7 +5,7 @@ from dataclasses import fields
 from itertools import groupby
 from typing import Any
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.search.inputs.cluster import Device, HostMemory, Link, Node
 
 

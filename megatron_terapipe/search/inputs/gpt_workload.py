@@ -1,8 +1,8 @@
-"""A GPT of the trainer's configuration as a workload. Parameters are those that `config.flops` counts."""
+"""A GPT of the trainer's configuration as a workload. Parameters are those that `config.model.flops` counts."""
 
-from megatron_terapipe.config import flops
-from megatron_terapipe.config.block_shape import BlockShape
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model import flops
+from megatron_terapipe.config.model.block_shape import BlockShape
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.search.inputs.layer import Attention, Layer, Product
 from megatron_terapipe.search.inputs.workload import Workload
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from megatron_terapipe.config.host_names import check_host_name
+from megatron_terapipe.config.fields.host_names import check_host_name
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import MOST_DEVICES, Node
 from megatron_terapipe.search.inputs.documents import short

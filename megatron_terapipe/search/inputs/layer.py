@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_terapipe.config.attended_positions import attended_positions
+from megatron_terapipe.config.model.attended_positions import attended_positions
 
 Parallel = Literal["column", "row", "none"]
 """How tensor-parallel ranks share a matrix: by its outputs, by its inputs, or not at all."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megatron_terapipe.config.host_names import check_host_name
+from megatron_terapipe.config.fields.host_names import check_host_name
 from megatron_terapipe.devices import GENERATION_NAMES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs import library

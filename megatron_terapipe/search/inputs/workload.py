@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.partition import StagePartition
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.layer import Layer
 

@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.text_files import read_text
-from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.options import field_help
+from megatron_terapipe.config.fields.options import field_help
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.huggingface.families.registry import FAMILIES, family_named, is_model_folder

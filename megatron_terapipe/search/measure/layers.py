@@ -25,8 +25,8 @@ from deepspeed_ext.runtime.gradients.accumulated_gradients import AccumulatedGra
 from deepspeed_ext.runtime.gradients.weight_gradients import WeightGradients, compute
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from deepspeed_ext.runtime.stages import takes_past
-from megatron_terapipe.config.model import ModelConfig
-from megatron_terapipe.config.pipeline_layers import LAYERS_BEFORE_BLOCKS
+from megatron_terapipe.config.model.model import ModelConfig
+from megatron_terapipe.config.model.pipeline_layers import LAYERS_BEFORE_BLOCKS
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.measure.sizes import MeasuredRun

@@ -4,12 +4,12 @@ Between points the times follow the terms that an op has,
 
     fixed + linear R + quadratic B positions + prefix B before        R = B (end - start) rows of B sequences
 
-with the positions that tokens attend to (`config.attended_positions`) and the tokens in reach before the token slice,
-whose coefficients, none below zero, are fitted to all points. What the points differ from the fit by is a factor, and
-the logarithm of that factor is interpolated: over the start of the token slice, then over its length, then over the
-micro-batch, each time by how far the logarithm of the fit has come from one point to the next. So the surface goes
-through the points, and where they grow from one to the next, so does it between them; beyond the last point the factor
-stays what it was.
+with the positions that tokens attend to (`config.model.attended_positions`) and the tokens in reach before the token
+slice, whose coefficients, none below zero, are fitted to all points. What the points differ from the fit by is a
+factor, and the logarithm of that factor is interpolated: over the start of the token slice, then over its length, then
+over the micro-batch, each time by how far the logarithm of the fit has come from one point to the next. So the surface
+goes through the points, and where they grow from one to the next, so does it between them; beyond the last point the
+factor stays what it was.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.config.attended_positions import attended_positions, positions_in_reach
+from megatron_terapipe.config.model.attended_positions import attended_positions, positions_in_reach
 from megatron_terapipe.search.op_times.layer_times import Numbers, ScalarOrArray
 
 Whole = NDArray[np.int64]

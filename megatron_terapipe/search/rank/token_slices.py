@@ -25,7 +25,7 @@ from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.terapipe import TerapipeCut, TerapipeProblem
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 from deepspeed_ext.plan.solve.token_slices import search_cuts
-from megatron_terapipe.config.balance import granularity_of
+from megatron_terapipe.config.parallel.balance import granularity_of
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.cost.placed_strategy import pipeline_shape

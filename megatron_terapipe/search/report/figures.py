@@ -35,7 +35,7 @@ def model_flops(workload: Workload, *, causal: bool = False) -> float:
 
     Every token counts as if it attended to the whole sequence, or to as many tokens as a window has, as in published
     utilizations (Korthikanti et al., arXiv 2205.05198 appendix A); the trainer's logs count so, too
-    (`config.flops.iteration_flops`).
+    (`config.model.flops.iteration_flops`).
 
     Args:
         workload: the model.

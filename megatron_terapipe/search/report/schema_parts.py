@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, WithJsonSchema
 
-from megatron_terapipe.config.options import field_help
+from megatron_terapipe.config.fields.options import field_help
 from megatron_terapipe.search.cost.prediction import RankMemory, TimeBreakdown
 from megatron_terapipe.strategy import Strategy
 

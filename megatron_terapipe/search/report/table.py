@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_terapipe.config.balance import granularity_of
+from megatron_terapipe.config.parallel.balance import granularity_of
 from megatron_terapipe.dimensions import Dimension, in_places
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.report.answer import Answer, all_notes

@@ -20,7 +20,7 @@ recipes.
 
 from dataclasses import dataclass, fields
 
-from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
+from megatron_terapipe.config.model.flops import LOG_SUM_EXP_BYTES
 from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
 from megatron_terapipe.search.inputs.layer import Attention, Layer
 from megatron_terapipe.search.inputs.workload import Workload

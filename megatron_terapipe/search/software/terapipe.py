@@ -5,8 +5,8 @@ what autograd's operators and compiled functions (docs/adr/0023) read and write,
 query heads to a key head. `--compile-pointwise never` launches more.
 """
 
-from megatron_terapipe.config.deepspeed import BUCKET_ELEMENTS
-from megatron_terapipe.config.flops import LOGITS_AT_ONCE
+from megatron_terapipe.config.files.deepspeed import BUCKET_ELEMENTS
+from megatron_terapipe.config.model.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.software.description import (
     AttentionCore,
     Communication,

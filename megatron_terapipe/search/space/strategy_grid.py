@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.config.balance import granularity_of
+from megatron_terapipe.config.parallel.balance import granularity_of
 from megatron_terapipe.search.space.choices import Choices
 from megatron_terapipe.search.space.problem import SearchProblem
 from megatron_terapipe.strategy import DIMENSIONS, Strategy

@@ -12,8 +12,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 from deepspeed_ext.plan.text_files import read_text
-from megatron_terapipe.config.json_files import parse_json
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.fields.json_files import parse_json
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.config.presets import find_preset
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster

@@ -7,7 +7,7 @@ from typing import Any
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.numbers.bad_states import bad_states, described
 from deepspeed_ext.runtime.numbers.origin import find_origin
-from megatron_terapipe.config.numbers import NumbersConfig
+from megatron_terapipe.config.training.numbers import NumbersConfig
 from megatron_terapipe.errors import NumbersError
 
 

@@ -6,7 +6,7 @@ from math import isfinite
 from statistics import median
 from typing import Literal, NamedTuple
 
-from megatron_terapipe.config.numbers import NumbersConfig
+from megatron_terapipe.config.training.numbers import NumbersConfig
 from megatron_terapipe.errors import NumbersError
 
 WINDOW = 100

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.ledger.phase_clock import PhaseClock
-from megatron_terapipe.config.logging import TimingOption
+from megatron_terapipe.config.files.logging import TimingOption
 
 Timers = dict[str, tuple[float, ...]]
 """By phase, seconds: the most of all ranks; or the least and the most; or of each rank."""

@@ -12,8 +12,8 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch import cuda
 
-from megatron_terapipe.config.flops import model_parameters
-from megatron_terapipe.config.parallel import AUTO
+from megatron_terapipe.config.model.flops import model_parameters
+from megatron_terapipe.config.parallel.parallel import AUTO
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.device_peak import peak_tflops_here

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.strategy import Strategy

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.search.cost.cost_model import CostModel, TimePrediction
 from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node

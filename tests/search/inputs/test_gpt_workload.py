@@ -6,7 +6,8 @@ import pytest
 import torch
 from deepspeed.pipe import TiedLayerSpec
 
-from megatron_terapipe.config import ModelConfig, flops
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.model import flops
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.model.gpt import gpt_layers
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload

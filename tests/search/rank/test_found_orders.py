@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.plan.schedules import OPTIMISED
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload

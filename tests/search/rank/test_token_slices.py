@@ -13,7 +13,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.token_slice_costs import PolynomialCosts, op_costs
 from megatron_terapipe.arguments import build_config
-from megatron_terapipe.config.model import ModelConfig
+from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.cost_model import CostModel
 from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link, Node

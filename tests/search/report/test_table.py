@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import rich.console
 
-from megatron_terapipe.config.flops import iteration_flops
+from megatron_terapipe.config.model.flops import iteration_flops
 from megatron_terapipe.search.inputs.cluster_files import parse_cluster
 from megatron_terapipe.search.inputs.workload_files import read_workload
 from megatron_terapipe.search.report.comparison import compare

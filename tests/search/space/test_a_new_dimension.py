@@ -34,7 +34,7 @@ PATCH = {
     placement: tuple[int, ...] | None = dimension(''',
     ),
     # The field of the configuration that it sets: the trainer's flag, its help and its check follow.
-    "megatron_terapipe/config/parallel.py": (
+    "megatron_terapipe/config/parallel/parallel.py": (
         "    no_overlap_grad_reduce: bool",
         '''    expert_model_parallel_size: Literal[1] = 1
     """Ranks that share the experts of each layer."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deepspeed_ext.plan.schedules import SCHEDULES
-from megatron_terapipe.config.precision import PrecisionConfig
+from megatron_terapipe.config.training.precision import PrecisionConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.pipeline_plan import host_copies
 from megatron_terapipe.planning.planned_run import check_trainable

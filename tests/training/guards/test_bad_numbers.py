@@ -7,7 +7,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.runtime.numbers.states import states_of
-from megatron_terapipe.config.numbers import NumbersConfig
+from megatron_terapipe.config.training.numbers import NumbersConfig
 from megatron_terapipe.errors import NumbersError
 from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.guards.bad_numbers import BadIteration, BadNumbers, RememberedBatches, check_evaluation

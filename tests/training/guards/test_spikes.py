@@ -5,7 +5,7 @@ from math import inf, nan
 
 import pytest
 
-from megatron_terapipe.config.numbers import NumbersConfig
+from megatron_terapipe.config.training.numbers import NumbersConfig
 from megatron_terapipe.errors import NumbersError
 from megatron_terapipe.training.guards.spikes import LEAST_VALUES, SpikeGuard, SpikeWatch
 

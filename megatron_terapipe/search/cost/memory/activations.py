@@ -8,7 +8,7 @@ Korthikanti et al. (arXiv 2205.05198), s tokens, b sequences, h wide, a heads, t
     section 5    sbh/t 34                       and selective: scores, probabilities and their masks are computed again
     section 5    2sbh                           full: the input of the layer alone
 
-Those count masks of dropout, and a trainer that stores the s x s scores. Ours stores neither (`config.flops`,
+Those count masks of dropout, and a trainer that stores the s x s scores. Ours stores neither (`config.model.flops`,
 `block_activation_bytes_per_token`), cuts sequences into token slices, and keeps keys and values of whole sequences.
 The formulas here are the same ones by the shapes of any layer, and broadcast over arrays.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.attention_tiles import SCORES_AT_ONCE, longest_in_window
-from megatron_terapipe.config.flops import LOG_SUM_EXP_BYTES
+from megatron_terapipe.config.model.flops import LOG_SUM_EXP_BYTES
 from megatron_terapipe.search.inputs.layer import Attention, Layer
 from megatron_terapipe.search.op_times.layer_times import key_heads
 from megatron_terapipe.search.software.description import Software

@@ -2,8 +2,9 @@ from math import inf
 
 import pytest
 
-from megatron_terapipe.config import ModelConfig, flops
-from megatron_terapipe.config.flops import LOGITS_AT_ONCE
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.model import flops
+from megatron_terapipe.config.model.flops import LOGITS_AT_ONCE
 from megatron_terapipe.search.cost.memory.activations import TokenMemory, logit_limits, token_memory
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.layer import Layer

@@ -1,0 +1,206 @@
+"""Formulas of the model against published numbers and closed forms."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as draw
+
+from megatron_terapipe.config import ModelConfig
+from megatron_terapipe.config.model import flops
+from megatron_terapipe.config.model.block_shape import BlockShape
+
+
+def gpt(
+    layers: int, hidden: int, heads: int, seq_length: int = 2048, vocab_size: int = 51200, **given: int
+) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=seq_length,
+        vocab_size=vocab_size,
+        make_vocab_size_divisible_by=1,
+        **given,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "parameters"),
+    [
+        (12, 768, 12, 124_439_808),
+        (24, 1024, 16, 354_823_168),
+        (36, 1280, 20, 774_030_080),
+        (48, 1600, 25, 1_557_611_200),
+    ],
+)
+def test_gpt2_parameters(layers: int, hidden: int, heads: int, parameters: int) -> None:
+    """The released GPT-2 small, medium, large and XL, counted from their checkpoints."""
+    assert flops.model_parameters(gpt(layers, hidden, heads, 1024, 50257)) == parameters
+
+
+def test_gpt3_parameters() -> None:
+    """GPT-3 175B (arXiv 2005.14165 table 2.1)."""
+    assert flops.model_parameters(gpt(96, 12288, 96, 2048, 50257)) / 1e9 == pytest.approx(175, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "billions"),
+    [
+        (24, 2304, 24, 1.7),
+        (30, 3072, 32, 3.6),
+        (36, 4096, 32, 7.5),
+        (40, 6144, 48, 18.4),
+        (48, 8192, 64, 39.1),
+        (60, 10240, 80, 76.1),
+        (80, 12288, 96, 145.6),
+        (96, 16384, 128, 310.1),
+        (105, 20480, 128, 529.6),
+        (128, 25600, 160, 1008.0),
+    ],
+)
+def test_sc21_table_1_parameters(layers: int, hidden: int, heads: int, billions: float) -> None:
+    """The models of arXiv 2104.04473 table 1, to the digit printed."""
+    assert flops.model_parameters(gpt(layers, hidden, heads)) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+@given(layers=draw.integers(1, 100), heads=draw.integers(1, 64), width=draw.integers(1, 128), batch=draw.integers(1, 9))
+def test_closed_forms(layers: int, heads: int, width: int, batch: int) -> None:
+    """SC'21 equations 2 and 3, and Korthikanti appendix A, hold exactly for h = heads x width and f = 4h."""
+    h, s, v = heads * width, 256, 1000
+    model = gpt(layers, h, heads, s, v)
+    assert flops.block_parameters(model, model.blocks[0]) == 12 * h**2 + 13 * h
+    assert flops.embedding_parameters(model) == (v + s) * h
+    shared = batch * layers * s * h**2
+    useful = 72 * shared * (1 + s / (6 * h) + v / (12 * h * layers))
+    assert flops.iteration_flops(model, batch) == pytest.approx(useful, rel=1e-12)
+    executed = 96 * shared * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert flops.iteration_flops(model, batch, recompute=True) == pytest.approx(executed, rel=1e-12)
+
+
+@given(draw.lists(draw.integers(1, 40), min_size=1, max_size=6), draw.none() | draw.integers(1, 80))
+def test_token_slices_add_up_to_the_sequence(lengths: list[int], window: int | None) -> None:
+    model = gpt(2, 32, 4, sum(lengths), 100, sliding_window=window)
+    block = model.blocks[0]
+    prefixes = [sum(lengths[:index]) for index in range(len(lengths))]
+    parts = sum(flops.block_forward_flops(model, block, *part) for part in zip(lengths, prefixes, strict=True))
+    assert parts == flops.block_forward_flops(model, block, sum(lengths))
+    assert parts == sum(flops.token_forward_flops(model, block, position) for position in range(sum(lengths)))
+
+
+def test_causal_attention_is_about_half() -> None:
+    model = gpt(1, 64, 4, 1024, 1)
+    attention = flops.attention_flops_per_position(model, model.blocks[0])
+    saved = flops.iteration_flops(model, 1) - flops.iteration_flops(model, 1, causal=True)
+    assert saved == 3 * attention * (1024 * 1023 // 2)
+
+
+def test_tokens_in_a_window_attend_to_as_many_as_it_has() -> None:
+    model = gpt(2, 64, 4, 1024, 1)
+    alternating = gpt(2, 64, 4, 1024, 1, sliding_window=100, window_attn_skip_freq="2")
+    attention = flops.attention_flops_per_position(model, model.blocks[0])
+    saved = flops.iteration_flops(model, 1) - flops.iteration_flops(alternating, 1)
+    assert saved == 3 * attention * 1024 * (1024 - 100)
+    saved = flops.iteration_flops(model, 1, causal=True) - flops.iteration_flops(alternating, 1, causal=True)
+    assert saved == 3 * attention * sum(max(position + 1 - 100, 0) for position in range(1024))
+
+
+def test_activation_bytes_are_korthikantis_less_dropout_and_scores() -> None:
+    model = gpt(1, 64, 4)
+    block = model.blocks[0]
+    assert flops.block_activation_bytes_per_token(model, block, 2) == (34 - 2) * 64 + 4 * 4
+    assert flops.key_value_bytes_per_token(model, block, 2) == 4 * 64
+    # Selective: two outputs of norms (h each) and one of the activation (4h) less.
+    assert flops.block_activation_bytes_per_token(model, block, 2, "selective") == (32 - 2 * 6) * 64 + 4 * 4
+    # Full: the block's input, keys and values.
+    assert flops.block_activation_bytes_per_token(model, block, 2, "full") == (2 + 4) * 64
+
+
+def test_grouped_query_attention_and_untied_output() -> None:
+    full, grouped = gpt(1, 64, 4), gpt(1, 64, 4, num_key_value_heads=1)
+    fewer = 2 * 3 * 16  # three heads less of keys and of values, 16 wide
+    parameters = [flops.block_parameters(model, model.blocks[0]) for model in (full, grouped)]
+    assert parameters[0] - parameters[1] == fewer * 64 + fewer
+    assert flops.key_value_bytes_per_token(grouped, grouped.blocks[0], 4) == 2 * 16 * 4
+    # Every query head still scores every position.
+    assert len({flops.attention_flops_per_position(model, model.blocks[0]) for model in (full, grouped)}) == 1
+    untied = gpt(1, 64, 4, untie_embeddings_and_output_weights=True)
+    assert flops.model_parameters(untied) - flops.model_parameters(full) == 51200 * 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [
+        # As Hugging Face counts the released models: layers, width, query heads, key heads, MLP, words, tied.
+        ((32, 4096, 32, 32, 11008, 32000, False), 6_738_415_616),  # Llama 2 7B
+        ((80, 8192, 64, 8, 28672, 32000, False), 68_976_648_192),  # Llama 2 70B
+        ((32, 4096, 32, 8, 14336, 128256, False), 8_030_261_248),  # Llama 3 8B
+        ((16, 2048, 32, 8, 8192, 128256, True), 1_235_814_400),  # Llama 3.2 1B
+    ],
+)
+def test_llama_parameters(shape: tuple[int, int, int, int, int, int, bool], parameters: int) -> None:
+    layers, hidden, heads, groups, width, words, tied = shape
+    model = gpt(
+        layers,
+        hidden,
+        heads,
+        4096,
+        words,
+        num_key_value_heads=groups,
+        ffn_hidden_size=width,
+        activation="swiglu",
+        normalization="rmsnorm",
+        position_embedding_type="rope",
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=not tied,
+    )
+    assert flops.model_parameters(model) == parameters
+
+
+def test_a_gate_is_a_third_matrix() -> None:
+    plain, gated = (gpt(1, 64, 4, ffn_hidden_size=96, activation=name) for name in ("gelu", "swiglu"))
+    linear = [flops.linear_flops_per_token(model, model.blocks[0]) for model in (plain, gated)]
+    assert linear[1] - linear[0] == 2 * 64 * 96
+    assert flops.block_parameters(gated, gated.blocks[0]) - flops.block_parameters(plain, plain.blocks[0]) == 65 * 96
+    kept = [flops.block_activation_bytes_per_token(model, model.blocks[0], 1) for model in (plain, gated)]
+    assert kept[1] - kept[0] == 96
+
+
+def test_parts_left_out_count_nothing() -> None:
+    """Of a block, attention alone and the MLP alone are the sum."""
+    model = gpt(1, 64, 4, num_key_value_heads=2, activation="swiglu", ffn_hidden_size=100)
+    both, attention, mlp, nothing = (
+        BlockShape(num_key_value_heads=groups, ffn_hidden_size=width)
+        for groups, width in [(2, 100), (2, 0), (0, 100), (0, 0)]
+    )
+    for count in (
+        flops.block_weights,
+        flops.block_parameters,
+        flops.linear_flops_per_token,
+        flops.attention_flops_per_position,
+        lambda *given: flops.block_forward_flops(*given, 7, 5),
+        lambda *given: flops.key_value_bytes_per_token(*given, 2),
+        lambda *given: flops.block_activation_bytes_per_token(*given, 2),
+        lambda *given: flops.block_activation_bytes_per_token(*given, 2, "selective"),
+    ):
+        assert count(model, nothing) == 0
+        assert count(model, attention) + count(model, mlp) == count(model, both) > 0
+    assert flops.key_value_bytes_per_token(model, mlp, 2) == 0
+
+
+def test_uneven_layers_add_up() -> None:
+    given = {"num_key_value_heads": 2, "ffn_hidden_size": 100}
+    layers = '{"block_configs": [{}, {"attention": {"no_op": true}}, {"mlp": {"ffn_hidden_size": 40}}]}'
+    model = gpt(3, 64, 4, 256, 1000, heterogeneous_layers_config_path=layers, **given)
+    even = gpt(3, 64, 4, 256, 1000, **given)
+    (usual,) = set(even.blocks)
+    blocks = [
+        usual,
+        BlockShape(num_key_value_heads=0, ffn_hidden_size=100),
+        BlockShape(num_key_value_heads=2, ffn_hidden_size=40),
+    ]
+    less = sum(flops.block_parameters(even, usual) - flops.block_parameters(even, block) for block in blocks)
+    assert flops.model_parameters(even) - flops.model_parameters(model) == less > 0
+    less = sum(
+        flops.block_forward_flops(even, usual, 256) - flops.block_forward_flops(even, block, 256) for block in blocks
+    )
+    saved = flops.iteration_flops(even, 2, causal=True) - flops.iteration_flops(model, 2, causal=True)
+    assert saved == 2 * 3 * less > 0

@@ -1,0 +1,162 @@
+"""Frequencies of rotations against those of transformers, and the rules between their settings."""
+
+from dataclasses import replace
+from math import log, pi
+from typing import Any
+
+import pytest
+
+from megatron_terapipe.config.model.model import ModelConfig
+from megatron_terapipe.config.model.rotation import rotation_of
+from megatron_terapipe.errors import ConfigError
+from tests.model.configs import model_config
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA3 = {"rotary_scaling": "llama3", "rotary_scaling_factor": 8.0, "rotary_original_length": 8192}
+YARN = {"rotary_scaling": "yarn", "rotary_scaling_factor": 4.0, "rotary_original_length": 4096}
+CASES: dict[str, dict[str, Any]] = {
+    "linear": {"rotary_scaling_factor": 2.5},
+    "llama 3.1": LLAMA3,
+    "llama 3.2": LLAMA3 | {"rotary_scaling_factor": 32.0},
+    "llama3, other bounds": LLAMA3 | {"rotary_low_frequency_factor": 2.0, "rotary_high_frequency_factor": 9.0},
+    "llama3, short": LLAMA3 | {"rotary_original_length": 64},
+    "yarn": YARN,
+    "yarn, other bounds": YARN | {"rotary_beta_fast": 20.0, "rotary_beta_slow": 2.0},
+    "yarn, short": YARN | {"rotary_original_length": 16},
+    "yarn, factor given": YARN | {"rotary_attention_factor": 1.25},
+    "yarn, some channels": YARN | {"rotary_percent": 0.25},
+}
+
+
+def rope(**given: Any) -> ModelConfig:
+    given = {"position_embedding_type": "rope", "kv_channels": 128, "rotary_base": 500000.0} | given
+    return model_config(**given)
+
+
+def theirs(model: ModelConfig) -> tuple[list[float], float]:
+    """Frequencies and attention factor of transformers, in fp32."""
+    parameters: dict[str, Any] = {
+        "rope_type": model.rotary_scaling,
+        "rope_theta": model.rotary_base,
+        "factor": model.rotary_scaling_factor,
+        "partial_rotary_factor": model.rotary_percent,
+    }
+    if model.rotary_scaling != "linear":
+        parameters["original_max_position_embeddings"] = model.rotary_original_length
+    if model.rotary_scaling == "llama3":
+        parameters["low_freq_factor"] = model.rotary_low_frequency_factor
+        parameters["high_freq_factor"] = model.rotary_high_frequency_factor
+    if model.rotary_scaling == "yarn":
+        parameters["beta_fast"], parameters["beta_slow"] = model.rotary_beta_fast, model.rotary_beta_slow
+        parameters["attention_factor"] = model.rotary_attention_factor
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        num_attention_heads=4,
+        head_dim=model.kv_channels,
+        max_position_embeddings=131072,
+        rope_parameters=parameters,
+    )
+    frequencies, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[model.rotary_scaling](config)
+    return frequencies.tolist(), factor
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scaled_frequencies_are_those_of_transformers(name: str) -> None:
+    model = rope(**CASES[name])
+    rotation = rotation_of(model, model.blocks[0])
+    frequencies, factor = theirs(model)
+    assert rotation.frequencies == pytest.approx(frequencies, rel=3e-6)
+    assert rotation.factor == pytest.approx(factor, rel=1e-12)
+    plain = rotation_of(rope(rotary_percent=model.rotary_percent), model.blocks[0])
+    assert max(now / before for now, before in zip(rotation.frequencies, plain.frequencies, strict=True)) <= 1
+    assert rotation.frequencies[-1] == pytest.approx(plain.frequencies[-1] / model.rotary_scaling_factor)
+
+
+@pytest.mark.parametrize(("factor", "length"), [(4.0, 32768), (2.0, 131072)])
+def test_dynamic_scaling_is_a_larger_base_at_a_fixed_length(factor: float, length: int) -> None:
+    """As docs/how-to/migrating.md says: what `--rotary-base` must be for transformers' dynamic NTK at one length."""
+    before, channels, base = 8192, 128, 500_000.0
+    stretch = factor * length / before - (factor - 1)
+    model = rope(rotary_base=base * stretch ** (channels / (channels - 2)))
+    parameters = {"rope_type": "dynamic", "rope_theta": base, "factor": factor}
+    config = transformers.LlamaConfig(
+        hidden_size=512,
+        num_attention_heads=4,
+        head_dim=channels,
+        max_position_embeddings=before,
+        rope_parameters=parameters,
+    )
+    frequencies, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
+    assert rotation_of(model, model.blocks[0]).frequencies == pytest.approx(frequencies.tolist(), rel=3e-6)
+
+
+def test_the_attention_factor_of_yarn_follows_from_its_factor() -> None:
+    assert rope(**YARN).rotary_attention_factor == pytest.approx(0.1 * log(4) + 1)
+    assert rope(**LLAMA3).rotary_attention_factor == 1
+    assert rope(**YARN, rotary_attention_factor=2.0).rotary_attention_factor == 2
+
+
+def test_without_scaling_wavelengths_are_powers_of_the_base() -> None:
+    rotation = rotation_of(model := rope(kv_channels=8, rotary_base=16.0), model.blocks[0])
+    assert rotation.frequencies == pytest.approx([1, 1 / 2, 1 / 4, 1 / 8], rel=1e-15)
+    assert 2 * pi / rotation.frequencies[-1] == pytest.approx(2 * pi * 8)
+
+
+def test_layers_may_turn_otherwise_or_not_at_all() -> None:
+    model = rope(
+        **LLAMA3,
+        num_layers=4,
+        sliding_window=8,
+        window_attn_skip_freq="[1,0,1,0]",
+        rotary_base_local=100.0,
+        no_rope_freq="[0,0,0,1]",
+        rotary_interleaved=True,
+    )
+    local, scaled, third, none = (rotation_of(model, block) for block in model.blocks)
+    assert local == third != scaled
+    assert none is None
+    assert local.name != scaled.name
+    assert local.frequencies == rotation_of(rope(rotary_base=100.0), model.blocks[1]).frequencies
+    assert scaled.frequencies == rotation_of(rope(**LLAMA3), model.blocks[1]).frequencies
+    assert local.interleaved and scaled.interleaved
+    without = replace(model, rotary_base_local=None)
+    assert len({rotation_of(without, block) for block in without.blocks[:3]}) == 1
+    assert rotation_of(model_config(), model.blocks[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            {"rotary_scaling": "none", "rotary_scaling_factor": 2.0},
+            "--rotary-scaling-factor 2.0 contradicts --rotary-scaling none: drop one of them",
+        ),
+        (
+            {"position_embedding_type": "none", "rotary_scaling_factor": 2.0},
+            "--rotary-scaling linear has no rotations to scale: add --position-embedding-type rope",
+        ),
+        (
+            LLAMA3 | {"rotary_low_frequency_factor": 4.0},
+            "--rotary-low-frequency-factor 4.0 is not less than --rotary-high-frequency-factor 4.0: change one",
+        ),
+        (
+            YARN | {"rotary_beta_slow": 32.0},
+            "--rotary-beta-slow 32.0 is not less than --rotary-beta-fast 32.0: change one",
+        ),
+        (
+            YARN | {"rotary_base": 1.0},
+            "--rotary-base 1.0 has no slow rotations that --rotary-scaling yarn could scale: raise it",
+        ),
+        ({"rotary_scaling": "dynamic"}, "--rotary-scaling dynamic is not known: choose none, linear, llama3 or yarn"),
+        ({"rotary_scaling_factor": 0.0}, "--rotary-scaling-factor 0.0 is not positive: give a number above 0"),
+        (
+            {"rotary_base_local": 100.0},
+            "--rotary-base-local 100.0 is for layers with a window: add --sliding-window",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(given: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rope(**given)
+    assert str(caught.value) == line
