@@ -3,7 +3,8 @@
     terapipe preprocess --input corpus.jsonl --output-prefix corpus \
         --tokenizer-type byte --append-eod --workers 2
 
-writes `corpus_text_document.bin` and `.idx`, which Megatron reads too.
+writes `corpus_text_document.bin` and `.idx`, which Megatron reads too, and `corpus_text_document.tokenizer.json`, by
+which the trainer sees that it has the tokenizer of the data.
 """
 
 import argparse
@@ -26,8 +27,9 @@ from deepspeed_ext.plan.command_line import CommandParser, run_command
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_terapipe.data.map_ahead import map_ahead
 from megatron_terapipe.data.text_lines import Lines, read_lines
-from megatron_terapipe.data.tokenizer import TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
+from megatron_terapipe.data.tokenizer_record import TokenizerRecord
 from megatron_terapipe.data.worker_processes import WorkerProcesses
 from megatron_terapipe.errors import DataError
 
@@ -67,13 +69,13 @@ class LineEncoder:
     append_eod: bool
     tokenizer: TokenizerSettings
 
-    def vocab_size(self) -> int:
-        """Return the tokenizer's number of ids.
+    def built_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of this process.
 
         Raises:
             DataError: there is no such tokenizer, or its files are missing or malformed.
         """
-        return _tokenizer(self.tokenizer).vocab_size
+        return _tokenizer(self.tokenizer)
 
     def __call__(self, lines: Lines) -> EncodedLines:
         """Encode every document of the lines.
@@ -81,7 +83,7 @@ class LineEncoder:
         Raises:
             DataError: a line is no JSON object with the keys.
         """
-        tokenizer = _tokenizer(self.tokenizer)
+        tokenizer = self.built_tokenizer()
         dtype = token_dtype(tokenizer.vocab_size)
         documents: list[list[NDArray[np.integer[Any]]]] = [[] for _ in self.json_keys]
         num_empty = 0
@@ -171,7 +173,7 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Writt
     """Encode the encoder's source, write one indexed dataset per JSON key, and return what was written.
 
     Documents keep their order, so the files do not depend on the number of workers. Empty texts are
-    left out.
+    left out. Beside each dataset lies the record of its tokenizer.
 
     Args:
         encoder: keys to read, and tokenizer.
@@ -185,12 +187,12 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Writt
     if not encoder.source.is_file():
         raise DataError(f"--input {encoder.source} is no file: give a file of JSON lines")
     began = time.perf_counter()
-    vocab_size = encoder.vocab_size()
+    tokenizer = encoder.built_tokenizer()
     names = [f"{output_prefix}_{key}_document" for key in encoder.json_keys]
     output_prefix.parent.mkdir(parents=True, exist_ok=True)
     num_bytes = num_empty = 0
     with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedDatasetWriter(name, vocab_size)) for name in names]
+        writers = [stack.enter_context(IndexedDatasetWriter(name, tokenizer.vocab_size)) for name in names]
         batches: Iterator[EncodedLines]
         if workers == 1:
             batches = map(encoder, read_lines(encoder.source))
@@ -222,6 +224,8 @@ def preprocess(encoder: LineEncoder, output_prefix: Path, workers: int) -> Writt
             progress.update(batch.file_position - progress.n)
         if not all(writer.num_documents for writer in writers):
             raise DataError(f"--input {encoder.source} holds no text: give at least one document")
+    for name in names:
+        TokenizerRecord.of(name, tokenizer, ends=encoder.append_eod).write(name)
     return Written(
         datasets=tuple(
             Dataset(name, writer.num_documents, writer.num_tokens) for name, writer in zip(names, writers, strict=True)
@@ -245,7 +249,8 @@ def _workers(text: str) -> int:
 
 DESCRIPTION = """\
 Turn a file of texts into the data files of a run: tokenize JSON lines into Megatron's indexed dataset,
-PREFIX_KEY_document.bin and .idx for each JSON key. An existing dataset is replaced, once the whole one is written."""
+PREFIX_KEY_document.bin and .idx for each JSON key. An existing dataset is replaced, once the whole one is written. The
+tokenizer is noted in PREFIX_KEY_document.tokenizer.json, and the trainer refuses another one."""
 
 EPILOG = """\
 examples:

@@ -28,6 +28,7 @@ from megatron_terapipe.config.training.training import TrainingConfig
 from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets, index_cache, mock_datasets
 from megatron_terapipe.data.token_range import check_token_ids
 from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron_terapipe.data.tokenizer_record import check_tokenizer_records
 from megatron_terapipe.data.tokenizers.null import NullTokenizer
 from megatron_terapipe.errors import ConfigError, DataError
 from megatron_terapipe.planning.pipeline_plan import check_schedule, host_copies, pipeline_schedule, simulated_schedule
@@ -174,6 +175,7 @@ def prepare(config: Config, launch: LaunchEnvironment) -> Run:
         found_stages=planned.found_stages,
     )
     if launch.rank == 0 and not config.data.mock_data:
+        check_tokenizer_records(config.data.prefixes, tokenizer, reads_ends=config.data.reads_ends)
         check_token_ids(config.data.prefixes, tokenizer, index_cache(config.data))
     slow = slow_planning(run.pipeline)
     if slow is not None and launch.rank == 0:

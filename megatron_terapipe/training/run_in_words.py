@@ -59,7 +59,7 @@ def start_of_log(run: Run) -> list[str]:
 
 
 def warnings_of_run(run: Run) -> list[str]:
-    """Return lines about checkpoints that are not where the flags look for them, or that are in the way."""
+    """Return lines about what is perhaps not meant: checkpoints elsewhere or in the way, and other vocabularies."""
     config, lines = run.config.checkpoint, []
     if config.load is not None and run.checkpoint is None and not _same(config.load, config.save):
         lines.append(
@@ -80,6 +80,12 @@ def warnings_of_run(run: Run) -> list[str]:
                 f"warning: the checkpoint was trained with --tokenizer-type {then}, this run has {now}: the same ids "
                 "may mean other words"
             )
+    tokens, known = run.config.model.vocab_size or 0, run.tokenizer.vocab_size
+    if tokens >= 2 * known and not run.config.data.mock_data:
+        lines.append(
+            f"warning: the data has the {known} tokens of --tokenizer-type {run.tokenizer.name}, and the model "
+            f"{tokens} (--vocab-size): most of them are never trained; give the tokenizer of the model if it has one"
+        )
     if run.start.iteration >= run.train_iters and not run.config.training.skip_train:
         lines.append(
             f"nothing is left to train: {run.start.iteration} of {run.train_iters} iterations are done; raise "

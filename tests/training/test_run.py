@@ -10,7 +10,8 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.training.batch_sizes import BatchSizes
 from megatron_terapipe.data.blended_dataset import UnreadSamples
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
-from megatron_terapipe.data.tokenizer import TokenizerSettings
+from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings
+from megatron_terapipe.data.tokenizer_record import TokenizerRecord
 from megatron_terapipe.errors import CheckpointError, ConfigError, DataError
 from megatron_terapipe.training.progress import Progress
 from megatron_terapipe.training.reporting import curves
@@ -49,6 +50,17 @@ def test_a_null_tokenizer_adds_the_end_of_a_document_to_the_vocabulary(data: Pat
     run = prepared(data, "--tokenizer-type NullTokenizer --vocab-size 300")
     assert (run.config.model.vocab_size, run.tokenizer.eod) == (301, 300)
     assert run.checkpoint_info(run.start).tokenizer["vocab_size"] == 300
+
+
+def test_data_of_another_tokenizer_is_refused_by_the_first_rank(data: Path) -> None:
+    first = replace(LAUNCH, rank=0, local_rank=0)
+    record = TokenizerRecord.of(data, ByteTokenizer(), ends=True)
+    record.write(data)
+    prepared(data, "--eod-mask-loss", first)
+    replace(record, first_text="of another").write(data)
+    prepared(data)
+    with pytest.raises(DataError, match=r"tokenized with byte .* another text to --tokenizer-type byte"):
+        prepared(data, launch=first)
 
 
 SAMPLES = "--split 8,1,1 --eval-iters 3 --train-samples 100 --rampup-batch-size 4 4 20"

@@ -80,6 +80,17 @@ def test_a_run_that_is_done_and_another_tokenizer_are_told(saved: Path) -> None:
     assert line.startswith("warning: the checkpoint was trained with --tokenizer-type NullTokenizer, this run has byte")
 
 
+def test_a_vocabulary_far_beyond_that_of_the_data_is_told() -> None:
+    run = prepared("--vocab-size 50257")
+    assert not warnings_of_run(run)  # Random tokens are drawn from all of it.
+    data = replace(run.config.data, mock_data=False, data_path=("corpus",))
+    (line,) = warnings_of_run(replace(run, config=replace(run.config, data=data)))
+    assert line == (
+        "warning: the data has the 257 tokens of --tokenizer-type byte, and the model 50257 (--vocab-size): most of "
+        "them are never trained; give the tokenizer of the model if it has one"
+    )
+
+
 @pytest.mark.parametrize(
     ("layers", "words"),
     [

@@ -172,6 +172,11 @@ class DataConfig:
         """Whether the documents within a sample are told apart: by their positions, by attention, or by both."""
         return self.reset_position_ids or self.reset_attention_mask
 
+    @property
+    def reads_ends(self) -> bool:
+        """Whether ends of documents are looked for among the tokens."""
+        return self.separates_documents or self.eod_mask_loss
+
     def weighted_prefixes(self, part: Part = "train") -> WeightedPrefixes:
         """Return each prefix of a part with its weight, all weights None if none is given; empty if it has no data.
 
