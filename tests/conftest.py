@@ -7,14 +7,15 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.marks import marks_of
 from tests.pairs import covering_pairs
 
 # A property is about values, not about how busy the machine is.
-settings.register_profile("project", deadline=None)
-settings.load_profile("project")
+settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Who changes one thing is not stopped by what was drawn of another: only `make test-all` draws new values each time.
+settings.register_profile("repeated", settings.get_profile("project"), derandomize=True)
 
 LONGEST = (
     *("test_gpt_equivalence.py", "test_reshape.py", "test_search_then_train.py", "test_resume.py", "test_on_ranks.py"),
@@ -27,6 +28,11 @@ LONGEST = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of the complete tests."""
     parser.addoption("--all-setups", action="store_true", help="run every setup, not only enough to cover every pair")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose, before any test is read, whether properties are tried on values that were never drawn before."""
+    settings.load_profile("project" if config.getoption("all_setups") else "repeated")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

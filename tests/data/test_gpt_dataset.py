@@ -21,7 +21,7 @@ DatasetOf = Callable[..., IndexedDataset]
 
 lengths = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(lambda each: sum(each) > 8)
 fixture_is_a_function = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 

@@ -11,17 +11,21 @@ import os, signal, sys, time
 from deepspeed_ext.runtime.ledger.kill_timer import KillTimer
 
 timer = KillTimer()
-for _ in range(8):
-    timer.set(0.4)
-    time.sleep(0.1)
+timer.set(1.0)
+timer.set(600.0)  # A busy host may not come back to this process for a while, but hardly between two lines.
+time.sleep(1.1)
 if sys.argv[1] == "end":
+    timer.set(1.0)
     timer.end()
-    time.sleep(0.6)
+    time.sleep(1.1)
     sys.exit(0)
-if os.fork() == 0:
-    timer.set(0.4)  # that of the parent is none of the child's
-    time.sleep(0.6)
+child = os.fork()
+if child == 0:
+    timer.set(0.2)  # that of the parent is none of the child's
+    time.sleep(0.4)
     os._exit(0)
+assert os.waitpid(child, 0) == (child, 0)
+timer.set(0.2)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
