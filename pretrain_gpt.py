@@ -11,6 +11,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.planned_ops import check_num_ops
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from deepspeed_ext.runtime.liveness.process_end import ProcessEnd
 from deepspeed_ext.runtime.liveness.watch import DIED_TOO
 from megatron_terapipe.arguments import Arguments, read_arguments
 from megatron_terapipe.arguments.searched_strategy import Constraints, FoundStrategy
@@ -138,4 +139,6 @@ def _launch_environment(config: Config) -> LaunchEnvironment:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end = ProcessEnd()
+    end.code = main()
+    sys.exit(end.code)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,14 +88,13 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
     # DeepSpeed calls collectives by names that torch has renamed; nobody who trains can do anything about it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     backend = run.config.parallel.distributed_backend or accelerator.communication_backend_name()
-    ledgers = run.config.logging.ledgers(run.config.checkpoint.save)
     if rank_watch is not None and "MASTER_PORT" in os.environ:
         rank_watch.meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     try:
         init_distributed(dist_backend=backend, timeout=_timeout(run) + GRACE, verbose=False)
         watch = watch_this_rank(
             _timeout(run),
-            ledgers,
+            _ledgers(run),
             # A store may outlive ranks that are started again.
             name=f"run {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             remedy=lambda: remedy(run.config.checkpoint.save),
@@ -102,10 +102,34 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _not_met(run, error) from error
+    # Also after an error the threads of the watch end before the process does.
+    with watch:
+        with _errors_explained(run, rank_watch):
+            if accelerator.device_name() == "cuda":
+                compare_environments()
+            yield watch
+        # Not in a `finally`: after an error the other ranks may never come, and the launcher ends them.
+        with watch.ledger.phase("leaving the process group"):
+            if rank_watch is not None and run.launch.world_size > 1:
+                # The rank that keeps the store may leave before the others.
+                rank_watch.part()
+                dist.barrier()
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _errors_explained(run: Run, rank_watch: RankWatch | None) -> Iterator[None]:
+    """Give whoever is to say why ranks end the time to do so.
+
+    Args:
+        run: the run.
+        rank_watch: sees that another rank or a launcher is gone, if there is one.
+
+    Raises:
+        LostRank: if an error comes of a rank that is gone, and has been named.
+    """
     try:
-        if accelerator.device_name() == "cuda":
-            compare_environments()
-        yield watch
+        yield
     except NumbersError:
         # Every rank raises it, and the first one says it: it must come to that before a launcher ends it.
         if run.launch.rank:
@@ -121,16 +145,8 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
         if gone is None or not is_of_communication(error):
             raise
         with suppress(OSError):
-            keep_traceback(error, ledgers, run.launch.rank)
+            keep_traceback(error, _ledgers(run), run.launch.rank)
         raise LostRank(gone.what) from error
-    # Not in a `finally`: after an error the other ranks may never come, and the launcher ends them.
-    with watch.ledger.phase("leaving the process group"):
-        if rank_watch is not None and run.launch.world_size > 1:
-            # The rank that keeps the store may leave before the others.
-            rank_watch.part()
-            dist.barrier()
-        dist.destroy_process_group()
-    watch.end()
 
 
 def _end(rank_watch: RankWatch | None) -> None:
@@ -305,3 +321,7 @@ def _partition(run: Run) -> StagePartition | str:
 
 def _timeout(run: Run) -> timedelta:
     return timedelta(minutes=run.config.parallel.distributed_timeout_minutes)
+
+
+def _ledgers(run: Run) -> Path:
+    return run.config.logging.ledgers(run.config.checkpoint.save)

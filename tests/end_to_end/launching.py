@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -160,11 +161,17 @@ def train_on_this_rank(trainer_flags: Sequence[str], folder: Path | None = None)
     """
     import pretrain_gpt
 
+    before = {*threading.enumerate()}
     if folder is None:
-        return pretrain_gpt.main(trainer_flags)
-    os.chdir(folder)
-    with Path(f"log_{uuid.uuid4()}.txt").open("w") as log, redirect_stdout(log):
-        return pretrain_gpt.main(trainer_flags)
+        code = pretrain_gpt.main(trainer_flags)
+    else:
+        os.chdir(folder)
+        with Path(f"log_{uuid.uuid4()}.txt").open("w") as log, redirect_stdout(log):
+            code = pretrain_gpt.main(trainer_flags)
+    # That of progress bars ends with the process.
+    left = {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"} - before
+    assert not left, f"threads see the end of the interpreter: {left}"
+    return code
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -118,6 +118,14 @@ class StallWatch:
         ]
         for thread in self._threads if world_size > 1 else ():
             thread.start()
+
+    def __enter__(self) -> Self:
+        """Watch as long as the block goes on."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop watching."""
+        self.end()
 
     def end(self) -> None:
         """Stop watching."""

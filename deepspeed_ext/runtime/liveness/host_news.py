@@ -29,6 +29,9 @@ _SILENT_S = 4.0
 _CONNECT_S = 5.0
 """Longest time of one attempt to connect."""
 
+_PARTING_S = _CONNECT_S + 1.0
+"""Longest time to wait for a thread that is to end: what it asks a store that answers takes less."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gone:
@@ -95,6 +98,11 @@ class HostNews:
         """Hear nothing any more: the store may go."""
         self._ended.set()
         self._to_tell.put(None)
+
+    def join(self) -> None:
+        """Wait, after `end`, for the thread: one that is left in a call to the store takes the process down with it."""
+        if self._thread is not None:
+            self._thread.join(_PARTING_S)
 
     def _run(self, address: str, port: int, name: str, listens: bool) -> None:
         news = None if listens else self._to_tell.get()

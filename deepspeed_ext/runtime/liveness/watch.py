@@ -116,6 +116,8 @@ class RankWatch:
         with suppress(OSError):
             self._waking.send(b"\0")
         self._thread.join()
+        if self._news is not None:
+            self._news.join()
         with self._concluding:
             pass  # A thread that has found out who is gone says so before this rank ends.
         self._wake.close()
