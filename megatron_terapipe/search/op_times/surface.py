@@ -5,11 +5,13 @@ Between points the times follow the terms that an op has,
     fixed + linear R + quadratic B positions + prefix B before        R = B (end - start) rows of B sequences
 
 with the positions that tokens attend to (`config.model.attended_positions`) and the tokens in reach before the token
-slice, whose coefficients, none below zero, are fitted to all points. What the points differ from the fit by is a
-factor, and the logarithm of that factor is interpolated: over the start of the token slice, then over its length, then
-over the micro-batch, each time by how far the logarithm of the fit has come from one point to the next. So the surface
-goes through the points, and where they grow from one to the next, so does it between them; beyond the last point the
-factor stays what it was.
+slice, whose coefficients, none below zero, are fitted to all points. Few points do not tell all terms apart: one is met
+by any term alone. Then only the first terms of `PREFERRED` that they tell apart are fitted, so a single point says that
+times grow with the rows, not that they are fixed (ADR 61). What the points differ from the fit by is a factor, and the
+logarithm of that factor is interpolated: over the start of the token slice, then over its length, then over the
+micro-batch, each time by how far the logarithm of the fit has come from one point to the next. So the surface goes
+through the points, and where they grow from one to the next, so does it between them; beyond the last point the factor
+stays what it was.
 """
 
 from collections import defaultdict
@@ -24,6 +26,9 @@ from megatron_terapipe.config.model.attended_positions import attended_positions
 from megatron_terapipe.search.op_times.layer_times import Numbers, ScalarOrArray
 
 Whole = NDArray[np.int64]
+
+PREFERRED = (1, 0, 2, 3)
+"""Columns of `terms` that are fitted, the first that points tell apart: most of the time of an op goes into its rows."""
 
 TINY_S = 1e-9
 """Seconds below which an op takes no time: logarithms need a floor."""
@@ -197,9 +202,20 @@ def _fit(features: NDArray[np.float64], seconds: Numbers) -> Numbers:
 
     relative = features / seconds[:, None]
     scale = np.maximum(relative.max(axis=0), TINY_S)
-    coefficients, _ = nnls(relative / scale, np.ones(len(seconds)))
-    found: Numbers = coefficients / scale
+    relative = relative / scale
+    columns = _told_apart(relative)
+    found: Numbers = np.zeros(len(scale))
+    found[columns] = nnls(relative[:, columns], np.ones(len(seconds)))[0] / scale[columns]
     return found
+
+
+def _told_apart(features: NDArray[np.float64]) -> list[int]:
+    """Columns of features [n, 4] that no others before them in the order of preference add up to."""
+    chosen: list[int] = []
+    for column in PREFERRED:
+        if np.linalg.matrix_rank(features[:, [*chosen, column]]) > len(chosen):
+            chosen.append(column)
+    return chosen
 
 
 def _growing(sizes: Whole, starts: Whole, lengths: Whole, seconds: Numbers) -> Numbers:

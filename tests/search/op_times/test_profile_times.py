@@ -48,6 +48,27 @@ def test_what_the_terms_say_is_exact_between_and_beyond_the_points(measured: Mea
         )
 
 
+def test_one_point_says_that_times_grow_with_the_rows() -> None:
+    surface = Surface.through([Point(1, 0, 64, 0.2)])
+    assert surface(2, 0, 64) == pytest.approx(0.4, rel=1e-12)
+    assert surface(1, np.arange(0, 64, 16), np.arange(16, 80, 16)) == pytest.approx([0.05] * 4, rel=1e-12)
+    assert surface(1, 0, 64, parts=2) == pytest.approx(0.1, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("points", "wanted"),
+    [
+        # fixed 0.1 + 0.01 for each of 10 rows: neither micro-batches nor lengths alone tell of attention.
+        ([Point(1, 0, 10, 0.2), Point(2, 0, 10, 0.3)], [Point(4, 0, 10, 0.5), Point(1, 0, 20, 0.3)]),
+        ([Point(1, 0, 10, 0.2), Point(1, 0, 40, 0.5)], [Point(1, 0, 80, 0.9), Point(2, 0, 20, 0.5)]),
+    ],
+)
+def test_two_points_tell_the_fixed_time_from_that_of_rows(points: list[Point], wanted: list[Point]) -> None:
+    surface = Surface.through(points)
+    for size, start, end, expected in (*points, *wanted):
+        assert surface(size, start, end) == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_point_off_the_terms_is_still_met_and_its_neighbours_lean_to_it() -> None:
     points = [Point(1, 0, length, seconds(1, 0, length)) for length in (8, 16, 32, 64)]
     odd = [*points[:2], points[2]._replace(seconds=1.3 * points[2].seconds), *points[3:]]
