@@ -153,11 +153,15 @@ def what_next(profile: "Profile", model: str, path: str) -> Iterator[str]:
         model: MODEL, as the command line has it.
         path: the file.
     """
+    from megatron_terapipe.search.op_times.profile import lone_sizes
+
     yield f"wrote {path}"
     if profile.num_nodes == 1:
         yield "not measured: links between hosts, which stay those of the data sheet; --hostfile measures them"
     if not any(link.where == "inside" for link in profile.links):
         yield "not measured: links inside a node, since each host has one rank; they stay those of the data sheet"
+    for sizes in lone_sizes(profile):
+        yield f"measured: {sizes} alone; op times of others are a guess, and a longer --budget-s measures them"
     yield f"next: terapipe search rank {model} CLUSTER --global-batch-size N --profile {path}"
     yield "  or: terapipe search trial with the same words, which runs the best and calibrates"
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -31,7 +32,13 @@ from megatron_terapipe.training.optimizer import build_optimizer
 from megatron_terapipe.training.token_slice_batch import split_batch
 
 STEPS = 7
-NUM_MICRO_BATCHES = 4
+"""Measured steps of each engine, fewer where the time is over."""
+
+LEAST_STEPS = 2
+
+WARM_UP_STEPS = 2
+
+NUM_MICRO_BATCHES = 2
 
 
 class _Step(NamedTuple):
@@ -43,17 +50,19 @@ class _Step(NamedTuple):
     op_s: float
 
 
-def measure_engine(model: ModelConfig, precision: str, num_token_slices: int) -> ProfiledEngine:
+def measure_engine(model: ModelConfig, precision: str, num_token_slices: int, budget_s: float = inf) -> ProfiledEngine:
     """Measure engines with one and with three layers, on one rank; messages between ranks are priced by links.
 
     Args:
         model: the model section.
         precision: `fp32`, `fp16` or `bf16`.
         num_token_slices: token slices of a sequence.
+        budget_s: seconds after which no further step is begun, once there are enough.
     """
     blocks = replace(model, heterogeneous_layers_config_path=None)
     small, large = (
-        _measured_step(replace(blocks, num_layers=number), precision, num_token_slices) for number in (1, 3)
+        _measured_step(replace(blocks, num_layers=number), precision, num_token_slices, budget_s / 2)
+        for number in (1, 3)
     )
     # A difference of two medians would be mostly noise.
     each = (large.least_outside_s - small.least_outside_s) / (large.parameters - small.parameters)
@@ -65,7 +74,8 @@ def measure_engine(model: ModelConfig, precision: str, num_token_slices: int) ->
     )
 
 
-def _measured_step(model: ModelConfig, precision: str, num_token_slices: int) -> _Step:
+def _measured_step(model: ModelConfig, precision: str, num_token_slices: int, budget_s: float) -> _Step:
+    ends = time.perf_counter() + budget_s
     cut = TokenSlices.uniform(model.seq_length, num_token_slices)
     strategy = Strategy(num_token_slices=num_token_slices, global_batch_size=NUM_MICRO_BATCHES)
     flags = PrecisionConfig(bf16=precision == "bf16", fp16=precision == "fp16")
@@ -83,9 +93,12 @@ def _measured_step(model: ModelConfig, precision: str, num_token_slices: int) ->
         )
         optimizer = build_optimizer(OptimizerConfig(lr=1e-4), module.named_parameters())
         engine, *_ = initialize(module, deepspeed_config(config, layout), optimizer=optimizer)
-    outside, between = [], []
+    outside: list[float] = []
+    between: list[float] = []
     batches = _batches(model)
-    for step in range(STEPS + 2):
+    for step in range(WARM_UP_STEPS + STEPS):
+        if len(outside) >= LEAST_STEPS and time.perf_counter() > ends:
+            break
         get_accelerator().synchronize()
         begun = time.perf_counter()
         with engine.timeline() as timelines:
@@ -93,7 +106,7 @@ def _measured_step(model: ModelConfig, precision: str, num_token_slices: int) ->
             engine.train_batch(batches)
             get_accelerator().synchronize()
             seconds = time.perf_counter() - begun - entered
-        if step < 2:
+        if step < WARM_UP_STEPS:
             continue
         (spans,) = timelines[0].spans
         busy = sum(span.end - span.start for span in spans)

@@ -159,7 +159,7 @@ class LayerTimer:
                     # Gradients exist from the first on, as within a step: products add to them.
                     self._repeat(layers, run, sums[layers.shape])
                 begun, visited = time.perf_counter(), len(repeats)
-                while len(repeats) == visited or self._together(time.perf_counter() - begun) < VISIT_S:
+                while len(repeats) == visited or self._together([[time.perf_counter() - begun]])[0][0] < VISIT_S:
                     dist.barrier()
                     repeats.append(self._repeat(layers, run, sums[layers.shape]))
             if is_over(run):
@@ -171,11 +171,12 @@ class LayerTimer:
         return of_layers
 
     def _points(self, layers: MeasuredLayers, run: MeasuredRun, repeats: Sequence[list[OpTimes]]) -> Iterator[OpPoint]:
-        for index, (start, end) in enumerate(self._cut(run).bounds()):
-            forward, backward, of_input, of_weight = (
-                self._together(median(times)) / layers.count
-                for times in zip(*(repeat[index] for repeat in repeats), strict=True)
-            )
+        # One message for all token slices: on a slow link each takes longer than what it tells of.
+        medians = self._together(
+            [[median(times) for times in zip(*ops, strict=True)] for ops in zip(*repeats, strict=True)]
+        )
+        for (start, end), times in zip(self._cut(run).bounds(), medians, strict=True):
+            forward, backward, of_input, of_weight = (each / layers.count for each in times)
             # The whole backward is what most schedules run; how it divides is known from the two parts.
             share = of_input / (of_input + of_weight) if of_input + of_weight else 0.0
             yield OpPoint(run.micro_batch_size, start, end, forward, backward * share, backward * (1 - share))
@@ -183,12 +184,13 @@ class LayerTimer:
     def _cut(self, run: MeasuredRun) -> TokenSlices:
         return TokenSlices.uniform(self._model.seq_length, run.num_token_slices)
 
-    def _together(self, seconds: float) -> float:
-        """Mean over the ranks."""
-        total = torch.tensor([seconds], dtype=torch.float64 if self._device.type == "cpu" else torch.float32)
+    def _together(self, seconds: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Means over the ranks, [S, n] as given."""
+        total = torch.tensor(seconds, dtype=torch.float64 if self._device.type == "cpu" else torch.float32)
         total = total.to(self._device)
         dist.all_reduce(total)
-        return float(total.item() / dist.get_world_size())
+        means: list[list[float]] = (total / dist.get_world_size()).tolist()
+        return means
 
     def _repeat(self, layers: MeasuredLayers, run: MeasuredRun, sums: AccumulatedGradients | None) -> list[OpTimes]:
         whole = self._once(layers, run, sums, puts_off=False)

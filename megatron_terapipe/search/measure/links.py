@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 from statistics import median
 
 import torch
@@ -14,11 +15,15 @@ from megatron_terapipe.search.measure.sizes import MESSAGE_BYTES
 from megatron_terapipe.search.op_times.profile import ProfiledLink
 
 REPEATS = 15
-"""Timings of messages of one size, fewer where they would take longer than `LONGEST_S`."""
+"""Timings of messages of one size, fewer where they would take longer than the size's part of the time."""
 
 LEAST_REPEATS = 3
 
-LONGEST_S = 1.5
+UNCOUNTED = 2
+"""Timings of each size that come before: they warm up, and say how long one takes."""
+
+LEAST_SIZES = 3
+"""Sizes that are timed however slow a link is: two make a line."""
 
 AT_ONCE = 4
 """Short messages that one timing sends one after the other: ranks leave a barrier at different times."""
@@ -35,7 +40,7 @@ def nodes_of_ranks() -> Nodes:
 
 
 def measure_links(
-    device: torch.device, nodes: Nodes, doing: Callable[[str], None] = lambda _: None
+    device: torch.device, nodes: Nodes, doing: Callable[[str], None] = lambda _: None, budget_s: float = inf
 ) -> list[ProfiledLink]:
     """Measure every class of links between ranks; every rank must call it at the same time.
 
@@ -43,13 +48,16 @@ def measure_links(
         device: device of the messages.
         nodes: ranks of each node.
         doing: told what is measured next.
+        budget_s: seconds for all classes together, the same on every rank; on a slow link the longest messages, which
+            tell no more of it than shorter ones, are left out.
     """
     if dist.get_world_size() == 1:
         return []
-    return [_measured(each, device, doing) for each in link_classes(nodes)]
+    classes = list(link_classes(nodes))
+    return [_measured(each, device, doing, budget_s / len(classes)) for each in classes]
 
 
-def _measured(links: LinkClass, device: torch.device, doing: Callable[[str], None]) -> ProfiledLink:
+def _measured(links: LinkClass, device: torch.device, doing: Callable[[str], None], budget_s: float) -> ProfiledLink:
     doing(links.words)
     rank = dist.get_rank()
     # Every rank must name every group, in the same order.
@@ -70,7 +78,7 @@ def _measured(links: LinkClass, device: torch.device, doing: Callable[[str], Non
             dist.send(message, ranks[0], group=group)
 
     ways = 2 if links.what == "transfer" else 1
-    points = tuple((size, seconds / ways) for size, seconds in _points(send, device))
+    points = tuple((size, seconds / ways) for size, seconds in _points(send, device, budget_s))
     for _, group in made:
         if mine is not None and group is mine[1]:
             dist.destroy_process_group(group)
@@ -84,17 +92,22 @@ def _measured(links: LinkClass, device: torch.device, doing: Callable[[str], Non
     )
 
 
-def _points(send: Callable[[torch.Tensor], None], device: torch.device) -> Iterator[tuple[int, float]]:
+def _points(send: Callable[[torch.Tensor], None], device: torch.device, budget_s: float) -> Iterator[tuple[int, float]]:
     """Yield (bytes, seconds) of messages; the slowest group's, median over repeats."""
-    for size in MESSAGE_BYTES:
+    spent_s = byte_s = 0.0
+    for number, size in enumerate(MESSAGE_BYTES):
+        # All ranks go by times that they have agreed on, not by their clocks.
+        if number >= LEAST_SIZES and spent_s + (UNCOUNTED + LEAST_REPEATS) * size * byte_s > budget_s:
+            return
         message = torch.zeros(size // 4, dtype=torch.float32, device=device)
         count = AT_ONCE if size <= SHORT_BYTES else 1
         _timed(send, message, count)
         (once,) = _slowest([_timed(send, message, count)], device)
-        repeats = max(min(REPEATS, int(LONGEST_S / max(once * count, 1e-9))), min(LEAST_REPEATS, REPEATS))
+        wanted = budget_s / len(MESSAGE_BYTES) / max(once * count, 1e-9)
+        repeats = int(max(min(REPEATS, wanted), min(LEAST_REPEATS, REPEATS)))
         yield size, median(_slowest([_timed(send, message, count) for _ in range(repeats)], device))
-        if once * count * LEAST_REPEATS > 2 * LONGEST_S:
-            return  # A slow link: larger messages would tell nothing new.
+        spent_s += (UNCOUNTED + repeats) * once * count
+        byte_s = once / size
 
 
 def _timed(send: Callable[[torch.Tensor], None], message: torch.Tensor, count: int) -> float:

@@ -24,6 +24,9 @@ from megatron_terapipe.search.op_times.profile import (
 
 TIMEOUT = timedelta(minutes=5)
 
+ENGINE_SHARE, LINKS_SHARE = 0.2, 0.2
+"""Shares of the time, so that enough is left for layers: a slow link or a slow model must not use it up (ADR 61)."""
+
 
 class Progress(NamedTuple):
     """How far it is.
@@ -90,7 +93,8 @@ def _measure_engine(tell: Callable[[Any], None], sizes: MeasuredSizes) -> None:
     from megatron_terapipe.search.measure.engine import measure_engine
 
     _join()
-    tell(measure_engine(sizes.model, sizes.precision, min(4, max(sizes.nums_token_slices))))
+    budget_s = ENGINE_SHARE * sizes.budget_s
+    tell(measure_engine(sizes.model, sizes.precision, min(4, max(sizes.nums_token_slices)), budget_s))
 
 
 def measure_together(
@@ -114,7 +118,8 @@ def measure_together(
     device = _join()
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[sizes.precision]
     nodes = nodes_of_ranks()
-    links = measure_links(device, nodes, lambda words: tell(Progress(0.1, words)))
+    # All ranks must agree on the time for links, and the first alone knows what the engine took.
+    links = measure_links(device, nodes, lambda words: tell(Progress(0.1, words)), LINKS_SHARE * sizes.budget_s)
     rank = dist.get_rank()
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
     points: dict[tuple[Shape, int, str], list[OpPoint]] = {}

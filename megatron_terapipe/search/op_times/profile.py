@@ -1,5 +1,7 @@
 """Profile of a machine, as `measure` writes it: times of ops, of messages, and of the engine around them."""
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -159,3 +161,18 @@ class Profile:
     links: tuple[ProfiledLink, ...] = ()
     engine: ProfiledEngine | None = None
     num_nodes: int = 1
+
+
+def lone_sizes(profile: Profile) -> Iterator[str]:
+    """Yield, in words, micro-batches and token slices of which one size alone was measured: all others are a guess."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for layer in profile.layers:
+        if layer.shape[0] == "block" and layer.recompute == "none":
+            rows = {point.micro_batch_size for point in layer.points}
+            lengths = {point.end - point.start for point in layer.points}
+            alone = [f"micro-batches of {size}" for size in rows if len(rows) == 1]
+            alone += [f"token slices of {length} tokens" for length in lengths if len(lengths) == 1]
+            if alone:
+                found[" and ".join(alone)].append(layer.tensor_parallel_size)
+    for alone_in_words, sizes in found.items():
+        yield f"{alone_in_words} (tensor-parallel size {' and '.join(map(str, sorted(set(sizes))))})"

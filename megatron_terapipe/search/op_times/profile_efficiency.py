@@ -18,7 +18,7 @@ from megatron_terapipe.search.inputs.cluster import Cluster, Node
 from megatron_terapipe.search.inputs.library import names_one_device
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.kernel_efficiency import reachable_bandwidth
-from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink
+from megatron_terapipe.search.op_times.profile import Profile, ProfiledLink, lone_sizes
 from megatron_terapipe.search.op_times.reduction_factors import carried_by_network
 from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.terapipe import TERAPIPE
@@ -123,7 +123,7 @@ def share_of(link: ProfiledLink, node: Node) -> float:
 
 
 def profile_notes(profile: Profile, cluster: Cluster) -> Iterator[str]:
-    """Yield a line for each kind of link that the ranks of a cluster use and that a profile has not measured.
+    """Yield a line for each kind of link that ranks of a cluster use, and of sizes, that a profile has not measured.
 
     Args:
         profile: the profile.
@@ -147,6 +147,11 @@ def profile_notes(profile: Profile, cluster: Cluster) -> Iterator[str]:
         yield (
             f"{name} was measured with {profile.num_devices} ranks on a host, and nodes have up to {largest}: what "
             f"{largest} ranks share of a node was not measured"
+        )
+    for sizes in lone_sizes(profile):
+        yield (
+            f"{name} was measured with {sizes} alone: op times of others are a guess; measure more sizes, or with a "
+            "longer --budget-s"
         )
 
 

@@ -28,7 +28,7 @@ from megatron_terapipe.search.op_times.layer_times import Numbers, ScalarOrArray
 Whole = NDArray[np.int64]
 
 PREFERRED = (1, 0, 2, 3)
-"""Columns of `terms` that are fitted, the first that points tell apart: most of the time of an op goes into its rows."""
+"""Columns of `terms`, fitted where points tell them from those before: most of the time of an op goes into its rows."""
 
 TINY_S = 1e-9
 """Seconds below which an op takes no time: logarithms need a floor."""

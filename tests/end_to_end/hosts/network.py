@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -29,6 +30,7 @@ PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen", "pdsh")
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 NAMESPACES = Path("/run/netns")
 ETC = Path("/etc/netns")
+TOLD_TO_END = (signal.SIGTERM, signal.SIGHUP)
 NAME = re.compile(r"tslice-(\d+)-\d+-\w+")
 """A namespace of ours: the process that made it, the number of its network, and the host or the switch."""
 
@@ -186,13 +188,18 @@ class Network:
 
 @contextmanager
 def network(num_hosts: int, folder: Path, *, cores: Sequence[int] = ()) -> Iterator[Network]:
-    """Hosts that reach each other by name, with ssh and no password.
+    """Hosts that reach each other by name, with ssh and no password; whatever ends the block, but SIGKILL, ends them.
 
     Args:
         num_hosts: how many.
         folder: for keys and logs.
         cores: of the hosts, one each; empty = each has all.
     """
+    with _ended_in_order():
+        yield from _network(num_hosts, folder, cores)
+
+
+def _network(num_hosts: int, folder: Path, cores: Sequence[int]) -> Iterator[Network]:
     _remove_those_of_dead_processes()
     made = Network(_new_name(), num_hosts, cores)
     try:
@@ -211,6 +218,26 @@ def network(num_hosts: int, folder: Path, *, cores: Sequence[int] = ()) -> Itera
             host.shut_down()
         for name in (*(host.name for host in made.hosts), made.switch):
             _remove(name)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Let the first signal that asks this process to end raise, as Ctrl-C does; what follows cannot disturb the end."""
+
+    def raise_once(number: int, _: object) -> None:
+        for each in TOLD_TO_END:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Signals are the main thread's.
+        return
+    before = {each: signal.signal(each, raise_once) for each in TOLD_TO_END}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _new_name() -> str:

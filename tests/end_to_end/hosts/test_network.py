@@ -18,8 +18,10 @@ THAT_DIES = """
 import os, signal, sys
 from pathlib import Path
 from tests.end_to_end.hosts.network import network
-with network(1, Path(sys.argv[1])):
-    os.kill(os.getpid(), signal.SIGKILL)
+with network(1, Path(sys.argv[1])) as made:
+    print(made.hosts[0].name, flush=True)
+    os.kill(os.getpid(), signal.Signals[sys.argv[2]])
+    signal.pause()
 """
 
 
@@ -51,7 +53,9 @@ def test_a_link_delays_frames_and_drops_some(two_hosts: Network) -> None:
 def test_a_network_removes_those_of_dead_processes_and_not_those_of_others(two_hosts: Network, tmp_path: Path) -> None:
     for name in ("dead", "mine"):
         (tmp_path / name).mkdir()
-    dying = subprocess.run([sys.executable, "-c", THAT_DIES, tmp_path / "dead"], env=environment(), check=False)
+    dying = subprocess.run(
+        [sys.executable, "-c", THAT_DIES, tmp_path / "dead", "SIGKILL"], env=environment(), check=False
+    )
     assert dying.returncode == -signal.SIGKILL
     left = [path for folder in (NAMESPACES, ETC) for path in folder.iterdir() if is_left(path)]
     assert left
@@ -59,6 +63,16 @@ def test_a_network_removes_those_of_dead_processes_and_not_those_of_others(two_h
         assert not any(path.exists() for path in left)
         assert reaches(mine.hosts[0], mine.hosts[0])
         assert reaches(*two_hosts.hosts)
+
+
+def test_a_process_that_is_told_to_end_leaves_no_hosts(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", THAT_DIES, tmp_path, "SIGTERM"]
+    ended = subprocess.run(words, env=environment(), stdout=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM
+    name = ended.stdout.strip()
+    assert name
+    switch = f"{name.rpartition('-')[0]}-switch"
+    assert not [path for path in (NAMESPACES / name, NAMESPACES / switch, ETC / name) if path.exists()]
 
 
 def is_left(path: Path) -> bool:

@@ -38,6 +38,7 @@ class Found(NamedTuple):
 
     layers: dict[tuple[int, str], list[tuple[Shape, list[OpPoint]]]]
     links: list[ProfiledLink]
+    links_in_no_time: list[ProfiledLink]
 
 
 def measure() -> Found:
@@ -48,7 +49,7 @@ def measure() -> Found:
 
     # What times come to is for benchmarks; a test needs them once.
     measuring.MOST_VISITS, measuring.VISIT_S = 1, 0.0
-    measuring_links.REPEATS, measuring_links.MESSAGE_BYTES = 1, (1024, 4096)
+    measuring_links.REPEATS, measuring_links.MESSAGE_BYTES, measuring_links.LEAST_SIZES = 1, (1024, 4096), 1
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][dist.get_rank()]
     device, found = torch.device("cpu"), {}
     for size, recompute in RUNS:
@@ -58,7 +59,9 @@ def measure() -> Found:
         built = measuring.build_layers(MODEL, ranks, torch.float32, device, recompute=recompute)
         points = timer.points(built, [run, LONGER], lambda run: False)
         found[size, recompute] = [(layers.shape, of_layers) for layers, of_layers in points]
-    return Found(found, measuring_links.measure_links(device, measuring_links.nodes_of_ranks()))
+    nodes = measuring_links.nodes_of_ranks()
+    in_no_time = measuring_links.measure_links(device, nodes, budget_s=0.0)
+    return Found(found, measuring_links.measure_links(device, nodes), in_no_time)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,7 @@ def test_links_are_timed_by_size(found: Found) -> None:
     links = [(link.where, link.what, link.num_ranks, len(link.points)) for link in found.links]
     assert links == [("inside", "all_reduce", 2, 2), ("inside", "transfer", 2, 2)]
     assert all(seconds > 0 for link in found.links for _, seconds in link.points)
+    assert [[size for size, _ in link.points] for link in found.links_in_no_time] == [[1024], [1024]]
 
 
 def links_of_two_nodes() -> list[ProfiledLink]:
@@ -119,11 +123,11 @@ def test_every_class_of_links_between_nodes_is_timed() -> None:
 def engine() -> object:
     from megatron_terapipe.search.measure import engine as measuring
 
-    measuring.STEPS = 2
-    return measuring.measure_engine(MODEL, "fp32", 2)
+    measuring.STEPS = 10**9
+    return measuring.measure_engine(MODEL, "fp32", 2, budget_s=0.0)
 
 
-def test_the_engine_is_timed_around_its_ops() -> None:
+def test_the_engine_is_timed_around_its_ops_until_the_time_is_over() -> None:
     (found,) = run_distributed(engine, 1)
     assert found.op_s > 0
     assert found.optimizer_s_per_parameter >= 0

@@ -140,6 +140,24 @@ def test_one_host_says_nothing_of_the_network_and_a_note_says_so() -> None:
     assert "measured with 2 ranks on a host, and nodes have up to 8" in note
 
 
+def test_a_note_names_sizes_of_which_one_alone_was_measured() -> None:
+    measured, sheet = on_hosts(1)
+    layers = [
+        replace(each, points=tuple(point for point in each.points if point.end - point.start == 64))
+        if each.tensor_parallel_size == 2
+        else replace(each, points=each.points[:1])
+        for each in measured.layers
+    ]
+    assert list(profile_notes(replace(measured, layers=tuple(layers)), sheet)) == [
+        f"the profile was measured with {sizes} alone: op times of others are a guess; measure more sizes, or with a "
+        "longer --budget-s"
+        for sizes in (
+            "micro-batches of 1 and token slices of 8 tokens (tensor-parallel size 1)",
+            "token slices of 64 tokens (tensor-parallel size 2)",
+        )
+    ]
+
+
 def test_a_network_that_is_another_keeps_its_own_latency() -> None:
     measured, sheet = on_hosts(1)
     *alike, other = sheet.nodes
