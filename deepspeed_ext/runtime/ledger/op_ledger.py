@@ -14,11 +14,10 @@ Outside of programs a rank is in phases, such as `sums over replicas` or `saving
 many collectives a rank has started, torch counts.
 """
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.plan.programs.program import COMPUTES, Instruction
 from deepspeed_ext.runtime.ledger.code_place import main_stack
 from deepspeed_ext.runtime.ledger.collectives import Collectives
+from deepspeed_ext.runtime.ledger.ledger_file import LedgerFile
 from deepspeed_ext.runtime.ledger.position import Position
 
 Reached = Callable[[], bool]
@@ -146,38 +146,19 @@ class OpLedger:
         while self._ahead and ((reached := self._ahead[0][0]) is None or reached()):
             self._reached = self._ahead.popleft()[1]
 
-    def write(self, directory: Path, line: str) -> Path:
-        """Write the ledger as JSON.
+    def file(self, behind: str, seen: Position) -> LedgerFile:
+        """Return the ledger as a file has it.
 
         Args:
-            directory: made where it is missing.
-            line: text that names the rank behind.
-
-        Returns:
-            The file.
+            behind: text that names the rank behind.
+            seen: position at the last look at the rank, with the time and the place in the code that the look showed.
         """
         position, program = self._now()
-        doing = program[position.done] if position.done < len(program) else None
-        fields = {
-            "behind": line,
-            "position": position.to_fields(),
-            "waiting": doing
-            and {
-                "instruction": doing.kind.value,
-                "op": str(doing.op),
-                "stage": doing.stage,
-                "micro_batch": doing.micro_batch,
-                "token_slice": doing.token_slice,
-                "peer": position.waits_for,
-            },
-            "stack": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in main_stack()],
-            "done": [str(instruction) for instruction in program[: position.done]],
-            "to_do": [str(instruction) for instruction in program[position.done :]],
-        }
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"rank_{self._rank:05d}.json"
-        path.write_text(json.dumps(fields, indent=1) + "\n")
-        return path
+        # Where it has moved since the look, it has stood still for no time yet.
+        seconds = seen.seconds if position.same_place(seen) else 0.0
+        position = replace(position, seconds=seconds, code=seen.code, in_collective=seen.in_collective)
+        stack = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in main_stack()]
+        return LedgerFile.of(behind, position, program, stack)
 
 
 def accelerator_mark() -> Mark | None:

@@ -229,7 +229,8 @@ class StallWatch:
     def _write(self, line: str) -> str:
         """Write the ledger, and return where the ledgers are, or why they are not."""
         try:
-            return f"the ledger of each rank is in {self.ledger.write(self._directory, line).parent}"
+            written = self.ledger.file(line, self._where()).write(self._directory)
+            return f"the ledger of each rank is in {written.parent}"
         except OSError as error:
             return f"ledgers cannot be written to {self._directory} ({error.strerror})"
 

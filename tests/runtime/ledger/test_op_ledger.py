@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,7 +144,12 @@ def test_the_file_says_what_the_accelerator_has_done(tmp_path: Path) -> None:
     # Begun, and one forward done; to load and to post before it took the accelerator no time.
     done = [each.kind for each in PROGRAM].index(InstructionKind.FORWARD) + 1
     queue.worked_off = 2
-    fields = json.loads(ledger.write(tmp_path, "rank 0 is behind").read_text())
+    seen = replace(ledger.position(), seconds=12.5, code="channels.py:176 wait")
+    fields = json.loads(ledger.file("rank 0 is behind", seen).write(tmp_path).read_text())
     assert fields["done"] == [str(each) for each in PROGRAM[:done]]
     assert fields["done"] + fields["to_do"] == [str(each) for each in PROGRAM]
     assert fields["waiting"]["instruction"] == PROGRAM[done].kind.value
+    assert fields["position"]["seconds"] == 12.5 and fields["position"]["code"] == "channels.py:176 wait"
+    # It moves on between the last look at it and the file.
+    queue.worked_off = 3
+    assert ledger.file("rank 0 is behind", seen).position.seconds == 0.0

@@ -69,6 +69,8 @@ def test_a_run_that_stands_still_is_explained_once_and_ends_on_all_ranks(tmp_pat
     for number in (0, 1):
         written = json.loads((tmp_path / f"rank_{number:05d}.json").read_text())
         assert written["behind"] in line and written["stack"]
+        assert written["position"]["code"]
+    assert json.loads((tmp_path / "rank_00000.json").read_text())["position"]["seconds"] > 0
 
 
 def test_ranks_that_take_long_alike_go_on(tmp_path: Path) -> None:
