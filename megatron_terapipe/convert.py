@@ -11,6 +11,7 @@ from typing import Any
 
 from deepspeed_ext.plan.command_line import CommandParser, run_command
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from deepspeed_ext.plan.progress_line import ProgressLine
 from megatron_terapipe.errors import ConfigError
 
@@ -51,7 +52,10 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
     convert = _to_huggingface if options.command == TO_HUGGINGFACE else _from_huggingface
     with _removed_on_failure(output), ProgressLine() as line:
         written, sentence = convert(options, output, line)
-    print(json.dumps(written) if options.json else sentence)
+    if options.json is not None:
+        write_json(options.json, json.dumps(written))
+    if options.json != STANDARD_OUTPUT:
+        print(sentence)
     return 0
 
 
@@ -91,7 +95,7 @@ def build_parser(prog: str) -> CommandParser:
         command.add_argument(
             "--dtype", choices=("fp32", "bf16", "fp16"), help="type of the weights (default: unchanged)"
         )
-        command.add_argument("--json", action="store_true", help="print what was written as JSON")
+        add_json_flag(command, "what was written")
     return parser
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed_ext.plan.command_line import CommandParser, run_command
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from deepspeed_ext.plan.progress_line import ProgressLine
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.config import ModelConfig
@@ -60,13 +61,17 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p {options.top_p} is out of range: give more than 0, up to 1")
     texts = _continuation(options)
-    if options.json:
-        prompt = next(texts)
-        print(json.dumps({"prompt": prompt, "continuation": "".join(texts)}, ensure_ascii=False))
-        return 0
+    said = []
     for text in texts:
-        print(text, end="", flush=True)
-    print()
+        said.append(text)
+        if options.json != STANDARD_OUTPUT:
+            print(text, end="", flush=True)
+    if options.json != STANDARD_OUTPUT:
+        print()
+    if options.json is not None:
+        prompt, *continuation = said
+        answer = {"prompt": prompt, "continuation": "".join(continuation)}
+        write_json(options.json, json.dumps(answer, ensure_ascii=False))
     return 0
 
 
@@ -114,9 +119,7 @@ def build_parser(prog: str) -> CommandParser:
         default=None,
         explained="tokenizer, if the checkpoint names none or its files have moved (default: that of the checkpoint)",
     )
-    parser.add_argument_group("output").add_argument(
-        "--json", action="store_true", help="print prompt and continuation as JSON, once all is there"
-    )
+    add_json_flag(parser.add_argument_group("output"), "prompt and continuation, once all is there,")
     return parser
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from deepspeed_ext.plan.command_line import CommandParser, run_command
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_terapipe.data.map_ahead import map_ahead
 from megatron_terapipe.data.text_lines import Lines, read_lines
@@ -287,7 +288,7 @@ def build_parser(prog: str) -> CommandParser:
     )
     documents.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     documents.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes (default: %(default)s)")
-    files.add_argument("--json", action="store_true", help="print what was written as JSON")
+    add_json_flag(files, "what was written")
     # Of Megatron's scripts: what is so anyway, and what is for BERT and refused by name below.
     parser.add_argument("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
     parser.add_argument("--log-interval", help=argparse.SUPPRESS)
@@ -321,7 +322,10 @@ def _run(argv: Sequence[str] | None, prog: str) -> int:
     if len(set(options.json_keys)) < len(options.json_keys):
         raise DataError(f"--json-keys {' '.join(options.json_keys)} names a key twice: name each once")
     written = preprocess(encoder, options.output_prefix, options.workers)
-    print(json.dumps(asdict(written)) if options.json else written.sentence())
+    if options.json is not None:
+        write_json(options.json, json.dumps(asdict(written)))
+    if options.json != STANDARD_OUTPUT:
+        print(written.sentence())
     return 0
 
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.command_line import CommandParser, run_command
-from deepspeed_ext.plan.text_files import read_text, write_text
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
+from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def build_parser(prog: str = PROGRAM) -> CommandParser:
     )
     output = parser.add_argument_group("output")
     output.add_argument("--verbose", action="store_true", help="print what passed, too")
-    output.add_argument("--json", metavar="FILE", help="write facts and findings as JSON; - prints it and no table")
+    add_json_flag(output, "facts and findings")
     output.add_argument("--schema", action="store_true", help="print the JSON Schema of that, and check nothing")
     return parser
 
@@ -96,12 +97,8 @@ def _run(options: argparse.Namespace) -> int:
         examined = _examine(options, hosts, say)
     found = findings(examined)
     if options.json is not None:
-        text = json.dumps(document(examined, found), indent=1)
-        if options.json == "-":
-            print(text)
-        else:
-            write_text(options.json, f"{text}\n", "--json")
-    if options.json != "-":
+        write_json(options.json, json.dumps(document(examined, found), indent=1))
+    if options.json != STANDARD_OUTPUT:
         print_examination(examined, found, verbose=options.verbose)
     return 1 if count(found, Level.ERROR) else 0
 

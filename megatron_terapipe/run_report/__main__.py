@@ -4,9 +4,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from deepspeed_ext.plan.command_line import CommandParser, run_command
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.errors import ConfigError
 
@@ -46,7 +48,7 @@ def build_parser(prog: str = PROGRAM) -> CommandParser:
     parser.add_argument(
         "--join", action="store_true", help="the files are pieces of one run that was resumed, in their order"
     )
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON in place of the summary")
+    add_json_flag(parser, "the figures")
     parser.add_argument(
         "--schema",
         choices=("report", "metrics"),
@@ -77,6 +79,8 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     if options.schema is not None:
         print(json.dumps(json_schema() if options.schema == "report" else metrics_schema(), indent=2))
         return 0
+    if options.json not in (None, STANDARD_OUTPUT):
+        _refuse_to_replace_a_run(Path(options.json))
     if not options.runs:
         raise ConfigError(f"no run is named: give the file that it wrote with --metrics-file, see {prog} --help")
     if len(options.runs) > 1 and not options.join:
@@ -91,13 +95,31 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     if options.pictures is not None:
         for name, chart in charts_of(reports).items():
             write_text(Path(options.pictures) / f"{name}.svg", chart_picture(chart), "--pictures", make_folder=True)
-    if options.json:
-        print(report_document(reports).model_dump_json(indent=2))
+    if options.json is not None:
+        write_json(options.json, report_document(reports).model_dump_json(indent=2))
+    if options.json == STANDARD_OUTPUT:
         return 0
     print(summary(reports))
     if options.output is not None:
         print(f"report: {options.output} (in a browser)")
     return 0
+
+
+def _refuse_to_replace_a_run(path: Path) -> None:
+    """See that the file of `--json` is no metrics file: in `--json RUN` the run is taken for that file.
+
+    Raises:
+        ConfigError: if it is one, or a directory.
+    """
+    if path.is_dir() or (path.is_file() and _has_lines_of_json(path)):
+        raise ConfigError(f"--json {path} is a run, which the figures would replace: name the runs first, or --json -")
+
+
+def _has_lines_of_json(path: Path) -> bool:
+    """Whether the first line of a file is a whole JSON object."""
+    with suppress(OSError, ValueError, RecursionError), path.open(encoding="utf-8") as file:
+        return isinstance(json.loads(file.readline()), dict)
+    return False
 
 
 if __name__ == "__main__":

@@ -33,7 +33,11 @@ def test_it_prints_the_prompt_and_the_text_of_the_new_tokens(
     assert capsys.readouterr().out == PROMPT + tokenizer.decode(tokens) + "\n"
     words = ["--prompt", PROMPT, "--max-new-tokens", "30", "--seed", "3", "--json"]
     assert main(["--load", str(checkpoints), *words]) == 0
-    assert json.loads(capsys.readouterr().out) == {"prompt": PROMPT, "continuation": tokenizer.decode(tokens)}
+    answer = {"prompt": PROMPT, "continuation": tokenizer.decode(tokens)}
+    assert json.loads(capsys.readouterr().out) == answer
+    assert main(["--load", str(checkpoints), *words, str(checkpoints / "answer.json")]) == 0
+    assert capsys.readouterr().out == PROMPT + tokenizer.decode(tokens) + "\n"
+    assert json.loads((checkpoints / "answer.json").read_text()) == answer
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,22 @@ def test_several_runs_stand_in_one_picture(tmp_path: Path, capsys: pytest.Captur
     assert {"first", "second", "first, validation"} <= set(re.findall(r">([^<>]+)</text>", picture.read_text()))
 
 
+def test_json_stands_alone_or_in_a_file_and_never_replaces_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = write_lines(tmp_path / "metrics.jsonl", whole_run())
+    before, figures = metrics.read_bytes(), tmp_path / "figures.json"
+    assert main([str(metrics), "--json"]) == 0
+    alone = capsys.readouterr().out
+    for _ in range(2):
+        assert main([str(metrics), "--json", str(figures)]) == 0
+        assert figures.read_text() == alone and capsys.readouterr().out
+    for run in (metrics, tmp_path):
+        assert main([str(metrics), "--json", str(run)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: --json {run} is a run, which the figures would replace: ")
+    assert metrics.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -63,7 +63,6 @@ def test_a_command_reads_its_flags(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         inputs.add_model_flags(parser)
         inputs.add_cluster_flags(parser)
         inputs.add_cost_flags(parser)
-        inputs.add_json_flag(parser)
 
     def run(options: Namespace) -> int:
         workload = inputs.model_of(options)

@@ -12,6 +12,7 @@ from deepspeed_ext.plan.command.sizes import Memory, memory_of
 from deepspeed_ext.plan.command.steps import alike, name_of, read_steps
 from deepspeed_ext.plan.critical_path import critical_path
 from deepspeed_ext.plan.errors import PlanError, UserError
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, write_json
 from deepspeed_ext.plan.measured import Comparison
 from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.render import render_text
@@ -43,7 +44,10 @@ def show_measured(options: argparse.Namespace) -> int:
     write_drawings(options, [(f"{title}: measured", comparison.measured), ("simulated", simulated)], memory, title)
     if options.write_schedule is not None:
         write_text(options.write_schedule, write_schedule(executed_order(comparison.measured)))
-    print(json.dumps(_figures(comparison, steps, memory)) if options.json else _report(comparison))
+    if options.json is not None:
+        write_json(options.json, json.dumps(_figures(comparison, steps, memory)))
+    if options.json != STANDARD_OUTPUT:
+        print(_report(comparison))
     return 0
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from deepspeed_ext.plan.command_line import CommandParser
+from deepspeed_ext.plan.json_flag import add_json_flag
 from deepspeed_ext.plan.ops import Placement
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
 
@@ -205,7 +206,7 @@ def build_parser(prog: str) -> CommandParser:
         help="time to search: 2 takes twice as long as 1 and often finds better schedules (default: 1)",
     )
     out = parser.add_argument_group("what to write")
-    out.add_argument("--json", action="store_true", help="print the figures, the op orders and the timeline as JSON")
+    add_json_flag(out, "the figures, the op orders and the timeline")
     out.add_argument("--svg", type=Path, metavar="FILE", help="write a drawing")
     out.add_argument(
         "--html",

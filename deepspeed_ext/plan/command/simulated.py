@@ -11,6 +11,7 @@ from deepspeed_ext.plan.command.host_copies import host_copies_of
 from deepspeed_ext.plan.command.request import Request, request_of
 from deepspeed_ext.plan.command.sizes import memory_of
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, write_json
 from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.render import render_text
@@ -59,9 +60,9 @@ def show_simulated(options: argparse.Namespace) -> int:
     if options.write_schedule is not None:
         write_text(options.write_schedule, write_schedule(request.orders))
     write_drawings(options, [(request.schedule, timeline)], memory, request.schedule)
-    if options.json:
-        print(json.dumps(figures(timeline, request, memory)))
-    else:
+    if options.json is not None:
+        write_json(options.json, json.dumps(figures(timeline, request, memory)))
+    if options.json != STANDARD_OUTPUT:
         print(f"{render_text(timeline)}\n\n{summary(timeline, request, memory)}\ndeadlock free            yes")
         if SCHEDULES.get(request.schedule) is interleaved and request.shape.num_model_chunks == 1:
             print("note: with one stage on each rank, interleaved is 1f1b: add --model-chunks 2")
@@ -69,13 +70,14 @@ def show_simulated(options: argparse.Namespace) -> int:
 
 
 def _show_deadlock(options: argparse.Namespace, deadlock: ScheduleDeadlock, request: Request | None) -> None:
-    if not options.json:
+    if options.json != STANDARD_OUTPUT:
         print(f"deadlock free            no: {deadlock}")
+    if options.json is None:
         return
     known = {"schedule": options.schedule, "deadlock_free": False, "reason": str(deadlock)}
     if request is not None:
         known |= request.shape.to_fields() | {"orders": order_texts(request.orders)}
-    print(json.dumps(known))
+    write_json(options.json, json.dumps(known))
 
 
 def _check_memory(timeline: Timeline, request: Request, limit: float) -> None:

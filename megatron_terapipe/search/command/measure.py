@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.shared_flags import PRECISIONS, add_model_flags, model_of
 
@@ -67,9 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="start no new measurement after this time (default: 120)",
     )
-    parser.add_argument_group("output").add_argument(
-        "--json", metavar="FILE", default="profile.json", help="file of the profile, as JSON (default: profile.json)"
-    )
+    add_json_flag(parser.add_argument_group("output"), "the profile", default="profile.json")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -102,7 +101,8 @@ def run(options: argparse.Namespace) -> int:
         else default_numbers_of_token_slices(model.seq_length),
         budget_s=options.budget_s,
     )
-    print(*plan(sizes, slots, ranks_of_a_node), sep="\n", flush=True)
+    alone = options.json == STANDARD_OUTPUT
+    print(*plan(sizes, slots, ranks_of_a_node), sep="\n", file=sys.stderr if alone else sys.stdout, flush=True)
     measuring = (
         measure_machine(sizes, ranks_of_a_node)
         if slots is None
@@ -118,7 +118,8 @@ def run(options: argparse.Namespace) -> int:
     if profile is None:
         raise ConfigError(f"the first rank of {options.hostfile} told no profile: see the lines above")
     write_profile(profile, options.json)
-    print(*summary(profile), *what_next(profile, options.model, options.json), sep="\n")
+    if not alone:
+        print(*summary(profile), *what_next(profile, options.model, options.json), sep="\n")
     return 0
 
 

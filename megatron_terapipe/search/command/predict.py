@@ -3,12 +3,12 @@
 import argparse
 from dataclasses import replace
 
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.config.training.batch import MOST_SEQUENCES
 from megatron_terapipe.search.command.costs import costs_of
 from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
     add_cost_flags,
-    add_json_flag,
     add_model_flags,
     add_software_flag,
     check_count,
@@ -21,7 +21,7 @@ from megatron_terapipe.search.command.shared_flags import (
 from megatron_terapipe.search.rank.ranked import predict_one, ranked_in_order
 from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.search.report.documents import predict_document
-from megatron_terapipe.search.report.output_files import TERMINAL, write_document
+from megatron_terapipe.search.report.output_files import write_document
 from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.software.library import find_software
 from megatron_terapipe.search.space.problem import SearchProblem
@@ -60,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="show progress (default: on a terminal)"
     )
-    add_json_flag(parser)
+    add_json_flag(parser.add_argument_group("output"), "the answer")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.json is not None:
         write_document(options.json, predict_document(answer))
-    if options.json != TERMINAL:
+    if options.json != STANDARD_OUTPUT:
         print_table(answer)
     return 0
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text_files import write_text
 from megatron_terapipe.config.training.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
@@ -38,7 +39,6 @@ from megatron_terapipe.search.report.advice import advice_notes
 from megatron_terapipe.search.report.answer import Answer
 from megatron_terapipe.search.report.documents import rank_document
 from megatron_terapipe.search.report.output_files import (
-    TERMINAL,
     OpCostsOf,
     how_to_run,
     script_command,
@@ -96,11 +96,7 @@ def write_proposals(
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of an answer."""
     group = parser.add_argument_group("output")
-    group.add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the answer as JSON (terapipe search schema); - prints it instead of the table",
-    )
+    add_json_flag(group, "the answer")
     group.add_argument("--html", metavar="FILE", help="write a report that opens in any browser")
     group.add_argument(
         "--output",
@@ -134,7 +130,7 @@ def show_answer(options: argparse.Namespace, answer: Answer, op_costs: OpCostsOf
         written = write_answer(options.output, answer, op_costs)
     if options.json is not None:
         write_document(options.json, rank_document(answer, written))
-    if options.json == TERMINAL:
+    if options.json == STANDARD_OUTPUT:
         return
     print_table(answer, top=top)
     if written.files:
@@ -270,7 +266,7 @@ def run(options: argparse.Namespace) -> int:
     if asked is not None:
         lines += explain_strategy(asked, problem, result, costs, choices=choices, constraints=constraints)
     # JSON on the terminal stands alone there.
-    out = sys.stderr if options.json == TERMINAL else sys.stdout
+    out = sys.stderr if options.json == STANDARD_OUTPUT else sys.stdout
     print("\n".join(lines), file=out, end="\n" if lines else "")
     if answer.why_none:
         print(f"error: {answer.why_none}", file=sys.stderr)

@@ -172,15 +172,6 @@ def constraints_of(options: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
     return {each.name: each.parse(text) for each, text in given.items() if text is not None}
 
 
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag for results that programs read."""
-    parser.add_argument_group("output").add_argument(
-        "--json",
-        metavar="FILE",
-        help="write the answer as JSON (terapipe search schema); - prints it alone",
-    )
-
-
 def model_of(options: argparse.Namespace) -> Workload:
     """Return the model that the flags name."""
     # Imported here, as in `cluster_of`: pydantic would make --help wait.

@@ -5,13 +5,13 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.cost_model import DEVICE
 from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
     add_cost_flags,
-    add_json_flag,
     add_model_flags,
     cluster_of,
     model_of,
@@ -65,14 +65,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ),
     )
     add_cost_flags(parser)
-    add_json_flag(parser)
+    add_json_flag(parser.add_argument_group("output"), "the answer")
 
 
 def run(options: argparse.Namespace) -> int:
     """Find the cut, print it with the curve over the number of token slices, and return 0."""
     from deepspeed_ext.plan.errors import PlanError
     from megatron_terapipe.search.rank.token_slices import solve_cut
-    from megatron_terapipe.search.report.output_files import TERMINAL, write_document
+    from megatron_terapipe.search.report.output_files import write_document
 
     strategy = read_one_strategy(options.strategy)
     problem, pricing, notes = _pricing(options, strategy)
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         notes = (*notes, *_unlike_the_trainer(options, pricing))
     notes = (*notes, *_memory_notes(pricing, strategy, solved))
     document = token_slices_document(solved, strategy, problem, flags=flags, notes=notes)
-    if options.json != TERMINAL:
+    if options.json != STANDARD_OUTPUT:
         print_cuts(document)
     if options.json is not None:
         write_document(options.json, document)

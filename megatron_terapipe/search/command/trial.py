@@ -7,13 +7,13 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,
     add_constraint_flags,
     add_cost_flags,
     add_headroom_flag,
-    add_json_flag,
     add_model_flags,
     cluster_of,
     constraints_of,
@@ -88,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="",
         help="more flags for the trainer in one text, such as '--data-path PREFIX'; without data, tokens are random",
     )
-    add_json_flag(parser)
+    add_json_flag(parser.add_argument_group("output"), "the answer")
     add_constraint_flags(parser)
 
 
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     """Run and record trials, calibrate on them, compare, and return the exit code: 1 if nothing was measured."""
     _check(options)
     # JSON on the terminal stands alone there.
-    progress = redirect_stdout(sys.stderr) if options.json == "-" else nullcontext()
+    progress = redirect_stdout(sys.stderr) if options.json == STANDARD_OUTPUT else nullcontext()
     with progress:
         document = _run(options)
     if options.json is not None:

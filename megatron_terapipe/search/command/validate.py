@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.command.shared_flags import add_json_flag
 
 if TYPE_CHECKING:
     from megatron_terapipe.search.trials.predicted import Predicted
@@ -58,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "others, to see how predictions extrapolate",
     )
     group.add_argument("--profile", metavar="FILE", help="times of ops and links, written by `terapipe search measure`")
-    add_json_flag(parser)
+    add_json_flag(parser.add_argument_group("output"), "the answer")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -82,12 +81,10 @@ def run(options: argparse.Namespace) -> int:
         num_folds=options.folds,
         left_out=options.leave_out,
     )
-    if options.json == "-":
-        print(json.dumps(document))
-        return 0
-    print_validation(document, Console(), show_groups=options.show_groups)
+    if options.json != STANDARD_OUTPUT:
+        print_validation(document, Console(), show_groups=options.show_groups)
     if options.json is not None:
-        write_text(options.json, json.dumps(document, indent=1) + "\n", "--json")
+        write_json(options.json, json.dumps(document, indent=1))
     return 0
 
 

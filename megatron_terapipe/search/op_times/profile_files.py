@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import BeforeValidator, Field
 
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.json_flag import write_json
 from megatron_terapipe.search.inputs.documents import read_document
 from megatron_terapipe.search.inputs.entries import (
     Count,
@@ -69,13 +69,13 @@ def write_profile(profile: Profile, path: str) -> None:
 
     Args:
         profile: the profile.
-        path: the file.
+        path: the file, or `-` for standard output.
 
     Raises:
         UserError: if the file cannot be written.
     """
     text = json.dumps(profile_to_json(profile), indent=1)
-    write_text(path, _points_on_lines(text) + "\n", "--json")
+    write_json(path, _points_on_lines(text))
 
 
 class ShapeEntry(Entry):

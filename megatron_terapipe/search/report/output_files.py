@@ -1,12 +1,12 @@
 """The files of an answer: its JSON, its page, and what launches the winner."""
 
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from deepspeed_ext.plan.costs import OpCosts
+from deepspeed_ext.plan.json_flag import write_json
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.render.html import Panel
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
@@ -57,26 +57,20 @@ def timeline_of(strategy: Strategy, costs: OpCosts) -> tuple[Timeline, str] | No
     return replace(timeline, unit="s"), note
 
 
-TERMINAL = "-"
-"""Name of a file that stands for standard output."""
-
 OpCostsOf = Callable[[Strategy], OpCosts]
 
 
 def write_document(path: str, document: Document) -> None:
-    """Write a JSON document into a file, or onto standard output if the path is `-`.
+    """Write the answer that `--json` asks for.
 
     Args:
-        path: path of the file.
+        path: value of the flag.
         document: what to write.
 
     Raises:
         UserError: if it cannot be written.
     """
-    if path == TERMINAL:
-        sys.stdout.write(document_text(document))
-    else:
-        write_text(path, document_text(document), make_folder=True)
+    write_json(path, document_text(document))
 
 
 def winner_launch(answer: Answer) -> tuple[Launch | None, str]:

@@ -99,6 +99,17 @@ def test_json(capsys):
     assert Timeline.from_json(printed).makespan == 22
 
 
+def test_json_goes_into_a_file_beside_what_is_printed(capsys, tmp_path):
+    alone = figures_of(capsys, *PIPELINE)
+    file = tmp_path / "figures" / "plan.json"
+    assert main([*PIPELINE, "--json", str(file)]) == 0
+    assert "deadlock free            yes" in capsys.readouterr().out
+    assert json.loads(file.read_text()) == alone
+    # So does that of a timeline.
+    assert main(["--timeline", str(file), "--json", str(tmp_path / "again.json")]) == 0
+    assert "eta" in capsys.readouterr().out and "eta" in json.loads((tmp_path / "again.json").read_text())
+
+
 def test_token_slices_default_to_one(capsys):
     figures = figures_of(capsys, "--schedule", "gpipe", "--stages", "2", "--micro-batches", "3")
     assert figures["num_token_slices"] == 1
@@ -235,8 +246,9 @@ def test_a_deadlock_is_reported_with_its_reason(capsys, tmp_path):
     figures = json.loads(capsys.readouterr().out)
     assert figures["deadlock_free"] is False
     assert "rank 0 at 0B0.0 waits for 0F0.0" in figures["reason"]
-    assert main(words) == 1
+    assert main([*words, "--json", str(tmp_path / "why.json")]) == 1
     assert "deadlock free            no: " in capsys.readouterr().out
+    assert json.loads((tmp_path / "why.json").read_text()) == figures
 
 
 # Memory

@@ -150,7 +150,7 @@ def test_calibration_is_saved_and_in_sample_is_said(tmp_path: Path, capsys: pyte
         (["--calibration", "c.json", "--leave-out", "layers"], "already fitted"),
         (["--leave-out", "layers", "--folds", "2"], "give one"),
         (["--calibrate", "none.jsonl"], "none.jsonl cannot be read"),
-        (["--json", "no/such/place.json"], "cannot be written"),
+        (["--json", "/dev/null/place.json"], "cannot be written"),
     ],
 )
 def test_errors(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
