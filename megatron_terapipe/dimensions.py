@@ -33,12 +33,14 @@ class Kind:
             not of this type.
         parse: called with the text of a flag, the flag, and the values that may be asked for (empty = all); returns
             the values that the text lists, each once, or raises a `ConfigError`.
+        schema: returns the JSON Schema of what `check` takes, as JSON has it; called with the largest number.
         is_text: whether columns of it are aligned to the left.
         metavar: name of the value of its flag in the help text.
     """
 
     check: Callable[[str, object], None]
     parse: Callable[[str, str, Sequence[Any]], tuple[Any, ...]]
+    schema: Callable[[int], dict[str, Any]]
     is_text: bool = True
     metavar: str = "LIST"
 
@@ -66,7 +68,11 @@ def whole(least: int = 1, *, optional: bool = False) -> Kind:
             f"{flag} {text} is not whole numbers {upto} with commas between them: write {least},{least + 1}"
         )
 
-    return Kind(check, parse, is_text=False)
+    def schema(most: int) -> dict[str, Any]:
+        found = _whole_schema(least, most)
+        return {"anyOf": [found, {"type": "null"}]} if optional else found
+
+    return Kind(check, parse, schema, is_text=False)
 
 
 def switch() -> Kind:
@@ -79,7 +85,7 @@ def switch() -> Kind:
     def parse(text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(value == "on" for value in _words(text, flag, ("off", "on")))
 
-    return Kind(check, parse, is_text=False)
+    return Kind(check, parse, lambda most: {"type": "boolean"}, is_text=False)
 
 
 def word() -> Kind:
@@ -89,7 +95,7 @@ def word() -> Kind:
         if not isinstance(value, str):
             raise ConfigError(f"strategy: {name} {json.dumps(value)} is not a name: write one")
 
-    return Kind(check, _words)
+    return Kind(check, _words, lambda most: {"type": "string"})
 
 
 def whole_list(least: int) -> Kind:
@@ -105,7 +111,10 @@ def whole_list(least: int) -> Kind:
             raise ConfigError(f"{flag} {text} is not lengths with commas between them: write 704,688,656")
         return values
 
-    return Kind(check, parse, metavar="LENGTHS")
+    def schema(most: int) -> dict[str, Any]:
+        return {"anyOf": [_list_schema(least, most), {"type": "null"}]}
+
+    return Kind(check, parse, schema, metavar="LENGTHS")
 
 
 def word_or_bounds() -> Kind:
@@ -118,7 +127,10 @@ def word_or_bounds() -> Kind:
     def parse(text: str, flag: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
         return (whole(0).parse(text, flag, ()),) if text[:1].isdigit() else _words(text, flag, allowed)
 
-    return Kind(check, parse)
+    def schema(most: int) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, _list_schema(0, most)]}
+
+    return Kind(check, parse, schema)
 
 
 Placed = tuple[int, str]
@@ -207,6 +219,11 @@ class Dimension:
         self.kind.check(self.name, value)
         self._check_most(value, f"strategy: {self.name}")
 
+    def json_schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of the values that `check` takes."""
+        default = list(self.default) if isinstance(self.default, tuple) else self.default
+        return {**self.kind.schema(int(self.most)), "default": default}
+
     def _check_most(self, value: object, said: str) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and number > self.most:
@@ -290,3 +307,11 @@ def _check_list(name: str, values: object, least: int) -> None:
         raise ConfigError(f"strategy: {name} {json.dumps(values)} is not a list: write it as [1, 2]")
     for value in values:
         _check_whole(name, value, least)
+
+
+def _whole_schema(least: int, most: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
+def _list_schema(least: int, most: int) -> dict[str, Any]:
+    return {"type": "array", "items": _whole_schema(least, most)}

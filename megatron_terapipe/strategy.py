@@ -19,6 +19,7 @@ from megatron_terapipe.config import (
     ParallelConfig,
     TrainingConfig,
 )
+from megatron_terapipe.config.fields.options import field_help
 from megatron_terapipe.config.parallel.parallel import AUTO, MOST_RANKS
 from megatron_terapipe.dimensions import Dimension, dimensions_of
 from megatron_terapipe.errors import ConfigError
@@ -202,6 +203,18 @@ class Strategy(StrategyFields):
 
 DIMENSIONS: tuple[Dimension, ...] = dimensions_of(Strategy)
 """All that a strategy chooses, in the order of its fields."""
+
+
+def strategy_schema(*, whole: bool = False) -> dict[str, Any]:
+    """Return the JSON Schema of a strategy: of what `Strategy.from_json` reads, field by field.
+
+    Args:
+        whole: whether all fields have to be there, as `Strategy.to_json` writes them.
+    """
+    texts = field_help(StrategyFields)
+    properties = {each.name: each.json_schema() | {"description": texts[each.name]} for each in DIMENSIONS}
+    required = {"required": list(properties)} if whole else {}
+    return {"type": "object", "properties": properties, **required, "additionalProperties": False}
 
 
 def _as_text(value: object) -> object:

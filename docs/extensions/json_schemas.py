@@ -3,7 +3,7 @@
     ```{json-schema} cluster
     ```
 
-The schema is the one that `terapipe search schema cluster` prints, made from the code when the site is built.
+The schema is the one that `terapipe schema cluster` prints, made from the code when the site is built.
 """
 
 import json
@@ -16,7 +16,7 @@ from docutils.parsers.rst.states import RSTState
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from megatron_terapipe.search.command.file_formats import FILE_FORMATS
+from megatron_terapipe.file_formats.table import FILE_FORMATS
 
 _MARKS = {"minimum": "at least", "maximum": "at most", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
 _FOLDER = "schemas"
@@ -43,6 +43,8 @@ def type_words(schema: Mapping[str, Any]) -> str:
     kind = schema.get("type", "any value")
     if isinstance(kind, list):
         return " or ".join(each for each in kind if each != "null")
+    if "prefixItems" in schema and not schema.get("items"):
+        return f"[{', '.join(type_words(each) for each in schema['prefixItems'])}]"
     if kind == "array":
         items = schema.get("items")
         return f"array of {type_words(items)}" if items else "array"
@@ -113,6 +115,9 @@ class JsonSchema(SphinxDirective):
             text = schema.get("description", "") if rows else f"{type_words(schema)}"
             words, _ = self.parse_inline(text)
             yield nodes.paragraph("", "", nodes.strong("", title), nodes.Text(": " if text else ""), *words)
+        elif not rows:
+            words, _ = self.parse_inline(schema.get("description", ""))
+            yield nodes.paragraph("", "", *words)
         if rows:
             yield self._table(rows)
 

@@ -54,7 +54,7 @@ SEARCH = Command(
             ("measure", "measure ops and links of this machine, for --profile"),
             ("trial", "run the best strategies, record them, and calibrate"),
             ("validate", "compare predictions with measured trials"),
-            ("schema", "print the JSON Schema of answers and of other files"),
+            ("schema", "print the JSON Schema of the answer, or of another file"),
         )
     ),
 )
@@ -110,8 +110,13 @@ GROUPS = (
         ),
     ),
     Group(
-        "shell",
+        "shells and scripts",
         (
+            Command(
+                "schema",
+                "print the JSON Schema of a file that you write or read",
+                "megatron_terapipe.command.schema",
+            ),
             Command(
                 "completion",
                 "print a script with which bash, zsh or tcsh completes all this",

@@ -243,6 +243,16 @@ LAYERS = (
         ),
         ("packaging", "pydantic", "rich"),
     ),
+    # The forms of all files, as those say that write them.
+    Layer(
+        ("megatron_terapipe.file_formats", "megatron_terapipe.file_formats.*"),
+        (
+            *(*search("report"), *PLAN, "deepspeed_ext.runtime.ledger.ledger_file"),
+            *("megatron_terapipe.checkpoint.info", "megatron_terapipe.checkpoint.manifest"),
+            "megatron_terapipe.data.preprocess",
+        ),
+        ("pydantic",),
+    ),
     # Commands put the parts together: they may import anything of ours, and nobody imports them.
     Layer(
         (

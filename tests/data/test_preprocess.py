@@ -12,6 +12,7 @@ from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file, in
 from megatron_terapipe.data.preprocess import main
 from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings, build_tokenizer
 from tests.data.trained_tokenizers import train_hugging_face, train_sentence_piece
+from tests.file_formats.forms import validate
 
 TEXTS = [f"document {number} " * (1 + number % 7) for number in range(5000)]
 
@@ -57,6 +58,7 @@ def test_each_json_key_has_its_dataset(tmp_path: Path, capsys: pytest.CaptureFix
     corpus = write_lines(tmp_path / "c.jsonl", *map(json.dumps, lines))
     assert run(corpus, tmp_path / "deeper" / "c", "--json", "--json-keys", "title", "text") == 0
     told = json.loads(capsys.readouterr().out)
+    validate("preprocessed", told)
     assert told.pop("seconds") > 0
     assert told == {
         "datasets": [

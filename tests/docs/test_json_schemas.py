@@ -19,6 +19,7 @@ from docs.extensions.json_schemas import meaning, rows_of, type_words
         ({"const": "end"}, '"end"'),
         ({"type": "array", "items": {"type": "number"}}, "array of number"),
         ({"type": "object", "additionalProperties": {"$ref": "#/$defs/Part"}}, "object of Part"),
+        ({"type": "array", "prefixItems": [{"type": "string"}, {"type": "number"}]}, "[string, number]"),
         ({}, "any value"),
     ],
 )

@@ -17,6 +17,7 @@ from megatron_terapipe.strategy import Strategy
 from tests.distributed import run_distributed
 from tests.end_to_end.conftest import Trained
 from tests.end_to_end.launching import flags, read_metrics, train_on_this_rank
+from tests.file_formats.forms import validate
 
 CONTRACT = {"iteration", "lm_loss", "grad_norm", "learning_rate", "iteration_time_s", "tokens_per_second"}
 
@@ -55,6 +56,18 @@ def test_no_file_of_a_run_holds_a_secret_of_the_environment(trained: Trained) ->
     files = [path for path in trained.folder.rglob("*") if path.is_file()]
     assert {"metrics.jsonl", "report.html", "run.json", "latest"} <= {path.name for path in files}
     assert not [path for path in files if b"secret-of-" in path.read_bytes()]
+
+
+def test_the_files_of_a_run_are_what_their_schemas_say(trained: Trained) -> None:
+    timelines, checkpoint = trained.folder / "timeline", trained.checkpoints / "global_step6"
+    for name, path in (
+        *(("timeline", path) for path in timelines.glob("iteration_*.json")),
+        ("trace", timelines / "timeline.trace.json"),
+        *((path.stem, path) for path in checkpoint.glob("*.json")),
+    ):
+        validate(name, path.read_text())
+    for line in trained.metrics.read_text().splitlines():
+        validate("metrics", line)
 
 
 def test_the_run_tells_its_report_what_it_was(trained: Trained) -> None:
@@ -106,6 +119,7 @@ def test_the_last_timeline_is_drawn(trained: Trained) -> None:
 def test_what_is_measured_is_compared_with_its_simulation(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_command(["--timeline", str(trained.folder / "timeline"), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
+    validate("plan", figures)
     assert [step["iteration"] for step in figures["steps"]] == [3, 4, 5]
     assert figures["simulated"]["makespan"] == pytest.approx(figures["eta"] * figures["makespan"])
     assert figures["eta"] > 0

@@ -17,6 +17,7 @@ from megatron_terapipe.huggingface.tokenizer_files import tokenizer_of
 from megatron_terapipe.huggingface.weights.rules import Heads, attention, fused_attention, stacked, turned, vocabulary
 from megatron_terapipe.huggingface.weights.tensor_files import SavedTensors, write_tensors
 from megatron_terapipe.inference.whole_model import WholeModel
+from tests.file_formats.forms import validate
 from tests.huggingface.models import MODELS, save, whole_model
 
 pytest.importorskip("safetensors")
@@ -121,6 +122,7 @@ def test_the_tokenizer_goes_along(
     theirs = str(tmp_path / "theirs")
     assert main(["to-huggingface", "--load", str(checkpoints), "--output", theirs, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
+    validate("converted", told)
     assert told == {"output": theirs, "source": str(directory), "tokenizer_files": told["tokenizer_files"]}
     assert {*files} <= {*told["tokenizer_files"]}
     for name in files:

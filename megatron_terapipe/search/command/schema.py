@@ -1,11 +1,11 @@
-"""Command `schema`: the JSON Schema of a kind of file."""
+"""Command `search schema`: that of the answer, or what `terapipe schema` prints."""
 
 import argparse
 import json
 
-from megatron_terapipe.search.command.file_formats import FILE_FORMATS
+from megatron_terapipe.file_formats.table import FILE_FORMATS
 
-HELP = "Print the JSON Schema of an answer, or of another file that users write or read."
+HELP = "Print the JSON Schema of the answer, or of another file, as `terapipe schema` does."
 
 EXAMPLES = """\
 examples:

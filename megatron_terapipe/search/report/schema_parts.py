@@ -6,9 +6,8 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, WithJsonSchema
 
-from megatron_terapipe.config.fields.options import field_help
 from megatron_terapipe.search.cost.prediction import RankMemory, TimeBreakdown
-from megatron_terapipe.strategy import Strategy
+from megatron_terapipe.strategy import strategy_schema
 
 
 def attribute_texts(kind: type[Any]) -> dict[str, str]:
@@ -35,7 +34,7 @@ def object_schema(kind: type[Any], texts: dict[str, str], **more: str) -> dict[s
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-StrategyObject = Annotated[dict[str, Any], WithJsonSchema(object_schema(Strategy, field_help(Strategy)))]
+StrategyObject = Annotated[dict[str, Any], WithJsonSchema(strategy_schema(whole=True))]
 """A strategy, as `--strategies` and the trainer's `--strategy` read it."""
 
 BreakdownObject = Annotated[

@@ -15,6 +15,7 @@ from deepspeed_ext.plan.programs.program import RECEIVE, InstructionKind
 from deepspeed_ext.plan.schedules import gpipe
 from deepspeed_ext.runtime.ledger import op_ledger
 from deepspeed_ext.runtime.ledger.op_ledger import OpLedger, accelerator_mark
+from tests.file_formats.forms import validate
 
 PROGRAM = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))[1].instructions
 
@@ -146,6 +147,7 @@ def test_the_file_says_what_the_accelerator_has_done(tmp_path: Path) -> None:
     queue.worked_off = 2
     seen = replace(ledger.position(), seconds=12.5, code="channels.py:176 wait")
     fields = json.loads(ledger.file("rank 0 is behind", seen).write(tmp_path).read_text())
+    validate("ledger", fields)
     assert fields["done"] == [str(each) for each in PROGRAM[:done]]
     assert fields["done"] + fields["to_do"] == [str(each) for each in PROGRAM]
     assert fields["waiting"]["instruction"] == PROGRAM[done].kind.value

@@ -1,4 +1,4 @@
-"""The files that users write or read, each with its JSON Schema, made from the code that reads or writes it."""
+"""The table of the files that users write or read, each with its JSON Schema."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ class FileFormat:
 
 
 _SEARCH = "megatron_terapipe.search"
+_HERE = "megatron_terapipe.file_formats"
 
 FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
     {
@@ -53,6 +54,11 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
             "Measured times, which `terapipe search measure --json` writes and `--profile` reads.",
             f"{_SEARCH}.op_times.profile_files:ProfileEntry",
         ),
+        "strategy": FileFormat(
+            "A strategy, which `terapipe search rank --output` writes and `--strategy` reads; in files of "
+            "`--strategies` one on each line. Fields that are left out have their defaults.",
+            "megatron_terapipe.strategy:strategy_schema",
+        ),
         "trial": FileFormat(
             "One line of a file of trials: a measured run, for `validate` and `--calibrate`.",
             f"{_SEARCH}.trials.read:TrialEntry",
@@ -60,6 +66,30 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
         "calibration": FileFormat(
             "Constants fitted to trials, which `--save-calibration` writes and `--calibrate` reads.",
             f"{_SEARCH}.trials.calibration_files:CalibrationsEntry",
+        ),
+        "costs": FileFormat(
+            "Times of ops and transfers, which `--costs` of `terapipe plan` reads.", f"{_HERE}.plan_inputs:costs_schema"
+        ),
+        "token-bytes": FileFormat(
+            "Bytes that a token keeps, which `--token-bytes` of `terapipe plan` reads.",
+            f"{_HERE}.plan_inputs:token_bytes_schema",
+        ),
+        "partition": FileFormat(
+            "Layers of the stages, which `--stage-partition` of the trainer reads.",
+            f"{_HERE}.plan_inputs:partition_schema",
+        ),
+        "plan": FileFormat(
+            "Answer of `terapipe plan`, which `--json` writes and its `--timeline` reads.",
+            f"{_HERE}.timelines:plan_schema",
+        ),
+        "timeline": FileFormat(
+            "A measured step, which `--timeline` of the trainer writes and `--timeline` of `terapipe plan` reads.",
+            f"{_HERE}.timelines:timeline_schema",
+        ),
+        "trace": FileFormat(
+            "A timeline for Perfetto and chrome://tracing: `--trace` of `terapipe plan` writes one, and so does a run "
+            "beside its measured steps.",
+            f"{_HERE}.chrome_trace:trace_schema",
         ),
         "metrics": FileFormat(
             "One line of the file of `--metrics-file`: an iteration, an evaluation or an event.",
@@ -69,7 +99,28 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
             "Figures of training runs, which `terapipe report --json` writes.",
             "megatron_terapipe.run_report.schema:json_schema",
         ),
+        "ledger": FileFormat(
+            "What a rank had done, did and waited for when its run stood still: `rank_00000.json` in the directory of "
+            "`--ledger-directory`.",
+            f"{_HERE}.run_files:ledger_schema",
+        ),
+        "run": FileFormat(
+            "The run that saved a checkpoint: `run.json` in its directory.", f"{_HERE}.run_files:run_schema"
+        ),
+        "manifest": FileFormat(
+            "Size and hash of every other file of a checkpoint: `manifest.json` in its directory.",
+            f"{_HERE}.run_files:manifest_schema",
+        ),
+        "preprocessed": FileFormat(
+            "Answer of `terapipe preprocess`, which `--json` writes.", f"{_HERE}.answers:preprocessed_schema"
+        ),
+        "converted": FileFormat(
+            "Answer of `terapipe convert`, which `--json` writes.", f"{_HERE}.answers:converted_schema"
+        ),
+        "generated": FileFormat(
+            "Answer of `terapipe generate`, which `--json` writes.", f"{_HERE}.answers:generated_schema"
+        ),
         "doctor": FileFormat("What `terapipe doctor --json` found.", "megatron_terapipe.doctor.document:json_schema"),
     }
 )
-"""All of them, by the name that `terapipe search schema` takes."""
+"""All of them, by the name that `terapipe schema` takes."""

@@ -1,7 +1,7 @@
 """The schema of each kind of file describes the files that are read and written."""
 
 import json
-from argparse import Namespace
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,14 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
 
-from megatron_terapipe.search.command.file_formats import FILE_FORMATS
-from megatron_terapipe.search.command.schema import run
+from megatron_terapipe.command.main import main
+from megatron_terapipe.file_formats.table import FILE_FORMATS
 from megatron_terapipe.search.inputs.cluster_files import is_flat, parse_cluster
 from megatron_terapipe.search.op_times.profile_files import profile_to_json
 from megatron_terapipe.search.trials.calibration import calibrate
 from megatron_terapipe.search.trials.calibration_files import write_calibrations
 from tests.architecture.sources import ROOT
+from tests.file_formats.forms import validate
 from tests.run_report.made_up import iteration, whole_run
 from tests.search.op_times.profiles import profile
 from tests.search.trials.synthetic import STRATEGIES, measured
@@ -23,12 +24,6 @@ from tests.search.trials.synthetic import STRATEGIES, measured
 CLUSTERS = sorted(path for path in (ROOT / "examples/clusters").iterdir() if path.suffix in (".json", ".yaml"))
 MODELS = sorted((ROOT / "examples/models").glob("*.json"))
 TRIALS = sorted((ROOT / "tests/search").rglob("published_runs.jsonl"))
-
-
-def validate(name: str, document: Any) -> None:
-    schema = FILE_FORMATS[name].json_schema()
-    Draft202012Validator.check_schema(schema)
-    Draft202012Validator(schema).validate(document)
 
 
 @pytest.mark.parametrize("name", FILE_FORMATS)
@@ -99,6 +94,16 @@ def test_calibrations(tmp_path: Path) -> None:
     validate("calibration", json.loads(path.read_text()))
 
 
-def test_the_command_prints_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(Namespace(file="cluster")) == 0
-    assert json.loads(capsys.readouterr().out) == FILE_FORMATS["cluster"].json_schema()
+def test_the_command_prints_one_or_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, name in ((["schema", "ledger"], "ledger"), (["search", "schema", "ledger"], "ledger")):
+        assert main(words) == 0
+        assert json.loads(capsys.readouterr().out) == FILE_FORMATS[name].json_schema()
+    assert main(["search", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == FILE_FORMATS["answer"].json_schema()
+    assert main(["schema"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(FILE_FORMATS)
+
+
+def test_the_page_shows_all() -> None:
+    page = (ROOT / "docs/reference/files.md").read_text()
+    assert sorted(re.findall(r"^```\{json-schema\} (\S+)$", page, re.MULTILINE)) == sorted(FILE_FORMATS)
