@@ -63,7 +63,7 @@ def test_the_files_of_a_run_are_what_their_schemas_say(trained: Trained) -> None
     for name, path in (
         *(("timeline", path) for path in timelines.glob("iteration_*.json")),
         ("trace", timelines / "timeline.trace.json"),
-        *((path.stem, path) for path in checkpoint.glob("*.json")),
+        *((name, checkpoint / f"{name}.json") for name in ("run", "manifest")),
     ):
         validate(name, path.read_text())
     for line in trained.metrics.read_text().splitlines():
