@@ -21,7 +21,7 @@ from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
 from megatron_terapipe.planning.stated_ranks import stated_ranks
 from megatron_terapipe.run_report.at_end import write_own_report
 from megatron_terapipe.training.lost_ranks import LostRank, watch_over
-from megatron_terapipe.training.restarts import going_on
+from megatron_terapipe.training.start.restarts import going_on
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a command that ended by Ctrl-C, as shells know it."""
@@ -60,10 +60,10 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         with watch_over(launch, config) as rank_watch:
             # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
             from megatron_terapipe.training.build_engine import build_engine, process_group
-            from megatron_terapipe.training.run import prepare
-            from megatron_terapipe.training.run_in_words import start_of_log
+            from megatron_terapipe.training.start.run import prepare
+            from megatron_terapipe.training.start.run_in_words import start_of_log
+            from megatron_terapipe.training.start.whole_checkpoint import with_whole_checkpoint
             from megatron_terapipe.training.trainer import Trainer
-            from megatron_terapipe.training.whole_checkpoint import with_whole_checkpoint
 
             run = prepare(config, launch)
             if launch.rank == 0:
@@ -113,7 +113,7 @@ def _speaks_for_its_host() -> bool:
 
 
 def _dry_run(arguments: Arguments, launch: LaunchEnvironment) -> None:
-    from megatron_terapipe.training.dry_run import dry_run
+    from megatron_terapipe.training.start.dry_run import dry_run
 
     lines = dry_run(arguments.config, launch)
     if launch.rank == 0:
@@ -122,7 +122,7 @@ def _dry_run(arguments: Arguments, launch: LaunchEnvironment) -> None:
 
 def _find_strategy(config: Config, constraints: Constraints) -> FoundStrategy:
     # Imported where a search is asked for: it takes torch, and seconds.
-    from megatron_terapipe.training.found_strategy import find_strategy
+    from megatron_terapipe.training.start.found_strategy import find_strategy
 
     if config.training.dry_run and not will_use_cuda(os.environ):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

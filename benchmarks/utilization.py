@@ -28,8 +28,7 @@ from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.parallel.balance import balanced_token_slices
 from megatron_terapipe.config.presets import find_preset
-from megatron_terapipe.training.device_peak import peak_tflops_here
-from megatron_terapipe.training.throughput import Throughput
+from megatron_terapipe.training.records.throughput import Throughput, peak_tflops_here
 
 
 def seconds_of(run: Callable[[], Any], rounds: int) -> float:

@@ -24,7 +24,7 @@ from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
-from megatron_terapipe.training.token_slice_batch import split_batch
+from megatron_terapipe.training.step.token_slice_batch import split_batch
 
 Name = TypeVar("Name")
 

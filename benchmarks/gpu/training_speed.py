@@ -22,8 +22,7 @@ from benchmarks.workload import batches, our_engine
 from benchmarks.worlds import RankFailed, World
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.parallel.balance import balanced_token_slices
-from megatron_terapipe.training.device_peak import peak_tflops_here
-from megatron_terapipe.training.throughput import Throughput
+from megatron_terapipe.training.records.throughput import Throughput, peak_tflops_here
 
 PLAIN = 0
 """Instead of a number of token slices: the plain loop."""

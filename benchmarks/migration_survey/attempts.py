@@ -72,7 +72,7 @@ def outcome_of(attempt: Attempt) -> Outcome:
     # Without it DeepSpeed looks for a device, and says that it found none.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Imported here: torch and DeepSpeed take seconds.
-    from megatron_terapipe.training.dry_run import dry_run
+    from megatron_terapipe.training.start.dry_run import dry_run
 
     try:
         with chdir(attempt.directory), redirect_stdout(StringIO()), redirect_stderr(StringIO()):

@@ -8,7 +8,7 @@ from megatron_terapipe.page.thinning import Point
 from megatron_terapipe.run_report.figures import first_iterations, slow_from
 from megatron_terapipe.run_report.promise import Promise
 from megatron_terapipe.run_report.run import TrainingRun
-from megatron_terapipe.training.metrics import IterationMetrics
+from megatron_terapipe.training.records.metrics import IterationMetrics
 
 Value = Callable[[IterationMetrics], float | None]
 

@@ -6,7 +6,7 @@ from math import isfinite, isnan
 from statistics import fmean, median, quantiles
 
 from megatron_terapipe.run_report.run import TrainingRun
-from megatron_terapipe.training.metrics import IterationMetrics
+from megatron_terapipe.training.records.metrics import IterationMetrics
 
 LAST = 10
 """Iterations whose losses are averaged for the loss at the end."""

@@ -9,7 +9,7 @@ from typing import Literal
 from megatron_terapipe.run_report.figures import slow_iterations
 from megatron_terapipe.run_report.run import Piece, TrainingRun
 from megatron_terapipe.search.report.figures import time_text
-from megatron_terapipe.training.metrics import IterationMetrics
+from megatron_terapipe.training.records.metrics import IterationMetrics
 
 Kind = Literal["start", "restart", "end", "failure", "skipped update", "spike", "slow iteration", "save"]
 

@@ -9,7 +9,7 @@ from megatron_terapipe.run_report.figures import Figures
 from megatron_terapipe.run_report.promise import Promise
 from megatron_terapipe.run_report.steps import MeasuredSteps
 from megatron_terapipe.search.report.figures import bytes_text, time_text
-from megatron_terapipe.training.events import RunStart
+from megatron_terapipe.training.records.events import RunStart
 
 COMPUTE = ("compute_s", "tensor_parallel_s", "head_exchange_s")
 """Parts of a predicted iteration that are inside its ops."""

@@ -14,8 +14,8 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.training.events import Event, Note, RunEnd, RunStart, Saved
-from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
+from megatron_terapipe.training.records.events import Event, Note, RunEnd, RunStart, Saved
+from megatron_terapipe.training.records.metrics import EvaluationMetrics, IterationMetrics
 
 Line = IterationMetrics | EvaluationMetrics | Event
 

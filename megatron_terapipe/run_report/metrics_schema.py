@@ -6,8 +6,8 @@ from pydantic import TypeAdapter
 
 from megatron_terapipe.config.fields.options import field_help
 from megatron_terapipe.run_report.metrics_lines import EVENTS, PARTS
-from megatron_terapipe.training.events import Machine
-from megatron_terapipe.training.metrics import IterationMetrics
+from megatron_terapipe.training.records.events import Machine
+from megatron_terapipe.training.records.metrics import IterationMetrics
 
 
 def metrics_schema() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from deepspeed_ext.plan.text_files import read_text
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
-from megatron_terapipe.training.events import RunStart
+from megatron_terapipe.training.records.events import RunStart
 
 UNKNOWN = "strategy: the metrics file does not say what ran, and the best of the answer is taken"
 

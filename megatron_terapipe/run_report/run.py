@@ -6,8 +6,8 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_terapipe.run_report.metrics_lines import Line, read_metrics_lines
-from megatron_terapipe.training.events import Note, RunEnd, RunStart, Saved
-from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
+from megatron_terapipe.training.records.events import Note, RunEnd, RunStart, Saved
+from megatron_terapipe.training.records.metrics import EvaluationMetrics, IterationMetrics
 
 METRICS_FILE = "metrics.jsonl"
 """Name under which the metrics file is looked for where a run is given as a directory."""

@@ -6,7 +6,7 @@ from deepspeed_ext.plan.command.steps import alike, name_of, read_steps
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.measured import Comparison
 from deepspeed_ext.plan.render import Panel
-from megatron_terapipe.training.events import RunStart
+from megatron_terapipe.training.records.events import RunStart
 
 MOST_OPS = 12_000
 """Ops of a timeline that is drawn at most: a page of them is 2 MB."""

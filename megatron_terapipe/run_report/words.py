@@ -9,7 +9,7 @@ from megatron_terapipe.run_report.figures import Figures, Spread
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.search.report.figures import bytes_text, count_text, strategy_text, time_text
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.events import RunStart
+from megatron_terapipe.training.records.events import RunStart
 
 
 def title_of(reports: list[RunReport]) -> str:

@@ -41,12 +41,12 @@ from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.tensor_parallel.logits import Logits
 from megatron_terapipe.tensor_parallel.ranks import TensorParallelRanks
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
-from megatron_terapipe.training.found_plan import check_agreement
 from megatron_terapipe.training.guards.states import refuse_bad_states
 from megatron_terapipe.training.lost_ranks import LostRank, is_of_communication, keep_traceback, remedy
-from megatron_terapipe.training.optimizer import build_optimizer
-from megatron_terapipe.training.run import Run, reading_ranks
-from megatron_terapipe.training.token_slice_batch import (
+from megatron_terapipe.training.start.found_plan import check_agreement
+from megatron_terapipe.training.start.run import Run, reading_ranks
+from megatron_terapipe.training.step.optimizer import build_optimizer
+from megatron_terapipe.training.step.token_slice_batch import (
     documents_reader,
     loss_tokens,
     split_batch,

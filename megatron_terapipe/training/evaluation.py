@@ -5,11 +5,11 @@ from typing import Literal
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.training.guards.bad_numbers import check_evaluation
-from megatron_terapipe.training.metrics import EvaluationMetrics
-from megatron_terapipe.training.micro_batches import micro_batches
-from megatron_terapipe.training.progress import Progress
+from megatron_terapipe.training.records.metrics import EvaluationMetrics
+from megatron_terapipe.training.records.progress import Progress
 from megatron_terapipe.training.reporting.reporter import Reporter
-from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.start.run import Run
+from megatron_terapipe.training.step.micro_batches import micro_batches
 
 
 class Evaluation:

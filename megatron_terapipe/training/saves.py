@@ -11,11 +11,11 @@ from megatron_terapipe.checkpoint.saving.background import BackgroundSaves
 from megatron_terapipe.checkpoint.saving.room import bytes_to_save, check_room, room_warning
 from megatron_terapipe.checkpoint.saving.save import begin_save
 from megatron_terapipe.errors import SaveError
-from megatron_terapipe.training.events import Saved
 from megatron_terapipe.training.guards.states import refuse_bad_states
-from megatron_terapipe.training.progress import Progress
+from megatron_terapipe.training.records.events import Saved
+from megatron_terapipe.training.records.progress import Progress
 from megatron_terapipe.training.reporting.reporter import Reporter
-from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.start.run import Run
 
 
 class Saves:

@@ -8,19 +8,19 @@ import torch
 from deepspeed_ext.runtime.attention_kernels import activate_flash_attention_3
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from megatron_terapipe.config import Config
+from megatron_terapipe.training.build_reporters import build_reporters
 from megatron_terapipe.training.evaluation import Evaluation
-from megatron_terapipe.training.events import RunEnd
 from megatron_terapipe.training.exit_conditions import ExitConditions, ExitReason, heard_signal
-from megatron_terapipe.training.found_plan import keep_schedule, notes
-from megatron_terapipe.training.found_strategy import keep_strategy
 from megatron_terapipe.training.guards.bad_numbers import BadIteration, RememberedBatches
 from megatron_terapipe.training.guards.states import refuse_different_copies
-from megatron_terapipe.training.micro_batches import micro_batches
-from megatron_terapipe.training.progress import Progress
-from megatron_terapipe.training.reporting.build import build_reporters
-from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.records.events import RunEnd
+from megatron_terapipe.training.records.progress import Progress
 from megatron_terapipe.training.saves import Saves
-from megatron_terapipe.training.step import TrainingStep
+from megatron_terapipe.training.start.found_plan import keep_schedule, notes
+from megatron_terapipe.training.start.found_strategy import keep_strategy
+from megatron_terapipe.training.start.run import Run
+from megatron_terapipe.training.step.micro_batches import micro_batches
+from megatron_terapipe.training.step.step import TrainingStep
 
 
 class Trainer:

@@ -222,8 +222,8 @@ LAYERS = (
         (
             *search("report"),
             "megatron_terapipe.page",
-            "megatron_terapipe.training.events",
-            "megatron_terapipe.training.metrics",
+            "megatron_terapipe.training.records.events",
+            "megatron_terapipe.training.records.metrics",
         ),
         ("pydantic",),
     ),
@@ -348,7 +348,7 @@ def test_the_walk_sees_what_it_should() -> None:
         ("megatron_terapipe.arguments.model_sources", "megatron_terapipe.huggingface.families.registry", True),
         ("megatron_terapipe.arguments.model_sources", "megatron_terapipe.huggingface.weights.folder", False),
         ("megatron_terapipe.huggingface.families.registry", "torch", False),
-        ("megatron_terapipe.training.run", "megatron_terapipe.huggingface.export", False),
+        ("megatron_terapipe.training.start.run", "megatron_terapipe.huggingface.export", False),
         ("megatron_terapipe.model.block", "deepspeed.pipe", False),
         ("megatron_terapipe.model.gpt", "deepspeed.pipe", True),
         ("megatron_terapipe.model.block", "megatron_terapipe.tensor_parallel.ranks", True),
@@ -362,9 +362,9 @@ def test_the_walk_sees_what_it_should() -> None:
         ("megatron_terapipe.doctor.probe.agent", "megatron_terapipe.errors", False),
         ("megatron_terapipe.doctor.probe.agent", "megatron_terapipe.doctor.checks.devices", False),
         ("megatron_terapipe.search.rank.search", "megatron_terapipe.planning.planned_run", False),
-        ("megatron_terapipe.data.loader", "megatron_terapipe.training.run", False),
-        ("megatron_terapipe.training.run", "megatron_terapipe.inference.generation", False),
-        ("megatron_terapipe.training.run", "tests.distributed", False),
+        ("megatron_terapipe.data.loader", "megatron_terapipe.training.start.run", False),
+        ("megatron_terapipe.training.start.run", "megatron_terapipe.inference.generation", False),
+        ("megatron_terapipe.training.start.run", "tests.distributed", False),
     ],
 )
 def test_the_table_says_what_is_meant(module: str, target: str, allowed: bool) -> None:

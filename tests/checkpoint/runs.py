@@ -12,7 +12,7 @@ from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.saving.save import save_checkpoint
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.training.build_engine import build_engine
-from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.start.run import Run
 from tests.training.prepared import prepared_run
 
 SEQ, VOCAB, ROWS = 16, 257, 8

@@ -380,7 +380,7 @@ def test_every_field_has_a_docstring_and_a_name_of_its_own() -> None:
 def test_configuration_imports_no_torch() -> None:
     program = (
         "import sys, megatron_terapipe.arguments, megatron_terapipe.strategy, "
-        "megatron_terapipe.training.deepspeed_config, megatron_terapipe.training.lr_schedule; "
+        "megatron_terapipe.training.start.deepspeed_config, megatron_terapipe.training.step.lr_schedule; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

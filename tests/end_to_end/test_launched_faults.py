@@ -30,7 +30,7 @@ FAILING_RANK = """
 import os
 if os.environ.get("RANK") == "1":
     from megatron_terapipe.errors import DataError
-    from megatron_terapipe.training.step import TrainingStep
+    from megatron_terapipe.training.step.step import TrainingStep
     train = TrainingStep.run
     def fail(self, progress, batches):
         if progress.iteration == 2:

@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.search.inputs.hostfile import parse_hostfile
-from megatron_terapipe.training.dry_run import dry_run
+from megatron_terapipe.training.start.dry_run import dry_run
 from tests.architecture.sources import ROOT
 
 FOLDER = ROOT / "examples" / "clusters"

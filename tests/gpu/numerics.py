@@ -9,8 +9,7 @@ from benchmarks.gpu.machine import Sharing, join
 from benchmarks.report import Section, progress
 from benchmarks.worlds import World
 from tests.gpu.pipelines import EXACT
-from tests.training.gpt_runs import Setup, Step, gradients
-from tests.training.test_gpt_equivalence import (
+from tests.training.equivalence.test_gpt_equivalence import (
     BF16,
     EVEN,
     LLAMA,
@@ -24,6 +23,7 @@ from tests.training.test_gpt_equivalence import (
     ZERO_BUBBLE,
     expected_gradients,
 )
+from tests.training.gpt_runs import Setup, Step, gradients
 
 _TIMEOUT_S = 300.0
 

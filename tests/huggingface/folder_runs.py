@@ -12,8 +12,8 @@ from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.checkpoint.saving.save import save_checkpoint
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.training import build_engine as trainer_engine
-from megatron_terapipe.training.progress import Progress
-from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.records.progress import Progress
+from megatron_terapipe.training.start.run import Run
 from tests.huggingface.tiny import VOCAB
 from tests.training.gpt_runs import RecordingSGD
 from tests.training.prepared import prepared_run

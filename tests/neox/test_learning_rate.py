@@ -7,7 +7,7 @@ import pytest
 
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.learning_rate import cut_off
-from megatron_terapipe.training.lr_schedule import LearningRateSchedule
+from megatron_terapipe.training.step.lr_schedule import LearningRateSchedule
 from tests.neox.test_conversion import converted, parsed
 
 

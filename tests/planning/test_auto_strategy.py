@@ -15,7 +15,7 @@ from megatron_terapipe.search.op_times.profile_files import write_profile
 from megatron_terapipe.search.trials.journal import Journal
 from megatron_terapipe.search.trials.run import Outcome
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.found_strategy import STRATEGY_FILE, find_strategy
+from megatron_terapipe.training.start.found_strategy import STRATEGY_FILE, find_strategy
 from tests.search.op_times.profiles import profile
 from tests.search.trials.test_profile_calibration import CLUSTER as MACHINE
 from tests.search.trials.test_profile_calibration import STRATEGIES, WORKLOAD, truth_s

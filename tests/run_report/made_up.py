@@ -14,8 +14,8 @@ from deepspeed_ext.plan.simulate import simulate
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.cost.prediction import Prediction, RankMemory, TimeBreakdown
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.events import Machine, RunEnd, RunStart, Saved
-from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
+from megatron_terapipe.training.records.events import Machine, RunEnd, RunStart, Saved
+from megatron_terapipe.training.records.metrics import EvaluationMetrics, IterationMetrics
 
 STRATEGY = Strategy(pipeline_parallel_size=2, num_token_slices=2, token_slices=(16, 16), micro_batch_size=2)
 START = RunStart(

@@ -13,7 +13,7 @@ from megatron_terapipe.run_report.promise import UNKNOWN
 from megatron_terapipe.run_report.report import RunReport, Sources, read_report
 from megatron_terapipe.run_report.schema import json_schema, report_document
 from megatron_terapipe.run_report.summary import summary
-from megatron_terapipe.training.events import RunEnd
+from megatron_terapipe.training.records.events import RunEnd
 from tests.run_report.made_up import (
     GIB,
     START,

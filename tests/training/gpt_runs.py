@@ -15,7 +15,7 @@ from megatron_terapipe.config.model.pipeline_layers import output_layer
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.planning.pipeline_plan import with_found_token_slices
 from megatron_terapipe.training import build_engine as trainer_engine
-from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.start.run import Run
 from tests.training.prepared import prepared_run
 
 SEQ, VOCAB, NUM_LAYERS = 32, 257, 4

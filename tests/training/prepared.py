@@ -5,8 +5,8 @@ from megatron_terapipe.checkpoint.find import find_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.data.dataset_splits import DatasetSplits
 from megatron_terapipe.data.tokenizer import ByteTokenizer
-from megatron_terapipe.training.deepspeed_config import deepspeed_config
-from megatron_terapipe.training.run import Run
+from megatron_terapipe.training.start.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.start.run import Run
 
 
 def prepared_run(config: Config) -> Run:

@@ -70,7 +70,7 @@ def step_traffic(software: Software, precision: str, zero_stage: int) -> StepTra
     DeepSpeed's pipeline engine hands bf16 to its BF16_Optimizer, which divides the step at ZeRO stage 0, too, and whose
     gradients are reduced to all ranks even at stage 1 (`_do_optimizer_sanity_check` and `buffered_allreduce_fallback`
     of `runtime/engine.py`, `_bf16_reduce_grads` of `runtime/pipe/engine.py`, release 0.19.8). They are added up and
-    reduced in fp32 at stage 1, in bf16 at stage 0 (`training/deepspeed_config.py`); see also `memory.states`.
+    reduced in fp32 at stage 1, in bf16 at stage 0 (`training/start/deepspeed_config.py`); see also `memory.states`.
 
     Args:
         software: the trainer.

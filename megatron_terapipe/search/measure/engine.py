@@ -27,9 +27,9 @@ from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
 from megatron_terapipe.search.op_times.profile import ProfiledEngine
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.deepspeed_config import deepspeed_config
-from megatron_terapipe.training.optimizer import build_optimizer
-from megatron_terapipe.training.token_slice_batch import split_batch
+from megatron_terapipe.training.start.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.step.optimizer import build_optimizer
+from megatron_terapipe.training.step.token_slice_batch import split_batch
 
 STEPS = 7
 """Measured steps of each engine, fewer where the time is over."""

@@ -129,7 +129,7 @@ def price_space(
 def keeps_digits(grid: StrategyGrid, precision: str) -> Flags:
     """Return which ZeRO stages of a grid add gradients up as exactly as any stage of it: [zero].
 
-    DeepSpeed adds up bf16 gradients in fp32 under ZeRO 1 alone (`training/deepspeed_config.py`).
+    DeepSpeed adds up bf16 gradients in fp32 under ZeRO 1 alone (`training/start/deepspeed_config.py`).
 
     Args:
         grid: the grid.

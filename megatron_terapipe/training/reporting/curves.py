@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_terapipe.config import LoggingConfig
 from megatron_terapipe.errors import ConfigError, not_installed
-from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
+from megatron_terapipe.training.records.metrics import EvaluationMetrics, IterationMetrics
 from megatron_terapipe.training.reporting.reporter import Reporter
 
 

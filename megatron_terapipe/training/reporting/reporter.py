@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from megatron_terapipe.training.events import Event
-from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
+from megatron_terapipe.training.records.events import Event
+from megatron_terapipe.training.records.metrics import EvaluationMetrics, IterationMetrics
 
 
 class Reporter:

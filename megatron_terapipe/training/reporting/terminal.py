@@ -10,7 +10,7 @@ from statistics import fmean
 from tqdm import tqdm
 
 from megatron_terapipe.config.files.logging import TimingOption
-from megatron_terapipe.training.metrics import EvaluationMetrics, IterationMetrics
+from megatron_terapipe.training.records.metrics import EvaluationMetrics, IterationMetrics
 from megatron_terapipe.training.reporting.reporter import Reporter
 
 

@@ -17,7 +17,7 @@ from megatron_terapipe.search.inputs.cluster_files import parse_cluster, read_cl
 from megatron_terapipe.search.inputs.workload_files import parse_workload, read_workload
 from megatron_terapipe.search.report.launch import launch_of, model_flags, nodes_in_order
 from megatron_terapipe.strategy import Strategy
-from megatron_terapipe.training.deepspeed_config import deepspeed_config
+from megatron_terapipe.training.start.deepspeed_config import deepspeed_config
 from tests.architecture.sources import ROOT as REPOSITORY
 from tests.model.configs import MODELS
 from tests.search.report.answers import answer

@@ -15,8 +15,8 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.build_engine import build_engine
 from megatron_terapipe.training.instruments.instruments import Instruments
 from tests.distributed import run_distributed
+from tests.training.equivalence.test_gpt_equivalence import expected_gradients
 from tests.training.gpt_runs import FLAGS, Setup, batches, run_of
-from tests.training.test_gpt_equivalence import expected_gradients
 
 # Gradients of the biases of keys are zero but for rounding.
 UNTIED = "--num-token-slices 4 --untie-embeddings-and-output-weights --disable-bias-linear --log-num-zeros-in-grad"

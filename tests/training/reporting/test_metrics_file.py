@@ -5,8 +5,8 @@ from dataclasses import replace
 from math import nan
 from pathlib import Path
 
-from megatron_terapipe.training.events import Saved
-from megatron_terapipe.training.reporting.build import MetricsFile
+from megatron_terapipe.training.build_reporters import MetricsFile
+from megatron_terapipe.training.records.events import Saved
 from tests.training.reporting.samples import EVALUATION, ITERATION, SKIPPED, TEST
 
 

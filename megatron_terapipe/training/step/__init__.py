@@ -1,0 +1,1 @@
+"""A step: its micro-batches, learning rate, weight decay, optimizer, and measurements."""

@@ -1,0 +1,86 @@
+"""The loss as a mean over the tokens of evaluations, which are several global batches; training is in the ladder."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.dataset_splits import DatasetSplits
+from megatron_terapipe.data.tokenizer import ByteTokenizer
+from megatron_terapipe.inference.whole_model import WholeModel
+from megatron_terapipe.training import build_engine as trainer_engine
+from megatron_terapipe.training.evaluation import Evaluation
+from megatron_terapipe.training.records.metrics import EvaluationMetrics
+from megatron_terapipe.training.records.progress import Progress
+from megatron_terapipe.training.reporting.reporter import Reporter
+from tests.distributed import run_distributed
+from tests.training.equivalence.test_gpt_equivalence import WholePast
+from tests.training.gpt_runs import SEQ, VOCAB, Setup, run_of
+
+EVAL_ITERS, MICRO_BATCHES, ROWS = 2, 2, 2
+# Weights large enough that samples differ in their loss.
+FLAGS = f"--init-method-std 0.2 --num-token-slices 4 --eod-mask-loss --eval-iters {EVAL_ITERS}"
+
+
+class Documents:
+    """Samples of which each has more ends of documents than the one before, so that fewer tokens bear loss."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, sample: int, /) -> np.ndarray:
+        draw = np.random.default_rng(sample)
+        ids = draw.integers(VOCAB - 1, size=SEQ + 1)
+        return np.where(draw.random(SEQ + 1) < sample / 20, ByteTokenizer.eod, ids)
+
+
+class Kept(Reporter):
+    """Keeps what it is told."""
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        self.loss = metrics.lm_loss
+
+
+def evaluated(setup: Setup) -> float:
+    run = replace(run_of(setup), datasets=DatasetSplits(train=None, valid=Documents(), test=None))
+    engine, kept = trainer_engine.build_engine(run), Kept()
+    Evaluation(run, engine, kept).run(Progress())
+    return kept.loss
+
+
+def expected(setup: Setup, *, per_token: bool) -> float:
+    model, data = WholeModel(parse_arguments(setup.argv()).model), Documents()
+    sums, counts = [], []
+    for first in range(0, EVAL_ITERS * MICRO_BATCHES * setup.data_parallel_size * ROWS, ROWS):
+        samples = torch.from_numpy(np.stack([data[first + row] for row in range(ROWS)]))
+        batch = Batch.from_samples(samples, masked_eod=ByteTokenizer.eod)
+        with torch.no_grad():
+            logits = model(batch.tokens, WholePast(1234, (0, 1), ((0,),) * ROWS))
+        each = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+        sums.append(float((each * batch.loss_mask.flatten()).double().sum()))
+        counts.append(float(batch.loss_mask.sum()))
+    if per_token:
+        return sum(sums) / sum(counts)
+    return float(np.mean([total / count for total, count in zip(sums, counts, strict=True)]))
+
+
+WINDOWS = "--sliding-window 9 --window-attn-skip-freq 2"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--pipeline-model-parallel-size 2", f"--context-parallel-size 2 {WINDOWS}"],
+    ids=["two_replicas", "two_stages", "two_sequence_parallel_ranks_with_windows"],
+)
+def test_an_evaluation_is_the_mean_over_all_its_tokens(flags: str) -> None:
+    setups = [
+        Setup(2, f"{FLAGS} {flags} {per_token}", MICRO_BATCHES) for per_token in ("", "--calculate-per-token-loss")
+    ]
+    plain, per_token = (expected(setup, per_token=bool(number)) for number, setup in enumerate(setups))
+    assert plain != pytest.approx(per_token, rel=1e-4), "the data tells one mean from the other"
+    for setup, wanted in zip(setups, (plain, per_token), strict=True):
+        assert run_distributed(evaluated, 2, setup) == pytest.approx([wanted] * 2, rel=1e-6)

@@ -1,0 +1,379 @@
+"""DeepSpeed's settings: derived from flags, agreed with the user's file, accepted by DeepSpeed."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as settings_of_test
+from hypothesis import strategies as st
+
+from deepspeed_ext.plan.errors import UserError
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config import Config
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.training.start.deepspeed_config import NEVER, deepspeed_config
+
+REQUIRED = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 "
+    "--global-batch-size 16 --train-iters 10 --lr 1e-3 --data-path corpus --pipeline-model-parallel-size 2 "
+)
+
+
+def parse(words: str = "") -> Config:
+    return parse_arguments((REQUIRED + words).split())
+
+
+def settings(words: str = "", world_size: int = 4) -> dict[str, Any]:
+    config = parse(words)
+    return deepspeed_config(config, config.parallel.layout(world_size))
+
+
+def merged(directory: Path, file: object, words: str = "") -> dict[str, Any]:
+    path = directory / "ds.json"
+    path.write_text(json.dumps(file))
+    return settings(f"{words} --deepspeed_config {path}")
+
+
+def refusal(directory: Path, file: object, words: str = "") -> str:
+    with pytest.raises(ConfigError) as caught:
+        merged(directory, file, words)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line.replace(str(directory / "ds.json"), "FILE")
+
+
+def test_plain_run() -> None:
+    assert settings("--token-slices 72,56") == {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {
+            "stage": 1,
+            "reduce_bucket_size": 50_000_000,
+            "allgather_bucket_size": 50_000_000,
+            "contiguous_gradients": False,
+        },
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "wall_clock_breakdown": False,
+        "steps_per_print": NEVER,
+        "pipeline": {
+            "token_slices": [72, 56],
+            "schedule": "1f1b",
+            "pipe_partitioned": False,
+            "grad_partitioned": False,
+        },
+    }
+
+
+def test_a_file_may_say_how_many_ranks_share_sequences(tmp_path: Path) -> None:
+    """And batch sizes count every sequence once. The engine tells DeepSpeed what it counts."""
+    made = settings("--context-parallel-size 2", world_size=8)
+    assert (made["train_batch_size"], made["gradient_accumulation_steps"]) == (16, 4)
+    assert "sequence_parallel_size" not in made
+    file = {"sequence_parallel_size": 2, "train_batch_size": 16}
+    assert merged(tmp_path, file)["train_batch_size"] == 16
+    assert parse(f"--deepspeed-config {tmp_path / 'ds.json'}").parallel.ds_sequence_parallel_size == 2
+    assert refusal(tmp_path, file, "--context-parallel-size 1") == (
+        "--deepspeed-config FILE sets sequence_parallel_size to 2, but --ds-sequence-parallel-size makes it 1: change "
+        "the flag, or remove it from the file"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ("", "fp32"),
+        ("--zero-stage 0", "fp32"),
+        ("--bf16", "fp32"),
+        ("--bf16 --accumulate-allreduce-grads-in-fp32", "fp32"),
+        ("--bf16 --zero-stage 0", "bf16"),
+        ("--fp16", "fp16"),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32 --untie-embeddings-and-output-weights", "fp32"),
+    ],
+)
+def test_gradients_add_up_in_fp32_where_deepspeed_can(words: str, dtype: str) -> None:
+    assert settings(words)["data_types"] == {"grad_accum_dtype": dtype}
+
+
+def test_fp16() -> None:
+    assert settings("--fp16 --initial-loss-scale 256 --loss-scale-window 100")["fp16"] == {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 8,
+        "loss_scale_window": 100,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    }
+    assert settings("--fp16 --loss-scale 128")["fp16"]["loss_scale"] == 128
+
+
+def test_batch_that_cannot_be_dealt() -> None:
+    with pytest.raises(ConfigError, match=r"--global-batch-size 16 is not a multiple of .* = 6: give a multiple"):
+        settings(world_size=6)
+
+
+def test_file_passes_through_where_we_have_no_opinion(tmp_path: Path) -> None:
+    result = merged(
+        tmp_path,
+        {
+            "comms_logger": {"enabled": True},
+            "steps_per_print": 5,
+            "zero_optimization": {"stage": 1, "reduce_bucket_size": 7},
+            "train_batch_size": "auto",
+            "fp16": {"enabled": "auto", "loss_scale_window": 5},
+            "gradient_clipping": 1,
+        },
+    )
+    assert result["comms_logger"] == {"enabled": True}
+    assert result["steps_per_print"] == 5
+    assert result["zero_optimization"] == {
+        "stage": 1,
+        "reduce_bucket_size": 7,
+        "allgather_bucket_size": 50_000_000,
+        "contiguous_gradients": False,
+    }
+    assert result["train_batch_size"] == 16
+    assert result["fp16"] == {"enabled": False, "loss_scale_window": 5}
+    assert "reduce_bucket_size" not in settings("--zero-stage 0")["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        (
+            {"train_batch_size": 32},
+            "--deepspeed-config FILE sets train_batch_size to 32, but --global-batch-size makes it 16: "
+            "change the flag, or remove it from the file",
+        ),
+        (
+            {"gradient_accumulation_steps": 3},
+            "--deepspeed-config FILE sets gradient_accumulation_steps to 3, but --global-batch-size makes it 4: ",
+        ),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "--deepspeed-config FILE sets data_types.grad_accum_dtype to"),
+        (
+            {"pipeline": {"pipe_partitioned": True}},
+            "--deepspeed-config FILE sets pipeline.pipe_partitioned to true, but it must be false: remove it from the "
+            "file",
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam"}},
+            '--deepspeed-config FILE sets optimizer.type to "OneBitAdam", but --optimizer makes it "adam": change the '
+            "flag, or remove it from the file",
+        ),
+        (
+            {"optimizer": {"params": {"lr": 0.5}}},
+            "--deepspeed-config FILE sets optimizer.params.lr to 0.5, but --lr makes it 0.001: change the flag, or",
+        ),
+        (
+            {"optimizer": {"params": {"adam_w_mode": False}}},
+            "--deepspeed-config FILE sets optimizer.params.adam_w_mode to false, but it must be true: remove it from",
+        ),
+        (
+            {"optimizer": {"params": {"freeze_step": 400}}},
+            "--deepspeed-config FILE sets optimizer.params.freeze_step, but the optimizer is built from --optimizer, ",
+        ),
+        (
+            {"optimizer": "Adam"},
+            "--deepspeed-config FILE sets optimizer, but the optimizer is built from --optimizer, ",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
+            "--deepspeed-config FILE sets scheduler, but the learning rate is built from",
+        ),
+        (
+            {"zero_optimisation": {"stage": 1}},
+            "--deepspeed-config FILE sets zero_optimisation, which DeepSpeed does not know (zero_optimization?): ",
+        ),
+        (
+            {"zero_optimization": {"overlap_com": True}},
+            "--deepspeed-config FILE sets zero_optimization.overlap_com, which DeepSpeed does not know (overlap_comm?)",
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": "big"}},
+            '--deepspeed-config FILE sets zero_optimization.reduce_bucket_size to "big", which DeepSpeed does not take',
+        ),
+        ({"fp16": True}, "--deepspeed-config FILE sets fp16 to true, "),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "--deepspeed-config FILE sets zero_optimization.offload_optimizer, but the optimizer stays on the",
+        ),
+        (
+            {"curriculum_learning": {"enabled": True}, "progressive_layer_drop": {"enabled": True}},
+            "--deepspeed-config FILE sets curriculum_learning, but sequences have one length; sets "
+            "progressive_layer_drop, but every layer is always trained: this training cannot be run here",
+        ),
+        (
+            {"data_efficiency": {"enabled": True}, "gradient_clippin": 1},
+            "--deepspeed-config FILE sets data_efficiency, but sequences have one length, and every layer sees all "
+            "tokens: this training cannot be run here; sets gradient_clippin, which DeepSpeed does not know "
+            "(gradient_clipping?): remove it from the file",
+        ),
+        ({"data_parallel_size": 2}, "--deepspeed-config FILE sets data_parallel_size, but it follows from the world"),
+        ([], "--deepspeed-config FILE is not a JSON object: write one"),
+    ],
+)
+def test_file_that_contradicts_a_flag(tmp_path: Path, file: object, line: str) -> None:
+    assert refusal(tmp_path, file).startswith(line)
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    file = {
+        "train_batch_size": 32,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "betas": [0.9, 0.95]}},
+        "zero_optimization": {"stage": 0, "offload_param": {"device": "nvme"}},
+        "bf16": {"enabled": False},
+        "gradient_clippin": 1.0,
+    }
+    assert refusal(tmp_path, file, "--bf16 --zero-stage 1 --adam-beta2 0.999") == (
+        "--deepspeed-config FILE sets gradient_clippin, which DeepSpeed does not know (gradient_clipping?); "
+        "sets zero_optimization.offload_param, but weights stay on the accelerator; "
+        "sets train_batch_size to 32, but --global-batch-size makes it 16; "
+        "sets zero_optimization.stage to 0, but --zero-stage makes it 1; "
+        "sets bf16.enabled to false, but --bf16 makes it true; "
+        "sets optimizer.params.lr to 0.5, but --lr makes it 0.001; "
+        "sets optimizer.params.betas to [0.9, 0.95], but --adam-beta1 or --adam-beta2 makes it [0.9, 0.999]: "
+        "change the flags, or remove them from the file"
+    )
+
+
+WRONG = {
+    "train_batch_size": 17,
+    "gradient_clipping": 7.0,
+    "scheduler": {"type": "WarmupLR", "params": {"a": 1}},
+    "amp": {"enabled": True},
+    "steps_per_prin": 3,
+    "data_parallel_size": 4,
+}
+
+
+@settings_of_test(max_examples=30, deadline=None)
+@given(wrong=st.sets(st.sampled_from(sorted(WRONG))))
+def test_every_fault_is_named_and_no_other(tmp_path_factory: pytest.TempPathFactory, wrong: set[str]) -> None:
+    directory = tmp_path_factory.mktemp("file")
+    file = {"wall_clock_breakdown": False} | {key: WRONG[key] for key in wrong}
+    if not wrong:
+        merged(directory, file)
+        return
+    line = refusal(directory, file, "--clip-grad 1")
+    assert {key for key in WRONG if f"sets {key}" in line} == wrong
+
+
+# In the manner of Megatron-DeepSpeed's examples, of bigscience's, of NeoX's and of Hugging Face's.
+MEGATRON_DEEPSPEED = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 10,
+    "zero_optimization": {"stage": 1},
+    "gradient_clipping": 1.0,
+    "prescale_gradients": True,
+    "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1},
+    "wall_clock_breakdown": False,
+}
+BIGSCIENCE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "train_batch_size": 16,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 0},
+    "bf16": {"enabled": True},
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+NEOX = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8}},
+    "zero_optimization": {
+        "stage": 1,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 500000000,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 500000000,
+        "contiguous_gradients": True,
+    },
+    "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+    "fp16": {"enabled": False},
+    "scheduler": None,
+    "steps_per_print": 10,
+    "flops_profiler": {"enabled": False},
+    "wall_clock_breakdown": True,
+}
+HUGGING_FACE = {
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}, "reduce_bucket_size": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_clipping": "auto",
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "kept"),
+    [
+        (MEGATRON_DEEPSPEED, "--fp16 --loss-scale-window 500", {"prescale_gradients": True, "steps_per_print": 10}),
+        (BIGSCIENCE, "--bf16 --zero-stage 0", {"steps_per_print": 2000}),
+        (NEOX, "", {"wall_clock_breakdown": True}),
+        (HUGGING_FACE, "--bf16", {}),
+    ],
+)
+def test_files_of_other_projects(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: dict[str, Any], words: str, kept: dict[str, Any]
+) -> None:
+    result = merged(tmp_path, file, words)
+    assert "optimizer" not in result and "scheduler" not in result
+    assert {key: result[key] for key in kept} == kept
+    for key, value in file["zero_optimization"].items():
+        assert value in ("auto", {"device": "none"}) or result["zero_optimization"][key] == value
+    monkeypatch.setenv("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", "cpu"))
+    accepted = pytest.importorskip("deepspeed.runtime.config").DeepSpeedConfig
+    # One process: DeepSpeed divides the batch by the processes it sees.
+    assert accepted(result | {"gradient_accumulation_steps": 8}).gradient_accumulation_steps == 8
+
+
+def test_flags_of_megatron_deepspeed_about_zero(tmp_path: Path) -> None:
+    words = (
+        "--zero-reduce-bucket-size 7 --zero-allgather-bucket-size 8 --zero-reduce-scatter --zero-contigious-gradients"
+    )
+    expected = {
+        "stage": 1,
+        "reduce_bucket_size": 7,
+        "allgather_bucket_size": 8,
+        "reduce_scatter": True,
+        "contiguous_gradients": True,
+    }
+    assert settings(words)["zero_optimization"] == expected
+    assert merged(tmp_path, {"zero_optimization": {"reduce_bucket_size": 7}}, words)["zero_optimization"] == expected
+    line = refusal(tmp_path, {"zero_optimization": {"reduce_bucket_size": 9, "reduce_scatter": False}}, words)
+    assert "--zero-reduce-bucket-size makes it 7" in line
+    assert "--zero-reduce-scatter makes it true" in line
+    with pytest.raises(ConfigError, match="--zero-reduce-bucket-size 0 is not positive"):
+        parse("--zero-reduce-bucket-size 0")
+
+
+def test_file_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"--deepspeed-config none.json cannot be read"):
+        settings("--deepspeed-config none.json")
+
+
+@pytest.mark.parametrize("words", ["", "--zero-stage 0", "--bf16", "--bf16 --zero-stage 0", "--fp16"])
+def test_deepspeed_accepts_the_settings(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", "cpu"))
+    accepted = pytest.importorskip("deepspeed.runtime.config").DeepSpeedConfig
+    result = accepted(settings(f"{words} --global-batch-size 8 --num-token-slices 2 --clip-grad 0", world_size=2))
+    assert result.gradient_accumulation_steps == 4
+    assert result.pipeline["token_slices"] == [64, 64]
+    assert result.zero_config.stage == (0 if "stage 0" in words else 1)
+    assert result.float16_config.enabled == ("fp16" in words)
+    assert result.bfloat16_config.enabled == ("bf16" in words)
+    assert result.gradient_clipping == 0.0

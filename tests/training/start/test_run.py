@@ -1,0 +1,229 @@
+"""A run, prepared: what it knows before any process group exists. What it refuses is in `end_to_end/test_faults`."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
+from megatron_terapipe.arguments import parse_arguments
+from megatron_terapipe.config.training.batch_sizes import BatchSizes
+from megatron_terapipe.data.blended_dataset import UnreadSamples
+from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
+from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings
+from megatron_terapipe.data.tokenizer_record import TokenizerRecord
+from megatron_terapipe.errors import CheckpointError, ConfigError, DataError
+from megatron_terapipe.training.records.progress import Progress
+from megatron_terapipe.training.reporting import curves
+from megatron_terapipe.training.start.run import Run, _datasets, prepare, reading_ranks
+from tests.inference.checkpoints import MODEL, checkpoint_info
+from tests.training.gpt_runs import FLAGS
+
+LAUNCH = LaunchEnvironment(rank=1, world_size=4, local_rank=1, local_size=4)
+WORDS = FLAGS.replace("--data-path unread", "--pipeline-model-parallel-size 2 --global-batch-size 12")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    prefix = tmp_path / "corpus"
+    with IndexedDatasetWriter(prefix, vocab_size=257) as writer:
+        for number in range(40):
+            writer.add_document([number] * 50)
+    return prefix
+
+
+def prepared(data: Path, words: str = "--split 8,2", launch: LaunchEnvironment = LAUNCH) -> Run:
+    return prepare(parse_arguments([*f"{WORDS} {words}".split(), "--data-path", str(data)]), launch)
+
+
+def test_a_run_knows_its_place_its_batch_and_its_samples(data: Path) -> None:
+    run = prepared(data, "--split 8,2 --eval-iters 3")
+    assert (run.layout.pipeline_parallel_size, run.layout.data_parallel_size) == (2, 2)
+    assert run.global_batch_size == 12
+    assert run.deepspeed_settings["gradient_accumulation_steps"] == 3
+    assert (len(run.datasets.train), len(run.datasets.valid), run.datasets.test) == (10 * 12, 3 * 12, None)
+    assert run.start == Progress()
+    assert (run.train_iters, run.batch_sizes) == (10, BatchSizes.constant(12))
+
+
+def test_a_null_tokenizer_adds_the_end_of_a_document_to_the_vocabulary(data: Path) -> None:
+    run = prepared(data, "--tokenizer-type NullTokenizer --vocab-size 300")
+    assert (run.config.model.vocab_size, run.tokenizer.eod) == (301, 300)
+    assert run.checkpoint_info(run.start).tokenizer["vocab_size"] == 300
+
+
+def test_data_of_another_tokenizer_is_refused_by_the_first_rank(data: Path) -> None:
+    first = replace(LAUNCH, rank=0, local_rank=0)
+    record = TokenizerRecord.of(data, ByteTokenizer(), ends=True)
+    record.write(data)
+    prepared(data, "--eod-mask-loss", first)
+    replace(record, first_text="of another").write(data)
+    prepared(data)
+    with pytest.raises(DataError, match=r"tokenized with byte .* another text to --tokenizer-type byte"):
+        prepared(data, launch=first)
+
+
+SAMPLES = "--split 8,1,1 --eval-iters 3 --train-samples 100 --rampup-batch-size 4 4 20"
+
+
+def counted_in_samples(data: Path, words: str = SAMPLES) -> Run:
+    flags = f"{WORDS} {words}".replace("--train-iters 10", "").split()
+    return prepare(parse_arguments([*flags, "--data-path", str(data)]), LAUNCH)
+
+
+def test_a_run_counted_in_samples_reads_as_many_and_no_more_than_a_batch(data: Path) -> None:
+    run = counted_in_samples(data)
+    # 4, 4 and 4 samples, then 8 and 8, then 12 at a time; the last 4 make no batch.
+    assert [run.batch_sizes.at(consumed) for consumed in (0, 8, 12, 20, 28)] == [4, 4, 8, 12, 12]
+    assert run.train_iters == run.batch_sizes.iterations_within(100)
+    assert len(run.datasets.train) == run.batch_sizes.consumed_after(run.train_iters)
+    assert 100 - 12 < len(run.datasets.train) <= 100
+    # Evaluation takes full batches from the start.
+    assert (len(run.datasets.valid), len(run.datasets.test)) == (3 * 12, 3 * 12)
+
+
+def test_a_run_ends_with_the_iteration_that_reaches_its_tokens_and_its_data_does_not_change(data: Path) -> None:
+    plain = counted_in_samples(data)
+    seq_length = plain.config.model.seq_length
+    # 12 samples are consumed after 3 iterations, 20 after 4, 28 after 5.
+    for tokens, iterations in ((12 * seq_length, 3), (12 * seq_length + 1, 4), (1000 * seq_length, plain.train_iters)):
+        run = counted_in_samples(data, f"{SAMPLES} --train-tokens {tokens}")
+        assert run.train_iters == iterations
+        assert len(run.datasets.train) == len(plain.datasets.train)
+
+
+def test_a_resumed_run_has_the_samples_up_to_its_end(data: Path) -> None:
+    run = prepared(data)
+    half_way = Progress(iteration=6, consumed_samples=600)
+    assert len(_datasets(run.config, run.batch_sizes, half_way, vocab_size=257, reads=True).train) == 600 + 4 * 12
+
+
+def test_no_sample_is_drawn_for_training_that_is_skipped(data: Path) -> None:
+    run = prepared(data, "--split 8,1,1 --eval-iters 2 --skip-train")
+    assert run.datasets.train is None
+    assert (len(run.datasets.valid), len(run.datasets.test)) == (24, 24)
+
+
+def test_the_default_split_asks_for_no_test_that_little_data_cannot_give(data: Path) -> None:
+    """A thousandth of 40 documents is none. Asked for by a split of the user's own, it is an error."""
+    assert prepared(data, "--eval-iters 0").datasets.test is None
+    with pytest.raises(DataError, match=r"leaves no document .* for testing"):
+        prepared(data, "--split 90,9,0.001")
+
+
+@pytest.mark.parametrize(("package", "words"), [("tensorboard", "--tensorboard-dir"), ("wandb", "--wandb-project")])
+def test_a_package_that_is_not_installed(data: Path, monkeypatch, package: str, words: str) -> None:
+    monkeypatch.setattr(curves, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=rf"^{words} mine needs the package {package}, .*: pip install {package} \(extra: logging\)$"
+    ):
+        prepared(data, f"--split 1 {words} mine")
+
+
+def test_the_vocabulary_is_the_tokenizers_unless_given(data: Path) -> None:
+    words = WORDS.replace("--vocab-size 257", "")
+    config = parse_arguments([*words.split(), "--data-path", str(data), "--split", "1"])
+    assert config.model.vocab_size is None
+    assert prepare(config, LAUNCH).config.model.vocab_size == 257
+    assert prepared(data, "--split 1 --vocab-size 300").config.model.vocab_size == 300
+
+
+@pytest.mark.parametrize("words", ["--split 1", "--split 8,2 --eval-iters 0"])
+def test_without_validation_no_sample_is_drawn_for_it(data: Path, words: str) -> None:
+    assert prepared(data, words).datasets.valid is None
+
+
+def test_a_resumed_run_counts_on_with_its_own_batch_size(data: Path, tmp_path: Path) -> None:
+    run = prepared(data)
+    resumed = replace(run, checkpoint=(tmp_path, replace(checkpoint_info(iteration=5), consumed_samples=40)))
+    assert resumed.start == Progress(iteration=5, consumed_samples=40)
+    info = resumed.checkpoint_info(resumed.start.after(12).after(12))
+    assert (info.iteration, info.consumed_samples, info.partitioned) == (7, 64, False)
+    assert info.layout["pipeline_parallel_size"] == 2
+    assert info.model == checkpoint_info(run.config.model).model
+    assert info.tokenizer == asdict(TokenizerSettings())
+
+
+def test_a_finetuned_run_counts_from_the_start(data: Path, tmp_path: Path) -> None:
+    run = prepared(data)
+    checkpoint = replace(run.config.checkpoint, load="anywhere", finetune=True)
+    finetuned = replace(
+        run, config=replace(run.config, checkpoint=checkpoint), checkpoint=(tmp_path, checkpoint_info(MODEL))
+    )
+    assert finetuned.start == Progress()
+
+
+def test_whose_fault_it_is(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="world size 3"):
+        prepared(data, launch=replace(LAUNCH, world_size=3))
+    with pytest.raises(ConfigError, match="--global-batch-size 12 is not a multiple of"):
+        prepared(data, launch=replace(LAUNCH, world_size=16))
+    with pytest.raises(DataError, match="no indexed dataset at"):
+        prepared(tmp_path / "absent")
+    with pytest.raises(DataError, match=r"--split 1,0.001 leaves no document of the 40 in .* for validation"):
+        prepared(data, "--split 1,0.001")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        prepared(data, f"--load {tmp_path} --exit-on-missing-checkpoint")
+
+
+def test_outputs_may_be_there_already(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    prepared(
+        data, f"--split 1 --save {tmp_path} --timeline {tmp_path / 'new'} --metrics-file {tmp_path / 'metrics.jsonl'}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "reason"),
+    [
+        ("--metrics-file", "", "it is a directory"),
+        ("--save", "corpus.bin", "it is a file"),
+        ("--timeline", "corpus.bin/below", "corpus.bin is not a directory"),
+        ("--ledger-directory", "corpus.bin", "it is a file"),
+    ],
+)
+def test_outputs_that_cannot_be_written(data: Path, tmp_path: Path, flag: str, name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{flag} .* cannot be written, because .*{reason}: name another$"):
+        prepared(data, f"--split 1 {flag} {tmp_path / name}")
+
+
+def test_a_schedule_that_locks_with_the_hardware_queues_of_the_run_is_refused(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--split 8,2 --num-token-slices 4 --num-layers-per-virtual-pipeline-stage 1"
+    assert prepared(data, words).config.parallel.num_model_chunks == 2
+    monkeypatch.setattr("megatron_terapipe.training.start.run.get_accelerator", lambda: CudaDevice)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(ConfigError, match=r"share 1 hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS=32$"):
+        prepared(data, words)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    prepared(data, words)
+
+
+class CudaDevice:
+    """An accelerator by its name alone."""
+
+    @staticmethod
+    def device_name() -> str:
+        return "cuda"
+
+
+@pytest.mark.parametrize(
+    ("words", "reading"),
+    [
+        ("--pipeline-model-parallel-size 4", {0, 3}),
+        ("--pipeline-model-parallel-size 4 --reset-attention-mask", {0, 1, 2, 3}),
+        ("--pipeline-model-parallel-size 2 --num-model-chunks 2", {0, 1}),
+    ],
+)
+def test_only_ranks_that_read_order_their_samples(data: Path, words: str, reading: set[int]) -> None:
+    """Which they are, the engine's module says too; `build_engine` holds one against the other."""
+    flags = f"{FLAGS} --num-layers 4 {words}".replace("--data-path unread", "--global-batch-size 12 --split 8,2")
+    found = set()
+    for rank in range(4):
+        launch = LaunchEnvironment(rank=rank, world_size=4, local_rank=rank, local_size=4)
+        run = prepare(parse_arguments([*flags.split(), "--data-path", str(data)]), launch)
+        assert len(run.datasets.train) == 10 * 12
+        if not isinstance(run.datasets.train, UnreadSamples):
+            found.add(run.layout.coordinate(rank).pipe)
+    assert found == reading == reading_ranks(run.config)

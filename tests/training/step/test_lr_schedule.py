@@ -1,0 +1,167 @@
+"""Learning rate and weight decay: closed forms where the shape changes, and Megatron's own scheduler everywhere."""
+
+from math import sqrt
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as draw
+
+from megatron_terapipe.config import OptimizerConfig, TrainingConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.training.step.lr_schedule import LearningRateSchedule
+from megatron_terapipe.training.step.weight_decay import WeightDecaySchedule
+
+STYLES = ["constant", "linear", "cosine", "inverse-square-root"]
+WSD_STYLES = ["exponential", "linear", "cosine", "minus_sqrt"]
+
+
+def schedule(style: str, *, warmup: int = 10, decay: int = 110, min_lr: float = 0.1) -> LearningRateSchedule:
+    return LearningRateSchedule(max_lr=1.0, min_lr=min_lr, decay_style=style, warmup_steps=warmup, decay_steps=decay)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_warmup_rises_on_a_line_from_zero(style: str) -> None:
+    assert [schedule(style).at(iteration) for iteration in (0, 5, 10)] == pytest.approx([0.0, 0.5, 1.0])
+    assert schedule(style, warmup=0).at(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("style", "quarter", "half", "end", "after"),
+    [
+        ("constant", 1.0, 1.0, 1.0, 1.0),
+        ("linear", 0.775, 0.55, 0.1, 0.1),
+        ("cosine", 0.1 + 0.9 * (1 + sqrt(0.5)) / 2, 0.55, 0.1, 0.1),
+        ("inverse-square-root", sqrt(10 / 35), sqrt(10 / 60), sqrt(10 / 110), 0.1),
+    ],
+)
+def test_shapes(style: str, quarter: float, half: float, end: float, after: float) -> None:
+    rates = [schedule(style).at(iteration) for iteration in (35, 60, 110, 111)]
+    assert rates == pytest.approx([quarter, half, end, after])
+
+
+@given(
+    style=draw.sampled_from(STYLES),
+    warmup=draw.integers(0, 20),
+    decay=draw.integers(21, 60),
+    iteration=draw.integers(0, 90),
+)
+def test_never_rises_after_the_warmup_and_stays_in_range(style: str, warmup: int, decay: int, iteration: int) -> None:
+    rates = schedule(style, warmup=warmup, decay=decay)
+    assert 0 <= rates.at(iteration) <= 1
+    if iteration >= warmup:
+        assert 0.1 <= rates.at(iteration + 1) <= rates.at(iteration)
+
+
+class Groups:
+    """What Megatron's scheduler writes to."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = [{}]
+
+
+@settings(deadline=None)
+@given(data=draw.data(), style=draw.sampled_from([*STYLES, "WSD"]), wsd_style=draw.sampled_from(WSD_STYLES))
+def test_both_are_megatrons_at_every_step(data: Any, style: str, wsd_style: str) -> None:
+    scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    batch_size, train_iters = data.draw(draw.integers(1, 64)), data.draw(draw.integers(2, 60))
+    decay_iters = data.draw(draw.integers(2, 60))
+    warmup_iters = data.draw(draw.integers(0, decay_iters - 1))
+    wsd_iters = data.draw(draw.integers(1, decay_iters))
+    init_lr, min_lr = data.draw(draw.sampled_from([(0.0, 0.0), (0.01, 0.1)]))
+    incr_style = data.draw(draw.sampled_from(["constant", "linear", "cosine"]))
+    start, end = (0.1, 0.1) if incr_style == "constant" else (0.02, 0.3)
+    # Megatron counts samples also where the training is counted in iterations.
+    theirs = scheduler(
+        Groups(), init_lr, 0.5, min_lr, warmup_iters * batch_size, decay_iters * batch_size, style,
+        start, end, train_iters * batch_size, incr_style,
+        wsd_decay_steps=wsd_iters * batch_size, lr_wsd_decay_style=wsd_style,
+    )  # fmt: skip
+    in_samples = data.draw(draw.booleans())
+    unit, factor = ("samples", batch_size) if in_samples else ("iters", 1)
+    rising = {} if incr_style == "constant" else {"start_weight_decay": start, "end_weight_decay": end}
+    section = OptimizerConfig(
+        lr=0.5, min_lr=min_lr, lr_decay_style=style, lr_wsd_decay_style=wsd_style, lr_warmup_init=init_lr,
+        weight_decay=0.1, weight_decay_incr_style=incr_style, **rising,
+        **{f"lr_warmup_{unit}": warmup_iters * factor, f"lr_decay_{unit}": decay_iters * factor},
+        **{f"lr_wsd_decay_{unit}": wsd_iters * factor},
+    )  # fmt: skip
+    training = TrainingConfig(**{f"train_{unit}": train_iters * factor})
+    rates = LearningRateSchedule.from_config(section, training, global_batch_size=batch_size, seq_length=8)
+    decays = WeightDecaySchedule.from_config(section, training)
+    for iteration in range(max(train_iters, decay_iters) + 3):
+        (group,) = theirs.optimizer.param_groups
+        assert rates.at(iteration * factor) == pytest.approx(group["lr"], rel=1e-12, abs=1e-15)
+        assert decays.at(iteration * factor) == pytest.approx(group["weight_decay"], rel=1e-12)
+        theirs.step(batch_size)
+
+
+def test_a_fraction_need_not_be_whole_steps() -> None:
+    """Megatron does not cut 2.5 iterations of warmup off to 2."""
+    section = OptimizerConfig(lr=1.0, lr_warmup_fraction=0.25)
+    rates = LearningRateSchedule.from_config(section, TrainingConfig(train_iters=10), global_batch_size=1, seq_length=8)
+    assert rates.warmup_steps == 2.5
+    assert [rates.at(iteration) for iteration in range(4)] == pytest.approx([0.0, 0.4, 0.8, 1 - 0.5 / 7.5])
+
+
+def test_from_config() -> None:
+    section = OptimizerConfig(lr=2.0, min_lr=0.5, lr_decay_style="cosine", lr_warmup_fraction=0.25)
+    assert LearningRateSchedule.from_config(
+        section, TrainingConfig(train_iters=40), global_batch_size=1, seq_length=8
+    ) == LearningRateSchedule(max_lr=2.0, min_lr=0.5, decay_style="cosine", warmup_steps=10, decay_steps=40)
+    section = OptimizerConfig(lr=2.0, lr_warmup_iters=3, lr_decay_iters=20)
+    rates = LearningRateSchedule.from_config(section, TrainingConfig(train_iters=40), global_batch_size=1, seq_length=8)
+    assert (rates.warmup_steps, rates.decay_steps) == (3, 20)
+    section = OptimizerConfig(lr=2.0, lr_warmup_samples=30)
+    rates = LearningRateSchedule.from_config(
+        section, TrainingConfig(train_samples=400), global_batch_size=1, seq_length=8
+    )
+    assert (rates.warmup_steps, rates.decay_steps) == (30, 400)
+
+
+@pytest.mark.parametrize(
+    ("unit", "steps_per_sample"),
+    [("train_samples", 1.0), ("train_iters", 1 / 4)],
+)
+def test_tokens_are_counted_in_whatever_training_is_counted_in(unit: str, steps_per_sample: float) -> None:
+    section = OptimizerConfig(lr=2.0, lr_warmup_tokens=84, lr_decay_tokens=804)
+    rates = LearningRateSchedule.from_config(section, TrainingConfig(**{unit: 500}), global_batch_size=4, seq_length=8)
+    assert rates.warmup_steps == 10.5 * steps_per_sample
+    assert rates.decay_steps == 100.5 * steps_per_sample
+    middle = 55.5 * steps_per_sample
+    assert rates.at(middle) == pytest.approx(1.0)
+
+
+def test_weight_decay_is_constant_unless_it_rises() -> None:
+    constant = WeightDecaySchedule.from_config(OptimizerConfig(lr=1.0, weight_decay=0.3), TrainingConfig(train_iters=4))
+    assert [constant.at(step) for step in (0, 4, 9)] == [0.3, 0.3, 0.3]
+    section = OptimizerConfig(lr=1.0, start_weight_decay=0.0, end_weight_decay=0.4, weight_decay_incr_style="cosine")
+    rising = WeightDecaySchedule.from_config(section, TrainingConfig(train_iters=4))
+    assert [rising.at(step) for step in (0, 2, 4, 5)] == pytest.approx([0.0, 0.2, 0.4, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("flags", "rates"),
+    [
+        ({}, (1.0, 0.1)),
+        ({"decoupled_lr": 3.0}, (3.0, 0.1)),
+        ({"decoupled_lr": 3.0, "decoupled_min_lr": 0.5}, (3.0, 0.5)),
+    ],
+)
+def test_the_ends_of_the_model_may_have_rates_of_their_own(flags: dict[str, float], rates: tuple[float, float]) -> None:
+    assert OptimizerConfig(lr=1.0, min_lr=0.1, **flags).ends == rates
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"decoupled_min_lr": 0.5}, "--decoupled-min-lr 0.5 has no effect alone: add --decoupled-lr"),
+        ({"decoupled_lr": 0.5, "decoupled_min_lr": 0.6}, "--decoupled-min-lr 0.6 is above --decoupled-lr 0.5"),
+        ({"decoupled_lr": 0.05}, "--decoupled-min-lr 0.1 is above --decoupled-lr 0.05"),
+        ({"decoupled_lr": 0.5, "lr_warmup_init": 0.7}, "--lr-warmup-init 0.7 is above --decoupled-lr 0.5"),
+        ({"decoupled_lr": -1.0}, "--decoupled-lr -1.0 is out of range"),
+    ],
+)
+def test_rates_of_the_ends_that_do_not_fit(flags: dict[str, float], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        OptimizerConfig(lr=1.0, min_lr=0.1, **flags)

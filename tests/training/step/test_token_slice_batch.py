@@ -1,0 +1,49 @@
+"""A micro-batch of the loader, cut into what each token slice reads."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as draw
+
+from deepspeed_ext.plan.slicing import TokenSlices
+from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.model.gpt import gpt_loss
+from megatron_terapipe.training.step.token_slice_batch import split_batch
+from tests.model.configs import logits_of
+from tests.strategies import cuts
+
+
+def batch_of(seq_length: int, mask: torch.Tensor, vocabulary: int = 13) -> Batch:
+    samples = torch.randint(0, vocabulary, (len(mask), seq_length + 1), generator=torch.Generator().manual_seed(1))
+    return Batch(tokens=samples[:, :-1], labels=samples[:, 1:], loss_mask=mask)
+
+
+@given(cuts(max_token_slices=6, max_length=9), draw.data())
+def test_parts_are_the_batch_and_weigh_what_they_have(token_slices: TokenSlices, data: draw.DataObject) -> None:
+    seq_length = token_slices.seq_length
+    row = draw.lists(draw.sampled_from([0.0, 1.0]), min_size=seq_length, max_size=seq_length)
+    mask = torch.tensor(data.draw(draw.tuples(row, row)), dtype=torch.float64)
+    batch = batch_of(seq_length, mask)
+    parts = split_batch(batch, token_slices)
+    assert [part.inputs.shape[1] for part in parts] == list(token_slices.lengths)
+    assert torch.equal(torch.cat([part.inputs for part in parts], 1), batch.tokens)
+    assert torch.equal(torch.cat([part.labels[0] for part in parts], 1), batch.labels)
+    assert torch.equal(torch.cat([part.labels[1] for part in parts], 1), mask)
+    logits = torch.randn(2, seq_length, 13, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    ends = [0, *torch.tensor(token_slices.lengths).cumsum(0).tolist()]
+    total = sum(
+        part.loss_weight * gpt_loss(logits_of(logits[:, start:end]), part.labels)
+        for part, start, end in zip(parts, ends, ends[1:], strict=False)
+    )
+    torch.testing.assert_close(total, gpt_loss(logits_of(logits), (batch.labels, mask)), rtol=1e-13, atol=1e-14)
+
+
+def test_weights_are_shares_of_the_loss_bearing_tokens() -> None:
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0]])
+    parts = split_batch(batch_of(6, mask), TokenSlices((2, 1, 3)))
+    assert [float(part.loss_weight) for part in parts] == pytest.approx([0, 1 / 5, 4 / 5])
+
+
+def test_a_micro_batch_without_loss_bearing_tokens_weighs_nothing() -> None:
+    parts = split_batch(batch_of(6, torch.zeros(2, 6)), TokenSlices((2, 4)))
+    assert [float(part.loss_weight) for part in parts] == [0, 0]
