@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.planned_ops import check_num_ops
+from deepspeed_ext.plan.programs.planned_ops import check_num_ops
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment, will_use_cuda
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from deepspeed_ext.runtime.liveness.process_end import ProcessEnd

@@ -8,10 +8,10 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deepspeed_ext.plan.command_line import CommandParser, run_command
 from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
-from deepspeed_ext.plan.progress_line import ProgressLine
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.command_line import CommandParser, run_command
+from deepspeed_ext.plan.text.progress_line import ProgressLine
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.data.tokenizer_flags import add_tokenizer_flags, tokenizer_settings
 from megatron_terapipe.errors import CheckpointError, ConfigError

@@ -7,7 +7,7 @@ output.
 import argparse
 import sys
 
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.text.text_files import write_text
 
 STANDARD_OUTPUT = "-"
 """The value of the flag that stands for standard output."""

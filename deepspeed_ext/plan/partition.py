@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from deepspeed_ext.plan.errors import PlanError, UserError
-from deepspeed_ext.plan.json_text import parse_json
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.json_text import parse_json
+from deepspeed_ext.plan.text.text_files import read_text
 
 METHODS = ("uniform", "parameters")
 """Stage partitions that are computed; any other is a list of bounds or a file of one."""

@@ -21,7 +21,7 @@ from deepspeed_ext.plan.programs.lowering import check_lowering
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import fixed
 from deepspeed_ext.plan.simulate import check_order
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 
 
 def read_schedule(path: Path | str) -> tuple[PipelineShape, list[list[Op]]]:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from deepspeed_ext.plan.dependencies import reading_stage
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.ops import LIVE_CHANGE, Op, PipelineShape
 from deepspeed_ext.plan.programs.copy_lanes import TimedCopy
 from deepspeed_ext.plan.programs.program import Channel, Content
 from deepspeed_ext.plan.programs.reductions import Reduction
+from deepspeed_ext.plan.text.json_text import parse_json
 
 
 class Span(NamedTuple):

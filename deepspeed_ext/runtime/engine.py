@@ -27,20 +27,20 @@ from deepspeed_ext.runtime.batches.batch_plan import BatchPlan
 from deepspeed_ext.runtime.batches.cuts import Cuts
 from deepspeed_ext.runtime.batches.same_data import SameData
 from deepspeed_ext.runtime.channels import MessageSpec
-from deepspeed_ext.runtime.executor import METHODS, Executor
+from deepspeed_ext.runtime.execution.executor import METHODS, Executor
+from deepspeed_ext.runtime.execution.instructions import INSTRUCTION_CLASSES, ProgramSchedule
+from deepspeed_ext.runtime.execution.rank_links import RankLinks
+from deepspeed_ext.runtime.execution.rank_programs import RankPrograms
+from deepspeed_ext.runtime.execution.stage_ops import StageOps
 from deepspeed_ext.runtime.gradients.accumulated_gradients import OptimizerGradients
 from deepspeed_ext.runtime.gradients.gradient_reductions import gradient_reductions
 from deepspeed_ext.runtime.gradients.parameter_gathers import parameter_gathers
 from deepspeed_ext.runtime.gradients.stepping import SteppingEngine
-from deepspeed_ext.runtime.instructions import INSTRUCTION_CLASSES, ProgramSchedule
 from deepspeed_ext.runtime.ledger.observers import BackwardTimer, Observers
 from deepspeed_ext.runtime.ledger.op_clock import OpClock
 from deepspeed_ext.runtime.ledger.stall_watch import GRACE, StallWatch
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.numbers.replay import ReplayingEngine
-from deepspeed_ext.runtime.rank_links import RankLinks
-from deepspeed_ext.runtime.rank_programs import RankPrograms
-from deepspeed_ext.runtime.stage_ops import StageOps
 
 SEQUENCES_PER_STEP = 1 << 32
 """More than any step has, so that every sequence of a run has a number of its own."""

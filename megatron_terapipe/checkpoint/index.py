@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepspeed_ext.plan.json_text import parse_json
+from deepspeed_ext.plan.text.json_text import parse_json
 from deepspeed_ext.runtime.saved_files import UnsafeFileError, load_saved
 from megatron_terapipe.checkpoint.agreement import from_first_rank
 from megatron_terapipe.checkpoint.file_names import BF16_PREFIX, optimizer_files, state_file

@@ -14,8 +14,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.layout import ParallelLayout
+from deepspeed_ext.plan.text.json_text import parse_json
 from megatron_terapipe.checkpoint.run_fields import check_run
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.model.pipeline_layers import output_layer

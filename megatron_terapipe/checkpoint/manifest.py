@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deepspeed_ext.plan.json_text import parse_json
+from deepspeed_ext.plan.text.json_text import parse_json
 from megatron_terapipe.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from deepspeed_ext.plan.progress_line import Progress, unseen
+from deepspeed_ext.plan.text.progress_line import Progress, unseen
 from megatron_terapipe.checkpoint.agreement import first_fault, from_first_rank
 from megatron_terapipe.checkpoint.directories import manifest_of
 from megatron_terapipe.checkpoint.find import check_files, files_to_load

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-from deepspeed_ext.plan.command_line import CommandParser
+from deepspeed_ext.plan.text.command_line import CommandParser
 from megatron_terapipe.command.commands import COMMANDS, GROUPS, Command, Group
 from megatron_terapipe.command.overview import SUMMARY
 

@@ -8,8 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.plan.command_line import CommandParser, run_command
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
+from deepspeed_ext.plan.text.command_line import CommandParser, run_command
 from megatron_terapipe.command.all_parsers import tree
 from megatron_terapipe.config.presets import MODEL_PRESETS
 from megatron_terapipe.devices import DEVICES

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
-from deepspeed_ext.plan.command_line import CommandParser
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text.command_line import CommandParser
 from deepspeed_ext.runtime.launch.launchers import LAUNCHERS, launcher_of
 from megatron_terapipe.planning.stated_ranks import slots_of_hosts
 

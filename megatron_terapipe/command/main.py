@@ -4,8 +4,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 
-from deepspeed_ext.plan.command_line import BAD_INPUT, nearest, run_command
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text.command_line import BAD_INPUT, nearest, run_command
 from megatron_terapipe.command.commands import COMMANDS
 from megatron_terapipe.command.overview import overview
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from itertools import groupby
 
-from deepspeed_ext.plan.command_line import CommandParser
+from deepspeed_ext.plan.text.command_line import CommandParser
 from megatron_terapipe.command.all_parsers import parsers
 from megatron_terapipe.command.overview import listed
 

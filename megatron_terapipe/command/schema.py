@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from deepspeed_ext.plan.command_line import CommandParser, run_command
+from deepspeed_ext.plan.text.command_line import CommandParser, run_command
 from megatron_terapipe.file_formats.table import FILE_FORMATS
 
 DESCRIPTION = """Print the JSON Schema of a kind of file that you write or read, with which editors and scripts check

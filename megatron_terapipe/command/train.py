@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from deepspeed_ext.plan.command_line import run_command
+from deepspeed_ext.plan.text.command_line import run_command
 from megatron_terapipe.arguments.parser import read_command_line
 from megatron_terapipe.command.launcher_flags import (
     dry_run_words,

@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from deepspeed_ext.plan.command_line import CommandParser
+from deepspeed_ext.plan.text.command_line import CommandParser
 from megatron_terapipe.arguments.flags import Flag, flags
 from megatron_terapipe.arguments.parser import CommandLine, add_trainer_flags, spellings
 from megatron_terapipe.command.launcher_flags import add_launcher_flags

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_ext.plan.file_modes import permit_as_new
+from deepspeed_ext.plan.text.file_modes import permit_as_new
 from megatron_terapipe.data.file_columns import FileColumn, Numbers, ReadFile
 from megatron_terapipe.errors import DataError
 

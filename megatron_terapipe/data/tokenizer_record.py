@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.text.text_files import write_text
 from megatron_terapipe.config.fields.json_files import read_json
 from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file
 from megatron_terapipe.data.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.plan.progress_line import Progress, unseen
+from deepspeed_ext.plan.text.progress_line import Progress, unseen
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.saved_weights import SavedWeights
 from megatron_terapipe.checkpoint.verify import verify_weights

@@ -7,7 +7,7 @@ from shutil import rmtree
 import torch
 
 from deepspeed_ext.plan.layout import ParallelLayout
-from deepspeed_ext.plan.progress_line import Progress, unseen
+from deepspeed_ext.plan.text.progress_line import Progress, unseen
 from deepspeed_ext.runtime.topology import layer_file
 from megatron_terapipe.checkpoint.info import RUN_FILE, CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import MANIFEST_FILE, Manifest

@@ -9,7 +9,7 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
-from deepspeed_ext.plan.progress_line import Progress, unseen
+from deepspeed_ext.plan.text.progress_line import Progress, unseen
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState
 from deepspeed_ext.runtime.stages import takes_past
 from megatron_terapipe.checkpoint.info import CheckpointInfo

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.plan.command_line import CommandParser, run_command
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.text.command_line import CommandParser, run_command
+from deepspeed_ext.plan.text.text_files import write_text
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.conversion import Conversion

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config.fields.yaml_files import parse_yaml
 from megatron_terapipe.errors import ConfigError
 

@@ -7,7 +7,7 @@ a login node and the commands of the search give the same answer for the same ru
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config.config import Config
 from megatron_terapipe.config.fields.options import flag
 from megatron_terapipe.errors import ConfigError

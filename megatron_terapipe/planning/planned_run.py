@@ -5,7 +5,7 @@ from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.layout import ParallelLayout
-from deepspeed_ext.plan.planned_ops import check_num_ops
+from deepspeed_ext.plan.programs.planned_ops import check_num_ops
 from deepspeed_ext.plan.schedules import OPTIMISED
 from megatron_terapipe.config.config import Config
 from megatron_terapipe.config.model.model import ModelConfig

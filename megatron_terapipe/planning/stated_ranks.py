@@ -1,6 +1,6 @@
 """The number of ranks that flags state, for a dry run, which no launcher starts."""
 
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config.config import Config
 from megatron_terapipe.errors import ConfigError
 

@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.json_text import parse_json
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.json_text import parse_json
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.training.records.events import Event, Note, RunEnd, RunStart, Saved
 from megatron_terapipe.training.records.metrics import EvaluationMetrics, IterationMetrics

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.partition import StagePartition
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.dimensions import in_places
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.strategy import DIMENSIONS, Strategy

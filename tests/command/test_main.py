@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.plan.command_line import CommandParser, nearest, run_command
 from deepspeed_ext.plan.errors import UserError
+from deepspeed_ext.plan.text.command_line import CommandParser, nearest, run_command
 from megatron_terapipe.arguments.parser import read_command_line
 from megatron_terapipe.command import main as main_module
 from megatron_terapipe.command.all_parsers import parsers

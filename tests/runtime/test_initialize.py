@@ -13,7 +13,7 @@ from deepspeed_ext.runtime import supported_versions
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
 from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from tests.distributed import run_distributed
-from tests.runtime import stock
+from tests.runtime.equivalence import stock
 from tests.runtime.training import Setup, build, losses
 
 

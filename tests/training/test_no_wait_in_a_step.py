@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.plan.programs.program import Instruction, InstructionKind
 from deepspeed_ext.runtime.attention_kernels import AttentionKernel, CudaFlash, CudaFlashOfRuns, PlainAttention
-from deepspeed_ext.runtime.executor import METHODS
+from deepspeed_ext.runtime.execution.executor import METHODS
 from deepspeed_ext.runtime.sequence import sequence_state
 from megatron_terapipe.data.batch import Batch
 from megatron_terapipe.training.build_engine import build_engine

@@ -18,7 +18,7 @@ from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.render.labels import KIND_NAMES, rank_name, with_unit
 from deepspeed_ext.plan.schedule_file import write_schedule
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.text.text_files import write_text
 from deepspeed_ext.plan.timeline import executed_order
 
 _SHOWN_DIFFERENCES = 5

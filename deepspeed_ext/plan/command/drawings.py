@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deepspeed_ext.plan.command.sizes import Memory
 from deepspeed_ext.plan.render import Panel, render_chrome_trace, render_comparison, render_html, render_svg
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.text.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from deepspeed_ext.plan.command.compared import show_measured
 from deepspeed_ext.plan.command.options import build_parser
 from deepspeed_ext.plan.command.simulated import show_simulated
-from deepspeed_ext.plan.command_line import run_command
+from deepspeed_ext.plan.text.command_line import run_command
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m deepspeed_ext.plan") -> int:

@@ -12,13 +12,13 @@ from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape, Placement
 from deepspeed_ext.plan.partition import StagePartition
-from deepspeed_ext.plan.planned_ops import check_num_ops
-from deepspeed_ext.plan.progress_line import Progress, ProgressLine
+from deepspeed_ext.plan.programs.planned_ops import check_num_ops
 from deepspeed_ext.plan.schedule_file import read_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
 from deepspeed_ext.plan.slicing import TokenSlices
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.progress_line import Progress, ProgressLine
+from deepspeed_ext.plan.text.text_files import read_text
 
 _NAMES = frozenset({*SCHEDULES, OPTIMISED})
 

@@ -18,7 +18,7 @@ from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, fixed, interleaved
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.text.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 
 _TOLERANCE = 1e-9

@@ -7,7 +7,6 @@ from math import inf
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError, UserError
-from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.memory import (
     StepFunction,
     TokenBytes,
@@ -16,7 +15,8 @@ from deepspeed_ext.plan.memory import (
     memory_over_time,
 )
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.json_text import parse_json
+from deepspeed_ext.plan.text.text_files import read_text
 from deepspeed_ext.plan.timeline import Timeline
 
 _BY_STAGE = ("activation", "key_value", "key_value_gradient")

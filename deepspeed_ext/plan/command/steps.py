@@ -4,7 +4,7 @@ from pathlib import Path
 
 from deepspeed_ext.plan.errors import PlanError, UserError
 from deepspeed_ext.plan.measured.step_record import StepRecord
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from deepspeed_ext.plan.timeline import executed_order
 
 STEP_FILES = "iteration_*.json"

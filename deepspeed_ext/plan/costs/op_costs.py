@@ -7,8 +7,8 @@ from typing import Any
 
 from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.json_text import parse_json
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
+from deepspeed_ext.plan.text.json_text import parse_json
 
 Table = tuple[tuple[float, ...], ...]
 """A time per stage and token slice: `table[stage][token_slice]`."""

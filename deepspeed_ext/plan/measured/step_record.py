@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.json_text import parse_json
+from deepspeed_ext.plan.text.json_text import parse_json
 from deepspeed_ext.plan.timeline import Timeline
 
 

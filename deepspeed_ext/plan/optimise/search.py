@@ -21,10 +21,10 @@ from deepspeed_ext.plan.optimise.problem import (
     SchedulingProblem,
 )
 from deepspeed_ext.plan.optimise.replay import NumberedOrders, keeps_limit, replay
-from deepspeed_ext.plan.planned_ops import check_num_ops
-from deepspeed_ext.plan.progress_line import Progress, unseen
+from deepspeed_ext.plan.programs.planned_ops import check_num_ops
 from deepspeed_ext.plan.schedules import SCHEDULES, Schedule, fixed, rank_orders
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
+from deepspeed_ext.plan.text.progress_line import Progress, unseen
 
 SCHEDULED_OPS, MOVED_OPS = 12e6, 100e6
 """Ops that list schedules, and replays of moves, go through with effort 1: a few seconds of one core each."""

@@ -31,7 +31,6 @@ from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.dependencies import reader_of, result
 from deepspeed_ext.plan.errors import ScheduleDeadlock
 from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.planned_ops import num_ops
 from deepspeed_ext.plan.programs.device import Device, Drains, check_programs
 from deepspeed_ext.plan.programs.host_copies import (
     CopiesOfPlace,
@@ -40,6 +39,7 @@ from deepspeed_ext.plan.programs.host_copies import (
     plan_host_copies,
 )
 from deepspeed_ext.plan.programs.order_checks import check_host_copies
+from deepspeed_ext.plan.programs.planned_ops import num_ops
 from deepspeed_ext.plan.programs.posting import Posting, RankMessages, postings
 from deepspeed_ext.plan.programs.program import (
     COMPLETE,

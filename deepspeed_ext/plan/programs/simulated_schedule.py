@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, PipelineShape
-from deepspeed_ext.plan.planned_ops import check_num_ops, num_ops
 from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.planned_ops import check_num_ops, num_ops
 from deepspeed_ext.plan.schedules import Schedule, rank_orders
 from deepspeed_ext.plan.simulate import check_complete, simulate
 from deepspeed_ext.plan.timeline import Span

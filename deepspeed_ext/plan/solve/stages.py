@@ -13,13 +13,13 @@ import numpy as np
 from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.partition import StagePartition
-from deepspeed_ext.plan.progress_line import Progress, unseen
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cut_evaluation import CutEvaluation, evaluation_of
 from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
 from deepspeed_ext.plan.solve.token_slices import SolvedTokenSlices, check_memory, search_cuts
+from deepspeed_ext.plan.text.progress_line import Progress, unseen
 
 CostsOfLayers = Callable[[Sequence[int]], TokenSliceCosts]
 """Costs of stages with so many layers each: embedding and head included, wherever they are."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from deepspeed_ext.plan.costs.transfer_costs import TransferCosts
 from deepspeed_ext.plan.errors import PlanError
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.progress_line import Progress, unseen
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.plan.simulate.compiled import CompiledOrders
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.plan.solve.cut_evaluation import CutEvaluation, evaluation_of
 from deepspeed_ext.plan.solve.cut_grid import CutGrid
 from deepspeed_ext.plan.solve.token_slice_costs import TokenSliceCosts
+from deepspeed_ext.plan.text.progress_line import Progress, unseen
 
 PLAYED_OPS = 25e6
 """Ops that the search simulates with effort 1: about a second of one core."""

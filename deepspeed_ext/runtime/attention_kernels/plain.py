@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_ext.plan.attention_tiles import SCORES_AT_ONCE, tile_length
+from deepspeed_ext.plan.costs.attention_tiles import SCORES_AT_ONCE, tile_length
 from deepspeed_ext.pointwise import Pointwise
 from deepspeed_ext.runtime.attention_kernels.interface import Attended, Gradients, QueryTile, query_tiles
 from deepspeed_ext.runtime.sequence.positional_dropout import DropoutPlace, head_rows, scaled_mask

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batches.cuts import Cuts
-from deepspeed_ext.runtime.executor import Executor
+from deepspeed_ext.runtime.execution.executor import Executor
 from deepspeed_ext.runtime.ledger.observers import Observer
 from deepspeed_ext.runtime.saving import SavingEngine
 

@@ -1,8 +1,8 @@
 """Reading the JSON files that flags name."""
 
-from deepspeed_ext.plan import json_text
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text import json_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def read_json(path: str, flag: str, *, unbounded: bool = False) -> object:
 
 
 def parse_json(text: str, described: str, *, infinite: bool = False, unbounded: bool = False) -> object:
-    """Parse JSON text; see `deepspeed_ext.plan.json_text.parse_json`.
+    """Parse JSON text; see `deepspeed_ext.plan.text.json_text.parse_json`.
 
     Args:
         text: the text.

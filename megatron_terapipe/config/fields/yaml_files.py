@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from deepspeed_ext.plan.errors import PlanError
-from deepspeed_ext.plan.json_text import MOST_LEVELS, check_values
+from deepspeed_ext.plan.text.json_text import MOST_LEVELS, check_values
 from megatron_terapipe.errors import ConfigError
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config.fields.json_files import read_json
 from megatron_terapipe.errors import ConfigError
 

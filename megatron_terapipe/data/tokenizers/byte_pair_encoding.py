@@ -11,7 +11,7 @@ from pathlib import Path
 import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config.fields.json_files import read_json
 from megatron_terapipe.data.tokenizers.hugging_face import PackageTokenizer
 from megatron_terapipe.errors import DataError

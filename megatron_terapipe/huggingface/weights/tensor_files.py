@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.plan.file_modes import permit_as_new
+from deepspeed_ext.plan.text.file_modes import permit_as_new
 from megatron_terapipe.errors import CheckpointError, ConfigError, not_installed
 
 SINGLE = "model.safetensors"

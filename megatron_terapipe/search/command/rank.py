@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.text.text_files import write_text
 from megatron_terapipe.config.training.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.advice import advise

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config.fields.json_files import parse_json, read_json
 from megatron_terapipe.config.fields.options import field_help
 from megatron_terapipe.config.model.model import ModelConfig

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node, check_num_devices
 from megatron_terapipe.search.inputs.documents import parse_text

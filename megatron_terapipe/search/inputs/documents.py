@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config.fields.json_files import parse_json
 from megatron_terapipe.config.fields.yaml_files import parse_yaml
 from megatron_terapipe.errors import ConfigError

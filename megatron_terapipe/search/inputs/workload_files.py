@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config.fields.options import field_help
 from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.config.presets import MODEL_PRESETS, find_preset

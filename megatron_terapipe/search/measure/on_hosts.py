@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.hostfile import parse_hostfile
 from megatron_terapipe.search.measure.machine import Progress

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepspeed_ext.plan.attention_tiles import longest_in_window
+from deepspeed_ext.plan.costs.attention_tiles import longest_in_window
 from megatron_terapipe.config.model.attended_positions import positions_in_reach
 from megatron_terapipe.config.model.flops import BACKWARD_PER_FORWARD, FLASH_BACKWARD_PER_FORWARD, logits_computed_again
 from megatron_terapipe.search.inputs.cluster import Device

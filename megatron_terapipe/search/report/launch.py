@@ -8,9 +8,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.plan.file_modes import permit_to_run
 from deepspeed_ext.plan.schedules import OPTIMISED
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.text.file_modes import permit_to_run
+from deepspeed_ext.plan.text.text_files import write_text
 from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster import Cluster, Node

@@ -11,7 +11,7 @@ from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.render.html import Panel
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.text.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.report.advice import FOUND_ORDER

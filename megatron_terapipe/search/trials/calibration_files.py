@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, create_model, model_validator
 
-from deepspeed_ext.plan.text_files import write_text
+from deepspeed_ext.plan.text.text_files import write_text
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.memory.overheads import MemoryOverheads
 from megatron_terapipe.search.inputs.cluster import Cluster

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config.fields.json_files import parse_json
 from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.config.presets import find_preset

@@ -12,8 +12,8 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.planned_ops import slow_planning
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
+from deepspeed_ext.plan.programs.planned_ops import slow_planning
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import Schedule
 from deepspeed_ext.runtime.cuda_environment import hardware_queues

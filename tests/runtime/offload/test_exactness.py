@@ -15,7 +15,7 @@ from deepspeed_ext.plan.errors import UserError
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
 from deepspeed_ext.plan.programs.program import Content
-from deepspeed_ext.runtime import executor
+from deepspeed_ext.runtime.execution import executor
 from deepspeed_ext.runtime.offload.token_slice_copies import TokenSliceCopies
 from deepspeed_ext.runtime.sequence.documents import Documents
 from deepspeed_ext.runtime.sequence.sequence_state import Past

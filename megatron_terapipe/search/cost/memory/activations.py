@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_ext.plan.attention_tiles import SCORES_AT_ONCE, longest_in_window
+from deepspeed_ext.plan.costs.attention_tiles import SCORES_AT_ONCE, longest_in_window
 from megatron_terapipe.config.model.flops import LOG_SUM_EXP_BYTES
 from megatron_terapipe.search.inputs.layer import Attention, Layer
 from megatron_terapipe.search.op_times.layer_times import key_heads

@@ -7,7 +7,7 @@ from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.partition import StagePartition
 from deepspeed_ext.plan.schedule_file import read_schedule
-from deepspeed_ext.plan.text_files import read_text
+from deepspeed_ext.plan.text.text_files import read_text
 from tests.faults.fuzzing.target import Target
 
 

@@ -1,6 +1,6 @@
 """Schedules held against drawings. To draw them anew after a change that is meant, and then read the diff:
 
-UPDATE_GOLDEN=1 python -m pytest tests/plan/test_schedules.py
+UPDATE_GOLDEN=1 python -m pytest tests/plan/schedules/test_schedules.py
 """
 
 import os

@@ -19,13 +19,13 @@ from deepspeed_ext.plan.programs.program import Content, Instruction, Instructio
 from deepspeed_ext.runtime.batches.batch import parts_on_device
 from deepspeed_ext.runtime.batches.batch_plan import BatchPlan
 from deepspeed_ext.runtime.batches.live_batch import Buffer, LiveBatch
+from deepspeed_ext.runtime.execution.rank_links import RankLinks
+from deepspeed_ext.runtime.execution.stage_ops import StageOps
 from deepspeed_ext.runtime.gradients.gradient_reductions import GradientReductions
 from deepspeed_ext.runtime.gradients.weight_gradients import compute
 from deepspeed_ext.runtime.ledger.op_ledger import OpLedger
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.offload.token_slice_copies import TokenSliceCopies
-from deepspeed_ext.runtime.rank_links import RankLinks
-from deepspeed_ext.runtime.stage_ops import StageOps
 
 Around = Callable[[Op], AbstractContextManager[None]]
 """Surrounds the computing of an op: measures it, and accumulates the gradients it leaves."""

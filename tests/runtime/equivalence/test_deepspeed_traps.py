@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.plan.errors import UserError
 from tests.distributed import RankFailed, run_distributed
-from tests.runtime import stock
+from tests.runtime.equivalence import stock
 from tests.runtime.reference import reference_gradients
 from tests.runtime.training import Setup, build, feed, losses, weights
 

@@ -13,7 +13,7 @@ from deepspeed_ext.plan.programs.posting import RankMessages
 from deepspeed_ext.plan.programs.simulated_schedule import SimulatedSchedule
 from deepspeed_ext.plan.schedules import Schedule, forward_order
 from deepspeed_ext.runtime.cuda_environment import hardware_queues
-from deepspeed_ext.runtime.instructions import ProgramSchedule
+from deepspeed_ext.runtime.execution.instructions import ProgramSchedule
 
 
 class RankPrograms:

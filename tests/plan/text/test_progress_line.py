@@ -7,8 +7,8 @@ import pytest
 
 from deepspeed_ext.plan.costs.attention_costs import attention_costs
 from deepspeed_ext.plan.ops import PipelineShape
-from deepspeed_ext.plan.progress_line import ProgressLine, time_left, unseen
 from deepspeed_ext.plan.solve import PolynomialCosts, solve_stages, solve_token_slices
+from deepspeed_ext.plan.text.progress_line import ProgressLine, time_left, unseen
 
 
 class Terminal(io.StringIO):

@@ -8,7 +8,8 @@ import torch
 
 from deepspeed_ext.plan.errors import UserError
 from tests.distributed import run_distributed
-from tests.runtime import models, stock
+from tests.runtime import models
+from tests.runtime.equivalence import stock
 from tests.runtime.reference import Reference
 from tests.runtime.training import ROWS, Setup, as_numpy, build, feed, losses, weights
 

@@ -1,0 +1,1 @@
+"""What a rank runs: its programs, instruction by instruction, its ops, and its messages."""
