@@ -1,4 +1,4 @@
-"""Errors after eight trials of a cluster: trials that `trials.design` chooses beside as many at random.
+"""Errors after eight trials of a cluster: trials that `trials.calibration.design` chooses beside as many at random.
 
     python -m benchmarks.few_trials TRIALS.jsonl [--trials 8] [--rounds 6]
 
@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.trials.design import propose
-from megatron_terapipe.search.trials.fit import NOISE, fit_efficiency
-from megatron_terapipe.search.trials.intervals import uncalibrated
+from megatron_terapipe.search.trials.calibration.design import propose
+from megatron_terapipe.search.trials.calibration.fit import NOISE, fit_efficiency
+from megatron_terapipe.search.trials.calibration.intervals import uncalibrated
+from megatron_terapipe.search.trials.calibration.sample import Sample, sample_sensitivities
 from megatron_terapipe.search.trials.read import read_trials
-from megatron_terapipe.search.trials.sample import Sample, sample_sensitivities
 
 RANDOM_PICKS = 3
 """Random choices in each round."""

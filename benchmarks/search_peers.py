@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.markers import written_between
 from benchmarks.report import Section, progress
 from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
-from megatron_terapipe.search.trials.cluster_calibrations import Calibrations
+from megatron_terapipe.search.trials.calibration.cluster_calibrations import Calibrations
 from megatron_terapipe.search.trials.predicted import Predicted, deal_groups, predict_in_folds, predict_trials
 from megatron_terapipe.search.trials.read import read_trials
 from megatron_terapipe.search.trials.validation import summary

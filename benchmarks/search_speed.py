@@ -24,7 +24,7 @@ from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.cluster_files import read_cluster
 from megatron_terapipe.search.inputs.workload_files import read_workload
-from megatron_terapipe.search.rank.grid_prices import price_space
+from megatron_terapipe.search.rank.grid.grid_prices import price_space
 from megatron_terapipe.search.rank.placement import node_orders
 from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.space.choices import all_choices

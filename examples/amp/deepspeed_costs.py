@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.costs import OpCosts, TransferCosts
 from examples.amp.published_profile import LayerSeconds
-from megatron_terapipe.search.cost.collectives import all_gather_s, transfer_s
 from megatron_terapipe.search.cost.cost_model import CostModel, TimePrediction
+from megatron_terapipe.search.cost.links.collectives import all_gather_s, transfer_s
+from megatron_terapipe.search.cost.links.rank_groups import RankGroups
 from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
 from megatron_terapipe.search.cost.prediction import TimeBreakdown
-from megatron_terapipe.search.cost.rank_groups import RankGroups
 from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator
 from megatron_terapipe.search.cost.step_costs import StepCosts
 from megatron_terapipe.search.inputs.cluster import Device

@@ -6,7 +6,7 @@ import numpy as np
 
 from deepspeed_ext.plan.partition import StagePartition
 from examples.amp.deepspeed_costs import DeepSpeedCosts
-from megatron_terapipe.search.rank.stage_partition import (
+from megatron_terapipe.search.rank.grid.stage_partition import (
     Numbers,
     SolvedPartition,
     StageTimes,

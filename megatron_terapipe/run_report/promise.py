@@ -28,7 +28,7 @@ class Read(BaseModel):
 
 
 class Predicted(Read):
-    """Predicted cost of a strategy; `search/report/schema.py` says what each field means."""
+    """Predicted cost of a strategy; `search/report/schema/schema.py` says what each field means."""
 
     iteration_time_s: float
     interval_s: tuple[float, float] | None

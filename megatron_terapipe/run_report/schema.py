@@ -6,7 +6,7 @@ from pydantic import TypeAdapter
 
 from megatron_terapipe.run_report.figures import Spread
 from megatron_terapipe.run_report.report import RunReport
-from megatron_terapipe.search.report.schema_parts import Part
+from megatron_terapipe.search.report.schema.schema_parts import Part
 
 SCHEMA_VERSION: Final = 1
 """Version of the document. A key that goes away, or means something else, makes another; a new key does not."""

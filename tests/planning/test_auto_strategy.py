@@ -12,13 +12,13 @@ from megatron_terapipe.arguments.flags import flags
 from megatron_terapipe.arguments.searched_strategy import NOT_SEARCHED
 from megatron_terapipe.search.__main__ import main
 from megatron_terapipe.search.op_times.profile_files import write_profile
-from megatron_terapipe.search.trials.journal import Journal
-from megatron_terapipe.search.trials.run import Outcome
+from megatron_terapipe.search.trials.launch.journal import Journal
+from megatron_terapipe.search.trials.launch.run import Outcome
 from megatron_terapipe.strategy import Strategy
 from megatron_terapipe.training.start.found_strategy import STRATEGY_FILE, find_strategy
 from tests.search.op_times.profiles import profile
-from tests.search.trials.test_profile_calibration import CLUSTER as MACHINE
-from tests.search.trials.test_profile_calibration import STRATEGIES, WORKLOAD, truth_s
+from tests.search.trials.calibration.test_profile_calibration import CLUSTER as MACHINE
+from tests.search.trials.calibration.test_profile_calibration import STRATEGIES, WORKLOAD, truth_s
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size"
 TRAINER = "--train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --strategy auto --global-batch-size 16"

@@ -11,7 +11,7 @@ from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.rank.distance_to_fit import distance_to_fit
 from megatron_terapipe.search.rank.fewer_devices import on_fewer_devices
 from megatron_terapipe.search.rank.found_orders import with_found_order
-from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, ProgressCallback
+from megatron_terapipe.search.rank.grid.grid_prices import FITS, HEADROOM, ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import SearchResult
 from megatron_terapipe.search.rank.sensitivity import sensitivity

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_terapipe.search.command.costs import Costs
 from megatron_terapipe.search.cost.prediction import Prediction
-from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM
+from megatron_terapipe.search.rank.grid.grid_prices import FITS, HEADROOM
 from megatron_terapipe.search.rank.ranked import predict_one
 from megatron_terapipe.search.rank.search import ROUNDING, SearchResult
 from megatron_terapipe.search.report.advice import Advice, distance_text, remedies_text

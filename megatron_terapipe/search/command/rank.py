@@ -32,7 +32,7 @@ from megatron_terapipe.search.command.shared_flags import (
     read_one_strategy,
 )
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.grid_prices import ProgressCallback
+from megatron_terapipe.search.rank.grid.grid_prices import ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import SearchResult, search
 from megatron_terapipe.search.report.advice import advice_notes
@@ -48,12 +48,12 @@ from megatron_terapipe.search.report.output_files import (
     write_page,
 )
 from megatron_terapipe.search.report.rivals import rival_note
-from megatron_terapipe.search.report.schema import LaunchPart
+from megatron_terapipe.search.report.schema.schema import LaunchPart
 from megatron_terapipe.search.report.table import print_table
 from megatron_terapipe.search.software.library import find_software
 from megatron_terapipe.search.space.choices import Choices, all_choices, check_runnable
 from megatron_terapipe.search.space.problem import SearchProblem
-from megatron_terapipe.search.trials.design import propose_strategies
+from megatron_terapipe.search.trials.calibration.design import propose_strategies
 
 CANDIDATES = 100
 """Best strategies among which trials are chosen; trials of much slower ones would say little about the winner."""

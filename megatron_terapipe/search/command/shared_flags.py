@@ -21,7 +21,7 @@ from megatron_terapipe.search.space.problem import MEMORY_HEADROOM
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 if TYPE_CHECKING:
-    from megatron_terapipe.search.rank.grid_prices import ProgressCallback
+    from megatron_terapipe.search.rank.grid.grid_prices import ProgressCallback
 
 CHANGES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads"),

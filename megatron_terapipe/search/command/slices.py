@@ -23,7 +23,7 @@ from megatron_terapipe.strategy import Strategy
 if TYPE_CHECKING:
     from megatron_terapipe.search.cost.pricing import Pricing
     from megatron_terapipe.search.rank.token_slices import SolvedCut
-    from megatron_terapipe.search.report.schema import TokenSlicesDocument
+    from megatron_terapipe.search.report.schema.schema import TokenSlicesDocument
     from megatron_terapipe.search.space.problem import SearchProblem
 
 HELP = (
@@ -110,7 +110,7 @@ def token_slices_document(
     """
     from megatron_terapipe.search.report.documents import question
     from megatron_terapipe.search.report.figures import speed_of
-    from megatron_terapipe.search.report.schema import Cut, TokenSlicesDocument
+    from megatron_terapipe.search.report.schema.schema import Cut, TokenSlicesDocument
 
     without_s = next((cut.iteration_time_s for cut in solved.alternatives if len(cut.token_slices) == 1), None)
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from megatron_terapipe.search.command.costs import Costs
     from megatron_terapipe.search.inputs.cluster import Cluster
     from megatron_terapipe.search.inputs.workload import Workload
-    from megatron_terapipe.search.report.schema import TrialDocument
-    from megatron_terapipe.search.trials.journal import Journal
-    from megatron_terapipe.search.trials.run import Outcome, TrialSettings
+    from megatron_terapipe.search.report.schema.schema import TrialDocument
+    from megatron_terapipe.search.trials.launch.journal import Journal
+    from megatron_terapipe.search.trials.launch.run import Outcome, TrialSettings
     from megatron_terapipe.strategy import Strategy
 
 HELP = (
@@ -112,8 +112,8 @@ def _run(options: argparse.Namespace) -> "TrialDocument":
 
     from megatron_terapipe.search.command.costs import costs_of
     from megatron_terapipe.search.command.trial_answer import print_trials, trial_document
-    from megatron_terapipe.search.trials.journal import Journal
-    from megatron_terapipe.search.trials.run import TrialSettings, default_trainer
+    from megatron_terapipe.search.trials.launch.journal import Journal
+    from megatron_terapipe.search.trials.launch.run import TrialSettings, default_trainer
 
     workload = model_of(options)
     if workload.config is None:
@@ -237,7 +237,7 @@ def _run_all(
     from time import perf_counter
 
     from megatron_terapipe.search.report.figures import strategy_text
-    from megatron_terapipe.search.trials.run import run_strategy
+    from megatron_terapipe.search.trials.launch.run import run_strategy
 
     assert journal.workload.config is not None
     pricing = costs.pricing_on(journal.cluster)

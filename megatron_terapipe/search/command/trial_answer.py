@@ -8,10 +8,10 @@ from megatron_terapipe.search.command.costs import Costs
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.report.documents import predicted_part, question
 from megatron_terapipe.search.report.figures import speed_of, strategy_text
-from megatron_terapipe.search.report.schema import Errors, Predicted, TrialDocument, TrialEntry
+from megatron_terapipe.search.report.schema.schema import Errors, Predicted, TrialDocument, TrialEntry
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.search.trials import scores
-from megatron_terapipe.search.trials.journal import Journal
+from megatron_terapipe.search.trials.launch.journal import Journal
 from megatron_terapipe.search.trials.trial import Trial
 from megatron_terapipe.strategy import Strategy
 

@@ -114,8 +114,8 @@ def _predicted(
     from tqdm import tqdm
 
     from megatron_terapipe.search.op_times.profile_files import read_profile
-    from megatron_terapipe.search.trials.calibration_files import read_calibrations, write_calibrations
-    from megatron_terapipe.search.trials.cluster_calibrations import Calibrations
+    from megatron_terapipe.search.trials.calibration.calibration_files import read_calibrations, write_calibrations
+    from megatron_terapipe.search.trials.calibration.cluster_calibrations import Calibrations
     from megatron_terapipe.search.trials.predicted import deal_groups, leave_out, predict_in_folds, predict_trials
 
     profile = read_profile(options.profile) if options.profile else None

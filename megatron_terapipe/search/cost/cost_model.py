@@ -12,12 +12,12 @@ from deepspeed_ext.plan.layout import ParallelLayout
 from deepspeed_ext.plan.ops import Placement
 from deepspeed_ext.plan.programs.copy_lanes import HostCopyPlan
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings
-from megatron_terapipe.search.cost.cluster_table import ClusterTable
-from megatron_terapipe.search.cost.collectives import Messages, sending_s, transfer_bandwidth
 from megatron_terapipe.search.cost.host_copies import host_copy_settings
 from megatron_terapipe.search.cost.layer_counts import LayerCounter, LayerCounts
+from megatron_terapipe.search.cost.links.cluster_table import ClusterTable
+from megatron_terapipe.search.cost.links.collectives import Messages, sending_s, transfer_bandwidth
+from megatron_terapipe.search.cost.links.rank_groups import LayerLinks, RankGroups
 from megatron_terapipe.search.cost.placed_strategy import PlacedStrategy, pipeline_shape
-from megatron_terapipe.search.cost.rank_groups import LayerLinks, RankGroups
 from megatron_terapipe.search.cost.simulated_time import ScheduleSimulator, closed_form_of
 from megatron_terapipe.search.cost.stage_ops import (
     BACKWARD,

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_terapipe.errors import ConfigError, DataError
-from megatron_terapipe.search.cost.collectives import all_reduce_s
 from megatron_terapipe.search.cost.device_times import MOVING_BACKWARD, DeviceTimes, Scale, device_times, is_divided
-from megatron_terapipe.search.cost.rank_groups import GroupTopology
+from megatron_terapipe.search.cost.links.collectives import all_reduce_s
+from megatron_terapipe.search.cost.links.rank_groups import GroupTopology
 from megatron_terapipe.search.cost.stage_ops import reductions
 from megatron_terapipe.search.inputs.cluster import Cluster, Device, Link
 from megatron_terapipe.search.inputs.layer import Layer

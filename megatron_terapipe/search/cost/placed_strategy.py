@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.ops import PipelineShape
 from megatron_terapipe.search.cost.layer_counts import LayerCounts
-from megatron_terapipe.search.cost.rank_groups import RankGroups
+from megatron_terapipe.search.cost.links.rank_groups import RankGroups
 from megatron_terapipe.search.cost.stage_ops import OpSizes
 from megatron_terapipe.strategy import Strategy
 

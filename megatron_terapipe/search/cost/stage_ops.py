@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.search.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
-from megatron_terapipe.search.cost.rank_groups import GroupTopology, LayerLinks
+from megatron_terapipe.search.cost.links.collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
+from megatron_terapipe.search.cost.links.rank_groups import GroupTopology, LayerLinks
 from megatron_terapipe.search.inputs.cluster import Device
 from megatron_terapipe.search.inputs.layer import Layer
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency

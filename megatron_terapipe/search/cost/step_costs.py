@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_terapipe.search.cost.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from megatron_terapipe.search.cost.rank_groups import GroupTopology
+from megatron_terapipe.search.cost.links.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
+from megatron_terapipe.search.cost.links.rank_groups import GroupTopology
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.op_times.layer_times import ScalarOrArray
 from megatron_terapipe.search.software.description import ELEMENT_BYTES, Communication, Software

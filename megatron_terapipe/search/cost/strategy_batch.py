@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_terapipe.search.cost.closed_form import of_slowest_and_others, pipeline_time
-from megatron_terapipe.search.cost.collectives import Messages, sending_s
 from megatron_terapipe.search.cost.cost_model import SPLIT_SCHEDULES, CostModel
+from megatron_terapipe.search.cost.links.collectives import Messages, sending_s
+from megatron_terapipe.search.cost.links.rank_groups import GroupTopology, LayerLinks, RankKind
 from megatron_terapipe.search.cost.placed_strategy import PlacedStrategy
-from megatron_terapipe.search.cost.rank_groups import GroupTopology, LayerLinks, RankKind
 from megatron_terapipe.search.cost.stage_ops import (
     BACKWARD,
     FORWARD,

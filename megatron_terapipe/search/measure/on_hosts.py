@@ -18,7 +18,7 @@ from megatron_terapipe.search.measure.sizes import MeasuredSizes
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.op_times.profile_files import parse_profile
 from megatron_terapipe.search.report.remote_words import check_remote_words
-from megatron_terapipe.search.trials.launcher import free_port, launcher, supervised, variables
+from megatron_terapipe.search.trials.launch.launcher import free_port, launcher, supervised, variables
 
 MARK = "measured: "
 """Begin of a line by which the first rank tells a part of a message; whatever stands before it is the launcher's."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.errors import ConfigError
-from megatron_terapipe.search.trials.launcher import free_port
+from megatron_terapipe.search.trials.launch.launcher import free_port
 
 
 def run_on_ranks(

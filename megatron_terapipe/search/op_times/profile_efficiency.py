@@ -111,7 +111,7 @@ def measured_node(profile: Profile, cluster: Cluster) -> Node:
 def share_of(link: ProfiledLink, node: Node) -> float:
     """Return the bytes per second that one of the groups gets by the data sheet of a node, others sharing its cards.
 
-    As `cost.rank_groups` says: groups share the cards in equal parts, and no rank drives more than one card.
+    As `cost.links.rank_groups` says: groups share the cards in equal parts, and no rank drives more than one card.
 
     Args:
         link: the groups, and what they did.

@@ -16,7 +16,7 @@ from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster, Device
 from megatron_terapipe.search.inputs.gpt_workload import gpt_workload
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.rank.grid_memory import GridMemory
+from megatron_terapipe.search.rank.grid.grid_memory import GridMemory
 from megatron_terapipe.search.space.choices import Choices, all_choices
 from megatron_terapipe.search.space.legal_grids import LegalGrid, SearchCounts, legal_grids
 from megatron_terapipe.search.space.problem import SearchProblem

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster, Device
-from megatron_terapipe.search.rank.grid_prices import ProgressCallback
+from megatron_terapipe.search.rank.grid.grid_prices import ProgressCallback
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.space.choices import all_choices

@@ -7,9 +7,9 @@ from deepspeed_ext.plan.errors import PlanError
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.balanced_partition import balanced_partition, layer_times
-from megatron_terapipe.search.rank.grid_prices import ProgressCallback
-from megatron_terapipe.search.rank.op_tables import OpTables
+from megatron_terapipe.search.rank.grid.balanced_partition import balanced_partition, layer_times
+from megatron_terapipe.search.rank.grid.grid_prices import ProgressCallback
+from megatron_terapipe.search.rank.grid.op_tables import OpTables
 from megatron_terapipe.search.rank.placement import better_order
 from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order, without_repetitions
 from megatron_terapipe.search.space.choices import Choices

@@ -23,7 +23,7 @@ from megatron_terapipe.search.cost.placed_strategy import pipeline_shape
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.rank.finalists import refined
-from megatron_terapipe.search.rank.grid_prices import FITS, HEADROOM, PricedGrid, ProgressCallback, price_space
+from megatron_terapipe.search.rank.grid.grid_prices import FITS, HEADROOM, PricedGrid, ProgressCallback, price_space
 from megatron_terapipe.search.rank.placement import node_orders, placement_of
 from megatron_terapipe.search.rank.ranked import Ranked, ranked_in_order, without_repetitions
 from megatron_terapipe.search.rank.sensitivity import contenders_of

@@ -14,7 +14,7 @@ from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.sensitivity import CHANGE, OtherWinner, Sensitivity
 from megatron_terapipe.search.report.figures import bytes_text, strategy_text, time_text
 from megatron_terapipe.search.report.rivals import RivalAdvice
-from megatron_terapipe.search.report.schema_parts import attribute_texts
+from megatron_terapipe.search.report.schema.schema_parts import attribute_texts
 from megatron_terapipe.search.report.utilisation_check import UtilizationCheck
 from megatron_terapipe.search.space.problem import MEMORY_HEADROOM, SearchProblem
 

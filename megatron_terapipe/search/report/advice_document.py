@@ -7,7 +7,8 @@ from megatron_terapipe.search.rank.fewer_devices import FewerDevices
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.sensitivity import OtherWinner, Sensitivity
 from megatron_terapipe.search.report.advice import Advice, TooFull
-from megatron_terapipe.search.report.advice_schema import (
+from megatron_terapipe.search.report.rivals import rival_part
+from megatron_terapipe.search.report.schema.advice_schema import (
     AdvicePart,
     DistancePart,
     FewerDevicesPart,
@@ -18,7 +19,6 @@ from megatron_terapipe.search.report.advice_schema import (
     TooFullPart,
     UtilizationPart,
 )
-from megatron_terapipe.search.report.rivals import rival_part
 from megatron_terapipe.search.report.utilisation_check import UtilizationCheck
 
 

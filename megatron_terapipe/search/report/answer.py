@@ -9,7 +9,7 @@ from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.report.advice import Advice
 from megatron_terapipe.search.report.figures import speed_of
-from megatron_terapipe.search.report.schema import Speed
+from megatron_terapipe.search.report.schema.schema import Speed
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.search.space.legal_grids import SearchCounts
 

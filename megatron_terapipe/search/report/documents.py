@@ -12,7 +12,7 @@ from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.report.advice_document import advice_part
 from megatron_terapipe.search.report.answer import Answer, all_notes
 from megatron_terapipe.search.report.figures import devices_of
-from megatron_terapipe.search.report.schema import (
+from megatron_terapipe.search.report.schema.schema import (
     ClusterPart,
     Document,
     Entry,

@@ -8,7 +8,7 @@ from megatron_terapipe.search.cost.prediction import Prediction
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.library import is_guess
 from megatron_terapipe.search.inputs.workload import Workload
-from megatron_terapipe.search.report.schema import Speed
+from megatron_terapipe.search.report.schema.schema import Speed
 from megatron_terapipe.strategy import DIMENSIONS, Strategy
 
 GIGABYTE = 1e9

@@ -21,7 +21,7 @@ from megatron_terapipe.search.report.documents import document_text, rank_docume
 from megatron_terapipe.search.report.figures import strategy_text
 from megatron_terapipe.search.report.launch import Launch, launch_of
 from megatron_terapipe.search.report.page import Extras, render_page
-from megatron_terapipe.search.report.schema import Document, LaunchPart
+from megatron_terapipe.search.report.schema.schema import Document, LaunchPart
 from megatron_terapipe.search.software.terapipe import TERAPIPE
 from megatron_terapipe.strategy import Strategy
 

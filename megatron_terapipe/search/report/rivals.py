@@ -6,8 +6,8 @@ from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.inputs.library import is_guess
 from megatron_terapipe.search.inputs.workload import Workload
 from megatron_terapipe.search.rank.ranked import Ranked
-from megatron_terapipe.search.report.advice_schema import RivalPart
 from megatron_terapipe.search.report.figures import bytes_text, model_flops, time_text
+from megatron_terapipe.search.report.schema.advice_schema import RivalPart
 from megatron_terapipe.search.rivals.best import Rival
 
 NAME = "ZeRO-3 with Ulysses"

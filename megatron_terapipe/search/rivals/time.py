@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from deepspeed_ext.plan.layout import ParallelLayout
 from megatron_terapipe.search.cost.cost_model import CostModel
-from megatron_terapipe.search.cost.rank_groups import ALONE, GroupTopology, LayerLinks, RankGroups
+from megatron_terapipe.search.cost.links.rank_groups import ALONE, GroupTopology, LayerLinks, RankGroups
 from megatron_terapipe.search.cost.stage_ops import layer_ops
 from megatron_terapipe.search.cost.step_costs import CoveringOps, StepCosts, shown_reduction_s, step_costs
 from megatron_terapipe.search.inputs.cluster import Device

@@ -18,10 +18,10 @@ from megatron_terapipe.search.op_times.profile_files import read_profile
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
 from megatron_terapipe.search.software.description import Software
 from megatron_terapipe.search.software.terapipe import TERAPIPE
-from megatron_terapipe.search.trials.calibration import Calibration, calibrate, no_calibration
-from megatron_terapipe.search.trials.calibration_files import calibrated
-from megatron_terapipe.search.trials.cluster_calibrations import calibrated_slopes
-from megatron_terapipe.search.trials.profile_calibration import calibrate_on_profile
+from megatron_terapipe.search.trials.calibration.calibration import Calibration, calibrate, no_calibration
+from megatron_terapipe.search.trials.calibration.calibration_files import calibrated
+from megatron_terapipe.search.trials.calibration.cluster_calibrations import calibrated_slopes
+from megatron_terapipe.search.trials.calibration.profile_calibration import calibrate_on_profile
 from megatron_terapipe.search.trials.trial import Trial
 from megatron_terapipe.strategy import Strategy
 

@@ -12,9 +12,9 @@ from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEffici
 from megatron_terapipe.search.op_times.profile import Profile
 from megatron_terapipe.search.op_times.profile_efficiency import measured_efficiency
 from megatron_terapipe.search.op_times.profile_times import MeasuredProfile
-from megatron_terapipe.search.trials.calibration import Calibration, on_several_nodes
-from megatron_terapipe.search.trials.cluster_calibrations import Calibrations, calibrated_slopes
-from megatron_terapipe.search.trials.memory_fit import count_memory, device_memory_bytes
+from megatron_terapipe.search.trials.calibration.calibration import Calibration, on_several_nodes
+from megatron_terapipe.search.trials.calibration.cluster_calibrations import Calibrations, calibrated_slopes
+from megatron_terapipe.search.trials.calibration.memory_fit import count_memory, device_memory_bytes
 from megatron_terapipe.search.trials.trial import Trial
 
 Step = Callable[[int], None]

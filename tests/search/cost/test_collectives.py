@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_terapipe.search.cost.collectives import (
+from megatron_terapipe.search.cost.links.collectives import (
     GroupTopology,
     all_gather_s,
     all_reduce_s,

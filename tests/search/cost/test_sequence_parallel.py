@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.search.cost.collectives import all_to_all_s
 from megatron_terapipe.search.cost.cost_model import CostModel
+from megatron_terapipe.search.cost.links.collectives import all_to_all_s
+from megatron_terapipe.search.cost.links.rank_groups import GroupTopology
 from megatron_terapipe.search.cost.memory.peaks import MemoryModel
-from megatron_terapipe.search.cost.rank_groups import GroupTopology
 from megatron_terapipe.search.cost.stage_ops import BACKWARD, FORWARD, head_exchange_s
 from megatron_terapipe.search.cost.strategy_batch import StrategyBatch, batch_key
 from megatron_terapipe.search.inputs.cluster import Cluster

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.reductions import reductions
-from megatron_terapipe.search.cost.collectives import GroupTopology
+from megatron_terapipe.search.cost.links.collectives import GroupTopology
 from megatron_terapipe.search.cost.step_costs import CoveringOps, StepCosts, shown_reduction_s, step_costs
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
 from megatron_terapipe.search.software.description import Communication, Software

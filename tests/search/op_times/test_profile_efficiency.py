@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_ext.plan.layout import ParallelLayout
-from megatron_terapipe.search.cost.cluster_table import ClusterTable
-from megatron_terapipe.search.cost.collectives import GroupTopology, all_reduce_s, transfer_s
-from megatron_terapipe.search.cost.rank_groups import RankGroups
+from megatron_terapipe.search.cost.links.cluster_table import ClusterTable
+from megatron_terapipe.search.cost.links.collectives import GroupTopology, all_reduce_s, transfer_s
+from megatron_terapipe.search.cost.links.rank_groups import RankGroups
 from megatron_terapipe.search.cost.step_costs import step_costs
 from megatron_terapipe.search.inputs.cluster import Cluster, Link, Node
 from megatron_terapipe.search.inputs.library import device

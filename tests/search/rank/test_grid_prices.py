@@ -9,8 +9,8 @@ import pytest
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency
-from megatron_terapipe.search.rank.grid_memory import live_token_slices
-from megatron_terapipe.search.rank.grid_prices import COARSE_SUMS, price_space
+from megatron_terapipe.search.rank.grid.grid_memory import live_token_slices
+from megatron_terapipe.search.rank.grid.grid_prices import COARSE_SUMS, price_space
 from megatron_terapipe.search.rank.placement import node_orders
 from megatron_terapipe.search.space.choices import Choices, all_choices
 from megatron_terapipe.search.space.legal_grids import SearchCounts

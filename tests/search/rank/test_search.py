@@ -8,7 +8,7 @@ import pytest
 from megatron_terapipe.planning.planned_run import check_trainable
 from megatron_terapipe.search.cost.pricing import Pricing
 from megatron_terapipe.search.inputs.cluster import Cluster
-from megatron_terapipe.search.rank.grid_prices import HEADROOM
+from megatron_terapipe.search.rank.grid.grid_prices import HEADROOM
 from megatron_terapipe.search.rank.ranked import Ranked
 from megatron_terapipe.search.rank.search import search
 from megatron_terapipe.search.space.choices import Choices, all_choices

@@ -13,7 +13,7 @@ from megatron_terapipe.search.inputs.cluster_files import parse_cluster
 from megatron_terapipe.search.inputs.workload_files import parse_workload
 from megatron_terapipe.search.report.answer import all_notes
 from megatron_terapipe.search.report.documents import document_text, predict_document, rank_document
-from megatron_terapipe.search.report.schema import LaunchPart, json_schema
+from megatron_terapipe.search.report.schema.schema import LaunchPart, json_schema
 from megatron_terapipe.strategy import Strategy
 from tests.search.documents import checked
 from tests.search.report.answers import answer

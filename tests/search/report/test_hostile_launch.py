@@ -12,7 +12,7 @@ from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.inputs.cluster_files import read_cluster
 from megatron_terapipe.search.report.launch import Launch, launch_of
 from megatron_terapipe.search.report.remote_words import check_remote_words
-from megatron_terapipe.search.trials.launcher import variables
+from megatron_terapipe.search.trials.launch.launcher import variables
 from tests.end_to_end.conftest import SECRETS
 from tests.search.report.answers import answer
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_terapipe.search.__main__ import main
-from megatron_terapipe.search.trials.cluster_calibrations import Calibrations
+from megatron_terapipe.search.trials.calibration.cluster_calibrations import Calibrations
 from megatron_terapipe.search.trials.predicted import LEFT_OUT, deal_groups, leave_out, predict_in_folds, predict_trials
 from megatron_terapipe.search.trials.scores import naive_memory_bytes, naive_time_s
 from megatron_terapipe.search.trials.trial import trial_line

@@ -1,0 +1,94 @@
+"""Starts and ends DeepSpeed's launcher, which starts ranks here and on other hosts."""
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.search.trials.launch import supervisor
+
+OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a launcher that may have started this process."""
+
+SENT = "MLFLOW"
+"""Begin of variables that DeepSpeed sends to other hosts and prints, passwords among them; the trainer reads none."""
+
+LISTENING_PORTS = range(20_000, 32_768)
+"""Ports below those that systems give to outgoing connections, one of which may take a free port before it is used."""
+
+_STRIPES = 64
+"""Parts of these ports, of which a process takes those of one."""
+
+
+def launcher() -> str:
+    """Return the path of the command `deepspeed`.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    found = shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))
+    if not Path(found).exists():
+        raise ConfigError("the command deepspeed is not installed: install DeepSpeed, or put it on the PATH")
+    return found
+
+
+def variables(*, on_cpu: bool) -> dict[str, str]:
+    """Return the environment of a launch: this process's, without a launcher's variables, and MLflow's passwords.
+
+    Args:
+        on_cpu: whether DeepSpeed must be told to take the CPU.
+    """
+    found = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
+    found = {name: value for name, value in found.items() if not name.startswith(SENT)}
+    return found | ({"DS_ACCELERATOR": "cpu"} if on_cpu else {})
+
+
+def free_port() -> int:
+    """Return a port that is free on this host, and that no connection will be given by chance.
+
+    Raises:
+        ConfigError: if none of many is free.
+    """
+    # Processes that ask at the same time have ports of their own to choose from, whatever seeds they have set.
+    ports = LISTENING_PORTS[os.getpid() % _STRIPES :: _STRIPES]
+    for port in random.SystemRandom().sample(ports, k=100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise ConfigError(f"no free port of 100 tried in {LISTENING_PORTS}: end some of the servers on this host")
+
+
+@contextmanager
+def supervised(words: Sequence[str], hosts: Sequence[str] = (), **options: Any) -> "Iterator[subprocess.Popen[Any]]":
+    """Run a launch that ends with the block, and with this process however that ends: all of it, on all hosts.
+
+    Args:
+        words: of its command.
+        hosts: other hosts on which it starts ranks.
+        **options: of `subprocess.Popen`.
+
+    Yields:
+        A process that ends when the launch does, with its exit code.
+    """
+    command = [sys.executable, "-I", supervisor.__file__, ",".join(hosts), *words]
+    # A session of its own: Ctrl-C is for this process alone, which then ends the launch.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **options)
+    assert process.stdin is not None
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        if process.wait() == supervisor.NOT_ENDED:
+            print(
+                f"warning: processes of a run may be left here or on {', '.join(hosts) or 'no other host'}: end those "
+                f"with {supervisor.VARIABLE} among their variables",
+                file=sys.stderr,
+                flush=True,
+            )
