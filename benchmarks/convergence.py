@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.plain_llama import PlainLlama, mean_loss, train_step
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
-from megatron_terapipe.data.dataset_splits import build_datasets
+from megatron_terapipe.data.samples.dataset_splits import build_datasets
 from megatron_terapipe.inference.whole_model import WholeModel
 from megatron_terapipe.training.step.lr_schedule import LearningRateSchedule
 

@@ -35,7 +35,7 @@ from deepspeed_ext.plan.solve.document_cuts import QUANTA, DocumentCuts
 from deepspeed_ext.runtime.sequence.documents import Documents
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.parallel.balance import balanced_token_slices, document_cuts
-from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.samples.batch import Batch
 
 Starts = tuple[int, ...]
 """Positions at which the documents of a sequence begin."""

@@ -290,8 +290,8 @@ def datasets(scale: Scale) -> Figures:
     import numpy as np
 
     from megatron_terapipe.config import DataConfig
-    from megatron_terapipe.data.dataset_splits import build_datasets
-    from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
+    from megatron_terapipe.data.files.indexed_dataset import IndexedDatasetWriter
+    from megatron_terapipe.data.samples.dataset_splits import build_datasets
 
     figures: Figures = {"documents": float(scale.documents), "samples": float(scale.samples)}
     document = np.zeros(40, np.uint16)

@@ -21,7 +21,7 @@ from deepspeed_ext.runtime.initialize import init_distributed, initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from deepspeed_ext.runtime.sequence.documents import Documents
 from megatron_terapipe.config import ModelConfig
-from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.samples.batch import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss, pipeline_partition
 from megatron_terapipe.training.cpu_affinity import settle_on_cores
 from megatron_terapipe.training.step.token_slice_batch import split_batch

@@ -12,7 +12,7 @@ from deepspeed_ext.plan.measured import measured_costs
 from deepspeed_ext.plan.schedules import OPTIMISED
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.parallel.balance import balanced_token_slices
-from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.samples.batch import Batch
 
 
 def ours(job: Job, *, schedule: str, num_token_slices: int, num_model_chunks: int = 1, uniform: bool = False) -> Engine:

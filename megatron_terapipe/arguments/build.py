@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
-from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.deepspeed_values import DeepSpeedValues
 from megatron_terapipe.arguments.flags import flags
+from megatron_terapipe.arguments.megatron_flags.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.model_sources import (
     how_to_load_a_model,
     preset_settings,

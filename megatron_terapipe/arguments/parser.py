@@ -8,13 +8,13 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, NoReturn, get_type_hints
 
-from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.flags import Flag, flags, title_of
-from megatron_terapipe.arguments.idle_flags import IDLE_FLAGS, Values
-from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
-from megatron_terapipe.arguments.other_names import OTHER_NAMES
-from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
-from megatron_terapipe.arguments.unsupported_flags import FAMILIES
+from megatron_terapipe.arguments.megatron_flags.accepted_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.megatron_flags.idle_flags import IDLE_FLAGS, Values
+from megatron_terapipe.arguments.megatron_flags.neutral_flags import NEUTRAL_FLAGS
+from megatron_terapipe.arguments.megatron_flags.other_names import OTHER_NAMES
+from megatron_terapipe.arguments.megatron_flags.refused_flags import REFUSED_FLAGS
+from megatron_terapipe.arguments.megatron_flags.unsupported_flags import FAMILIES
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.fields.options import flag, one_of
 from megatron_terapipe.errors import ConfigError

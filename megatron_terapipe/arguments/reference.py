@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 
-from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
 from megatron_terapipe.arguments.flags import flags, title_of
-from megatron_terapipe.arguments.idle_flags import IDLE_FLAGS
-from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
+from megatron_terapipe.arguments.megatron_flags.accepted_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.megatron_flags.idle_flags import IDLE_FLAGS
+from megatron_terapipe.arguments.megatron_flags.neutral_flags import NEUTRAL_FLAGS
+from megatron_terapipe.arguments.megatron_flags.refused_flags import REFUSED_FLAGS
 from megatron_terapipe.arguments.other_defaults import OTHER_DEFAULTS
 from megatron_terapipe.arguments.parser import spellings
-from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
 from megatron_terapipe.config.fields.options import flag
 from megatron_terapipe.config.presets import MODEL_PRESETS, Preset
 

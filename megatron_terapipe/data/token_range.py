@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron_terapipe.data.file_columns import FileColumn
-from megatron_terapipe.data.index_cache import IndexCache
-from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file
+from megatron_terapipe.data.files.file_columns import FileColumn
+from megatron_terapipe.data.files.index_cache import IndexCache
+from megatron_terapipe.data.files.indexed_dataset import IndexedDataset, data_file
 from megatron_terapipe.data.tokenizer import Tokenizer
 from megatron_terapipe.errors import DataError
 

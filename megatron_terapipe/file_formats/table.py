@@ -97,7 +97,7 @@ FILE_FORMATS: Mapping[str, FileFormat] = MappingProxyType(
         ),
         "report": FileFormat(
             "Figures of training runs, which `terapipe report --json` writes.",
-            "megatron_terapipe.run_report.schema:json_schema",
+            "megatron_terapipe.run_report.output.schema:json_schema",
         ),
         "ledger": FileFormat(
             "What a rank had done, did and waited for when its run stood still: `rank_00000.json` in the directory of "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_terapipe.arguments.unsupported_flags import MODEL
+from megatron_terapipe.arguments.megatron_flags.unsupported_flags import MODEL
 from megatron_terapipe.errors import ConfigError
 
 

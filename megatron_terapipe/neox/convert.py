@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron_terapipe.arguments.unsupported_flags import MODEL, TRAINING
+from megatron_terapipe.arguments.megatron_flags.unsupported_flags import MODEL, TRAINING
 from megatron_terapipe.config.fields.options import option_of
 from megatron_terapipe.config.model.model import ModelConfig
 from megatron_terapipe.errors import ConfigError

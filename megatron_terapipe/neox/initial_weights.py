@@ -2,7 +2,7 @@
 
 from math import sqrt
 
-from megatron_terapipe.arguments.unsupported_flags import TRAINING
+from megatron_terapipe.arguments.megatron_flags.unsupported_flags import TRAINING
 from megatron_terapipe.neox.conversion import Conversion
 
 NOT_NORMAL = ("orthogonal", "scaled_orthogonal", "xavier_uniform", "xavier_normal")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_terapipe.arguments.unsupported_flags import TRAINING
+from megatron_terapipe.arguments.megatron_flags.unsupported_flags import TRAINING
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.neox.conversion import Conversion, as_number
 from megatron_terapipe.neox.defaults import Defaults

@@ -71,10 +71,10 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     # Imported once the words are known to be good: checks of lines take pydantic, which takes a while.
     from megatron_terapipe.page.chart import chart_picture
     from megatron_terapipe.run_report.metrics_schema import metrics_schema
-    from megatron_terapipe.run_report.page import charts_of, render_report
+    from megatron_terapipe.run_report.output.page import charts_of, render_report
+    from megatron_terapipe.run_report.output.schema import json_schema, report_document
+    from megatron_terapipe.run_report.output.summary import summary
     from megatron_terapipe.run_report.report import Sources, read_report
-    from megatron_terapipe.run_report.schema import json_schema, report_document
-    from megatron_terapipe.run_report.summary import summary
 
     if options.schema is not None:
         print(json.dumps(json_schema() if options.schema == "report" else metrics_schema(), indent=2))

@@ -26,7 +26,7 @@ def write_own_report(logging: LoggingConfig, rank: int) -> None:
 def _write_report(metrics_file: str, path: str) -> None:
     # Imported at the end of a run: it takes pydantic, and a while.
     from deepspeed_ext.plan.text.text_files import write_text
-    from megatron_terapipe.run_report.page import render_report
+    from megatron_terapipe.run_report.output.page import render_report
     from megatron_terapipe.run_report.report import Sources, read_report
 
     # A launcher that ends all ranks because one has failed leaves no half of a page.

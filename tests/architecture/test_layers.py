@@ -88,7 +88,7 @@ LAYERS = (
     ),
     Layer(
         ("megatron_terapipe.neox", "megatron_terapipe.neox.*"),
-        (*PLAN, *CONFIG, "megatron_terapipe.arguments.unsupported_flags"),
+        (*PLAN, *CONFIG, "megatron_terapipe.arguments.megatron_flags.unsupported_flags"),
         ("yaml",),
     ),
     Layer(("deepspeed_ext.pointwise",), PLAN, ("torch", "deepspeed")),
@@ -362,7 +362,7 @@ def test_the_walk_sees_what_it_should() -> None:
         ("megatron_terapipe.doctor.probe.agent", "megatron_terapipe.errors", False),
         ("megatron_terapipe.doctor.probe.agent", "megatron_terapipe.doctor.checks.devices", False),
         ("megatron_terapipe.search.rank.search", "megatron_terapipe.planning.planned_run", False),
-        ("megatron_terapipe.data.loader", "megatron_terapipe.training.start.run", False),
+        ("megatron_terapipe.data.samples.loader", "megatron_terapipe.training.start.run", False),
         ("megatron_terapipe.training.start.run", "megatron_terapipe.inference.generation", False),
         ("megatron_terapipe.training.start.run", "tests.distributed", False),
     ],

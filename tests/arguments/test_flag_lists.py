@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.arguments import flags, parse_arguments, read_arguments
-from megatron_terapipe.arguments.accepted_flags import ACCEPTED_FLAGS
-from megatron_terapipe.arguments.idle_flags import IDLE_FLAGS
-from megatron_terapipe.arguments.neutral_flags import NEUTRAL_FLAGS
-from megatron_terapipe.arguments.other_names import OTHER_NAMES
+from megatron_terapipe.arguments.megatron_flags.accepted_flags import ACCEPTED_FLAGS
+from megatron_terapipe.arguments.megatron_flags.idle_flags import IDLE_FLAGS
+from megatron_terapipe.arguments.megatron_flags.neutral_flags import NEUTRAL_FLAGS
+from megatron_terapipe.arguments.megatron_flags.other_names import OTHER_NAMES
+from megatron_terapipe.arguments.megatron_flags.refused_flags import REFUSED_FLAGS
+from megatron_terapipe.arguments.megatron_flags.unsupported_flags import FAMILIES, UNSUPPORTED_FLAGS
 from megatron_terapipe.arguments.parser import spellings
-from megatron_terapipe.arguments.refused_flags import REFUSED_FLAGS
-from megatron_terapipe.arguments.unsupported_flags import FAMILIES, UNSUPPORTED_FLAGS
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.fields.options import flag
 from megatron_terapipe.errors import MODEL_CANNOT_BE_TRAINED as MODEL

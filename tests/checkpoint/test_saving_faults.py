@@ -92,7 +92,7 @@ def perform(folder: Path) -> Seen:
     save_checkpoint(engine, folder / "plain", later)
 
     directory = folder / "plain" / f"global_step{info.iteration}"
-    # Each damage once, to each kind of file at least once; all pairs are tried by tests/faults/damage.py.
+    # Each damage once, to each kind of file at least once; all pairs are tried by tests/faults/campaigns/damage.py.
     for damage, kind in zip(DAMAGE, islice(cycle(sorted(kinds_of_file(directory))), len(DAMAGE)), strict=True):
         seen.damage[damage, kind] = refusal(directory, damage, kind, info)
     return seen

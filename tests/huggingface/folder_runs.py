@@ -10,7 +10,7 @@ import torch
 
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.checkpoint.saving.save import save_checkpoint
-from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.samples.batch import Batch
 from megatron_terapipe.training import build_engine as trainer_engine
 from megatron_terapipe.training.records.progress import Progress
 from megatron_terapipe.training.start.run import Run

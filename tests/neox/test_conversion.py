@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.arguments.unsupported_flags import MODEL, TRAINING
+from megatron_terapipe.arguments.megatron_flags.unsupported_flags import MODEL, TRAINING
 from megatron_terapipe.config import Config
 from megatron_terapipe.config.model import flops
 from megatron_terapipe.errors import ConfigError

@@ -9,10 +9,10 @@ import pytest
 
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.run_report.incidents import told
+from megatron_terapipe.run_report.output.schema import json_schema, report_document
+from megatron_terapipe.run_report.output.summary import summary
 from megatron_terapipe.run_report.promise import UNKNOWN
 from megatron_terapipe.run_report.report import RunReport, Sources, read_report
-from megatron_terapipe.run_report.schema import json_schema, report_document
-from megatron_terapipe.run_report.summary import summary
 from megatron_terapipe.training.records.events import RunEnd
 from tests.run_report.made_up import (
     GIB,

@@ -23,7 +23,7 @@ from deepspeed_ext.runtime.initialize import initialize
 from deepspeed_ext.runtime.module import TokenSlicePipelineModule
 from megatron_terapipe.config import ModelConfig, PrecisionConfig
 from megatron_terapipe.config.training.optimizer import OptimizerConfig
-from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.samples.batch import Batch
 from megatron_terapipe.model.gpt import gpt_layers, gpt_loss
 from megatron_terapipe.search.op_times.profile import ProfiledEngine
 from megatron_terapipe.strategy import Strategy

@@ -25,7 +25,7 @@ from megatron_terapipe.config import Config, LoggingConfig
 from megatron_terapipe.config.files.data_paths import DEFAULT_SPLIT
 from megatron_terapipe.config.training.batch_sizes import BatchSizes
 from megatron_terapipe.config.training.training import TrainingConfig
-from megatron_terapipe.data.dataset_splits import DatasetSplits, build_datasets, index_cache, mock_datasets
+from megatron_terapipe.data.samples.dataset_splits import DatasetSplits, build_datasets, index_cache, mock_datasets
 from megatron_terapipe.data.token_range import check_token_ids
 from megatron_terapipe.data.tokenizer import Tokenizer, TokenizerSettings, build_tokenizer
 from megatron_terapipe.data.tokenizer_record import check_tokenizer_records

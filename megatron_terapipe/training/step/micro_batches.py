@@ -7,8 +7,8 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.runtime.engine import TokenSlicePipelineEngine
-from megatron_terapipe.data.blended_dataset import SampleDataset
-from megatron_terapipe.data.loader import MicroBatchLoader
+from megatron_terapipe.data.samples.blended_dataset import SampleDataset
+from megatron_terapipe.data.samples.loader import MicroBatchLoader
 from megatron_terapipe.errors import DataError
 from megatron_terapipe.training.start.run import Run
 

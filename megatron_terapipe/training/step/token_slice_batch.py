@@ -9,7 +9,7 @@ from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.batches.batch import TokenSliceBatch
 from deepspeed_ext.runtime.sequence.documents import Documents
 from megatron_terapipe.config import DataConfig
-from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.samples.batch import Batch
 
 
 def split_batch(batch: Batch, token_slices: TokenSlices) -> list[TokenSliceBatch]:

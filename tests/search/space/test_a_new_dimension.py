@@ -42,7 +42,7 @@ PATCH = {
     no_overlap_grad_reduce: bool''',
     ),
     # The flag is no longer refused.
-    "megatron_terapipe/arguments/neutral_flags.py": (
+    "megatron_terapipe/arguments/megatron_flags/neutral_flags.py": (
         '        **_each("expert-model-parallel-size", "1", otherwise=_EXPERTS),\n',
         "",
     ),

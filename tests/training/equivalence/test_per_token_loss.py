@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from megatron_terapipe.arguments import parse_arguments
-from megatron_terapipe.data.batch import Batch
-from megatron_terapipe.data.dataset_splits import DatasetSplits
+from megatron_terapipe.data.samples.batch import Batch
+from megatron_terapipe.data.samples.dataset_splits import DatasetSplits
 from megatron_terapipe.data.tokenizer import ByteTokenizer
 from megatron_terapipe.inference.whole_model import WholeModel
 from megatron_terapipe.training import build_engine as trainer_engine

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from deepspeed_ext.plan.slicing import TokenSlices
-from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.samples.batch import Batch
 from megatron_terapipe.model.gpt import gpt_loss
 from megatron_terapipe.training.step.token_slice_batch import split_batch
 from tests.model.configs import logits_of

@@ -8,10 +8,10 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from megatron_terapipe.data.gpt_dataset import GPTDataset
-from megatron_terapipe.data.index_cache import IndexCache
-from megatron_terapipe.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, data_file, index_file
+from megatron_terapipe.data.files.index_cache import IndexCache
+from megatron_terapipe.data.files.indexed_dataset import IndexedDataset, IndexedDatasetWriter, data_file, index_file
 from megatron_terapipe.data.preprocess import LineEncoder, preprocess
+from megatron_terapipe.data.samples.gpt_dataset import GPTDataset
 from megatron_terapipe.data.token_range import check_token_ids
 from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings, build_tokenizer
 from tests.faults.fuzzing.target import Target

@@ -13,7 +13,7 @@ import psutil
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.launching import PRETRAIN, Launch, error_lines, flags
 from tests.faults.campaign import Outcome, Settings
-from tests.faults.damage import SAVES
+from tests.faults.campaigns.damage import SAVES
 
 ONE_CHECKPOINT = 1_100_000
 """Bytes of a checkpoint of the run, about; it has 0.85 MB of tensors."""

@@ -10,8 +10,8 @@ from megatron_terapipe.page.document import facts, timelines
 from megatron_terapipe.page.strip import strip
 from megatron_terapipe.run_report.incidents import KINDS, told
 from megatron_terapipe.run_report.kept import COMPUTE, ON_CPU
+from megatron_terapipe.run_report.output.words import about, glance, heading, strategy_line
 from megatron_terapipe.run_report.report import RunReport
-from megatron_terapipe.run_report.words import about, glance, heading, strategy_line
 from megatron_terapipe.search.report.figures import bytes_text, time_text
 
 MOST_LISTED = 6

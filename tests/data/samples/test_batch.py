@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.runtime.sequence.documents import Documents
-from megatron_terapipe.data.batch import Batch
+from megatron_terapipe.data.samples.batch import Batch
 
 SAMPLES = torch.tensor([[1, 2, 0, 3], [4, 0, 0, 5]])
 

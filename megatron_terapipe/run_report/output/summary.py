@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from itertools import chain
 
 from megatron_terapipe.run_report.incidents import told
+from megatron_terapipe.run_report.output.words import glance, heading, strategy_line, title_of
 from megatron_terapipe.run_report.report import RunReport
-from megatron_terapipe.run_report.words import glance, heading, strategy_line, title_of
 
 MOST_LISTED = 2
 """Incidents of a kind that are told one by one."""

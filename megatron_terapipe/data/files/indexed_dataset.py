@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.data.file_columns import FileColumn, ReadFile
+from megatron_terapipe.data.files.file_columns import FileColumn, ReadFile
 from megatron_terapipe.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from megatron_terapipe.config.files.data import DataConfig
 from megatron_terapipe.config.files.data_paths import PARTS, Part
-from megatron_terapipe.data.blended_dataset import BlendedDataset, SampleDataset, UnreadSamples, interleave
-from megatron_terapipe.data.gpt_dataset import GPTDataset, checked_tokens, samples_in_epochs
-from megatron_terapipe.data.index_cache import IndexCache
-from megatron_terapipe.data.indexed_dataset import IndexedDataset
+from megatron_terapipe.data.files.index_cache import IndexCache
+from megatron_terapipe.data.files.indexed_dataset import IndexedDataset
+from megatron_terapipe.data.samples.blended_dataset import BlendedDataset, SampleDataset, UnreadSamples, interleave
+from megatron_terapipe.data.samples.gpt_dataset import GPTDataset, checked_tokens, samples_in_epochs
 from megatron_terapipe.errors import DataError
 
 

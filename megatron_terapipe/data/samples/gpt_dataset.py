@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_terapipe.data.index_cache import IndexCache
-from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file
-from megatron_terapipe.data.sample_order import SampleOrder
+from megatron_terapipe.data.files.index_cache import IndexCache
+from megatron_terapipe.data.files.indexed_dataset import IndexedDataset, data_file
+from megatron_terapipe.data.samples.sample_order import SampleOrder
 from megatron_terapipe.errors import DataError
 
 _DOCUMENTS_AT_ONCE = 32

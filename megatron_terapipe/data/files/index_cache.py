@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_ext.plan.text.file_modes import permit_as_new
-from megatron_terapipe.data.file_columns import FileColumn, Numbers, ReadFile
+from megatron_terapipe.data.files.file_columns import FileColumn, Numbers, ReadFile
 from megatron_terapipe.errors import DataError
 
 Arrays = Mapping[str, NDArray[Any]]

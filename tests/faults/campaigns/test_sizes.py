@@ -8,7 +8,7 @@ import pytest
 import pretrain_gpt
 from deepspeed_ext.plan.command.main import main as plan
 from megatron_terapipe.search.__main__ import main as search
-from tests.faults.sizes import PLANNED, SEARCHED, TRAINED, Size
+from tests.faults.campaigns.sizes import PLANNED, SEARCHED, TRAINED, Size
 
 
 @pytest.mark.parametrize("size", (*TRAINED, *SEARCHED, *PLANNED), ids=lambda size: size.fault[:40])

@@ -9,9 +9,9 @@ from typing import Self
 import numpy as np
 import torch
 
-from megatron_terapipe.data.batch import Batch
-from megatron_terapipe.data.blended_dataset import SampleDataset
 from megatron_terapipe.data.map_ahead import map_ahead
+from megatron_terapipe.data.samples.batch import Batch
+from megatron_terapipe.data.samples.blended_dataset import SampleDataset
 from megatron_terapipe.errors import ConfigError
 
 _BATCHES_AHEAD_PER_WORKER, _TOKENS_AHEAD = 4, 1 << 23

@@ -7,7 +7,7 @@ says what to do about it: which flag says the same here, or, for `UNSUPPORTED_FL
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from megatron_terapipe.arguments.unsupported_flags import UNSUPPORTED_FLAGS
+from megatron_terapipe.arguments.megatron_flags.unsupported_flags import UNSUPPORTED_FLAGS
 
 
 def _each(names: str, line: str) -> dict[str, str]:

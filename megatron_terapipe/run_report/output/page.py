@@ -5,10 +5,10 @@ from html import escape
 
 from megatron_terapipe.page.chart import Chart, chart_figure, thinning_note
 from megatron_terapipe.page.document import html_document, section
-from megatron_terapipe.run_report import sections
-from megatron_terapipe.run_report.curves import charts
+from megatron_terapipe.run_report.output import sections
+from megatron_terapipe.run_report.output.curves import charts
+from megatron_terapipe.run_report.output.words import heading, title_of
 from megatron_terapipe.run_report.report import RunReport
-from megatron_terapipe.run_report.words import heading, title_of
 
 
 def charts_of(reports: list[RunReport]) -> dict[str, Chart]:

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron_terapipe.data.file_columns import Numbers
-from megatron_terapipe.data.index_cache import Arrays, IndexCache
+from megatron_terapipe.data.files.file_columns import Numbers
+from megatron_terapipe.data.files.index_cache import Arrays, IndexCache
 
 _SECONDS_UNTIL_PROGRESS = 2.0
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_terapipe.data.blended_dataset import BlendedDataset, interleave
-from megatron_terapipe.data.file_columns import FileColumn
-from megatron_terapipe.data.index_cache import IndexCache
+from megatron_terapipe.data.files.file_columns import FileColumn
+from megatron_terapipe.data.files.index_cache import IndexCache
+from megatron_terapipe.data.samples.blended_dataset import BlendedDataset, interleave
 
 
 @given(

@@ -1,0 +1,1 @@
+"""Flags of Megatron-LM, Megatron-DeepSpeed and their relatives: accepted, without effect, or refused."""

@@ -1,0 +1,1 @@
+"""Files of token ids: Megatron's indexed datasets, and arrays kept on disk beside them."""

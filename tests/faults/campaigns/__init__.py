@@ -1,0 +1,1 @@
+"""Campaigns of faults: one file for each class of them."""
