@@ -4,7 +4,7 @@
 
     sliced    the trainer, two stages, four balanced token slices
     unsliced  the trainer, two stages, no cut
-    plain     a loop in plain torch over a model in plain torch (benchmarks/plain_llama.py), one process
+    plain     a loop in plain torch over a model in plain torch (benchmarks/measuring/plain_llama.py), one process
 
 The text is the State of the Union addresses (12 MB), byte by byte. Ends with a table and curves.
 """
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.plain_llama import PlainLlama, mean_loss, train_step
+from benchmarks.measuring.plain_llama import PlainLlama, mean_loss, train_step
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config import Config
 from megatron_terapipe.data.samples.dataset_splits import build_datasets

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.workload import join, our_engine, seconds_in_turns
+from benchmarks.measuring.workload import join, our_engine, seconds_in_turns
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.ops import Op, OpKind, PipelineShape
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders

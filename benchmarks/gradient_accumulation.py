@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.workload import batches, benchmark_model, join_alone, our_engine, seconds_in_turns
+from benchmarks.measuring.workload import batches, benchmark_model, join_alone, our_engine, seconds_in_turns
 from deepspeed_ext.plan.slicing import TokenSlices
 
 

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.kernel_counter import counting
+from benchmarks.measuring.kernel_counter import counting
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention_kernels import CudaFlash
 from deepspeed_ext.runtime.sequence import sequence_state

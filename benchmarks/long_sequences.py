@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from benchmarks.live_bytes import LiveBytes
-from benchmarks.report import Section, progress
-from benchmarks.workload import batches, join, our_engine
-from benchmarks.worlds import World
+from benchmarks.measuring.live_bytes import LiveBytes
+from benchmarks.measuring.report import Section, progress
+from benchmarks.measuring.workload import batches, join, our_engine
+from benchmarks.measuring.worlds import World
 from deepspeed_ext.plan.memory import TokenBytes, memory_over_time, peak
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.programs.host_copies import HostCopySettings

@@ -3,7 +3,7 @@
     python -m benchmarks.operator_counts
 
 Counted is what a GPU would be told to launch, in bf16 without dropout, gradients added up in fp32: the modules of the
-trainer run on the meta device, and `benchmarks.kernel_counter` watches them. Of attention it is a token slice in the
+trainer run on the meta device, and `kernel_counter` watches them. Of attention it is a token slice in the
 middle of a sequence, four query heads to a key head. What an operator costs that has no module of its own (biases,
 rotations, norms of queries and keys) is what a module costs with it, less what it costs without.
 """
@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from benchmarks.kernel_counter import PRODUCTS, KernelCounter, counting
+from benchmarks.measuring.kernel_counter import PRODUCTS, KernelCounter, counting
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.attention_kernels import CudaFlash
 from deepspeed_ext.runtime.gradients import accumulated_gradients

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.plain_llama import PlainLlama, train_step
-from benchmarks.workload import batches, benchmark_model, join_alone, our_engine
+from benchmarks.measuring.plain_llama import PlainLlama, train_step
+from benchmarks.measuring.workload import batches, benchmark_model, join_alone, our_engine
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.parallel.balance import balanced_token_slices
 from megatron_terapipe.inference.whole_model import WholeModel

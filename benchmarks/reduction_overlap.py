@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.workload import batches, join, our_engine
+from benchmarks.measuring.workload import batches, join, our_engine
 from deepspeed_ext.plan.costs import Table
 from deepspeed_ext.plan.measured.comparison import measured_costs
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders

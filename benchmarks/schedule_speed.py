@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.workload import SEQ_LENGTH, batches, benchmark_model, join, our_engine
-from benchmarks.worlds import World
+from benchmarks.measuring.workload import SEQ_LENGTH, batches, benchmark_model, join, our_engine
+from benchmarks.measuring.worlds import World
 from deepspeed_ext.plan.measured import Comparison, measured_costs
 from deepspeed_ext.plan.memory import peak_activation
 from deepspeed_ext.plan.ops import Op

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.markers import written_between
-from benchmarks.report import Section, progress
+from benchmarks.measuring.markers import written_between
+from benchmarks.measuring.report import Section, progress
 from benchmarks.search_speed import CASES, Case, searched, searched_as_amp
 from megatron_terapipe.search.trials.calibration.cluster_calibrations import Calibrations
 from megatron_terapipe.search.trials.predicted import Predicted, deal_groups, predict_in_folds, predict_trials

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.report import Section, publish
+from benchmarks.measuring.report import Section, publish
 from megatron_terapipe.search.inputs.workload_files import parse_workload
 from megatron_terapipe.search.trials.launch.journal import explicit, same_run
 from megatron_terapipe.strategy import Strategy

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch.distributed as dist
 
-from benchmarks.workload import batches, benchmark_model, join_alone, our_engine, seconds_in_turns
+from benchmarks.measuring.workload import batches, benchmark_model, join_alone, our_engine, seconds_in_turns
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config.parallel.balance import balanced_token_slices
 

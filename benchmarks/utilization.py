@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.workload import batches, benchmark_model, our_engine
+from benchmarks.measuring.workload import batches, benchmark_model, our_engine
 from deepspeed_ext.plan.slicing import TokenSlices
 from deepspeed_ext.runtime.initialize import init_distributed
 from deepspeed_ext.runtime.sequence.sequence_state import SequenceState

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise, permutations
 
 import numpy as np
 
-from benchmarks.report import Section, progress
+from benchmarks.measuring.report import Section, progress
 from deepspeed_ext.plan.closed_forms import memory_of_1f1b
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.optimise import optimise

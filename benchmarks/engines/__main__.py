@@ -19,12 +19,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from benchmarks.engines.catalogue import catalogue
-from benchmarks.engines.engine import Job
 from benchmarks.engines.machine import Processors, machine, software
+from benchmarks.engines.pipelines.engine import Job
 from benchmarks.engines.results import Document, Noise, Run
 from benchmarks.engines.table import table
 from benchmarks.engines.turns import Competition, gathered, product_times
-from benchmarks.workload import join
+from benchmarks.measuring.workload import join
 from megatron_terapipe.config import ModelConfig
 
 LEAST_ROUNDS = 3

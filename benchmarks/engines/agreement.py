@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.engines.engine import Engine
-from benchmarks.live_bytes import LiveBytes
+from benchmarks.engines.pipelines.engine import Engine
+from benchmarks.measuring.live_bytes import LiveBytes
 
 TOLERANCE = 1e-5
 """Largest relative difference of engines that agree, in fp32: they add the same numbers up in other orders."""

@@ -15,13 +15,13 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-from benchmarks.engines.deepspeed_pipelines import deepspeed_pipeline
-from benchmarks.engines.engine import Engine, Job
 from benchmarks.engines.names import DEEPSPEED, IN_ONE_THREAD, IN_TWO_THREADS, PIPELINE_ENGINE, TORCH, ours_with
-from benchmarks.engines.ours import ours
-from benchmarks.engines.plain import plain
+from benchmarks.engines.pipelines.deepspeed_pipelines import deepspeed_pipeline
+from benchmarks.engines.pipelines.engine import Engine, Job
+from benchmarks.engines.pipelines.ours import ours
+from benchmarks.engines.pipelines.plain import plain
+from benchmarks.engines.pipelines.torch_pipelines import torch_pipeline
 from benchmarks.engines.results import Name
-from benchmarks.engines.torch_pipelines import torch_pipeline
 from deepspeed_ext.plan.schedules import OPTIMISED
 
 OUR_SCHEDULES: dict[str, dict[str, Any]] = {

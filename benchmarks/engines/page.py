@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.engines.picture import draw
 from benchmarks.engines.results import Document
 from benchmarks.engines.table import results_markdown
-from benchmarks.markers import written_between
+from benchmarks.measuring.markers import written_between
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "benchmarks" / "engines_2-core-cpu_202611.md"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from benchmarks.engines.findings import MEGABYTE, circumstances, findings, micro_batches
 from benchmarks.engines.names import IN_ONE_THREAD, PIPELINE_ENGINE, PLAIN
 from benchmarks.engines.results import Document, Measured, Run
-from benchmarks.report import Section
+from benchmarks.measuring.report import Section
 
 COLUMNS = (
     "engine",

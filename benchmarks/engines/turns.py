@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from benchmarks.engines.agreement import TOLERANCE, Step, largest_difference, take_weights, watched_step
 from benchmarks.engines.catalogue import Entry
-from benchmarks.engines.engine import Engine, Job
-from benchmarks.engines.plain_gpt import Stage, plain_layers
+from benchmarks.engines.pipelines.engine import Engine, Job
+from benchmarks.engines.pipelines.plain_gpt import Stage, plain_layers
 from benchmarks.engines.results import Measured
-from benchmarks.report import one_line, progress
+from benchmarks.measuring.report import one_line, progress
 
 MOST_MICRO_BATCHES = 8
 """How far the fewest micro-batches that an engine takes are looked for."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from benchmarks.gpu import links, operators
 from benchmarks.gpu.machine import SHARINGS, Sharing, has_gpu, join, possible_sharings, software
 from benchmarks.gpu.training_speed import training_speed
-from benchmarks.report import Section, progress, publish
-from benchmarks.workload import benchmark_model
-from benchmarks.worlds import RankFailed, World
+from benchmarks.measuring.report import Section, progress, publish
+from benchmarks.measuring.workload import benchmark_model
+from benchmarks.measuring.worlds import RankFailed, World
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.presets import find_preset
 

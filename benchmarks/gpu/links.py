@@ -14,9 +14,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from benchmarks.gpu.machine import Sharing, has_gpu, join
-from benchmarks.report import Section, progress
-from benchmarks.workload import batches, benchmark_model, our_engine
-from benchmarks.worlds import RankFailed, World
+from benchmarks.measuring.report import Section, progress
+from benchmarks.measuring.workload import batches, benchmark_model, our_engine
+from benchmarks.measuring.worlds import RankFailed, World
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES
 from megatron_terapipe.config.parallel.balance import balanced_token_slices
 

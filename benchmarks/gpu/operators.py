@@ -11,9 +11,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.machine import has_gpu
-from benchmarks.report import Section
+from benchmarks.measuring.report import Section
+from benchmarks.measuring.workload import batches, benchmark_model, our_engine
 from benchmarks.utilization import seconds_of
-from benchmarks.workload import batches, benchmark_model, our_engine
 from deepspeed_ext.plan.slicing import TokenSlices
 from megatron_terapipe.config import ModelConfig
 

@@ -14,12 +14,12 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from benchmarks.gpu.machine import Sharing, has_gpu, join
-from benchmarks.plain_llama import PlainLlama, train_step
+from benchmarks.measuring.plain_llama import PlainLlama, train_step
+from benchmarks.measuring.report import Section, progress
+from benchmarks.measuring.workload import batches, our_engine
+from benchmarks.measuring.worlds import RankFailed, World
 from benchmarks.plain_loop import adamw
-from benchmarks.report import Section, progress
 from benchmarks.utilization import seconds_of
-from benchmarks.workload import batches, our_engine
-from benchmarks.worlds import RankFailed, World
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.config.parallel.balance import balanced_token_slices
 from megatron_terapipe.training.records.throughput import Throughput, peak_tflops_here

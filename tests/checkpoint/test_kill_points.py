@@ -15,7 +15,7 @@ def _no_power_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_killed_while_saving_over_the_latest(tmp_path: Path) -> None:
-    """The same iteration again: at no point is `latest` without its checkpoint. Others: tests/faults/campaigns/saving.py."""
+    """The same iteration again: `latest` always has its checkpoint. Others: tests/faults/campaigns/saving.py."""
     points, iterations = kill_at_every_point(tmp_path, [2, 6], 6, 1)
     assert points > 15
     assert iterations == {6}

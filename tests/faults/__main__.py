@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.machine import software
-from benchmarks.report import Section, one_line, progress, publish
+from benchmarks.measuring.report import Section, one_line, progress, publish
 from tests.faults.campaign import Campaign, Settings, add, table
 from tests.faults.campaigns import attacks, bad_numbers, damage, data, disk, hangs, hosts, kills, saving, sizes, soak
 from tests.faults.fuzzing import campaign as fuzzing

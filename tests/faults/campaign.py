@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import Section
+from benchmarks.measuring.report import Section
 
 
 @dataclass(frozen=True, kw_only=True)

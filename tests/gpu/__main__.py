@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.machine import Sharing, has_gpu, possible_sharings, software
-from benchmarks.report import Section, one_line, progress, publish
-from benchmarks.worlds import RankFailed, World
+from benchmarks.measuring.report import Section, one_line, progress, publish
+from benchmarks.measuring.worlds import RankFailed, World
 from tests.gpu import marked, numerics
 from tests.gpu.cases import COLD, WARM, Case, cases
 from tests.gpu.pipelines import exchange

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.report import Section, progress
+from benchmarks.measuring.report import Section, progress
 from deepspeed_ext.runtime.cuda_environment import prepare_cuda_environment
 from tests.gpu.pipelines import EXACT
 

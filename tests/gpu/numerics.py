@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gpu.machine import Sharing, join
-from benchmarks.report import Section, progress
-from benchmarks.worlds import World
+from benchmarks.measuring.report import Section, progress
+from benchmarks.measuring.worlds import World
 from tests.gpu.pipelines import EXACT
 from tests.training.equivalence.test_gpt_equivalence import (
     BF16,

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.gpu.machine import Sharing
-from benchmarks.report import one_line
-from benchmarks.worlds import RankFailed, World
+from benchmarks.measuring.report import one_line
+from benchmarks.measuring.worlds import RankFailed, World
 from deepspeed_ext.plan.ops import Op
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES
 from tests.gpu.cases import Case, Trial

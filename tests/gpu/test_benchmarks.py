@@ -5,9 +5,9 @@ import pytest
 from benchmarks.gpu import operators, training_speed
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.machine import LOOPBACK, SHARINGS
-from benchmarks.report import one_line
-from benchmarks.workload import benchmark_model
-from benchmarks.worlds import RankFailed
+from benchmarks.measuring.report import one_line
+from benchmarks.measuring.workload import benchmark_model
+from benchmarks.measuring.worlds import RankFailed
 from deepspeed_ext.runtime.cuda_environment import HARDWARE_QUEUES
 
 NO_ROOM = """Traceback (most recent call last):

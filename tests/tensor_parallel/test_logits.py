@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.live_bytes import LiveBytes
+from benchmarks.measuring.live_bytes import LiveBytes
 from megatron_terapipe.tensor_parallel.logits import LiveLogits, Logits
 from tests.tensor_parallel.whole_and_parts import ALONE, drawn
 

@@ -6,9 +6,9 @@ import torch
 
 from benchmarks.engines.agreement import TOLERANCE, largest_difference
 from benchmarks.engines.catalogue import Entry, catalogue
-from benchmarks.engines.engine import Engine, Job
 from benchmarks.engines.names import IN_ONE_THREAD
-from benchmarks.engines.plain import plain
+from benchmarks.engines.pipelines.engine import Engine, Job
+from benchmarks.engines.pipelines.plain import plain
 from benchmarks.engines.results import Measured, Name
 from benchmarks.engines.turns import Competition
 from megatron_terapipe.config import ModelConfig

@@ -12,7 +12,7 @@ from benchmarks.engines.page import PAGE, main
 from benchmarks.engines.picture import draw
 from benchmarks.engines.results import Document, Measured, Name, Noise, Run
 from benchmarks.engines.table import COLUMNS, table
-from benchmarks.markers import BEGIN, END, written_between
+from benchmarks.measuring.markers import BEGIN, END, written_between
 
 
 def _measured(name: Name, *seconds: float, megabytes: int = 100) -> Measured:

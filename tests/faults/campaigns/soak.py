@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.report import progress
+from benchmarks.measuring.report import progress
 from tests.end_to_end.corpus import write_corpus
 from tests.end_to_end.launching import PRETRAIN, Launch, flags, read_metrics
 from tests.faults.campaign import Outcome, Settings, slope

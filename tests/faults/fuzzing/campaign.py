@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.report import progress
+from benchmarks.measuring.report import progress
 from tests.faults.campaign import Outcome, Settings
 from tests.faults.fuzzing.fuzz import fuzz
 from tests.faults.fuzzing.targets.every import targets

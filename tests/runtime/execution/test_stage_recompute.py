@@ -10,7 +10,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from benchmarks.live_bytes import LiveBytes
+from benchmarks.measuring.live_bytes import LiveBytes
 from deepspeed_ext.plan.ops import Op, OpKind
 from deepspeed_ext.runtime.sequence.sequence_state import Past
 from tests.distributed import run_distributed

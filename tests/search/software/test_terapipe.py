@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from benchmarks import operator_counts
-from benchmarks.kernel_counter import KernelCounter
 from benchmarks.kernel_counts import LLAMA, SIZES, kernels
+from benchmarks.measuring.kernel_counter import KernelCounter
 from benchmarks.operator_counts import Both
 from megatron_terapipe.config import ModelConfig
 from megatron_terapipe.search.op_times.hardware_efficiency import HardwareEfficiency

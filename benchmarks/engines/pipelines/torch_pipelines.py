@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from benchmarks.engines.engine import Engine, Job, sgd
-from benchmarks.engines.plain_gpt import Stage, mean_loss, plain_layers, stage_bounds
+from benchmarks.engines.pipelines.engine import Engine, Job, sgd
+from benchmarks.engines.pipelines.plain_gpt import Stage, mean_loss, plain_layers, stage_bounds
 
 
 def torch_pipeline(job: Job, *, schedule_class: type[Any], v_shaped: bool = False) -> Engine:

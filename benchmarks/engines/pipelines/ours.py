@@ -5,8 +5,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.engines.engine import Engine, Job
-from benchmarks.workload import our_engine
+from benchmarks.engines.pipelines.engine import Engine, Job
+from benchmarks.measuring.workload import our_engine
 from deepspeed_ext.plan.costs import OpCosts
 from deepspeed_ext.plan.measured import measured_costs
 from deepspeed_ext.plan.schedules import OPTIMISED

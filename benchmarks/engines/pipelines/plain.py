@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from benchmarks.engines.engine import Engine, Job, sgd
-from benchmarks.engines.plain_gpt import Stage, mean_loss, plain_layers
+from benchmarks.engines.pipelines.engine import Engine, Job, sgd
+from benchmarks.engines.pipelines.plain_gpt import Stage, mean_loss, plain_layers
 
 
 def plain(job: Job, *, threads: int) -> Engine:

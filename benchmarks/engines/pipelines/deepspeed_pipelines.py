@@ -9,9 +9,9 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 
-from benchmarks.engines.engine import Engine, Job, sgd
-from benchmarks.engines.plain_gpt import Block, mean_loss, plain_layers
-from benchmarks.workload import settings
+from benchmarks.engines.pipelines.engine import Engine, Job, sgd
+from benchmarks.engines.pipelines.plain_gpt import Block, mean_loss, plain_layers
+from benchmarks.measuring.workload import settings
 
 SAME_BLOCKS = f"type:{Block.__name__}"
 """DeepSpeed's partition into stages with as many transformer layers each."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.worlds import RankFailed
+from benchmarks.measuring.worlds import RankFailed
 
 _LONGEST_CELL = 160
 
