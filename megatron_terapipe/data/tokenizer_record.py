@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from deepspeed_ext.plan.text.text_files import write_text
 from megatron_terapipe.config.fields.json_files import read_json
-from megatron_terapipe.data.indexed_dataset import IndexedDataset, data_file
+from megatron_terapipe.data.files.indexed_dataset import IndexedDataset, data_file
 from megatron_terapipe.data.tokenizer import Tokenizer
 from megatron_terapipe.data.tokenizers.null import NullTokenizer
 from megatron_terapipe.errors import DataError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
+from megatron_terapipe.data.files.indexed_dataset import IndexedDatasetWriter
 from megatron_terapipe.data.preprocess import main
 from megatron_terapipe.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerSettings, build_tokenizer
 from megatron_terapipe.data.tokenizer_record import TokenizerRecord, check_tokenizer_records, record_file

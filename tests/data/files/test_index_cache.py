@@ -169,7 +169,7 @@ RACER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from megatron_terapipe.data import index_cache
+from megatron_terapipe.data.files import index_cache
 from megatron_terapipe.data.files.file_columns import FileColumn
 from megatron_terapipe.data.files.index_cache import IndexCache
 

@@ -8,8 +8,8 @@ import pytest
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from megatron_terapipe.arguments import parse_arguments
 from megatron_terapipe.config.training.batch_sizes import BatchSizes
-from megatron_terapipe.data.blended_dataset import UnreadSamples
-from megatron_terapipe.data.indexed_dataset import IndexedDatasetWriter
+from megatron_terapipe.data.files.indexed_dataset import IndexedDatasetWriter
+from megatron_terapipe.data.samples.blended_dataset import UnreadSamples
 from megatron_terapipe.data.tokenizer import ByteTokenizer, TokenizerSettings
 from megatron_terapipe.data.tokenizer_record import TokenizerRecord
 from megatron_terapipe.errors import CheckpointError, ConfigError, DataError
