@@ -10,7 +10,8 @@ from shutil import rmtree
 from typing import Any
 
 from deepspeed_ext.plan.errors import UserError
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
+from deepspeed_ext.plan.text.command_line import CommandParser, run_command
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from deepspeed_ext.plan.text.progress_line import ProgressLine
 from megatron_terapipe.errors import ConfigError
 

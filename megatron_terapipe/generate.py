@@ -8,8 +8,8 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from deepspeed_ext.plan.text.command_line import CommandParser, run_command
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from deepspeed_ext.plan.text.progress_line import ProgressLine
 from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.config import ModelConfig

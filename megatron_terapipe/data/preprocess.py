@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from deepspeed_ext.plan.text.command_line import CommandParser, run_command
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from megatron_terapipe.data.files.indexed_dataset import IndexedDatasetWriter, token_dtype
 from megatron_terapipe.data.map_ahead import map_ahead
 from megatron_terapipe.data.text_lines import Lines, read_lines

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from deepspeed_ext.plan.text.command_line import CommandParser, run_command
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from deepspeed_ext.plan.text.text_files import read_text
 from megatron_terapipe.errors import ConfigError
 

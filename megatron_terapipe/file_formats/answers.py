@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_terapipe.data.preprocess import Written
 from megatron_terapipe.file_formats.described import ABSENT, dataclass_schema, description_schema
-from megatron_terapipe.search.report.schema_parts import Part
+from megatron_terapipe.search.report.schema.schema_parts import Part
 
 
 class Converted(Part):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from deepspeed_ext.plan.render.labels import KIND_NAMES
 from megatron_terapipe.file_formats.described import ABSENT, description_schema
-from megatron_terapipe.search.report.schema_parts import Part
+from megatron_terapipe.search.report.schema.schema_parts import Part
 
 
 class _Event(Part):

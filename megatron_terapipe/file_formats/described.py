@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter
 
-from megatron_terapipe.search.report.schema_parts import attribute_texts
+from megatron_terapipe.search.report.schema.schema_parts import attribute_texts
 
 ABSENT: Any = None
 """Default of a key of a description that may be left out, and is never null."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from megatron_terapipe.file_formats.described import ABSENT, description_schema
-from megatron_terapipe.search.report.schema_parts import Part
+from megatron_terapipe.search.report.schema.schema_parts import Part
 
 Amount = Annotated[float, Field(ge=0)]
 """A time or a number of bytes."""

@@ -8,7 +8,7 @@ from deepspeed_ext.runtime.ledger.ledger_file import LedgerFile
 from megatron_terapipe.checkpoint.info import CheckpointInfo
 from megatron_terapipe.checkpoint.manifest import FileFacts
 from megatron_terapipe.file_formats.described import dataclass_schema, description_schema
-from megatron_terapipe.search.report.schema_parts import Part
+from megatron_terapipe.search.report.schema.schema_parts import Part
 
 _SHA256 = "^[0-9a-f]{64}$"
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from deepspeed_ext.plan.ops import OpKind, Placement
 from deepspeed_ext.plan.programs.program import Content
 from megatron_terapipe.file_formats.described import ABSENT, description_schema
-from megatron_terapipe.search.report.schema_parts import Part
+from megatron_terapipe.search.report.schema.schema_parts import Part
 
 OpText = Annotated[str, Field(pattern=rf"^[0-9]+({'|'.join(OpKind)})[0-9]+\.[0-9]+$")]
 """An op: `2F0.3` is the forward of token slice 3 of micro-batch 0 on stage 2."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from deepspeed_ext.plan.text.command_line import CommandParser, run_command
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from deepspeed_ext.plan.text.text_files import write_text
 from megatron_terapipe.errors import ConfigError
 

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.command.all_parsers import tree
 
 

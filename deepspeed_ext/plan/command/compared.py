@@ -12,12 +12,12 @@ from deepspeed_ext.plan.command.sizes import Memory, memory_of
 from deepspeed_ext.plan.command.steps import alike, name_of, read_steps
 from deepspeed_ext.plan.critical_path import critical_path
 from deepspeed_ext.plan.errors import PlanError, UserError
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, write_json
 from deepspeed_ext.plan.measured import Comparison
 from deepspeed_ext.plan.measured.step_record import StepRecord
 from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.render.labels import KIND_NAMES, rank_name, with_unit
 from deepspeed_ext.plan.schedule_file import write_schedule
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, write_json
 from deepspeed_ext.plan.text.text_files import write_text
 from deepspeed_ext.plan.timeline import executed_order
 

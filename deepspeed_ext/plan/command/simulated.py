@@ -11,13 +11,13 @@ from deepspeed_ext.plan.command.host_copies import host_copies_of
 from deepspeed_ext.plan.command.request import Request, request_of
 from deepspeed_ext.plan.command.sizes import memory_of
 from deepspeed_ext.plan.errors import PlanError, ScheduleDeadlock
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, write_json
 from deepspeed_ext.plan.programs.device import Device
 from deepspeed_ext.plan.programs.lowering import lower
 from deepspeed_ext.plan.render import render_text
 from deepspeed_ext.plan.schedule_file import write_schedule
 from deepspeed_ext.plan.schedules import OPTIMISED, SCHEDULES, fixed, interleaved
 from deepspeed_ext.plan.simulate import simulate, simulate_with_host_copies
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, write_json
 from deepspeed_ext.plan.text.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.shared_flags import PRECISIONS, add_model_flags, model_of
 

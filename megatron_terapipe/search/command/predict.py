@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import replace
 
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.config.training.batch import MOST_SEQUENCES
 from megatron_terapipe.search.command.costs import costs_of
 from megatron_terapipe.search.command.shared_flags import (

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.text.text_files import write_text
 from megatron_terapipe.config.training.batch import MOST_SEQUENCES
 from megatron_terapipe.errors import ConfigError

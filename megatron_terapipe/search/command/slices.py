@@ -5,8 +5,8 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
 from deepspeed_ext.plan.schedules import OPTIMISED
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.planning.cost_model import DEVICE
 from megatron_terapipe.search.command.shared_flags import (

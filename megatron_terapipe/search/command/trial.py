@@ -7,7 +7,7 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag
 from megatron_terapipe.errors import ConfigError
 from megatron_terapipe.search.command.shared_flags import (
     add_cluster_flags,

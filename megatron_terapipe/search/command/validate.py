@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.plan.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
+from deepspeed_ext.plan.text.json_flag import STANDARD_OUTPUT, add_json_flag, write_json
 from megatron_terapipe.errors import ConfigError
 
 if TYPE_CHECKING:

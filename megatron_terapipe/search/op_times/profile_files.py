@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import BeforeValidator, Field
 
-from deepspeed_ext.plan.json_flag import write_json
+from deepspeed_ext.plan.text.json_flag import write_json
 from megatron_terapipe.search.inputs.documents import read_document
 from megatron_terapipe.search.inputs.entries import (
     Count,

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from deepspeed_ext.plan.costs import OpCosts
-from deepspeed_ext.plan.json_flag import write_json
 from deepspeed_ext.plan.ops import PipelineShape
 from deepspeed_ext.plan.render.html import Panel
 from deepspeed_ext.plan.schedules import SCHEDULES, rank_orders, schedule_named
 from deepspeed_ext.plan.simulate import simulate
+from deepspeed_ext.plan.text.json_flag import write_json
 from deepspeed_ext.plan.text.text_files import write_text
 from deepspeed_ext.plan.timeline import Timeline
 from megatron_terapipe.errors import ConfigError
