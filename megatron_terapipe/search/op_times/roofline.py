@@ -234,8 +234,10 @@ class Roofline:
         pairs, heads = self._pairs(query, attention), attention.query_heads / query.tensor_parallel_size
         reached = self._products_reach(query.device) * self.efficiency.attention_efficiency
         computing = self._flops_per_pair(query, attention) * pairs / reached
-        moving = self._moving_s(query.device, self.software.attention.score_bytes * heads * pairs)
-        return computing + moving, BACKWARD_PER_FORWARD * computing + BACKWARD_MOVES * moving
+        core = self.software.attention
+        moving = self._moving_s(query.device, core.score_bytes * heads * pairs)
+        moving_back = self._moving_s(query.device, core.score_bytes_backward * heads * pairs)
+        return computing + moving, BACKWARD_PER_FORWARD * computing + moving_back
 
     def _fused(
         self, query: LayerQuery, attention: Attention, in_reach: ScalarOrArray

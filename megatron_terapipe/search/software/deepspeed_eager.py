@@ -14,6 +14,7 @@ DEEPSPEED_EAGER = replace(
     DEEPSPEED,
     name="deepspeed-eager",
     title="DeepSpeed's pipeline engine with layers in plain PyTorch",
+    step_bytes=74,
     operators=replace(
         DEEPSPEED.operators,
         layernorm=Operator(forward=2, backward=5, backward_kernels=2),
@@ -29,7 +30,8 @@ DEEPSPEED_EAGER = replace(
         DEEPSPEED.attention,
         # Written by the product (2), scaled and masked (5), cast to fp32 (2 + 4), softmax (8), cast back (4 + 2), read
         # by the product with the values (2).
-        score_bytes=29,
+        score_bytes=42,
+        score_bytes_backward=129,
         forward_kernels=10,
         backward_kernels=18,
     ),

@@ -155,6 +155,7 @@ class AttentionCore:
     backward_kernels: float = 1.0
     keeps_keys: bool = False
     score_bytes: float = 13.0
+    score_bytes_backward: float = 19.5
     keeps_dropped: bool = False
     prefix: Operator = NOTHING
 
