@@ -236,7 +236,9 @@ class Roofline:
         computing = self._flops_per_pair(query, attention) * pairs / reached
         core = self.software.attention
         moving = self._moving_s(query.device, core.score_bytes * heads * pairs)
-        moving_back = self._moving_s(query.device, core.score_bytes_backward * heads * pairs)
+        moving_back = BACKWARD_MOVES * moving
+        if core.score_bytes_backward is not None:
+            moving_back = self._moving_s(query.device, core.score_bytes_backward * heads * pairs)
         return computing + moving, BACKWARD_PER_FORWARD * computing + moving_back
 
     def _fused(

@@ -143,6 +143,7 @@ class AttentionCore:
         score_bytes: bytes that one score moves in the forward where scores are written out. 13: the product writes it
             (2), a fused softmax reads and writes it (4), dropout reads and writes it with a mask (5), the product with
             the values reads it (2).
+        score_bytes_backward: the same of the backward; None = 1.5 times the forward's.
         keeps_dropped: whether scores that are written out are kept a second time, with the mask of dropout.
         prefix: gradients of keys and values before the token slice that its backward adds to those of later ones
             [channel of a key or value]; its kernels are those for each token slice before.
@@ -155,7 +156,7 @@ class AttentionCore:
     backward_kernels: float = 1.0
     keeps_keys: bool = False
     score_bytes: float = 13.0
-    score_bytes_backward: float = 19.5
+    score_bytes_backward: float | None = None
     keeps_dropped: bool = False
     prefix: Operator = NOTHING
 

@@ -154,6 +154,8 @@ def _of_source(rows: Sequence[Predicted]) -> dict[str, Any]:
         "device": first.device,
         "software": first.software.name,
         "calibration_trials": max(trials),
+        "trials": len(rows),
+        "nothing_fitted": sum(not number for number in trials),
         "calibration_source": rows[0].calibration.source or None,
         **summary(rows),
     }
@@ -249,9 +251,11 @@ def _caption(document: dict[str, Any]) -> str:
     lines = list(LEGEND)
     if document["folds"]:
         lines.append(f"Calibrated in {document['folds']} folds: each group is predicted from groups of other folds.")
+        lines += _nothing_fitted(document)
     elif document["left_out"]:
         what = LEFT_OUT_IN_WORDS[document["left_out"]]
         lines.append(f"Trials are predicted from those of the source with other {what}, if there are any.")
+        lines += _nothing_fitted(document)
     elif document["calibrated_on"]:
         lines.append(f"Calibrated on {', '.join(document['calibrated_on'])}.")
     else:
@@ -259,6 +263,15 @@ def _caption(document: dict[str, Any]) -> str:
     if document["in_sample"]:
         lines.append(f"IN-SAMPLE: {document['in_sample']} of the trials are among those of the calibration.")
     return "\n".join(lines)
+
+
+def _nothing_fitted(document: dict[str, Any]) -> list[str]:
+    """Return a line that names the sources some of whose trials had no others to be calibrated on; none if all had."""
+    alone = {name: of for name, of in document["sources"].items() if of["nothing_fitted"]}
+    if not alone:
+        return []
+    counted = (f"{name} ({of['nothing_fitted']} of {of['trials']} trials)" for name, of in alone.items())
+    return [f"NOTHING FITTED for {', '.join(counted)}: there are no others of their cluster to be calibrated on."]
 
 
 def _percent(value: float | None) -> str:

@@ -97,6 +97,17 @@ def test_one_group_alone_is_not_calibrated() -> None:
     assert [one.calibration.num_trials for one in predict_in_folds(trials, deal_groups(trials, 2))] == [0, 0]
 
 
+def test_where_nothing_is_fitted_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_trials(tmp_path / "a.jsonl", {1: 0.2, 2: 0.21})
+    of_two = validate(capsys, "--trials", path, "--folds", "2")["sources"]["a"]
+    assert (of_two["trials"], of_two["nothing_fitted"]) == (4, 0)
+    Path(path).write_text("\n".join(Path(path).read_text().splitlines()[::2]))
+    of_one = validate(capsys, "--trials", path, "--folds", "2")["sources"]["a"]
+    assert (of_one["trials"], of_one["nothing_fitted"], of_one["calibration_source"]) == (2, 2, None)
+    assert main(["validate", "--trials", path, "--folds", "2"]) == 0
+    assert "NOTHING FITTED for a (2 of 2 trials)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_folds_may_leave_out_sizes() -> None:
     trials = measured(STRATEGIES[:3])
     assert leave_out(trials, "hidden_size") == [2048] * 3 and leave_out(trials, "devices") == [16] * 3
