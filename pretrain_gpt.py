@@ -19,7 +19,7 @@ from megatron_terapipe.checkpoint.directories import latest_checkpoint
 from megatron_terapipe.config import Config
 from megatron_terapipe.errors import AgreedCheckpointError, NumbersError
 from megatron_terapipe.planning.stated_ranks import stated_ranks
-from megatron_terapipe.run_report.at_end import write_own_report
+from megatron_terapipe.run_report.own_report import OwnReport
 from megatron_terapipe.training.lost_ranks import LostRank, watch_over
 from megatron_terapipe.training.start.restarts import going_on
 
@@ -57,7 +57,8 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
         if config.training.dry_run:
             _dry_run(arguments, launch)
             return 0
-        with watch_over(launch, config) as rank_watch:
+        report = OwnReport(config.logging)
+        with watch_over(launch, config, report.tell_end) as rank_watch:
             # Imported once the flags are known to be good: torch and DeepSpeed take seconds.
             from megatron_terapipe.training.build_engine import build_engine, process_group
             from megatron_terapipe.training.start.run import prepare
@@ -69,13 +70,16 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
             if launch.rank == 0:
                 print(*arguments.notices, *start_of_log(run), sep="\n", flush=True)
             speaks = True
-            at_end.callback(write_own_report, config.logging, launch.rank)
+            if launch.rank == 0:
+                at_end.callback(report.write)
             with process_group(run, rank_watch) as stall_watch:
                 with stall_watch.ledger.phase("verifying the checkpoint"):
                     run = with_whole_checkpoint(run, config, print if launch.rank == 0 else lambda line: None)
-                Trainer(run, build_engine(run, stall_watch)).run()
-    except LostRank:
+                Trainer(run, build_engine(run, stall_watch), report.refresh).run()
+    except LostRank as lost:
         at_end.pop_all()
+        if rank_watch.tells_end:
+            report.tell_end(str(lost), failed=True)
         return DIED_TOO  # Who is gone has been said.
     except (AgreedCheckpointError, NumbersError) as error:
         if launch.rank == 0:
@@ -86,7 +90,6 @@ def _main(argv: Sequence[str] | None, at_end: ExitStack) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
-        at_end.pop_all()
         if first_of_host:
             print(f"interrupted: {_what_is_left(save)}", file=sys.stderr, flush=True)
         return INTERRUPTED

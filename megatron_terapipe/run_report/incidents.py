@@ -19,6 +19,10 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
+NO_END = "no end was recorded: it was killed, stood still, or goes on"
+"""What is known of a run whose last piece does not say how it ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Incident:
     """Something that happened at an iteration.
@@ -86,7 +90,7 @@ def _of_pieces(run: TrainingRun) -> Iterator[Incident]:
         elif piece.end is not None:
             yield Incident("end", last, last, piece.end.reason or "the last iteration was reached")
         elif piece.start is not None:
-            yield Incident("end", last, last, "no end was recorded: it was killed, stood still, or goes on")
+            yield Incident("end", last, last, NO_END)
 
 
 def _restart_text(before: Piece, piece: Piece) -> str:

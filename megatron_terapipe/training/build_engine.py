@@ -99,6 +99,7 @@ def process_group(run: Run, rank_watch: RankWatch | None = None) -> Iterator[Sta
             name=f"run {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             remedy=lambda: remedy(run.config.checkpoint.save),
             end=partial(_end, rank_watch),
+            ending=lambda why: None if rank_watch is None else rank_watch.ending(why, True),
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _not_met(run, error) from error

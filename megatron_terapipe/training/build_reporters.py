@@ -1,12 +1,14 @@
 """The reporters of a run."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from megatron_terapipe.training.records.events import Event, Note
 from megatron_terapipe.training.records.metrics import EvaluationMetrics, IterationMetrics
 from megatron_terapipe.training.reporting.curves import TensorBoard, WeightsAndBiases
+from megatron_terapipe.training.reporting.fresh_report import FreshReport
 from megatron_terapipe.training.reporting.reporter import Reporter, Reporters
 from megatron_terapipe.training.reporting.terminal import LogLines, ProgressBar
 from megatron_terapipe.training.start.run import Run
@@ -49,10 +51,14 @@ class MetricsFile(Reporter):
             file.write(json.dumps(line.as_json()) + "\n")
 
 
-def build_reporters(run: Run) -> Reporters:
+def build_reporters(run: Run, refresh_report: Callable[[], object]) -> Reporters:
     """Build what the run's configuration asks for, on the first rank alone.
 
     Loss and time are the same on every rank, so one speaks for all.
+
+    Args:
+        run: the run.
+        refresh_report: writes the report of what was trained so far.
     """
     if run.launch.rank != 0:
         return Reporters()
@@ -65,6 +71,8 @@ def build_reporters(run: Run) -> Reporters:
         metrics_file = MetricsFile(logging.metrics_file)
         metrics_file.event(run_start(run))
         reporters.append(metrics_file)
+    if logging.report is not None:
+        reporters.append(FreshReport(refresh_report))  # After the file that it reads.
     if logging.tensorboard_dir is not None:
         reporters.append(TensorBoard(logging.tensorboard_dir, logging, run.launch.world_size))
     if logging.wandb_project is not None:

@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
@@ -15,16 +16,20 @@ class LostRank(Exception):
     """The end of this rank because another one is gone, which has been said."""
 
 
-def watch_over(launch: LaunchEnvironment, config: Config) -> RankWatch:
+def watch_over(
+    launch: LaunchEnvironment, config: Config, ending: Callable[[str, bool], object] = lambda why, failed: None
+) -> RankWatch:
     """Return the watch of this rank. Call it before torch is imported.
 
     Args:
         launch: its place among all.
         config: of the run.
+        ending: told why the run ends, and whether something is wrong, before this process leaves at once; by the first
+            rank, or one that speaks for it.
     """
     # Read when torch is imported. Torch's store would print a stack of its own wherever its keeper is gone.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return watch_rank(launch, remedy=lambda: remedy(config.checkpoint.save))
+    return watch_rank(launch, remedy=lambda: remedy(config.checkpoint.save), ending=ending)
 
 
 def remedy(save: str | None) -> str:

@@ -1,5 +1,6 @@
 """The training loop."""
 
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from types import TracebackType
 
@@ -29,11 +30,14 @@ class Trainer:
     Args:
         run: the prepared run.
         engine: its engine, at the checkpoint the run goes on from.
+        refresh_report: writes the report of what was trained so far.
     """
 
-    def __init__(self, run: Run, engine: TokenSlicePipelineEngine) -> None:
+    def __init__(
+        self, run: Run, engine: TokenSlicePipelineEngine, refresh_report: Callable[[], object] = lambda: None
+    ) -> None:
         self._run, self._engine = run, engine
-        self._reporters = build_reporters(run)
+        self._reporters = build_reporters(run, refresh_report)
         self._step = TrainingStep(run, engine, self._reporters)
         self._evaluation = Evaluation(run, engine, self._reporters)
         self._saves = Saves(run, engine, self._reporters)
@@ -108,10 +112,15 @@ class Trainer:
 
     def _tell_end(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Tell the reporters why the run ends; what ends it goes on."""
-        reason = self._exit_reason if kind is None else " ".join(str(error).split()) or kind.__name__
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if interrupted:
+            reason = "interrupted by Ctrl-C"
+        else:
+            reason = self._exit_reason if kind is None else " ".join(str(error).split()) or kind.__name__
+        failed = kind is not None and not interrupted
         # A disk that is full has ended the run already.
         with suppress(OSError):
-            self._reporters.event(RunEnd(iteration=self._iteration, reason=reason, failed=kind is not None))
+            self._reporters.event(RunEnd(iteration=self._iteration, reason=reason, failed=failed))
 
     def _evaluate_everything(self, progress: Progress) -> None:
         self._evaluation.run(progress)

@@ -23,7 +23,7 @@ LIGHT = (
     "megatron_terapipe.neox",
     "megatron_terapipe.command",
     "megatron_terapipe.run_report.__main__",
-    "megatron_terapipe.run_report.at_end",
+    "megatron_terapipe.run_report.own_report",
     "megatron_terapipe.search.__main__",
     "megatron_terapipe.doctor.__main__",
     "megatron_terapipe.doctor.probe",

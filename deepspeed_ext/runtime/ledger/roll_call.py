@@ -5,10 +5,13 @@
     7/verdict       what the first rank that has read the answers concludes; all others take it over
     7/heard         number of ranks that have taken it over
 
+    host/3          host of rank 3, set once: a rank that gives no sign of life cannot say it any more
+
 For 1,024 ranks a question costs each of them a few calls of the store.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from deepspeed_ext.runtime.ledger.position import Position
@@ -24,6 +27,16 @@ class RollCall:
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store, self._rank, self._number = store, rank, 0
+
+    def set_host(self, host: str) -> None:
+        """Say on which host this rank is."""
+        self._store.set(_host_key(self._rank), host)
+
+    def hosts(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the hosts of those of some ranks that have said theirs, by rank."""
+        return {
+            rank: self._store.get(_host_key(rank)).decode() for rank in ranks if self._store.check([_host_key(rank)])
+        }
 
     def is_asked(self) -> bool:
         """Whether there is a question that this rank has not dealt with."""
@@ -74,3 +87,7 @@ class RollCall:
 
     def _key(self, what: str) -> str:
         return f"{self._number}/{what}"
+
+
+def _host_key(rank: int) -> str:
+    return f"host/{rank}"

@@ -7,7 +7,8 @@ is missing. From a rank that stands still, "waits for" leads to one that does no
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from deepspeed_ext.runtime.ledger.position import Position
 
@@ -15,7 +16,11 @@ MOST_RANKS_NAMED = 8
 """Ranks that a line names; of more it tells the number."""
 
 
-def explain(positions: Mapping[int, Position | None], limit_s: float) -> str | None:
+Hosts = Callable[[Sequence[int]], Mapping[int, str]]
+"""Returns the hosts of some ranks, of those that are known."""
+
+
+def explain(positions: Mapping[int, Position | None], limit_s: float, hosts: Hosts = lambda ranks: {}) -> str | None:
     """Say in one line which rank is behind; None if no rank has waited too long for another.
 
     A rank that stands still may just take long: compile, save, evaluate. So there is no stall unless one that stands
@@ -24,6 +29,7 @@ def explain(positions: Mapping[int, Position | None], limit_s: float) -> str | N
     Args:
         positions: positions of all ranks, by global rank; None for one that gave no sign of life.
         limit_s: longest time in seconds for which a rank may wait.
+        hosts: of the ranks that are named as behind.
     """
     living = {rank: position for rank, position in positions.items() if position is not None}
     standing = sorted(rank for rank, position in living.items() if position.seconds >= limit_s)
@@ -31,7 +37,8 @@ def explain(positions: Mapping[int, Position | None], limit_s: float) -> str | N
         return None
     waits, silent = _Waits(living, limit_s), sorted(positions.keys() - living.keys())
     if silent:
-        return f"{_ranks(silent)} {_is(silent)} behind: {_gives(silent)} no sign of life{waits.told_by(standing)}"
+        named = f"{_on_hosts(silent, hosts)} {_is(silent)} behind"
+        return f"{named}: {_gives(silent)} no sign of life{waits.told_by(standing)}"
     for rank in standing:
         reached, ends = waits.chain(rank)
         if ends == [rank] or not living.keys() >= set(ends):
@@ -42,7 +49,7 @@ def explain(positions: Mapping[int, Position | None], limit_s: float) -> str | N
                 "carries nothing any more, or this is a fault of ours"
             )
         others = [each for each in standing if each not in ends]
-        return f"{_ranks(ends)} {_is(ends)} behind: {living[ends[0]]}{waits.told_by(others)}"
+        return f"{_on_hosts(ends, hosts)} {_is(ends)} behind: {living[ends[0]]}{waits.told_by(others)}"
     if len(standing) == len(living) > 1 and all(position.in_collective for position in living.values()):
         return (
             f"ranks {_list(standing)} are in the same collective, and it does not end{waits.told_by(standing)}: a "
@@ -51,16 +58,17 @@ def explain(positions: Mapping[int, Position | None], limit_s: float) -> str | N
     return None
 
 
-def explain_alone(position: Position, silent_s: float) -> str:
+def explain_alone(position: Position, silent_s: float, hosts: Mapping[int, str] = MappingProxyType({})) -> str:
     """Say in one line what a rank knows that can ask nobody.
 
     Args:
         position: position of the rank.
         silent_s: seconds since the store was last heard of.
+        hosts: those that are known, by rank.
     """
     return (
-        f"rank 0 is behind: its host keeps the store at which the ranks met, and that gives no sign of life since "
-        f"{silent_s:.0f} s; {position}"
+        f"{_on_hosts([0], lambda _: hosts)} is behind: its host keeps the store at which the ranks met, and that gives "
+        f"no sign of life since {silent_s:.0f} s; {position}"
     )
 
 
@@ -130,11 +138,17 @@ class _Waits:
         return {other for other in others if self._positions[other].phase < position.phase}
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Sequence[int | str]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_list(ranks)}"
 
 
-def _list(ranks: Sequence[int]) -> str:
+def _on_hosts(ranks: Sequence[int], hosts: Hosts) -> str:
+    """Ranks with the hosts where somebody has to look."""
+    known = hosts(ranks[:MOST_RANKS_NAMED])
+    return _ranks([f"{rank} (host {known[rank]})" if rank in known else rank for rank in ranks])
+
+
+def _list(ranks: Sequence[int | str]) -> str:
     more = len(ranks) - MOST_RANKS_NAMED
     return ", ".join(map(str, ranks[:MOST_RANKS_NAMED])) + (f" and {more} more" if more > 0 else "")
 

@@ -17,6 +17,7 @@ stopped. So a second thread, which asks nobody, keeps the time; it ends a rank t
 """
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -82,6 +83,7 @@ class StallWatch:
         remedy: returns the end of the line: what the user can do.
         say: prints a line.
         end: ends this process.
+        ending: told why the run ends, on the first rank and on the one that speaks, before the process ends.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class StallWatch:
         remedy: Callable[[], str] = lambda: "start it again",
         say: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True),
         end: Callable[[], object] = end_process,
+        ending: Callable[[str], object] = lambda why: None,
     ) -> None:
         self.ledger, self.timeout = ledger, timeout
         self._rank, self._world_size, self._roll_call = rank, world_size, RollCall(store, rank)
@@ -104,9 +107,11 @@ class StallWatch:
         # By the timeout all have answered.
         self._limit_s = timeout_s - (_ANSWERS + 1) * self._interval_s
         self._directory, self._remedy, self._say, self._end = directory, remedy, say, end
+        self._ending = ending
         self._clock_s = self._heard_s = self._moved_s = 0.0
         self._asks_at_s = self._limit_s / 2
         self._position = ledger.position()
+        self._hosts: dict[int, str] = {}
         # First question that a rank has left without an answer since its last one, by the clock.
         self._unheard_since: dict[int, float] = {}
         self._ended, self._concluding = threading.Event(), threading.Lock()
@@ -158,7 +163,7 @@ class StallWatch:
             silent_s = self._clock_s - self._heard_s
             # Not before those who can ask: a rank that ends first takes their ledgers with it.
             if silent_s > self.timeout.total_seconds() and self._still_s > self._limit_s / 2:
-                self._conclude(explain_alone(self._where(), silent_s), speaks=True)
+                self._conclude(explain_alone(self._where(), silent_s, self._hosts), speaks=True)
 
     @property
     def _still_s(self) -> float:
@@ -174,8 +179,12 @@ class StallWatch:
     # ------------------------------------------------------------------ the thread that asks
 
     def _ask(self) -> None:
+        with suppress(RuntimeError):  # The first look finds out.
+            self._roll_call.set_host(socket.gethostname())
         while not self._ended.wait(self._interval_s):
             try:
+                if 0 not in self._hosts:  # Of the rank that keeps the store, which may not answer any more.
+                    self._hosts |= self._roll_call.hosts([0])
                 self._look()
             except RuntimeError:
                 return  # The store is gone; the other thread goes on.
@@ -192,7 +201,9 @@ class StallWatch:
         if not self._roll_call.has_verdict():
             self._ended.wait(_ANSWERS * self._interval_s)
         answers = self._roll_call.answers()
-        line, first = self._roll_call.settle(explain(self._heard(answers, asked_s), self._limit_s))
+        line, first = self._roll_call.settle(
+            explain(self._heard(answers, asked_s), self._limit_s, self._roll_call.hosts)
+        )
         if line is not None:
             self._conclude(line, speaks=first, heard_by=len(answers))
         self._roll_call.next()
@@ -222,6 +233,8 @@ class StallWatch:
                 self._say(f"error: the run stands still: {line}; {written}: {self._remedy()}")
             if heard_by:
                 self._wait_for_others(heard_by)
+            if speaks or self._rank == 0:
+                self._ending(f"the run stands still: {line}")
         finally:
             self._end()
             self._kill_timer.end()
@@ -250,6 +263,7 @@ def watch_this_rank(
     name: str,
     remedy: Callable[[], str] = lambda: "start it again",
     end: Callable[[], object] = end_process,
+    ending: Callable[[str], object] = lambda why: None,
 ) -> StallWatch:
     """The watch of this rank among all that have met, with a new ledger. Every rank must make it.
 
@@ -259,6 +273,7 @@ def watch_this_rank(
         name: of the watch, the same on all ranks, and of no other watch.
         remedy: returns the end of the line: what the user can do.
         end: ends this process.
+        ending: told why the run ends, on the first rank and on the one that speaks, before the process ends.
     """
     rank = dist.get_rank()
     return StallWatch(
@@ -270,6 +285,7 @@ def watch_this_rank(
         directory=directory,
         remedy=remedy,
         end=end,
+        ending=ending,
     )
 
 

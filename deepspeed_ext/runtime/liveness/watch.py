@@ -30,6 +30,9 @@ ENDS_WITHIN_S = 30.0
 _PATIENCE_S = 8.0
 """Seconds for a rank to end by itself, as by an error of its communication, before its process is ended."""
 
+_REPORTS_IN_S = 10.0
+"""Seconds for a report of why this rank leaves at once; then it leaves without."""
+
 _LOOK_S = 0.5
 """Seconds between two looks for ranks of the host that have not come yet."""
 
@@ -53,6 +56,8 @@ class RankWatch:
         request_s: seconds for the rank to end by itself where it takes SIGTERM as a request.
         say: prints a line.
         leave: ends the process with an exit code, at once.
+        ending: told why the run ends, and whether something is wrong, before this rank leaves at once: on the first
+            rank, and on one that speaks because others are gone.
     """
 
     def __init__(
@@ -67,10 +72,12 @@ class RankWatch:
         request_s: float = 600.0,
         say: Callable[[str], object] = lambda line: os.write(2, f"{line}\n".encode()),
         leave: Callable[[int], object] = os._exit,
+        ending: Callable[[str, bool], object] = lambda why, failed: None,
     ) -> None:
         self.place, self.remedy, self.request_s = place, remedy, request_s
         self._launch, self._host, self._say, self._leave = launch, host, say, leave
-        self._orphan = orphan
+        self.ending, self._orphan = ending, orphan
+        self._speaks = place.rank == 0
         self._gone: Gone | None = None
         self._concluding, self._known = threading.Lock(), threading.Event()
         self._left = threading.Event()
@@ -89,6 +96,11 @@ class RankWatch:
     def gone(self) -> Gone | None:
         """Who is gone, so that this rank ends; None as long as nobody is known to be."""
         return self._gone
+
+    @property
+    def tells_end(self) -> bool:
+        """Whether this rank is the one that notes how the run ends."""
+        return self._speaks
 
     # ------------------------------------------------------------------ from start to end
 
@@ -220,7 +232,7 @@ class RankWatch:
         if signal.getsignal(signal.SIGTERM) == self._terminated:
             self._mark(Mark.ENDING)
             self._conclude(gone, says=first, tells=first)
-            self._leave(TERMINATED)
+            self._leave_told(gone.what, TERMINATED)
         else:
             self._conclude(gone, says=first, patience_s=self.request_s)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -237,9 +249,10 @@ class RankWatch:
             if self._gone is not None:
                 return
             self._gone = gone
+            self._speaks = self._speaks or says
             self._known.set()
             # First of all: nobody may read what is said below, and to write it would take for ever.
-            timer = threading.Timer(patience_s, self._leave, (DIED_TOO,))
+            timer = threading.Timer(patience_s, self._leave_told, (gone.what, DIED_TOO))
             timer.daemon = True
             timer.start()
             if says:
@@ -252,7 +265,21 @@ class RankWatch:
         self._mark(Mark.ENDING)
         if self._news is not None and self.place.local_rank == 0:
             self._news.tell(Gone(f"rank {self.place.rank} (host {socket.gethostname()}) was told to end"))
-        self._leave(TERMINATED)
+        if self._gone is None:
+            self._leave_told("told to end by SIGTERM", TERMINATED, failed=False)
+        else:
+            self._leave_told(self._gone.what, TERMINATED)
+
+    def _leave_told(self, why: str, code: int, *, failed: bool = True) -> None:
+        """Leave at once, but for a report of why, which may not take for ever."""
+        if self._speaks:
+            timer = threading.Timer(_REPORTS_IN_S, self._leave, (code,))
+            timer.daemon = True
+            timer.start()
+            with suppress(Exception):
+                self.ending(why, failed)
+            timer.cancel()
+        self._leave(code)
 
     def _mark(self, mark: Mark) -> None:
         if self._host is not None:
@@ -271,6 +298,7 @@ def watch_rank(
     *,
     environment: Mapping[str, str] = os.environ,
     remedy: Callable[[], str] = lambda: "start it again",
+    ending: Callable[[str, bool], object] = lambda why, failed: None,
 ) -> RankWatch:
     """Return the watch of this rank, as its launcher started it.
 
@@ -278,6 +306,7 @@ def watch_rank(
         place: of this rank.
         environment: variables of the launcher.
         remedy: returns the end of the line about a death: what the user can do.
+        ending: told why the run ends, and whether something is wrong, before the rank leaves at once.
     """
     launch, attempt = own_launch(), environment.get("TORCHELASTIC_RESTART_COUNT", "0")
     launcher = host_launcher(launch)
@@ -288,4 +317,5 @@ def watch_rank(
         attempt=attempt,
         orphan=is_orphan(launch, environment),
         remedy=remedy,
+        ending=ending,
     )

@@ -81,8 +81,8 @@ class LoggingConfig:
     """File to append one JSON object per iteration and evaluation to, and one for each event of the run."""
 
     report: str | None = option(None, metavar="FILE")
-    """Write the report of the run to this file when it ends, as `terapipe report` does. Needs
-    `--metrics-file`."""
+    """Write the report of the run to this file, as `terapipe report` does: now and then while it trains, and when it
+    ends, however it does. Needs `--metrics-file`."""
 
     tensorboard_dir: str | None = option(None, metavar="DIR")
     """Directory to write TensorBoard's files to. Needs the package `tensorboard`."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from megatron_terapipe.run_report.incidents import told
-from megatron_terapipe.run_report.output.words import glance, heading, strategy_line, title_of
+from megatron_terapipe.run_report.output.words import end_text, glance, heading, strategy_line, title_of
 from megatron_terapipe.run_report.report import RunReport
 
 MOST_LISTED = 2
@@ -27,6 +27,8 @@ def _of_run(report: RunReport, named: bool) -> Iterator[str]:
         for each in report.kept:
             figures = f"{each.text(each.promised):>12}{each.text(each.came):>12}{each.difference_text:>14}"
             yield f"  {each.name:<18}{figures}"
+    if run.end is None or run.end.reason:
+        yield f"  ended: {end_text(report)}"
     found = [each for each in report.incidents if each.kind not in ("save", "end")]
     yield from (f"  {kind}: {text}" for kind, text in told(found, MOST_LISTED))
     yield from (f"  note: {line}" for line in report.missing)

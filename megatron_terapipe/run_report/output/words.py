@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from deepspeed_ext.plan.errors import UserError
 from megatron_terapipe.page.axes import value_text
 from megatron_terapipe.run_report.figures import Figures, Spread
+from megatron_terapipe.run_report.incidents import NO_END
 from megatron_terapipe.run_report.report import RunReport
 from megatron_terapipe.search.report.figures import bytes_text, count_text, strategy_text, time_text
 from megatron_terapipe.strategy import Strategy
@@ -54,7 +55,7 @@ def about(report: RunReport) -> Iterator[tuple[str, str]]:
     if figures.wall_s is not None:
         share = figures.in_iterations_s / figures.wall_s if figures.wall_s else 1.0
         yield "took", f"{duration_text(figures.wall_s)}, {share:.0%} of it in iterations"
-    yield "ended", _end_text(report)
+    yield "ended", end_text(report)
     if figures.starts > 1:
         again = f", {figures.repeated} iterations done again" if figures.repeated else ""
         yield "starts", f"{figures.starts}{again}"
@@ -116,10 +117,11 @@ def _tflops_text(figures: Figures) -> str:
     return f"{value:.3g} T" if value >= 1 else f"{value * 1e3:.3g} G"
 
 
-def _end_text(report: RunReport) -> str:
+def end_text(report: RunReport) -> str:
+    """Return when and how a run ended, as far as that is known."""
     end, figures = report.run.end, report.figures
     if end is None:
-        return f"after iteration {figures.iterations}: no end was recorded"
+        return f"after iteration {figures.iterations}: {NO_END}"
     return f"{_date(end.time)}, {end.reason or 'the last iteration was reached'}"
 
 

@@ -108,7 +108,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
-    """End of a run, or of one piece of it. A run that was killed, or stood still, has none."""
+    """End of a run, or of one piece of it. A run that was killed as a whole has none."""
 
     event: ClassVar[str] = "end"
 

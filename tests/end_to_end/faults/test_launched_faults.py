@@ -1,6 +1,7 @@
 """What DeepSpeed's launcher makes of a rank that fails."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def test_bad_flags_end_the_launch(data: Path, tmp_path: Path) -> None:
 
 FAILING_RANK = """
 import os
+import re
 if os.environ.get("RANK") == "1":
     from megatron_terapipe.errors import DataError
     from megatron_terapipe.training.step.step import TrainingStep
@@ -47,9 +49,15 @@ def test_an_error_on_one_rank_ends_them_all(data: Path, tmp_path: Path) -> None:
     """
     (tmp_path / "sitecustomize.py").write_text(FAILING_RANK)  # python runs it at its start
     paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    run = Launch(tmp_path, flags(data, "--save", "save", "--metrics-file", "metrics.jsonl"), PYTHONPATH=paths)
+    run = Launch(
+        tmp_path,
+        flags(data, "--save", "save", "--metrics-file", "metrics.jsonl", "--report", "r.html"),
+        PYTHONPATH=paths,
+    )
     assert run.wait() == 2, run.output()
     assert error_lines(run.output()) == ["error: the text of iteration 3 is gone: bring it back"]
     assert not run.survivors()
     assert len(read_metrics(tmp_path / "metrics.jsonl")[0]) == 2
+    # What rank 0 met, a lost connection, gives way to the cause.
+    assert re.search(r"rank 1 \(host \S+, process \d+\) ended", (tmp_path / "r.html").read_text())
     assert not (tmp_path / "save").exists()

@@ -5,6 +5,7 @@ end, and the run must go on from its last checkpoint as if nothing had been.
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -120,7 +121,7 @@ class _Stop:
         said = [line for line in error_lines(run.output()) if "the run stands still" in line]
         broken = [f"{len(left)} processes left"] * bool(left)
         broken += [f"exit code {code}"] * (code != STANDS_STILL)
-        broken += ["not named"] * (not said or f"rank {self.rank} is behind" not in said[0])
+        broken += ["not named"] * (not said or not re.search(rf"rank {self.rank} (\(host \S+\) )?is behind", said[0]))
         broken += ["a traceback"] * ("Traceback" in run.output())
         ledger = self.folder / "save" / "stalled_pipeline" / f"rank_{1 - self.rank:05d}.json"
         broken += ["no ledger"] * (not ledger.exists())

@@ -46,6 +46,16 @@ def test_several_that_do_not_answer_are_named_together() -> None:
     assert found.startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more are behind: they give no sign of life; rank 0 is")
 
 
+def test_those_that_are_behind_are_named_with_their_hosts() -> None:
+    positions = {0: at(0, 1), 1: at(1), 2: None, 3: None}
+    hosts = {1: "node-a", 2: "node-b"}
+    found = explain(positions, LIMIT_S, lambda ranks: {rank: hosts[rank] for rank in ranks if rank in hosts})
+    assert found is not None and found.startswith("ranks 2 (host node-b), 3 are behind: they give no sign of life")
+    del positions[2], positions[3]
+    found = explain(positions, LIMIT_S, lambda ranks: hosts)
+    assert found is not None and found.startswith("rank 1 (host node-a) is behind: rank 1 is at")
+
+
 def test_nobody_is_behind_a_rank_that_is_silent_while_all_others_move() -> None:
     assert line(at(0, seconds=3.0), silent=(1,)) is None
 

@@ -1,6 +1,7 @@
 """The threads that look after ranks, each with a ledger and a store but no pipeline."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from tests.file_formats.forms import validate
 
 PROGRAMS = lower(gpipe, PipelineShape(num_stages=2, num_micro_batches=1, num_token_slices=2))
 TIMEOUT = timedelta(seconds=0.4)
+HOST = socket.gethostname()
 
 
 class Rank:
@@ -29,6 +31,7 @@ class Rank:
 
     def __init__(self, number: int, store: object, directory: Path, *, world_size: int = 2) -> None:
         self.ledger, self.lines, self.ended = OpLedger(number), [], threading.Event()
+        self.told: list[str] = []
         self.ledger.begin("train step 1", PROGRAMS[number].instructions)
         self.watch = StallWatch(
             self.ledger,
@@ -39,6 +42,7 @@ class Rank:
             directory=directory,
             say=self.lines.append,
             end=self.ended.set,
+            ending=self.told.append,
         )
 
 
@@ -65,7 +69,10 @@ def test_a_run_that_stands_still_is_explained_once_and_ends_on_all_ranks(tmp_pat
         with both[0].ledger.waiting_for(1):
             until(lambda: both[0].ended.is_set() and both[1].ended.is_set())
         (line,) = both[0].lines + both[1].lines
-    assert line.startswith("error: the run stands still: rank 1 is behind: rank 1 is at")
+    behind = f"the run stands still: rank 1 (host {HOST}) is behind: rank 1 is at"
+    assert line.startswith(f"error: {behind}")
+    assert both[0].told and both[0].told[0].startswith(behind)
+    assert not both[1].told or both[1].lines
     assert line.endswith(f"; the ledger of each rank is in {tmp_path}: start it again")
     for number in (0, 1):
         written = json.loads((tmp_path / f"rank_{number:05d}.json").read_text())
@@ -82,7 +89,7 @@ def test_ranks_that_take_long_alike_go_on(tmp_path: Path) -> None:
         # They have been asked in the meantime, and are watched on.
         with both[1].ledger.waiting_for(0):
             until(lambda: all(rank.ended.is_set() for rank in both))
-    assert "rank 0 is behind" in (both[0].lines + both[1].lines)[0]
+    assert f"rank 0 (host {HOST}) is behind" in (both[0].lines + both[1].lines)[0]
 
 
 def test_a_rank_that_moves_again_in_time_is_left_alone(tmp_path: Path) -> None:
@@ -144,6 +151,9 @@ def test_its_threads_ask_the_device_of_the_rank(tmp_path: Path, monkeypatch: pyt
 def test_a_store_that_is_gone_is_not_asked_again(tmp_path: Path, error: type[Exception]) -> None:
     class Gone:
         asked = 0
+
+        def set(self, key: str, value: str) -> None:
+            raise error("the store is gone")
 
         def check(self, keys: list[str]) -> bool:
             self.asked += 1

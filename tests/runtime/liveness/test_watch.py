@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from deepspeed_ext.runtime.launch.environment import LaunchEnvironment
 from deepspeed_ext.runtime.liveness.ancestors import Ancestor, birth_of
-from deepspeed_ext.runtime.liveness.host_news import _SignsOfLife
+from deepspeed_ext.runtime.liveness.host_news import Gone, _SignsOfLife
 from deepspeed_ext.runtime.liveness.host_ranks import HostRank, HostRanks, Mark
 from deepspeed_ext.runtime.liveness.process_ends import ProcessEnds
 from deepspeed_ext.runtime.liveness.watch import TERMINATED, RankWatch
@@ -230,3 +230,26 @@ def test_ends_are_seen_with_the_help_of_the_system_and_without(reports: bool, mo
     ends.close()
     os.close(reading)
     os.close(writing)
+
+
+def test_why_a_rank_leaves_at_once_is_told_before_it_does(tmp_path: Path) -> None:
+    told: list[object] = []
+    rank = Rank(tmp_path, ending=lambda why, failed: told.append((why, failed, rank.code)))
+    with rank.watch as watch:
+        watch._terminated(signal.SIGTERM, None)
+        assert told == [("told to end by SIGTERM", False, None)]
+        watch._conclude(Gone("rank 1 died"), says=True)
+        watch._terminated(signal.SIGTERM, None)
+    assert told[1:] == [("rank 1 died", True, TERMINATED)]
+
+
+def test_of_other_ranks_the_one_that_speaks_tells_it(tmp_path: Path) -> None:
+    told: list[object] = []
+    rank = Rank(tmp_path, local_rank=1, ending=lambda why, failed: told.append(why))
+    with rank.watch as watch:
+        watch._terminated(signal.SIGTERM, None)
+        assert (told, rank.left(), watch.tells_end) == ([], TERMINATED, False)
+        watch._conclude(Gone("rank 0 died"), says=True)
+        assert watch.tells_end
+        watch._terminated(signal.SIGTERM, None)
+    assert told == ["rank 0 died"]

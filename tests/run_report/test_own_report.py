@@ -1,0 +1,121 @@
+"""The report that a run writes of itself costs the run nothing, and says how it ended, however it did."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_terapipe.config import LoggingConfig
+from megatron_terapipe.errors import ConfigError
+from megatron_terapipe.run_report import own_report
+from megatron_terapipe.run_report.own_report import OwnReport
+from megatron_terapipe.training.events import RunEnd
+from tests.run_report.made_up import START, lines_of, whole_run, write_lines
+
+
+def logging_of(folder: Path, lines: list[object] | None = None) -> LoggingConfig:
+    metrics = write_lines(folder / "metrics.jsonl", whole_run() if lines is None else lines)
+    return LoggingConfig(metrics_file=str(metrics), report=str(folder / "report.html"))
+
+
+def ends(folder: Path) -> list[dict[str, object]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line.get("event") == "end"]
+
+
+def test_it_is_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logging = logging_of(tmp_path)
+    OwnReport(logging).write()
+    assert (tmp_path / "report.html").read_text().endswith("</html>\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
+    assert capsys.readouterr().out == f" wrote the report {logging.report}\n"
+
+
+def test_it_is_written_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    OwnReport(LoggingConfig()).write()
+    OwnReport(LoggingConfig(metrics_file=str(tmp_path / "none"), report=str(tmp_path / "r"))).write()
+    OwnReport(LoggingConfig(metrics_file=str(tmp_path / "none"))).tell_end("killed", failed=True)
+    assert (list(tmp_path.iterdir()), capsys.readouterr().out) == ([], "")
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logging = logging_of(tmp_path)
+    (tmp_path / "report.html").mkdir()
+    OwnReport(logging).write()
+    (tmp_path / "metrics.jsonl").write_text("")
+    OwnReport(logging).write()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f" warning: --report {logging.report} was not written (") for line in lines)
+    assert not (tmp_path / "report.html.part").exists()
+
+
+def test_the_end_of_a_run_that_died_is_in_its_file_and_on_its_page_once(tmp_path: Path) -> None:
+    logging = logging_of(tmp_path, [START, *lines_of(range(1, 8))])
+    with Path(logging.metrics_file or "").open("a") as file:
+        file.write('{"iteration": 8, "lm_lo')  # Where a killed rank left off.
+    report = OwnReport(logging)
+    report.tell_end("rank 1 died", failed=True)
+    report.tell_end("told to end by SIGTERM", failed=False)
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["iteration"], last["reason"], last["failed"]) == (7, "rank 1 died", True)
+    assert "rank 1 died" in (tmp_path / "report.html").read_text()
+    assert "SIGTERM" not in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("failed", "told"), [(True, ["connection closed", "rank 1 died"]), (False, ["connection closed"])]
+)
+def test_what_a_rank_met_gives_way_to_its_cause_and_to_nothing_else(
+    tmp_path: Path, failed: bool, told: list[str]
+) -> None:
+    met = RunEnd(iteration=7, reason="connection closed", failed=True)
+    OwnReport(logging_of(tmp_path, [START, *lines_of(range(1, 8)), met])).tell_end("rank 1 died", failed=failed)
+    assert [end["reason"] for end in ends(tmp_path)] == told
+
+
+def test_a_launcher_that_ends_all_ranks_does_not_end_a_page_half_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = own_report._write_report
+    before = signal.getsignal(signal.SIGTERM)
+
+    def told_to_end_meanwhile(metrics_file: str, path: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        written(metrics_file, path)
+
+    monkeypatch.setattr(own_report, "_write_report", told_to_end_meanwhile)
+    OwnReport(logging_of(tmp_path)).write()
+    assert (tmp_path / "report.html").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_thread_waits_for_the_page_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, begun, go_on = OwnReport(logging_of(tmp_path)), threading.Event(), threading.Event()
+    written = own_report._write_report
+
+    def slowly(metrics_file: str, path: str) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        written(metrics_file, path)
+
+    monkeypatch.setattr(own_report, "_write_report", slowly)
+    first = threading.Thread(target=report.tell_end, args=("the run stands still", True))
+    first.start()
+    assert begun.wait(60)
+    second = threading.Thread(target=report.tell_end, args=("told to end by SIGTERM", False))
+    second.start()
+    assert second.is_alive()
+    assert not (tmp_path / "report.html").exists()
+    go_on.set()
+    first.join()
+    second.join()
+    assert "the run stands still" in (tmp_path / "report.html").read_text()
+
+
+def test_it_needs_metrics() -> None:
+    with pytest.raises(ConfigError, match="has no metrics to read: add --metrics-file"):
+        LoggingConfig(report="report.html")
