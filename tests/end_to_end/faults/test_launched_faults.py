@@ -60,4 +60,5 @@ def test_an_error_on_one_rank_ends_them_all(data: Path, tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "metrics.jsonl")[0]) == 2
     # What rank 0 met, a lost connection, gives way to the cause.
     assert re.search(r"rank 1 \(host \S+, process \d+\) ended", (tmp_path / "r.html").read_text())
-    assert not (tmp_path / "save").exists()
+    # On a busy host rank 0 comes to keep the traceback of its lost connection there, before the launcher ends it.
+    assert not list((tmp_path / "save").glob("global_step*"))
