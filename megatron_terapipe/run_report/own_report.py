@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_terapipe.config import LoggingConfig
-from megatron_terapipe.training.reporting.events import RunEnd
+from megatron_terapipe.training.records.events import RunEnd
 
 _TAIL_BYTES = 1 << 16
 """Bytes at the end of a metrics file that surely hold its last line."""

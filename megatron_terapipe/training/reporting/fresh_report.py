@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from megatron_terapipe.training.reporting.metrics import IterationMetrics
+from megatron_terapipe.training.records.metrics import IterationMetrics
 from megatron_terapipe.training.reporting.reporter import Reporter
 
 _MOST_OF_TIME = 0.01
